@@ -193,7 +193,7 @@ class Losses(NamedTuple):
 
 
 class TrainingState(NamedTuple):
-    """All that a resume needs besides weights and optimizer: `TrainingState(step=40, version=40, seed=1, cursor={...})`."""
+    """All that a resume needs besides weights and optimizer: `TrainingState(step=40, version=40, cursor={...})`."""
 
     step: int = 0
     version: int = 0
@@ -234,6 +234,11 @@ class Algorithm:
     reads: tuple[str, ...] = ()
     credit: CreditFn = list
 
+    @property
+    def compares_logprobs(self) -> bool:
+        """Whether its loss compares log-probs of several passes; dropout would falsify that comparison."""
+        return bool(self.needs)
+
 
 class TrainFuture(Protocol[T_co]):
     """Work that was submitted: `metrics = await backend.optim_step()`."""
@@ -250,8 +255,8 @@ class ImmediateTrainFuture(TrainFuture[T]):
     value: T
 
     def __await__(self) -> Generator[Any, Any, T]:
+        yield from ()  # `await` asks for a generator; this one never waits
         return self.value
-        yield  # pragma: no cover - makes this a generator, which is what `await` asks for
 
     async def result(self) -> T:
         return self.value

@@ -1,0 +1,51 @@
+# `make demo` and `make test` work from a fresh clone; everything else is the `oxrl` command.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+TORCH  := $(shell sed -n 's/^torch==//p' constraints.txt)
+
+.PHONY: demo test lint bench clean
+
+demo: $(VENV)/.core
+	$(BIN)/python examples/demo.py
+
+test: $(VENV)/.dev lint
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.bench
+	$(BIN)/python benchmarks/projection.py
+	$(BIN)/python benchmarks/sft.py
+
+# Without a GPU the CPU build of torch is asked for by name; where no index offers it, the plain one does.
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.torch: constraints.txt | $(VENV)/bin/python
+	@echo "installing torch $(TORCH)"
+	@if command -v nvidia-smi >/dev/null 2>&1; then $(PIP) torch==$(TORCH); \
+	else $(PIP) torch==$(TORCH)+cpu 2>/dev/null || $(PIP) torch==$(TORCH); fi
+	@touch $@
+
+$(VENV)/.core: pyproject.toml $(VENV)/.torch
+	@echo "installing oxrl"
+	@$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.core
+	@echo "installing what the tests need"
+	@$(PIP) --editable ".[dev]"
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.dev
+	@echo "installing what the benchmarks compare with"
+	@$(PIP) --editable ".[trl]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

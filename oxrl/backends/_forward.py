@@ -1,0 +1,312 @@
+"""A batch of flat rows through any transformers decoder: hidden states, then statistics of the tokens.
+
+Linears see `[1, T]`; attention runs row by row through functions registered with transformers' attention interface, so
+rows never see each other and nothing is padded. A model for which that cannot be shown to hold (layers with state, an
+attention that ignores the registered function) runs length-sorted with right padding instead. `probe` decides, and
+also proves that our projection gives the model's own logits. What a pass is worth is not known here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from oxrl.data.pack import collate
+from oxrl.tensors import Head, token_logprobs
+from oxrl.types import Batch, Outputs, Row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Layout = Literal["packed", "padded"]
+PACKED = {"sdpa": "oxrl_sdpa", "eager": "oxrl_eager"}
+
+_rows_are_packed: ContextVar[bool] = ContextVar("_rows_are_packed", default=False)
+_windows_seen: ContextVar[list[int | None] | None] = ContextVar("_windows_seen", default=None)
+
+
+class LanguageModel(nn.Module):
+    """ONE module that holds body, projection and heads, which is what a backend shards; all passes go through it."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        self.layout: Layout = "packed"
+
+    @property
+    def inner(self) -> PreTrainedModel:
+        """The transformers model, below an adapter if there is one."""
+        return self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
+
+    def forward(self, batch: Batch, reads: Sequence[str] = ()) -> Outputs:
+        body = getattr(self.inner, self.inner.base_model_prefix)
+        hidden = _packed_hidden(body, batch) if self.layout == "packed" else _padded_hidden(body, batch)
+        values = token_logprobs(hidden, batch.tokens, batch.mask, head_of(self.inner), reads)
+        return Outputs(values.pop("logprob"), values)
+
+
+def head_of(model: PreTrainedModel) -> Head:
+    config, projection = model.config.get_text_config(), model.get_output_embeddings()
+    # Granite divides its logits, Cohere multiplies them, Gemma caps them; `probe` catches what is not known here.
+    scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+    bias = getattr(projection, "bias", None)
+    return Head(projection.weight, bias, float(scale), getattr(config, "final_logit_softcapping", None))
+
+
+def _packed_hidden(body: nn.Module, batch: Batch) -> Tensor:
+    borders = torch.tensor(batch.borders, dtype=torch.int32, device=batch.tokens.device)
+    longest = max(end - start for start, end in pairwise(batch.borders))
+    token = _rows_are_packed.set(True)
+    try:
+        output = body(
+            input_ids=batch.tokens[None],
+            position_ids=batch.positions[None],
+            use_cache=False,  # with a cache, position ids are ignored and rows leak into each other
+            cu_seq_lens_q=borders,
+            cu_seq_lens_k=borders,
+            max_length_q=longest,
+            max_length_k=longest,
+            row_borders=batch.borders,
+        )
+    finally:
+        _rows_are_packed.reset(token)
+    hidden: Tensor = output.last_hidden_state[0]
+    return hidden
+
+
+def _padded_hidden(body: nn.Module, batch: Batch) -> Tensor:
+    rows = [batch.tokens[start:end] for start, end in pairwise(batch.borders)]
+    tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    lengths = torch.tensor([len(row) for row in rows], device=tokens.device)
+    present = torch.arange(tokens.shape[1], device=tokens.device)[None] < lengths[:, None]
+    output = body(input_ids=tokens, attention_mask=present.long(), use_cache=False)
+    hidden: Tensor = output.last_hidden_state[present]
+    return hidden
+
+
+def _row_by_row_sdpa(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    row_borders: tuple[int, ...] | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Causal attention inside each row of `[1, heads, T, head_dim]`."""
+    if row_borders is None:
+        return _of_transformers("sdpa", module)(module, query, key, value, attention_mask, **options)
+    window, groups = _note_window(options), query.shape[1] // key.shape[1]
+    rows = []
+    for start, end in pairwise(row_borders):
+        mask = _window_mask(end - start, window, query.device)
+        row = torch.nn.functional.scaled_dot_product_attention(
+            query[:, :, start:end],
+            key[:, :, start:end],
+            value[:, :, start:end],
+            attn_mask=mask,
+            dropout_p=options.get("dropout") or 0.0,
+            is_causal=mask is None,
+            scale=options.get("scaling"),
+            enable_gqa=groups > 1,
+        )
+        rows.append(row)
+    return torch.cat(rows, dim=2).transpose(1, 2), None
+
+
+def _row_by_row_eager(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    row_borders: tuple[int, ...] | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """As above, spelt out: softmax in float32, with the soft cap that some models put on attention scores."""
+    if row_borders is None:
+        return _of_transformers("eager", module)(module, query, key, value, attention_mask, **options)
+    window, groups = _note_window(options), query.shape[1] // key.shape[1]
+    scale = options.get("scaling") or query.shape[-1] ** -0.5
+    rows = []
+    for start, end in pairwise(row_borders):
+        q, k, v = (x[:, :, start:end] for x in (query, key, value))
+        scores = q @ k.repeat_interleave(groups, dim=1).transpose(2, 3) * scale
+        if (cap := options.get("softcap")) is not None:
+            scores = cap * torch.tanh(scores / cap)
+        allowed = _causal_mask(end - start, window, query.device)
+        weights = scores.float().masked_fill(~allowed, float("-inf")).softmax(-1).to(q.dtype)
+        weights = nn.functional.dropout(weights, options.get("dropout") or 0.0, module.training)
+        rows.append(weights @ v.repeat_interleave(groups, dim=1))
+    return torch.cat(rows, dim=2).transpose(1, 2), None
+
+
+def _note_window(options: dict[str, Any]) -> int | None:
+    window: int | None = options.get("sliding_window")
+    seen = _windows_seen.get()
+    if seen is not None:
+        seen.append(window)
+    return window
+
+
+def _causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
+    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None]
+    return (distance >= 0) & (distance < (window or length))
+
+
+def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
+    """None where plain causal attention says the same."""
+    return None if window is None or length <= window else _causal_mask(length, window, device)
+
+
+def _of_transformers(name: str, module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """Transformers' own attention, for passes that are not ours (generation with a cache, say)."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    function: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(
+        name,
+        # eager attention lives in each model's own file, under this name by convention
+        getattr(sys.modules[type(module).__module__], "eager_attention_forward", None),
+    )
+    return function
+
+
+def register_attention() -> None:
+    """Make the row-by-row functions known to transformers; harmless when done twice."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    for name, function in (("sdpa", _row_by_row_sdpa), ("eager", _row_by_row_eager)):
+        AttentionInterface.register(PACKED[name], function)
+        AttentionMaskInterface.register(PACKED[name], _mask_unless_packed(ALL_MASK_ATTENTION_FUNCTIONS[name]))
+
+
+def _mask_unless_packed(mask_function: Any) -> Any:
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        return None if _rows_are_packed.get() else mask_function(*args, **kwargs)
+
+    return mask
+
+
+class Probed(NamedTuple):
+    """What `prepare_layout` found: how rows will run, and why in words for the log."""
+
+    layout: Layout
+    reason: str
+
+
+def prepare_layout(model: LanguageModel) -> Probed:
+    """Prove on a few tokens that packed rows equal single ones; where they do not, fall back to padded rows."""
+    inner, was_training = model.inner, model.training
+    attention = _honest_attention(inner)
+    batch = _probe_batch(inner)
+    model.eval()
+    with torch.no_grad():
+        single = _single_hidden(inner, batch)
+        _check_projection(inner, batch, single)
+        reason = _why_not_packed(model, batch, single, attention)
+        if reason is not None:
+            inner.set_attn_implementation(attention)
+            model.layout = "padded"
+    model.train(was_training)
+    if reason is None:
+        return Probed("packed", f"rows run packed ({attention} attention, row by row)")
+    return Probed("padded", f"rows run with padding: {reason}")
+
+
+def _honest_attention(inner: PreTrainedModel) -> str:
+    """The model's attention; eager where transformers' sdpa would leave out the soft cap on attention scores."""
+    attention: str = inner.config._attn_implementation
+    if attention == "sdpa" and getattr(inner.config.get_text_config(), "attn_logit_softcapping", None):
+        inner.set_attn_implementation("eager")
+        return "eager"
+    return attention
+
+
+def _why_not_packed(model: LanguageModel, batch: Batch, single: Tensor, attention: str) -> str | None:
+    register_attention()
+    inner = model.inner
+    if attention not in PACKED and not attention.startswith("flash_attention"):
+        return f"{attention} attention has no packed form here"
+    inner.set_attn_implementation(PACKED.get(attention, attention))
+    body = getattr(inner, inner.base_model_prefix)
+    with _watch_windows() as seen:
+        try:
+            packed = _packed_hidden(body, batch)
+        except (TypeError, RuntimeError, ValueError) as error:
+            return f"the model does not take packed rows ({str(error).splitlines()[0]})"
+    expected = _windows_expected(inner)
+    if attention in PACKED and sum(window is not None for window in seen) != expected:
+        return f"{expected} layers have a sliding or chunked window, but it does not reach their attention"
+    gap, allowed = _relative_gap(packed, single)
+    if gap > allowed:
+        return f"packed rows differ from single rows by {gap:.1e}, so its layers carry state across rows"
+    return None
+
+
+def _probe_batch(inner: PreTrainedModel) -> Batch:
+    vocabulary = inner.get_input_embeddings().weight.shape[0]
+    numbers = np.random.default_rng(0)
+    rows = [
+        Row(f"probe {n}", numbers.integers(0, vocabulary, n), np.arange(n) > 0)
+        for n in (7, 3, 12)
+    ]
+    return collate([(row,) for row in rows], inner.device)
+
+
+def _single_hidden(inner: PreTrainedModel, batch: Batch) -> Tensor:
+    """Each row alone, by the model's own attention, cache off: the truth that packing must meet."""
+    body = getattr(inner, inner.base_model_prefix)
+    rows = [
+        body(input_ids=batch.tokens[None, start:end], use_cache=False).last_hidden_state[0]
+        for start, end in pairwise(batch.borders)
+    ]
+    return torch.cat(rows)
+
+
+def _check_projection(inner: PreTrainedModel, batch: Batch, hidden: Tensor) -> None:
+    """Our log-probs from hidden states against the model's own logits."""
+    ours = token_logprobs(hidden, batch.tokens, batch.mask, head_of(inner))["logprob"]
+    start, end = batch.borders[-2:]
+    logits = inner(input_ids=batch.tokens[None, start:end], use_cache=False).logits[0].float()
+    theirs = logits[:-1].log_softmax(-1).gather(1, batch.tokens[start + 1 : end, None])[:, 0]
+    gap = float((ours[start + 1 : end] - theirs).abs().max())
+    allowed = 1e-3 if inner.dtype == torch.float32 else 0.25
+    if not gap <= allowed:
+        raise ValueError(
+            f"{type(inner).__name__} turns hidden states into logits in a way that is not known here "
+            f"(log-probs differ by {gap:.2g}); its scale or soft cap must be added to head_of"
+        )
+
+
+@contextmanager
+def _watch_windows() -> Iterator[list[int | None]]:
+    seen: list[int | None] = []
+    token = _windows_seen.set(seen)
+    try:
+        yield seen
+    finally:
+        _windows_seen.reset(token)
+
+
+def _windows_expected(inner: PreTrainedModel) -> int:
+    config = inner.config.get_text_config()
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        return sum(kind in ("sliding_attention", "chunked_attention") for kind in kinds)
+    return config.num_hidden_layers if getattr(config, "sliding_window", None) else 0
+
+
+def _relative_gap(one: Tensor, other: Tensor) -> tuple[float, float]:
+    gap = float((one - other).float().norm() / other.float().norm().clamp_min(1e-12))
+    return gap, (1e-4 if one.dtype == torch.float32 else 3e-2)

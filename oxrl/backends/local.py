@@ -1,0 +1,194 @@
+"""The backend of one process and one device: forward, backward and AdamW in place, every future already done."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from oxrl.algorithms import algorithm as named_algorithm
+from oxrl.backends._forward import LanguageModel, prepare_layout
+from oxrl.backends.optimizer import AdamW, Schedule, create_adamw_optimizer, full_rate, schedule
+from oxrl.types import Algorithm, Batch, Counts, ImmediateTrainFuture, LossFn, Outputs, TrainFuture, Weights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient that is not a number; `batches` are the suspects, for the loop to save."""
+
+    def __init__(self, what: str, batches: Sequence[Batch]) -> None:
+        rows = ", ".join([row for batch in batches for row in batch.ids][:4])
+        super().__init__(f"{what} is not finite (rows {rows}, ...); a lower learning rate is the usual remedy")
+        self.batches = list(batches)
+
+
+class PyTorchTrainingBackend:
+    """Trains `model` on the device it is on. `version` counts the updates that its weights have seen."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        optimizer: AdamW,
+        scheduler: Schedule = full_rate,
+        *,
+        max_grad_norm: float = 1.0,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.base_rate: float = optimizer.defaults["lr"]
+        self.max_grad_norm = max_grad_norm
+        self.version = 0
+        self.module = LanguageModel(model)
+        probed = prepare_layout(self.module)
+        self.padded = probed.layout == "padded"
+        self._unstepped: list[Batch] = []
+        logger.info("%s", probed.reason)
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.model.device
+        return device
+
+    def logprobs(self, batches: Sequence[Batch], reads: Sequence[str] = ()) -> TrainFuture[list[Outputs]]:
+        self.module.eval()
+        with torch.no_grad():
+            return ImmediateTrainFuture([self.module(_to(batch, self.device), reads) for batch in batches])
+
+    def forward_backward(
+        self, batches: Sequence[Batch], algorithm: Algorithm, counts: Counts
+    ) -> TrainFuture[dict[str, float]]:
+        """Add the gradients of one step's micro-batches; each term is divided by the step's count of its unit."""
+        set_training_mode(self.model, dropout=not algorithm.compares_logprobs)
+        totals: dict[str, list[Tensor]] = {}
+        for batch in batches:
+            here = _to(batch, self.device)
+            losses = algorithm.loss(self.module(here, algorithm.reads), here)
+            shares = {name: term.total / counts[term.unit] for name, term in losses.terms.items()}
+            loss = torch.stack(list(shares.values())).sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+            reported = {name: term.total / counts[term.unit] for name, term in losses.metrics.items()}
+            for name, value in {"loss": loss, **shares, **reported}.items():
+                totals.setdefault(name, []).append(value.detach())
+        self._unstepped.extend(batches)
+        self._stop_unless_finite(totals["loss"], batches)
+        return ImmediateTrainFuture({name: float(torch.stack(parts).sum()) for name, parts in totals.items()})
+
+    def _stop_unless_finite(self, losses: Sequence[Tensor], batches: Sequence[Batch]) -> None:
+        finite = torch.stack(list(losses)).isfinite().tolist()
+        if not all(finite):
+            raise NonFiniteError("the loss", [batch for batch, fine in zip(batches, finite, strict=True) if not fine])
+
+    def optim_step(self) -> TrainFuture[dict[str, float]]:
+        norm = float(nn.utils.clip_grad_norm_(list(self.optimizer.masters.values()), self.max_grad_norm))
+        if not torch.isfinite(torch.tensor(norm)):
+            raise NonFiniteError("the gradient", self._unstepped)
+        rate = self.base_rate * self.scheduler(self.version)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.version += 1
+        self._unstepped.clear()
+        return ImmediateTrainFuture({"grad_norm": norm, "lr": rate})
+
+    def get_weights(self) -> TrainFuture[Weights]:
+        return ImmediateTrainFuture(Weights(self.model, self.version))
+
+    @torch.no_grad()
+    def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
+        """Copy tensors by parameter name into the model (and into its master weights)."""
+        parameters = dict(self.model.named_parameters())
+        if unknown := sorted(weights.keys() - parameters.keys()):
+            raise ValueError(f"these weights are of another model: it has no parameter {unknown[0]}")
+        for name, tensor in weights.items():
+            parameters[name].copy_(tensor)
+            if name in self.optimizer.masters:
+                self.optimizer.masters[name].copy_(tensor)
+        return ImmediateTrainFuture(None)
+
+    def save(self, path: Path) -> TrainFuture[None]:
+        """Weights as plain transformers (or PEFT) files in `path`, optimizer and version beside them."""
+        from safetensors.torch import save_file
+
+        self.model.save_pretrained(path)
+        state = {key: value.contiguous() for key, value in self.optimizer.tensors().items()}
+        state["backend:version"] = torch.tensor(self.version)
+        save_file(state, path / "optimizer.safetensors")
+        return ImmediateTrainFuture(None)
+
+    def load(self, path: Path) -> TrainFuture[None]:
+        """Take weights, optimizer and version back from `path`, to the bit."""
+        from safetensors.torch import load_file
+
+        self.load_weights(_saved_weights(self.model, path))
+        state = load_file(path / "optimizer.safetensors")
+        self.version = int(state.pop("backend:version"))
+        self.optimizer.restore(state)
+        return ImmediateTrainFuture(None)
+
+
+def create_pytorch_backend(
+    model: PreTrainedModel,
+    *,
+    lr: float = 1e-5,
+    weight_decay: float = 0.01,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    lr_scheduler: str = "constant",
+    num_steps: int = 0,
+    warmup_steps: int = 0,
+    max_grad_norm: float = 1.0,
+) -> PyTorchTrainingBackend:
+    """Optimizer, schedule and backend in one line; each piece can also be made by hand."""
+    optimizer = create_adamw_optimizer(model, lr, weight_decay=weight_decay, betas=betas, eps=eps)
+    scheduler = schedule(lr_scheduler, num_steps, warmup_steps)
+    return PyTorchTrainingBackend(model, optimizer, scheduler, max_grad_norm=max_grad_norm)
+
+
+def create_cross_entropy_loss() -> LossFn:
+    """The loss of supervised fine-tuning: negative log-likelihood of the trained tokens."""
+    return named_algorithm("sft").loss
+
+
+def set_training_mode(model: nn.Module, *, dropout: bool) -> None:
+    """Training mode; without dropout where log-probs are compared with another pass, which dropout would falsify.
+
+    Gradient checkpointing asks its layers, and only them, whether they train: they keep saying yes.
+    """
+    model.train(dropout)
+    if not dropout:
+        for layer in model.modules():
+            if getattr(layer, "gradient_checkpointing", False):
+                layer.training = True
+
+
+def _to(batch: Batch, device: torch.device) -> Batch:
+    if batch.tokens.device == device:
+        return batch
+    moved: dict[str, Any] = {
+        name: getattr(batch, name).to(device, non_blocking=True) for name in ("tokens", "mask", "positions", "segments")
+    }
+    for name in ("streams", "scalars"):
+        moved[name] = {key: value.to(device, non_blocking=True) for key, value in getattr(batch, name).items()}
+    return replace(batch, **moved)
+
+
+def _saved_weights(model: Any, path: Path) -> dict[str, Tensor]:
+    """Parameters by name from a checkpoint folder, through transformers' own reader, or the adapter's file."""
+    from safetensors.torch import load_file
+
+    if not hasattr(model, "peft_config"):
+        return dict(type(model).from_pretrained(path, dtype=model.dtype).named_parameters())
+    # PEFT leaves the adapter's name ("default") out of its files.
+    names = {name.replace(".default", ""): name for name, _ in model.named_parameters()}
+    return {names[key]: tensor for key, tensor in load_file(path / "adapter_model.safetensors").items()}

@@ -1,0 +1,266 @@
+"""The command line: words to function calls, mistakes to one clear message. Exit codes: 2 wrong input, 1 a failed run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from oxrl.config import Config
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    help="Post-train language models, from a laptop to a cluster.",
+)
+data_app = typer.Typer(no_args_is_help=True, help="Look at data before training on it.")
+app.add_typer(data_app, name="data")
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("oxrl").setLevel(logging.INFO)
+    app()
+
+
+@contextmanager
+def _mistakes_end_here() -> Iterator[None]:
+    """What the user got wrong is answered in words, with exit code 2 and no traceback."""
+    try:
+        yield
+    except ValueError as mistake:
+        for line in str(mistake).splitlines():
+            typer.secho(f"error: {line}", fg="red", err=True)
+        raise typer.Exit(2) from None
+
+
+Model = Annotated[str | None, typer.Option(help="Hub id, local folder, .gguf file, smollm2-135m or tiny.")]
+Sampling = Annotated[float, typer.Option(min=0, help="0 always takes the likeliest token.")]
+
+
+@app.command()
+def train(
+    config: Annotated[Path | None, typer.Argument(help="YAML file; flags are laid over it.")] = None,
+    model: Model = None,
+    algorithm: Annotated[str | None, typer.Option(help="sft or cpt.")] = None,
+    data: Annotated[str | None, typer.Option(help="Training rows: JSONL, Parquet, CSV or a hub id.")] = None,
+    val: Annotated[str | None, typer.Option(help="Held-out rows for evaluation.")] = None,
+    output: Annotated[Path | None, typer.Option(help="The run's folder.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Passes over the data.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps per pass, instead of all the data.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Rows per optimizer step.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
+    lora: Annotated[bool, typer.Option("--lora", help="Train a LoRA adapter instead of all weights.")] = False,
+    seed: Annotated[int | None, typer.Option()] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Any config key: --set train.weight_decay=0.1")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --output.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Train a model.
+
+    oxrl train config.yaml
+
+    oxrl train --model smollm2-135m --algorithm sft --data rows.jsonl --output runs/first
+
+    oxrl train --output runs/first --resume
+    """
+    flags = {
+        "model.name": model,
+        "train.alg_name": algorithm,
+        "data.train_files_path": data,
+        "data.val_files_path": val,
+        "train.total_number_of_epochs": epochs,
+        "train.train_steps_per_epoch": steps,
+        "train.train_batch_size_per_gpu": batch_size,
+        "train.lr": lr,
+        "lora.enabled": True if lora else None,
+        "run.seed": seed,
+    }
+    overrides = [f"{key}={json.dumps(value)}" for key, value in flags.items() if value is not None]
+    with _mistakes_end_here():
+        from oxrl.wiring import prepare_run
+
+        prepared = prepare_run(_config(config, output, resume, [*overrides, *(set_ or [])]), output, resume=resume)
+    _train_and_tell(prepared, json_)
+
+
+def _config(path: Path | None, output: Path | None, resume: bool, overrides: list[str]) -> Config:
+    from oxrl.config import load_config
+
+    if path is None and resume and output is not None and (output / "config.yaml").exists():
+        path = output / "config.yaml"
+    return load_config(path, overrides)
+
+
+def _train_and_tell(prepared: Any, as_json: bool) -> None:
+    from oxrl.wiring import train_prepared
+
+    try:
+        result = train_prepared(prepared)
+    except RuntimeError as failure:
+        typer.secho(f"the run failed: {failure}", fg="red", err=True)
+        raise typer.Exit(1) from failure
+    last = result.history[-1] if result.history else {}
+    if as_json:
+        typer.echo(json.dumps({"folder": str(result.folder), "checkpoint": str(result.checkpoint), "last": last}))
+        return
+    shown = {key: last[key] for key in ("step", "loss", "eval_loss", "eval_token_accuracy") if key in last}
+    typer.echo("  ".join(f"{key} {value:.4g}" for key, value in shown.items()) or "nothing was left to do")
+    typer.echo(f"model: {result.checkpoint}\ntalk to it: oxrl chat {result.folder}")
+
+
+@app.command()
+def chat(
+    model: Annotated[str, typer.Argument(help="A run's folder, or any model.")],
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    temperature: Sampling = 0.7,
+    seed: Annotated[int, typer.Option()] = 0,
+) -> None:
+    """Talk to a model; an empty line or Ctrl-D ends."""
+    from oxrl.types import GenerationConfig, Message
+
+    with _mistakes_end_here():
+        speaker, render = _open(model)
+    history = [Message("system", system)] if system else []
+    for turn in range(1_000_000):
+        try:
+            said = input("you> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            break
+        if not said:
+            break
+        history.append(Message("user", said))
+        sampling = GenerationConfig(max_new_tokens, temperature, seed=seed + turn)
+        typer.echo("model> ", nl=False)
+        with _mistakes_end_here():
+            answer = speaker.generate([render.prompt(history)], sampling, on_token=_Typewriter(speaker.tokenizer))[0]
+        typer.echo("")
+        history.append(Message("assistant", answer.text))
+
+
+class _Typewriter:
+    """Shows text as tokens arrive; a character that needs several tokens waits for its last."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.ids, self.shown = tokenizer, list[int](), ""
+
+    def __call__(self, _prompt: int, token: int) -> None:
+        self.ids.append(token)
+        text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
+        if not text.endswith("�"):
+            typer.echo(text[len(self.shown) :], nl=False)
+            self.shown = text
+
+
+def _open(model: str) -> tuple[Any, Any]:
+    """Generator and renderer of a run's folder or a model."""
+    from oxrl.data.render import Renderer
+    from oxrl.generators.embedded import EmbeddedGenerator
+    from oxrl.models.load import check_model, load_model, load_tokenizer
+    from oxrl.types import ModelConfig
+    from oxrl.wiring import resolve_weights
+
+    place = resolve_weights(model)
+    check_model(ModelConfig(place))
+    tokenizer = load_tokenizer(place)
+    return EmbeddedGenerator(load_model(place), tokenizer), Renderer(tokenizer)
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Argument(help="A run's folder, or any model.")],
+    prompt: Annotated[list[str] | None, typer.Option(help="What the user says; can be given several times.")] = None,
+    data: Annotated[Path | None, typer.Option(help="A file of prompts, in any format that train reads.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    temperature: Sampling = 0.0,
+    seed: Annotated[int, typer.Option()] = 0,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first rows of --data.")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
+) -> None:
+    """Answer prompts: oxrl generate smollm2-135m --prompt "What is the capital of Peru?" """
+    from oxrl.types import GenerationConfig
+
+    with _mistakes_end_here():
+        conversations = _prompts(prompt or [], data, limit)
+        speaker, render = _open(model)
+        ids = [render.prompt(conversation) for conversation in conversations]
+    for start in range(0, len(ids), 16):
+        part = slice(start, start + 16)
+        sampling = GenerationConfig(max_new_tokens, temperature, seed=seed + start)
+        for conversation, answer in zip(conversations[part], speaker.generate(ids[part], sampling), strict=True):
+            asked = conversation[-1].content
+            if json_:
+                typer.echo(json.dumps({"prompt": asked, "text": answer.text, "finish_reason": answer.finish_reason}))
+            else:
+                typer.echo(f"{typer.style(str(asked), dim=True)}\n{answer.text}\n")
+
+
+def _prompts(said: list[str], data: Path | None, limit: int | None) -> list[Any]:
+    from oxrl.data.sources import load_samples
+    from oxrl.types import Message
+
+    if bool(said) == (data is not None):
+        raise ValueError("give --prompt TEXT or --data FILE, one of the two")
+    if data is None:
+        return [[Message("user", text)] for text in said]
+    samples = load_samples(str(data), limit=limit).samples
+    return [_without_answer(sample.messages, sample.id) for sample in samples]
+
+
+def _without_answer(messages: tuple[Any, ...], place: str) -> tuple[Any, ...]:
+    asked = messages[:-1] if messages and messages[-1].role == "assistant" else messages
+    if not asked:
+        raise ValueError(f"{place}: there is no prompt to answer")
+    return asked
+
+
+@data_app.command("show")
+def data_show(
+    file: Annotated[str, typer.Argument(help="Rows: JSONL, Parquet, CSV or a hub id.")],
+    model: Annotated[str, typer.Option(help="Whose tokenizer and chat template.")] = "smollm2-135m",
+    algorithm: Annotated[str, typer.Option(help="For whose rows.")] = "sft",
+    rows: Annotated[int, typer.Option(min=0, help="How many to print in full.")] = 3,
+    max_len: Annotated[int | None, typer.Option(min=2, help="Longest row that training would keep.")] = 2048,
+    column: Annotated[list[str] | None, typer.Option(help="ours=theirs, such as response=answer.")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Statistics as JSON.")] = False,
+) -> None:
+    """Print what would be trained on: trained tokens in colour, lengths, problems."""
+    with _mistakes_end_here():
+        from oxrl.show import inspect_data, print_report
+
+        pairs = [each.partition("=") for each in column or []]
+        if wrong := [left for left, equals, right in pairs if not (left and equals and right)]:
+            raise ValueError(f"--column looks like response=answer, not {wrong[0]!r}")
+        report = inspect_data(file, model, algorithm, max_len, {left: right for left, _, right in pairs})
+    if json_:
+        typer.echo(json.dumps(report.statistics()))
+    else:
+        print_report(report, rows)
+
+
+@app.command()
+def plot(
+    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    output: Annotated[Path | None, typer.Option(help="PNG file; default RUN/curves.png.")] = None,
+    metric: Annotated[list[str] | None, typer.Option(help="Which curves; default the telling ones.")] = None,
+) -> None:
+    """Draw a run's curves in the terminal and to a PNG."""
+    with _mistakes_end_here():
+        from oxrl.plot import plot_run
+
+        plot_run(run, output or run / "curves.png", metric or [])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Rows that lie ready to new weights: supervised and preference learning are this one loop with another algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+from oxrl.algorithms import algorithm as named_algorithm
+from oxrl.data.buffer import DataBuffer
+from oxrl.data.render import Renderer
+from oxrl.loops.step import train_step
+from oxrl.metrics import Sink, log_to_console
+from oxrl.types import Algorithm, Backend, DataSource, Item, Row, Sample, TrainingState
+
+EvaluateFn: TypeAlias = Callable[[], Awaitable[Mapping[str, float]]]
+SaveFn: TypeAlias = Callable[[TrainingState, int | None], Awaitable[Any]]
+"""(state to save, the step of the best evaluation so far or None)."""
+
+
+@dataclass(frozen=True, slots=True)
+class OfflineConfig:
+    """`OfflineConfig(num_steps=100, batch_size=8, eval_every=20)`; `*_every=0` means never."""
+
+    num_steps: int
+    batch_size: int
+    log_every: int = 1
+    checkpoint_every: int = 0
+    eval_every: int = 0
+    patience: int = 0  # evaluations without a new best before the run stops; 0: never
+    micro_batch_tokens: int = 1024
+
+
+SFTTrainingConfig = OfflineConfig
+
+
+class Best(NamedTuple):
+    """The lowest evaluation loss so far, where it was, and how many evaluations have passed since."""
+
+    best_loss: float | None = None
+    best_step: int | None = None
+    evaluations_since: int = 0
+
+    def after(self, loss: float, step: int) -> Best:
+        if self.best_loss is None or loss < self.best_loss:
+            return Best(loss, step)
+        return self._replace(evaluations_since=self.evaluations_since + 1)
+
+
+async def no_evaluation() -> Mapping[str, float]:
+    return {}
+
+
+async def no_checkpoint(state: TrainingState, best_step: int | None) -> None:
+    """For runs whose weights stay in memory."""
+
+
+async def run_offline(
+    backend: Backend,
+    algorithm: Algorithm,
+    source: DataSource[Item],
+    config: OfflineConfig,
+    *,
+    state: TrainingState = TrainingState(),  # noqa: B008 - immutable
+    evaluate: EvaluateFn = no_evaluation,
+    log: Sink = log_to_console,
+    save: SaveFn = no_checkpoint,
+) -> list[dict[str, float]]:
+    """Train from `state` to `config.num_steps`; returns what was logged."""
+    history: list[dict[str, float]] = []
+    best = _resume(source, state)
+    for step in range(state.step + 1, config.num_steps + 1):
+        metrics = await train_step(backend, algorithm, source.get_prompts(config.batch_size), config.micro_batch_tokens)
+        last = step == config.num_steps
+        if _due(step, config.eval_every) or (last and config.eval_every):
+            metrics |= await evaluate()
+            best = best.after(metrics.get("eval_loss", metrics["loss"]), step)
+            last = last or 0 < config.patience <= best.evaluations_since
+        if last or _due(step, config.log_every) or "eval_loss" in metrics:
+            log(step, metrics)
+            history.append({"step": step, **metrics})
+        if last or _due(step, config.checkpoint_every) or best.best_step == step:
+            cursor = {"data": source.state(), **best._asdict()}
+            await save(TrainingState(step, state.version + step - state.step, state.seed, cursor), best.best_step)
+        if last:
+            break
+    return history
+
+
+def _resume(source: DataSource[Item], state: TrainingState) -> Best:
+    if not state.cursor:
+        return Best()
+    source.restore(state.cursor["data"])
+    return Best(**{name: state.cursor[name] for name in Best._fields})
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+async def run_sft_training(
+    backend: Backend,
+    samples: Sequence[Sample | Row],
+    config: SFTTrainingConfig,
+    metrics_logger: Sink = log_to_console,
+    *,
+    tokenizer: Any = None,
+    seed: int = 0,
+) -> list[dict[str, float]]:
+    """Supervised fine-tuning on rows, or on samples together with their tokenizer."""
+    algorithm = named_algorithm("sft")
+    items: list[Item] = []
+    for sample in samples:
+        if isinstance(sample, Row):
+            items.append((sample,))
+        elif tokenizer is None:
+            raise ValueError("samples are text: pass tokenizer=..., or rows that are tokenised already")
+        else:
+            items.extend(algorithm.assemble(sample, Renderer(tokenizer)))
+    return await run_offline(backend, algorithm, DataBuffer(items, seed=seed), config, log=metrics_logger)

@@ -1,0 +1,152 @@
+"""Numbers of a step to places where people and programs read them: the console, a JSONL file, several at once.
+
+A sink is anything callable with (step, metrics). What is written is what was measured: nothing is averaged here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+Sink: TypeAlias = Callable[[int, Mapping[str, float]], None]
+
+
+class JSONLLogger:
+    """One line a step in `path`. On a resumed run, `keep_until` drops lines of steps that will be done again."""
+
+    def __init__(self, path: str | Path, *, keep_until: int | None = None) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if keep_until is not None and self.path.exists():
+            _drop_lines_after(self.path, keep_until)
+
+    def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
+        line = json.dumps({"step": step, **{name: _readable(value) for name, value in metrics.items()}})
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+    log = __call__
+
+
+def read_metrics(path: str | Path) -> list[dict[str, float]]:
+    """The lines of a metrics file; a last line that a kill cut off is left out."""
+    rows = []
+    for line in Path(path).read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
+
+
+def _drop_lines_after(path: Path, step: int) -> None:
+    kept = "".join(json.dumps(row) + "\n" for row in read_metrics(path) if row["step"] <= step)
+    draft = path.with_suffix(".tmp")
+    draft.write_text(kept, encoding="utf-8")
+    draft.replace(path)
+
+
+def _readable(value: float) -> float | None:
+    return value if math.isfinite(value) else None  # JSON has no NaN
+
+
+def log_to_console(step: int, metrics: Mapping[str, float]) -> None:
+    """`step 12  loss 1.302  tokens/s 512`, one plain line."""
+    shown = "  ".join(f"{name} {_short(value)}" for name, value in metrics.items())
+    sys.stderr.write(f"step {step}  {shown}\n")
+
+
+def _short(value: float) -> str:
+    if value == int(value) and abs(value) < 1e6:
+        return str(int(value))
+    return f"{value:.2e}" if abs(value) < 1e-3 or abs(value) >= 1e6 else f"{value:.4g}"
+
+
+def all_of(*sinks: Sink) -> Sink:
+    """One sink that feeds several."""
+
+    def log(step: int, metrics: Mapping[str, float]) -> None:
+        for sink in sinks:
+            sink(step, metrics)
+
+    return log
+
+
+class LiveConsole:
+    """A progress bar with loss, speed, memory and time left on a terminal; plain lines elsewhere."""
+
+    def __init__(self, total_steps: int, *, first_step: int = 0, plain_every: int = 10) -> None:
+        from rich.console import Console
+
+        self.console = Console(stderr=True)
+        self.total, self.first, self.plain_every = total_steps, first_step, plain_every
+        self.started = time.monotonic()
+        self.progress: Progress | None = None
+        self.task: TaskID | None = None
+
+    def __enter__(self) -> LiveConsole:
+        if self.console.is_terminal:
+            self.progress = _progress(self.console)
+            self.progress.start()
+            self.task = self.progress.add_task("training", total=self.total, completed=self.first, numbers="")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.progress is not None:
+            self.progress.stop()
+
+    def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
+        shown = {name: metrics[name] for name in _HEADLINES if name in metrics}
+        if any(name.startswith("eval_") for name in metrics):
+            shown |= {name: value for name, value in metrics.items() if name.startswith("eval_")}
+        if self.progress is not None and self.task is not None:
+            numbers = "  ".join(f"{name} {_short(value)}" for name, value in shown.items())
+            self.progress.update(self.task, completed=step, numbers=numbers)
+        elif step % self.plain_every == 0 or step in (self.first + 1, self.total) or len(shown) > len(_HEADLINES):
+            done = max(1, step - self.first)
+            left = (time.monotonic() - self.started) / done * (self.total - step)
+            log_to_console(step, {**shown, "seconds_left": round(left)})
+
+    log = __call__
+
+
+_HEADLINES = ("loss", "lr", "tokens_per_second", "memory_gib")
+
+
+def _progress(console: Any) -> Progress:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[numbers]}"),
+        console=console,
+    )
+
+
+def memory_gib() -> float:
+    """What this process holds now: of the GPU where there is one, else resident memory."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        return float(torch.cuda.memory_allocated() / 2**30)
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except FileNotFoundError:  # not Linux
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**30
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**30

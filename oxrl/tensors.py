@@ -1,0 +1,215 @@
+"""Hidden states to numbers about tokens: the one shift, the chunked vocabulary projection, and statistics of logits.
+
+`token_logprobs` is the only place that knows that position i - 1 predicts token i. The projection never holds more than
+one chunk of logits, forward or backward; a statistic is a function of such a chunk. No model, no config, no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+Statistic: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""(logits [C, V] float32, targets [C], the other model's logits [C, V] or None) -> [C]."""
+
+
+class Head(NamedTuple):
+    """The vocabulary projection: `softcap * tanh(scale * (hidden @ weight.T + bias) / softcap)`."""
+
+    weight: Tensor  # [V, H]
+    bias: Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+class Other(NamedTuple):
+    """Another model at the same positions, for statistics that compare: its hidden states [N, H'] and its head."""
+
+    hidden: Tensor
+    head: Head
+
+
+def logprob(logits: Tensor, targets: Tensor, _other: Tensor | None = None) -> Tensor:
+    return logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
+
+
+def entropy(logits: Tensor, _targets: Tensor, _other: Tensor | None = None) -> Tensor:
+    log_p = logits.log_softmax(-1)
+    return -(log_p.exp() * log_p).sum(-1)
+
+
+def correct(logits: Tensor, targets: Tensor, _other: Tensor | None = None) -> Tensor:
+    """1 where the most likely token is the target."""
+    return (logits.argmax(-1) == targets).float()
+
+
+def reverse_kl(logits: Tensor, _targets: Tensor, other: Tensor | None) -> Tensor:
+    """KL(model || other), over the whole vocabulary."""
+    assert other is not None, "reverse_kl compares with another model: pass `other`"
+    log_p = logits.log_softmax(-1)
+    return (log_p.exp() * (log_p - other.log_softmax(-1))).sum(-1)
+
+
+def forward_kl(logits: Tensor, _targets: Tensor, other: Tensor | None) -> Tensor:
+    """KL(other || model), over the whole vocabulary."""
+    assert other is not None, "forward_kl compares with another model: pass `other`"
+    log_q = other.log_softmax(-1)
+    return (log_q.exp() * (log_q - logits.log_softmax(-1))).sum(-1)
+
+
+STATISTICS: Mapping[str, Statistic] = {
+    "logprob": logprob,
+    "entropy": entropy,
+    "correct": correct,
+    "forward_kl": forward_kl,
+    "reverse_kl": reverse_kl,
+}
+
+
+def token_logprobs(
+    hidden: Tensor,
+    tokens: Tensor,
+    mask: Tensor,
+    head: Head,
+    reads: Sequence[str] = (),
+    other: Other | None = None,
+    chunk: int | None = None,
+) -> dict[str, Tensor]:
+    """Log-prob and the statistics in `reads` of each masked token, `[T]` each, 0 elsewhere.
+
+    `hidden[i - 1]` predicts `tokens[i]`: this function is where that shift happens, and the only one. A mask never
+    covers the first token of a row, so no row looks into its neighbour. `other.hidden` is `[T, H']` too.
+    """
+    trained = mask.nonzero().squeeze(1)
+    names = ["logprob", *(name for name in reads if name != "logprob")]
+    values = project(
+        hidden[trained - 1],
+        head,
+        tokens[trained],
+        [STATISTICS[name] for name in names],
+        other=other and Other(other.hidden[trained - 1], other.head),
+        chunk=chunk,
+    )
+    empty = torch.zeros(len(tokens), dtype=torch.float32, device=hidden.device)
+    return {name: empty.index_put((trained,), value) for name, value in zip(names, values, strict=True)}
+
+
+def project(
+    hidden: Tensor,
+    head: Head,
+    targets: Tensor,
+    statistics: Sequence[Statistic],
+    other: Other | None = None,
+    chunk: int | None = None,
+) -> tuple[Tensor, ...]:
+    """Statistics of `hidden [N, H]` projected on the vocabulary, `[N]` float32 each, chunk by chunk in both directions.
+
+    Small chunks stay in a CPU's cache (128 rows beat 512 there); a GPU wants large products.
+    """
+    chunk = chunk or (128 if hidden.device.type == "cpu" else 2048)
+    if other is not None:
+        other = Other(other.hidden, other.head._replace(weight=_for_products(other.head.weight)))
+    plan = _Plan(head.scale, head.softcap, tuple(statistics), other, targets, chunk)
+    values: Tensor = _Projection.apply(hidden, head.weight, head.bias, plan)  # type: ignore[no-untyped-call]
+    return values.unbind(0)
+
+
+class _Plan(NamedTuple):
+    scale: float
+    softcap: float | None
+    statistics: tuple[Statistic, ...]
+    other: Other | None
+    targets: Tensor
+    chunk: int
+
+    def chunks(self) -> Iterator[slice]:
+        total = len(self.targets)
+        return (slice(start, min(start + self.chunk, total)) for start in range(0, total, self.chunk))
+
+    def values(self, raw: Tensor, part: slice) -> list[Tensor]:
+        logits = _shape_logits(raw, self.scale, self.softcap)
+        other_logits = None
+        if self.other is not None:
+            theirs = self.other.head
+            raw_other = _float_logits(self.other.hidden[part], theirs.weight, theirs.bias)
+            other_logits = _shape_logits(raw_other, theirs.scale, theirs.softcap).detach()
+        return [statistic(logits, self.targets[part], other_logits) for statistic in self.statistics]
+
+
+class _Projection(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan) -> Tensor:
+        ctx.save_for_backward(hidden, weight, bias)
+        ctx.plan = plan
+        values = torch.empty(len(plan.statistics), len(hidden), dtype=torch.float32, device=hidden.device)
+        matrix = _for_products(weight)
+        for part in plan.chunks():
+            for row, value in zip(values, plan.values(_float_logits(hidden[part], matrix, bias), part), strict=True):
+                row[part] = value
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias = ctx.saved_tensors
+        plan: _Plan = ctx.plan
+        wants_hidden, wants_weight, wants_bias, _ = ctx.needs_input_grad
+        matrix = _for_products(weight)
+        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
+        for part in plan.chunks():
+            d_logits = _chunk_gradient(plan, _float_logits(hidden[part], matrix, bias), part, grads[0]).to(matrix.dtype)
+            if grad_hidden is not None:
+                grad_hidden[part] = (d_logits @ matrix).to(hidden.dtype)
+            if grad_weight is not None:
+                _add_product(grad_weight, d_logits.T, hidden[part].to(matrix.dtype))
+            if grad_bias is not None:
+                grad_bias += d_logits.sum(0)
+        return (
+            grad_hidden,
+            grad_weight if grad_weight is None else grad_weight.to(weight.dtype),
+            grad_bias if grad_bias is None else grad_bias.to(bias.dtype),
+            None,
+        )
+
+
+def _chunk_gradient(plan: _Plan, raw: Tensor, part: slice, grads: Tensor) -> Tensor:
+    """d(sum of statistics weighted by `grads [S, N]`) / d(raw logits of this chunk)."""
+    with torch.enable_grad():
+        leaf = raw.requires_grad_()
+        values = plan.values(leaf, part)
+        pairs = [(value, grad[part]) for value, grad in zip(values, grads, strict=True) if value.requires_grad]
+        if not pairs:
+            return torch.zeros_like(raw)
+        (gradient,) = torch.autograd.grad([v for v, _ in pairs], leaf, [g for _, g in pairs])
+    return gradient
+
+
+def _shape_logits(raw: Tensor, scale: float, softcap: float | None) -> Tensor:
+    logits = raw if scale == 1.0 else raw * scale
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def _for_products(weight: Tensor) -> Tensor:
+    """Half-precision products on a GPU can return float32; elsewhere the matrix itself is widened, once per pass."""
+    return weight.detach() if weight.is_cuda else weight.detach().float()
+
+
+def _float_logits(hidden: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+    """`hidden @ matrix.T`, accumulated *and* returned in float32: bf16 logits are wrong in the second digit."""
+    if matrix.dtype == torch.float32:
+        logits = hidden.detach().float() @ matrix.T
+    else:
+        logits = torch.mm(hidden.detach().to(matrix.dtype), matrix.T, out_dtype=torch.float32)
+    return logits if bias is None else logits.add_(bias.detach().float())
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """`total += left @ right` in float32."""
+    if left.dtype == torch.float32:
+        total.addmm_(left, right)
+    else:
+        total += torch.mm(left, right, out_dtype=torch.float32)

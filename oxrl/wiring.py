@@ -1,0 +1,248 @@
+"""A `Config` to live objects and a finished run; the only file that knows every name."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from oxrl.algorithms import algorithm
+from oxrl.checkpoint import best_checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint
+from oxrl.config import Config, ConfigError
+from oxrl.data.assemble import Assembled, assemble
+from oxrl.data.buffer import DataBuffer, MixedBuffer
+from oxrl.data.render import Renderer
+from oxrl.data.sources import load_samples
+from oxrl.metrics import JSONLLogger, LiveConsole, Sink, all_of
+from oxrl.models.load import check_model, load_model, load_tokenizer
+from oxrl.models.lora import LoraSettings, attach_lora
+from oxrl.types import DataSource, Item, ModelConfig, Sample, TrainingState
+
+logger = logging.getLogger(__name__)
+
+
+class RunResult(NamedTuple):
+    """Where a run went and what it logged."""
+
+    folder: Path
+    checkpoint: Path
+    history: list[dict[str, float]]
+
+
+class Prepared(NamedTuple):
+    """All that can be known, and can be wrong, before a weight is loaded."""
+
+    config: Config
+    folder: Path
+    tokenizer: Any
+    source: DataSource[Item]
+    held_out: list[Item]
+    num_steps: int
+    resume_from: Path | None
+
+
+def train_run(config: Config, output: str | Path | None = None, *, resume: bool = False) -> RunResult:
+    """From a config to a finished run: check, prepare, load, train, save."""
+    return train_prepared(prepare_run(config, output, resume=resume))
+
+
+def run_folder(config: Config, output: str | Path | None) -> Path:
+    root = config.run.checkpoint_dir or os.environ.get("OXRL_CHECKPOINT_DIR") or "checkpoints"
+    return Path(output) if output is not None else Path(root) / config.run.experiment_id
+
+
+def prepare_run(config: Config, output: str | Path | None = None, *, resume: bool = False) -> Prepared:
+    """Everything up to the weights; wrong input ends here, as a ValueError in words."""
+    folder = run_folder(config, output)
+    resume_from = _starting_point(folder, resume)
+    check_model(model_config(config))
+    tokenizer = load_tokenizer(config.model.name)
+    parts = {name: _items(config, path, tokenizer) for name, path in config.data.train_files.items()}
+    for name, part in parts.items():
+        logger.info("%s: %s", name, part.describe())
+    held_out = [item for path in config.data.val_files.values() for item in _items(config, path, tokenizer).items]
+    rows = sum(len(part.items) for part in parts.values())
+    steps_per_epoch = config.train.train_steps_per_epoch or -(-rows // config.train.batch_size)
+    num_steps = config.train.total_number_of_epochs * steps_per_epoch
+    source = _source(config, {name: part.items for name, part in parts.items()})
+    return Prepared(config, folder, tokenizer, source, held_out, num_steps, resume_from)
+
+
+def _starting_point(folder: Path, resume: bool) -> Path | None:
+    newest = latest_checkpoint(folder / "checkpoints")
+    if resume and newest is None and not (folder / "config.yaml").exists():
+        raise ConfigError(f"there is nothing to resume in {folder}: it has no run")
+    if not resume and (folder / "metrics.jsonl").exists():
+        raise ConfigError(f"{folder} already holds a run: pass --resume to go on with it, or another --output")
+    return newest if resume else None
+
+
+def _items(config: Config, path: str, tokenizer: Any) -> Assembled:
+    data = config.data
+    loaded = load_samples(path, columns=data.columns, format=data.format, bad_rows=data.bad_rows)
+    rendered = assemble(
+        loaded.samples,
+        algorithm(config.train.alg_name),
+        Renderer(tokenizer, max_len=data.max_seq_len),
+        max_len=data.max_seq_len,
+        overlong=data.overlong,
+        bad_rows=data.bad_rows,
+        track=_progress_bar(f"reading {Path(path).name}"),
+    )
+    unread = [f"{where}: {reason}" for where, reason in loaded.skipped]
+    return rendered._replace(skipped=[*unread, *rendered.skipped])
+
+
+def _progress_bar(title: str) -> Callable[[Iterable[Sample]], Iterable[Sample]]:
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    return partial(track, description=title, console=console, transient=True, disable=not console.is_terminal)
+
+
+def _source(config: Config, parts: dict[str, list[Item]]) -> DataSource[Item]:
+    buffers = {name: DataBuffer(items, seed=config.run.seed) for name, items in parts.items()}
+    if len(buffers) == 1:
+        return next(iter(buffers.values()))
+    ratios = config.data.train_ratios or {name: float(len(items)) for name, items in parts.items()}
+    return MixedBuffer(buffers, ratios=ratios)
+
+
+def model_config(config: Config) -> ModelConfig:
+    model = config.model
+    return ModelConfig(
+        name=model.name,
+        dtype=model.dtype,
+        attn_implementation=model.attn_implementation,
+        gradient_checkpointing=model.gradient_checkpointing,
+        trust_remote_code=model.trust_remote_code,
+        device=model.device,
+    )
+
+
+def train_prepared(prepared: Prepared) -> RunResult:
+    import anyio
+
+    config, folder = prepared.config, prepared.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    _record_config(config, folder / "config.yaml")
+    seed_everything(config.run.seed)
+    backend = _backend(config, prepared.num_steps)
+    with LiveConsole(prepared.num_steps) as console:
+        history = anyio.run(_run, prepared, backend, console)
+    checkpoint = best_checkpoint(folder / "checkpoints")
+    assert checkpoint is not None, "a finished run has at least its last checkpoint"
+    return RunResult(folder, checkpoint, history)
+
+
+def seed_everything(seed: int) -> None:
+    import numpy as np
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def _backend(config: Config, num_steps: int) -> Any:
+    from oxrl.backends.local import create_pytorch_backend
+
+    model = load_model(model_config(config))
+    if config.lora.enabled:
+        lora = config.lora
+        targets = lora.target_modules if isinstance(lora.target_modules, str) else tuple(lora.target_modules)
+        model = attach_lora(model, LoraSettings(lora.r, lora.alpha, lora.dropout, targets))
+    train = config.train
+    return create_pytorch_backend(
+        model,
+        lr=train.lr,
+        weight_decay=train.weight_decay,
+        betas=(train.betas[0], train.betas[1]),
+        eps=train.adam_epsilon,
+        lr_scheduler=train.lr_scheduler,
+        num_steps=num_steps,
+        warmup_steps=int(train.warmup_steps_ratio * num_steps),
+        max_grad_norm=train.clip_grad_norm or float("inf"),
+    )
+
+
+async def _run(prepared: Prepared, backend: Any, console: Sink) -> list[dict[str, float]]:
+    from oxrl.backends.local import NonFiniteError
+    from oxrl.loops.evaluate import evaluate_offline
+    from oxrl.loops.offline import OfflineConfig, no_evaluation, run_offline
+
+    config, folder, train = prepared.config, prepared.folder, prepared.config.train
+    state = TrainingState(seed=config.run.seed)
+    if prepared.resume_from is not None:
+        state = await load_checkpoint(prepared.resume_from, backend)
+        logger.info("resuming at step %d from %s", state.step, prepared.resume_from)
+    chosen = algorithm(train.alg_name)
+    eval_every = train.eval_every or max(1, prepared.num_steps // 10)
+    save = partial(_save, folder / "checkpoints", backend, prepared.tokenizer, train.keep_last)
+    try:
+        return await run_offline(
+            backend,
+            chosen,
+            prepared.source,
+            OfflineConfig(
+                num_steps=prepared.num_steps,
+                batch_size=train.batch_size,
+                log_every=train.log_every,
+                checkpoint_every=train.checkpoint_every,
+                eval_every=eval_every if prepared.held_out else 0,
+                patience=train.patience,
+                micro_batch_tokens=train.micro_batch_tokens,
+            ),
+            state=state,
+            evaluate=partial(evaluate_offline, backend, chosen, prepared.held_out, train.micro_batch_tokens)
+            if prepared.held_out
+            else no_evaluation,
+            log=all_of(JSONLLogger(folder / "metrics.jsonl", keep_until=state.step), console),
+            save=save,
+        )
+    except NonFiniteError as error:
+        raise RuntimeError(f"{error}; the batch is in {_save_suspects(folder / 'failure', error)}") from error
+
+
+async def _save(
+    root: Path, backend: Any, tokenizer: Any, keep_last: int, state: TrainingState, best_step: int | None
+) -> None:
+    await save_checkpoint(root, backend, state, tokenizer=tokenizer, keep_last=keep_last, keep=best_step)
+
+
+def _save_suspects(folder: Path, error: Any) -> Path:
+    """The rows of a batch that gave no number, as token ids and mask, for a person to look into."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "batch.jsonl"
+    with file.open("w", encoding="utf-8") as out:
+        for batch in error.batches:
+            for row, (start, end) in enumerate(zip(batch.borders, batch.borders[1:], strict=False)):
+                tokens, mask = batch.tokens[start:end].tolist(), batch.mask[start:end].int().tolist()
+                out.write(json.dumps({"id": batch.ids[row], "tokens": tokens, "mask": mask}) + "\n")
+    return file
+
+
+def _record_config(config: Config, path: Path) -> None:
+    """What a resume will be held against; a change is said aloud."""
+    now = config.model_dump(mode="json")
+    if path.exists():
+        before = yaml.safe_load(path.read_text(encoding="utf-8"))
+        for section, keys in now.items():
+            for key, value in keys.items():
+                if (old := before.get(section, {}).get(key)) != value:
+                    logger.warning("resuming with another %s.%s: %r instead of %r", section, key, value, old)
+    path.write_text(yaml.safe_dump(now, sort_keys=False), encoding="utf-8")
+
+
+def resolve_weights(name: str) -> str:
+    """The folder to load for a run folder (its best checkpoint) or anything that `load_model` takes."""
+    best = best_checkpoint(Path(name) / "checkpoints") if Path(name).is_dir() else None
+    return str(best) if best is not None else name

@@ -1,0 +1,246 @@
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from oxrl.algorithms import algorithm
+from oxrl.backends.local import NonFiniteError, PyTorchTrainingBackend, create_pytorch_backend, set_training_mode
+from oxrl.backends.optimizer import (
+    SCHEDULES,
+    create_adamw_optimizer,
+    create_warmup_cosine_scheduler,
+    schedule,
+)
+from oxrl.data.pack import collate, count_units
+from oxrl.models.load import load_model
+from oxrl.models.lora import LoraSettings, attach_lora
+from oxrl.types import ImmediateTrainFuture, Losses, ModelConfig, Row, Term
+
+pytestmark = pytest.mark.anyio
+SFT = algorithm("sft")
+
+
+@pytest.fixture
+def anyio_backend():
+    return "trio"
+
+
+def some_items(lengths=(30, 7, 19, 4), seed=0):
+    random = np.random.default_rng(seed)
+    return [(Row(f"row{i}", random.integers(0, 256, n), np.arange(n) > n // 3),) for i, n in enumerate(lengths)]
+
+
+def plain_loop(model, steps, *, lr, warmup, clip):
+    """Supervised fine-tuning as anyone would write it: one row at a time, full logits, cross-entropy, AdamW."""
+    decayed = [p for p in model.parameters() if p.ndim >= 2]
+    others = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8)
+    losses = []
+    for step, rows in enumerate(steps):
+        if step < warmup:
+            rate = lr * (step + 1) / (warmup + 1)
+        else:
+            rate = lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (len(steps) - warmup)))
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        tokens_in_step = sum(int(row.mask.sum()) for row in rows)
+        total = 0.0
+        for row in rows:
+            tokens, mask = torch.tensor(row.tokens), torch.tensor(row.mask)
+            logits = model(input_ids=tokens[None]).logits[0]
+            labels = torch.where(mask, tokens, -100)[1:]
+            loss = torch.nn.functional.cross_entropy(logits[:-1], labels, reduction="sum") / tokens_in_step
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+async def test_loss_curves_agree_with_a_plain_pytorch_loop():
+    steps = [some_items((30, 7, 19, 4, 25, 12), seed=step % 3) for step in range(24)]
+    rows = [[item[0] for item in items] for items in steps]
+    expected = plain_loop(load_model("tiny"), rows, lr=2e-3, warmup=4, clip=1.0)
+    backend = create_pytorch_backend(
+        load_model("tiny"), lr=2e-3, lr_scheduler="cosine", num_steps=24, warmup_steps=4, max_grad_norm=1.0
+    )
+    losses = []
+    for items in steps:
+        batches = [collate(items[:4]), collate(items[4:])]
+        losses.append((await backend.forward_backward(batches, SFT, count_units(items)))["loss"])
+        await backend.optim_step()
+    assert losses == pytest.approx(expected, abs=1e-4)
+    assert losses[-1] < losses[0] - 0.5
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_warms_up_peaks_and_counts_optimizer_steps(name):
+    factor = schedule(name, total_steps=100, warmup_steps=9)
+    rates = [factor(step) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1), "the first step must already move"
+    assert rates[9] == pytest.approx(1.0)
+    assert max(rates) == pytest.approx(1.0)
+    if name == "constant":
+        assert rates[-1] == 1.0
+    else:
+        assert 0 < rates[-1] < 0.06, "the last step must still move, but little"
+
+
+def test_cosine_is_half_way_down_in_the_middle_and_wsd_stays_up_until_its_last_fifth():
+    assert create_warmup_cosine_scheduler(0, 100)(50) == pytest.approx(0.5)
+    wsd = schedule("wsd", 100)
+    assert (wsd(79), wsd(90), wsd(100)) == (1.0, pytest.approx(0.5), 0.0)
+
+
+async def test_the_reported_learning_rate_is_the_one_that_was_used():
+    """SGD-like check: with one parameter moved by AdamW's first step, the move is lr itself."""
+    model = load_model("tiny")
+    before = model.model.norm.weight.detach().clone()
+    backend = create_pytorch_backend(model, lr=1e-2, lr_scheduler="linear", num_steps=10, warmup_steps=4)
+    items = some_items()
+    await backend.forward_backward([collate(items)], SFT, count_units(items))
+    metrics = await backend.optim_step()
+    assert metrics["lr"] == pytest.approx(1e-2 / 5)
+    assert (model.model.norm.weight - before).abs().median().item() == pytest.approx(metrics["lr"], rel=1e-3)
+
+
+async def test_small_updates_reach_bf16_weights_through_their_masters():
+    """An update of 1e-4 is below the resolution of bf16 around 1; sixty of them are not."""
+
+    def gain(model):
+        return model.model.norm.weight.detach().float().mean().item()
+
+    model = load_model(ModelConfig("tiny", dtype="bfloat16"))
+    backend = create_pytorch_backend(model, lr=1e-4)
+    items = some_items()
+    start = gain(model)
+    moves = []
+    for _ in range(60):
+        await backend.forward_backward([collate(items)], SFT, count_units(items))
+        await backend.optim_step()
+        moves.append(abs(gain(model) - start))
+    assert model.dtype == torch.bfloat16
+    assert moves[0] < 1e-3
+    assert moves[-1] > 1e-3
+
+
+async def test_bf16_gradients_accumulate_in_float32():
+    model = load_model(ModelConfig("tiny", dtype="bfloat16"))
+    backend = create_pytorch_backend(model)
+    items = some_items()
+    await backend.forward_backward([collate([item]) for item in items], SFT, count_units(items))
+    assert all(p.grad is None for p in model.parameters())
+    assert {m.grad.dtype for m in backend.optimizer.masters.values()} == {torch.float32}
+
+
+async def test_a_resumed_bf16_run_keeps_what_bf16_cannot_hold(tmp_path):
+    def make():
+        return create_pytorch_backend(load_model(ModelConfig("tiny", dtype="bfloat16")), lr=1e-3)
+
+    items = some_items()
+
+    async def steps(backend, n):
+        for _ in range(n):
+            await backend.forward_backward([collate(items)], SFT, count_units(items))
+            await backend.optim_step()
+
+    through, first, second = make(), make(), make()
+    await steps(through, 6)
+    await steps(first, 3)
+    await first.save(tmp_path)
+    await second.load(tmp_path)
+    await steps(second, 3)
+    for name, master in second.optimizer.masters.items():
+        assert torch.equal(master, through.optimizer.masters[name]), name
+
+
+async def test_gradients_are_clipped_to_the_norm_that_was_asked_for():
+    items = some_items()
+    norms = []
+    for limit in (1e-3, float("inf")):
+        model = load_model("tiny")
+        backend = PyTorchTrainingBackend(model, create_adamw_optimizer(model, 1e-3), max_grad_norm=limit)
+        await backend.forward_backward([collate(items)], SFT, count_units(items))
+        reported = (await _norm_before_step(backend))["grad_norm"]
+        norms.append(reported)
+    assert norms[0] == pytest.approx(norms[1]), "what is reported is the norm before clipping"
+    assert norms[0] > 1e-3
+
+
+async def _norm_before_step(backend):
+    seen = {}
+    step = backend.optimizer.step
+
+    def watch(*args):
+        seen["clipped"] = torch.stack([m.grad.norm() for m in backend.optimizer.masters.values()]).norm().item()
+        return step(*args)
+
+    backend.optimizer.step = watch
+    metrics = await backend.optim_step()
+    assert seen["clipped"] <= backend.max_grad_norm * 1.001
+    return metrics
+
+
+async def test_a_loss_that_is_no_number_names_its_rows():
+    def loss(outputs, batch):
+        factor = float("nan") if "row2" in batch.ids else 1.0
+        return Losses({"nll": Term(outputs.logprob.sum() * factor, "token")})
+
+    backend = create_pytorch_backend(load_model("tiny"))
+    items = some_items()
+    with pytest.raises(NonFiniteError, match="row2") as caught:
+        await backend.forward_backward([collate([item]) for item in items], replace(SFT, loss=loss), count_units(items))
+    assert [id for batch in caught.value.batches for id in batch.ids] == ["row2"]
+
+
+async def test_a_gradient_that_is_no_number_stops_before_the_weights_change():
+    model = load_model("tiny")
+    backend = create_pytorch_backend(model)
+    items = some_items()
+    await backend.forward_backward([collate(items)], SFT, count_units(items))
+    model.model.norm.weight.grad[0] = float("inf")
+    before = model.lm_head.weight.detach().clone()
+    with pytest.raises(NonFiniteError, match="gradient"):
+        await backend.optim_step()
+    assert torch.equal(model.lm_head.weight, before)
+
+
+async def test_dropout_trains_unless_log_probs_are_compared():
+    model = attach_lora(load_model("tiny"), LoraSettings(dropout=0.5))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    backend = create_pytorch_backend(model)
+    batch = collate(some_items())
+    (reference,) = await backend.logprobs([batch])
+    set_training_mode(model, dropout=True)
+    assert not torch.allclose(backend.module(batch).logprob, reference.logprob)
+    set_training_mode(model, dropout=False)
+    torch.testing.assert_close(backend.module(batch).logprob, reference.logprob)
+
+
+async def test_checkpointing_stays_active_when_dropout_is_off():
+    model = load_model(ModelConfig("tiny", gradient_checkpointing=True))
+    backend = create_pytorch_backend(model)
+    calls = []
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    set_training_mode(model, dropout=False)
+    backend.module(collate(some_items())).logprob.sum().backward()
+    assert len(calls) == 2, "once forward, once recomputed in backward"
+
+
+async def test_a_future_can_be_awaited_either_way():
+    future = ImmediateTrainFuture(3)
+    assert await future == 3
+    assert await future.result() == 3
+
+
+def test_a_model_without_trainable_parameters_is_refused():
+    with pytest.raises(ValueError, match="nothing to train"):
+        create_adamw_optimizer(load_model("tiny").requires_grad_(False))

@@ -1,0 +1,121 @@
+"""What every `Backend` must do, run over each implementation."""
+
+import numpy as np
+import pytest
+import torch
+
+from oxrl.algorithms import algorithm
+from oxrl.backends.local import create_pytorch_backend
+from oxrl.data.pack import collate, count_units
+from oxrl.models.load import load_model
+from oxrl.types import Row
+
+pytestmark = pytest.mark.anyio
+SFT = algorithm("sft")
+
+
+@pytest.fixture
+def anyio_backend():
+    return "asyncio"
+
+
+def local(**options):
+    return create_pytorch_backend(load_model("tiny"), **{"lr": 1e-3, **options})
+
+
+BACKENDS = {"local": local}
+
+
+@pytest.fixture(params=BACKENDS)
+def make(request):
+    return BACKENDS[request.param]
+
+
+def some_items(lengths=(30, 7, 19, 4, 25, 11, 9, 16)):
+    random = np.random.default_rng(0)
+    return [(Row(f"row{i}", random.integers(0, 256, n), np.arange(n) > n // 2),) for i, n in enumerate(lengths)]
+
+
+def split(items, size):
+    return [collate(items[start : start + size]) for start in range(0, len(items), size)]
+
+
+async def train(backend, items, size, steps=4):
+    losses = []
+    for _ in range(steps):
+        metrics = await backend.forward_backward(split(items, size), SFT, count_units(items))
+        losses.append(metrics["loss"])
+        await backend.optim_step()
+    return losses, (await backend.get_weights()).module
+
+
+async def test_the_split_into_micro_batches_changes_nothing(make):
+    """1 x 8 = 2 x 4 = 8 x 1, with rows of unequal length: a mean of means would differ in the first step."""
+    items = some_items()
+    whole, weights = await train(make(), items, 8)
+    for size in (4, 1):
+        losses, others = await train(make(), items, size)
+        assert losses == pytest.approx(whole, abs=2e-5)
+        for name, parameter in others.named_parameters():
+            torch.testing.assert_close(parameter, dict(weights.named_parameters())[name], atol=2e-5, rtol=1e-4)
+
+
+async def test_row_order_changes_nothing(make):
+    items = some_items()
+    assert (await train(make(), items, 3))[0] == pytest.approx((await train(make(), items[::-1], 3))[0], abs=2e-5)
+
+
+async def test_only_trained_tokens_have_a_log_prob_and_prompts_get_no_gradient(make):
+    backend = make()
+    (batch,) = split(some_items((12,)), 1)
+    (outputs,) = await backend.logprobs([batch], reads=("entropy",))
+    assert (outputs.logprob[batch.mask] < 0).all()
+    assert not outputs.logprob[~batch.mask].any()
+    assert (outputs.statistics["entropy"][batch.mask] > 0).all()
+
+
+async def test_the_version_counts_updates(make):
+    backend = make()
+    assert (await backend.get_weights()).version == 0
+    await train(backend, some_items(), 8, steps=3)
+    assert (await backend.get_weights()).version == 3
+
+
+async def test_a_saved_backend_goes_on_to_the_bit(make, tmp_path):
+    items = some_items()
+    through, saved, resumed = make(lr_scheduler="cosine", num_steps=6), make(lr_scheduler="cosine", num_steps=6), None
+    await train(through, items, 3, steps=6)
+    await train(saved, items, 3, steps=2)
+    await saved.save(tmp_path)
+    resumed = make(lr_scheduler="cosine", num_steps=6)
+    await resumed.load(tmp_path)
+    assert (await resumed.get_weights()).version == 2
+    await train(resumed, items, 3, steps=4)
+    expected = dict((await through.get_weights()).module.named_parameters())
+    for name, parameter in (await resumed.get_weights()).module.named_parameters():
+        assert torch.equal(parameter, expected[name]), name
+
+
+async def test_a_saved_model_is_a_plain_transformers_folder(make, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    backend = make()
+    await train(backend, some_items(), 8, steps=1)
+    await backend.save(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for name, parameter in (await backend.get_weights()).module.named_parameters():
+        assert torch.equal(plain.get_parameter(name), parameter)
+
+
+async def test_weights_of_another_model_are_refused(make):
+    with pytest.raises(ValueError, match="another model"):
+        await make().load_weights({"no.such.weight": torch.zeros(2)})
+
+
+async def test_loaded_weights_are_the_ones_that_speak(make):
+    backend, donor = make(), make()
+    await train(donor, some_items(), 8, steps=2)
+    weights = {name: p.detach() for name, p in (await donor.get_weights()).module.named_parameters()}
+    await backend.load_weights(weights)
+    batches = split(some_items(), 8)
+    assert torch.equal((await backend.logprobs(batches))[0].logprob, (await donor.logprobs(batches))[0].logprob)

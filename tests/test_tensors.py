@@ -1,0 +1,134 @@
+"""Values and gradients of the chunked projection against formulas written out in NumPy, in float64."""
+
+import numpy as np
+import pytest
+import torch
+
+from oxrl.tensors import STATISTICS, Head, Other, project, token_logprobs
+
+RNG = np.random.default_rng(0)
+T, H, V = 23, 8, 31
+HIDDEN, OTHER_HIDDEN = RNG.normal(size=(T, H)), RNG.normal(size=(T, H))
+WEIGHT, OTHER_WEIGHT = RNG.normal(size=(V, H)), RNG.normal(size=(V, H))
+BIAS = RNG.normal(size=V)
+TOKENS = RNG.integers(0, V, T)
+MASK = np.array([i % 3 != 0 for i in range(T)])
+SCALE, CAP = 0.7, 5.0
+
+
+def np_log_softmax(hidden, weight, bias):
+    logits = CAP * np.tanh((hidden @ weight.T + bias) * SCALE / CAP)
+    shifted = logits - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def np_statistic(name, hidden, weight, bias):
+    """Per trained token: hidden i - 1 speaks about token i."""
+    rows = np.flatnonzero(MASK)
+    log_p = np_log_softmax(hidden, weight, bias)[rows - 1]
+    log_q = np_log_softmax(OTHER_HIDDEN, OTHER_WEIGHT, 0.0)[rows - 1]
+    return {
+        "logprob": lambda: log_p[np.arange(len(rows)), TOKENS[rows]],
+        "entropy": lambda: -(np.exp(log_p) * log_p).sum(-1),
+        "correct": lambda: (log_p.argmax(-1) == TOKENS[rows]).astype(float),
+        "forward_kl": lambda: (np.exp(log_q) * (log_q - log_p)).sum(-1),
+        "reverse_kl": lambda: (np.exp(log_p) * (log_p - log_q)).sum(-1),
+    }[name]()
+
+
+def tensors(dtype=torch.float32):
+    leaves = [torch.tensor(x, dtype=dtype, requires_grad=True) for x in (HIDDEN, WEIGHT, BIAS)]
+    other = Other(
+        torch.tensor(OTHER_HIDDEN, dtype=dtype),
+        Head(torch.tensor(OTHER_WEIGHT, dtype=dtype), None, SCALE, CAP),
+    )
+    return leaves, other
+
+
+def read(name, leaves, other, chunk):
+    hidden, weight, bias = leaves
+    head = Head(weight, bias, SCALE, CAP)
+    return token_logprobs(hidden, torch.tensor(TOKENS), torch.tensor(MASK), head, [name], other, chunk)[name]
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 1000])
+@pytest.mark.parametrize("name", STATISTICS)
+def test_each_statistic_has_the_value_of_its_formula(name, chunk):
+    leaves, other = tensors()
+    values = read(name, leaves, other, chunk)
+    assert values.shape == (T,)
+    np.testing.assert_allclose(values[MASK].detach(), np_statistic(name, HIDDEN, WEIGHT, BIAS), atol=2e-5)
+    assert not values[~MASK].any()
+
+
+@pytest.mark.parametrize("chunk", [3, 1000])
+@pytest.mark.parametrize("name", [name for name in STATISTICS if name != "correct"])
+def test_each_statistic_has_the_gradient_of_its_formula(name, chunk):
+    leaves, other = tensors()
+    factors = RNG.normal(size=MASK.sum())
+    (read(name, leaves, other, chunk)[MASK] * torch.tensor(factors, dtype=torch.float32)).sum().backward()
+    for index, leaf in enumerate(leaves):
+        arrays = [HIDDEN, WEIGHT, BIAS]
+        for place in [(0,) * leaf.ndim, tuple(size // 2 for size in leaf.shape)]:
+            sides = []
+            for step in (1e-6, -1e-6):
+                moved = arrays[index].copy()
+                moved[place] += step
+                inputs = [*arrays[:index], moved, *arrays[index + 1 :]]
+                sides.append((np_statistic(name, *inputs) * factors).sum())
+            slope = (sides[0] - sides[1]) / 2e-6
+            assert float(leaf.grad[place]) == pytest.approx(slope, abs=2e-4)
+
+
+def test_two_uniform_tokens_have_log_half_each():
+    head = Head(torch.zeros(2, 3))
+    values = token_logprobs(torch.randn(3, 3), torch.tensor([0, 1, 0]), torch.tensor([False, True, True]), head)
+    assert values["logprob"].tolist() == pytest.approx([0.0, -0.6931472, -0.6931472])
+
+
+def test_log_probs_of_bf16_hidden_states_are_not_rounded_to_bf16():
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(64, 32).bfloat16(), (3 * torch.randn(50, 32)).bfloat16()
+    targets = torch.randint(0, 50, (64,))
+    (values,) = project(hidden, Head(weight), targets, [STATISTICS["logprob"]])
+    exact = (hidden.double() @ weight.double().T).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    assert (values - exact).abs().max() < 1e-3
+    rounded = (hidden @ weight.T).float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    assert (rounded - exact).abs().max() > 1e-2, "the naive way would pass too, so this proves nothing"
+
+
+def test_logits_in_the_thousands_stay_finite():
+    hidden = torch.full((4, 8), 100.0, requires_grad=True)
+    weight = torch.randn(20, 8).mul_(50).requires_grad_()
+    values = project(hidden, Head(weight), torch.arange(4), [STATISTICS["logprob"], STATISTICS["entropy"]])
+    sum(value.sum() for value in values).backward()
+    assert all(value.isfinite().all() for value in (*values, hidden.grad, weight.grad))
+
+
+def test_full_logits_never_exist_in_either_direction():
+    """Every tensor that autograd or the projection makes stays below the size of [N, V]."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        numel = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            for each in out if isinstance(out, tuple | list) else [out]:
+                if isinstance(each, torch.Tensor):
+                    self.numel = max(self.numel, each.numel())
+            return out
+
+    n, hidden_size, vocabulary = 512, 4, 1000
+    hidden = torch.randn(n, hidden_size, requires_grad=True)
+    weight = torch.randn(vocabulary, hidden_size, requires_grad=True)
+    targets = torch.randint(0, vocabulary, (n,))
+    with Largest() as watched:
+        (values,) = project(hidden, Head(weight), targets, [STATISTICS["logprob"]], chunk=32)
+        values.sum().backward()
+    assert watched.numel == 32 * vocabulary
+
+
+def test_a_step_without_trained_tokens_gives_zeros():
+    values = token_logprobs(torch.randn(3, 4), torch.tensor([1, 2, 3]), torch.zeros(3).bool(), Head(torch.randn(5, 4)))
+    assert values["logprob"].tolist() == [0, 0, 0]
