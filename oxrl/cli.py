@@ -1,4 +1,4 @@
-"""The command line: words to function calls, mistakes to one clear message. Exit codes: 2 wrong input, 1 a failed run."""
+"""The command line: words to function calls, mistakes to one message. Exit codes: 2 wrong input, 1 a failed run."""
 
 from __future__ import annotations
 
@@ -238,11 +238,12 @@ def data_show(
     """Print what would be trained on: trained tokens in colour, lengths, problems."""
     with _mistakes_end_here():
         from oxrl.show import inspect_data, print_report
+        from oxrl.wiring import resolve_weights
 
         pairs = [each.partition("=") for each in column or []]
         if wrong := [left for left, equals, right in pairs if not (left and equals and right)]:
             raise ValueError(f"--column looks like response=answer, not {wrong[0]!r}")
-        report = inspect_data(file, model, algorithm, max_len, {left: right for left, _, right in pairs})
+        report = inspect_data(file, resolve_weights(model), algorithm, max_len, {left: right for left, _, right in pairs})
     if json_:
         typer.echo(json.dumps(report.statistics()))
     else:

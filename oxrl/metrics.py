@@ -109,12 +109,12 @@ class LiveConsole:
 
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
         shown = {name: metrics[name] for name in _HEADLINES if name in metrics}
-        if any(name.startswith("eval_") for name in metrics):
-            shown |= {name: value for name, value in metrics.items() if name.startswith("eval_")}
+        evaluated = {name: value for name, value in metrics.items() if name.startswith("eval_")}
+        shown |= evaluated
         if self.progress is not None and self.task is not None:
             numbers = "  ".join(f"{name} {_short(value)}" for name, value in shown.items())
             self.progress.update(self.task, completed=step, numbers=numbers)
-        elif step % self.plain_every == 0 or step in (self.first + 1, self.total) or len(shown) > len(_HEADLINES):
+        elif step % self.plain_every == 0 or step in (self.first + 1, self.total) or evaluated:
             done = max(1, step - self.first)
             left = (time.monotonic() - self.started) / done * (self.total - step)
             log_to_console(step, {**shown, "seconds_left": round(left)})

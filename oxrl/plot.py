@@ -104,7 +104,7 @@ def _read_run(run: Path) -> list[dict[str, float]]:
     if not file.exists():
         raise ValueError(f"{run} has no metrics.jsonl: it is not a run's folder, or its first step is not done yet")
     rows = read_metrics(file)
-    if not rows:
+    if not any(row.keys() - {"step"} for row in rows):
         raise ValueError(f"{file} has no metrics yet: wait for the first step that is logged")
     return rows
 
@@ -113,19 +113,23 @@ def _chosen(rows: Sequence[Mapping[str, float]], asked: Sequence[str]) -> list[s
     names = list(dict.fromkeys(name for row in rows for name in row if name != "step"))
     if unknown := [name for name in asked if name not in names]:
         near = get_close_matches(unknown[0], names, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = f"; did you mean {near[0]}?" if near else "."
         raise ValueError(f"the run has no metric {unknown[0]!r}{hint} It has: {', '.join(names)}")
     return list(dict.fromkeys(asked)) or [name for name in TELLING if name in names] or names
 
 
 def _panels(rows: Sequence[Mapping[str, float]], metrics: Sequence[str]) -> list[Panel]:
-    """One panel per metric; `eval_loss` goes into the panel of `loss`."""
+    """One panel per metric; `eval_loss` goes into the panel of `loss`, as its second curve."""
     grouped: dict[str, dict[str, Series]] = {}
     for metric in metrics:
         curve = [(row["step"], row[metric]) for row in rows if metric in row]
         grouped.setdefault(metric.removeprefix("eval_"), {})[metric] = curve
     steps = _range([row["step"] for row in rows])
-    return [Panel(curves, steps) for curves in grouped.values()]
+    return [Panel(dict(sorted(curves.items(), key=_is_evaluation)), steps) for curves in grouped.values()]
+
+
+def _is_evaluation(named_curve: tuple[str, Series]) -> bool:
+    return named_curve[0].startswith("eval_")
 
 
 def _print_panels(console: Console, panels: Sequence[Panel]) -> None:
@@ -194,7 +198,8 @@ def _summary(curve: Series) -> str:
     values = [y for _, y in _finite(curve)]
     if not values:
         return "never a finite number"
-    return f"last {_number(values[-1])} min {_number(min(values))} max {_number(max(values))}"
+    last = _number(curve[-1][1]) if _is_number(curve[-1][1]) else "not finite"
+    return f"last {last} min {_number(min(values))} max {_number(max(values))}"
 
 
 def _number(value: float, digits: int = 3) -> str:

@@ -228,17 +228,15 @@ def _print_problems(console: Console, report: Report) -> None:
 
 def problems(report: Report) -> list[str]:
     """What a person should look at before training, most serious first."""
+    found = [] if report.rows else ["no row is left to train on"]
+    if report.skipped:
+        found.append(f"skipped: {len(report.skipped)} (see above; training stops there unless data.bad_rows is skip)")
     suspects = {
-        f"longer than {report.max_len} tokens, so left out": report.overlong,
+        f"longer than {report.max_len} tokens, left out unless data.overlong is truncate": report.overlong,
         "no more than one trained token": [row for row in report.rows if row.mask.sum() <= 1],
         "the same tokens as an earlier row": report.duplicates(),
     }
-    found = [f"{what}: {len(rows)} ({_places(rows)})" for what, rows in suspects.items() if rows]
-    if report.skipped:
-        found.insert(
-            0, f"skipped: {len(report.skipped)} (see above; training stops there unless data.bad_rows is skip)"
-        )
-    return found if report.rows else ["no row is left to train on", *found]
+    return found + [f"{what}: {len(rows)} ({_places(rows)})" for what, rows in suspects.items() if rows]
 
 
 def _places(rows: Sequence[Row]) -> str:

@@ -136,7 +136,8 @@ def train_prepared(prepared: Prepared) -> RunResult:
     _record_config(config, folder / "config.yaml")
     seed_everything(config.run.seed)
     backend = _backend(config, prepared.num_steps)
-    with LiveConsole(prepared.num_steps) as console:
+    done = 0 if prepared.resume_from is None else int(prepared.resume_from.name.removeprefix("step_"))
+    with LiveConsole(prepared.num_steps, first_step=done) as console:
         history = anyio.run(_run, prepared, backend, console)
     checkpoint = best_checkpoint(folder / "checkpoints")
     assert checkpoint is not None, "a finished run has at least its last checkpoint"

@@ -22,8 +22,8 @@ def algorithm(name: str) -> Algorithm:
     known = {_plain(each): each for each in ALGORITHMS}
     if _plain(name) not in known:
         near = get_close_matches(_plain(name), known, n=1)
-        hint = f"; did you mean {known[near[0]]}?" if near else ""
-        raise ValueError(f"no algorithm is called {name!r}{hint} Known: {', '.join(ALGORITHMS)}")
+        hint = f"; did you mean {known[near[0]]}?" if near else "."
+        raise ValueError(f"no algorithm is called {name!r}{hint} There are: {', '.join(ALGORITHMS)}")
     return ALGORITHMS[known[_plain(name)]]
 
 

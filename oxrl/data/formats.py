@@ -1,0 +1,340 @@
+"""Raw rows become samples: what a row means is told by the columns it has.
+
+`FORMATS` is the table of the ways in which people write chats, instructions, preferences and plain text down, the most
+telling first. A column that a format does not use is kept in `Sample.metadata`. Columns that are there but hold None
+count as absent, because Parquet fills gaps with it. Nothing is tokenised here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+from oxrl.types import Message, Sample
+
+Messages = tuple[Message, ...]
+
+ROLES = {
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+LABELS = {"true": True, "1": True, "false": False, "0": False}
+SPEAKER = re.compile(r"\n\n(Human|Assistant):")
+
+
+class RawRow(NamedTuple):
+    """`RawRow("train.jsonl:12", {"prompt": "2+2?", "answer": "4"})`; with an `error` there are no columns."""
+
+    where: str
+    columns: Mapping[str, Any]
+    error: str = ""
+
+
+class BadRow(ValueError):  # noqa: N818 - it names the row, as its message does
+    """`BadRow("response is empty", "train.jsonl:12")`: a row that cannot become a sample, and why."""
+
+    def __init__(self, reason: str, where: str = "") -> None:
+        super().__init__(f"{where}: {reason}" if where else reason)
+        self.reason = reason
+        self.where = where
+
+
+class Format(NamedTuple):
+    """`Format((("prompt", "question"), ("answer",)), _prompt_answer)`: one of each group of columns must be there."""
+
+    needs: tuple[tuple[str, ...], ...]
+    convert: Callable[[_Columns], Sample]
+
+    def fits(self, columns: _Columns) -> bool:
+        return all(columns.first(*group) for group in self.needs)
+
+    def __str__(self) -> str:
+        return " + ".join("|".join(group) for group in self.needs)
+
+
+def to_sample(row: RawRow, *, columns: Mapping[str, str] | None = None, format: str | None = None) -> Sample:
+    """One row as a sample whose id is the row's place; `columns` maps our names to theirs."""
+    try:
+        if row.error:
+            raise BadRow(row.error)
+        named = _Columns(row.columns, columns or {})
+        name = _checked_format(format, named) if format is not None else _recognise(named)
+        sample = FORMATS[name].convert(named)
+    except BadRow as bad:
+        raise BadRow(bad.reason, row.where) from None
+    return replace(sample, id=row.where, metadata=named.rest)
+
+
+def recognise(raw: Mapping[str, Any], *, columns: Mapping[str, str] | None = None) -> str:
+    """`recognise({"instruction": "Add.", "output": "4"}) == "alpaca"`."""
+    return _recognise(_Columns(raw, columns or {}))
+
+
+def _recognise(columns: _Columns) -> str:
+    for name, candidate in FORMATS.items():
+        if candidate.fits(columns):
+            return name
+    known = "; ".join(f"{name}: {candidate}" for name, candidate in FORMATS.items())
+    raise BadRow(f"its columns ({columns}) fit no format ({known}); name yours with columns={{ours: theirs}}")
+
+
+def _checked_format(name: str, columns: _Columns) -> str:
+    if name not in FORMATS:
+        raise ValueError(f"there is no format {name!r}{_nearest(name, FORMATS)}; formats: {', '.join(FORMATS)}")
+    if not FORMATS[name].fits(columns):
+        raise BadRow(f"format {name!r} needs the columns {FORMATS[name]}, the row has {columns}")
+    return name
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    similar = difflib.get_close_matches(name, known, n=1)
+    return f", did you mean {similar[0]!r}?" if similar else ""
+
+
+class _Columns:
+    """The columns of one row under our names. What a format takes is gone from `rest`; what stays is metadata."""
+
+    def __init__(self, raw: Mapping[str, Any], mapping: Mapping[str, str]) -> None:
+        for ours, theirs in mapping.items():
+            if ours not in COLUMNS:
+                raise ValueError(
+                    f"columns: {ours!r} is not a name that formats use{_nearest(ours, COLUMNS)}; "
+                    f"names: {', '.join(sorted(COLUMNS))}"
+                )
+            if theirs not in raw:
+                raise BadRow(f"columns maps {ours!r} to {theirs!r}, but the row has {', '.join(raw) or 'no columns'}")
+        self.rest = dict(raw)
+        self._theirs = {name: name for name in raw if name not in mapping.values()} | dict(mapping)
+
+    def first(self, *names: str) -> str | None:
+        """The first of these names under which the row holds something."""
+        return next((name for name in names if self._get(name) is not None), None)
+
+    def take(self, name: str) -> Any:
+        return self.rest.pop(self._theirs[name], None) if name in self._theirs else None
+
+    def take_first(self, *names: str) -> tuple[str, Any]:
+        name = self.first(*names) or names[0]
+        return name, self.take(name)
+
+    def _get(self, name: str) -> Any:
+        return self.rest.get(self._theirs[name]) if name in self._theirs else None
+
+    def __str__(self) -> str:
+        return ", ".join(name if self.first(name) else f"{name} (None)" for name in self._theirs) or "none"
+
+
+def _chat(columns: _Columns, name: str) -> Sample:
+    messages = _messages(columns.take(name), name)
+    awaits_reply = messages[-1].role != "assistant"
+    answer = _answer(columns) if awaits_reply and columns.first("answer") else None
+    return _sample(columns, messages, answer=answer)
+
+
+def _openai(columns: _Columns) -> Sample:
+    return _chat(columns, "messages")
+
+
+def _sharegpt(columns: _Columns) -> Sample:
+    return _chat(columns, "conversations")
+
+
+def _alpaca(columns: _Columns) -> Sample:
+    prompt = _prompt(columns, "instruction")
+    return _sample(columns, prompt + _reply(prompt, "output", columns.take("output")))
+
+
+def _prompt_response(columns: _Columns) -> Sample:
+    prompt = _prompt(columns, "prompt", "question")
+    return _sample(columns, prompt + _reply(prompt, *columns.take_first("response", "completion")))
+
+
+def _prompt_answer(columns: _Columns) -> Sample:
+    return _sample(columns, _prompt(columns, "prompt", "question"), answer=_answer(columns))
+
+
+def _unpaired(columns: _Columns) -> Sample:
+    prompt = _prompt(columns, "prompt", "question")
+    label = columns.take("label")
+    if str(label).lower() not in LABELS:
+        raise BadRow(f"label must be true or false (or 1 or 0), it is {label!r}")
+    reply = _reply(prompt, *columns.take_first("completion", "response"))
+    return _sample(columns, prompt + reply, label=LABELS[str(label).lower()])
+
+
+def _preference(columns: _Columns) -> Sample:
+    chosen, rejected = columns.take("chosen"), columns.take("rejected")
+    if chosen == rejected:
+        raise BadRow("chosen and rejected are identical: there is nothing to prefer")
+    if not columns.first(*PROMPTS):
+        return _fork(columns, _messages(chosen, "chosen", _dialogue), _messages(rejected, "rejected", _dialogue))
+    prompt = _prompt(columns, *PROMPTS)
+    better, worse = _reply(prompt, "chosen", chosen), _reply(prompt, "rejected", rejected)
+    return _sample(columns, prompt, chosen=better, rejected=worse)
+
+
+def _fork(columns: _Columns, chosen: Messages, rejected: Messages) -> Sample:
+    """Two whole conversations are a prompt as far as they agree, and two replies from there on."""
+    agreed = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))))
+    if not agreed:
+        raise BadRow("chosen and rejected share no prompt: they differ from the first message on")
+    prompt = _checked_prompt(chosen[:agreed])
+    better, worse = _checked_reply(chosen[agreed:], "chosen"), _checked_reply(rejected[agreed:], "rejected")
+    return _sample(columns, prompt, chosen=better, rejected=worse)
+
+
+def _text(columns: _Columns) -> Sample:
+    return Sample("", text=_filled(columns.take("text"), "text"))
+
+
+PROMPTS = ("prompt", "question", "instruction")
+FORMATS: dict[str, Format] = {
+    "preference": Format((("chosen",), ("rejected",)), _preference),
+    "unpaired": Format((("prompt", "question"), ("completion", "response"), ("label",)), _unpaired),
+    "messages": Format((("messages",),), _openai),
+    "sharegpt": Format((("conversations",),), _sharegpt),
+    "alpaca": Format((("instruction",), ("output",)), _alpaca),
+    "prompt_response": Format((("prompt", "question"), ("response", "completion")), _prompt_response),
+    "prompt_answer": Format((("prompt", "question"), ("answer",)), _prompt_answer),
+    "text": Format((("text",),), _text),
+}
+NEEDED = {name for form in FORMATS.values() for group in form.needs for name in group}
+COLUMNS = NEEDED | {"input", "system", "tools"}
+
+
+def _sample(columns: _Columns, messages: Messages, **fields: Any) -> Sample:
+    return Sample("", messages=_with_system(columns, messages), tools=_tools(columns), **fields)
+
+
+def _prompt(columns: _Columns, *names: str) -> Messages:
+    name, value = columns.take_first(*names)
+    if name == "instruction" and isinstance(value, str):
+        value = "\n\n".join(part for part in (value, _optional_text(columns, "input")) if part)
+    return _checked_prompt(_messages(value, name, lambda text: _said_by_user(text, name)))
+
+
+def _said_by_user(text: str, column: str) -> Messages:
+    if not SPEAKER.match(text):
+        return (Message("user", _filled(text, column)),)
+    messages = _dialogue(text)
+    return messages[:-1] if messages[-1] == Message("assistant", "") else messages
+
+
+def _checked_prompt(messages: Messages) -> Messages:
+    if not messages or messages[-1].role == "assistant":
+        raise BadRow("the prompt ends with an assistant message: the reply to be learnt or judged is already in it")
+    return messages
+
+
+def _reply(prompt: Messages, column: str, value: Any) -> Messages:
+    """What comes after the prompt; a reply written as the whole conversation is cut where the prompt ends."""
+    messages = _messages(value, column, lambda text: (Message("assistant", text),))
+    return _checked_reply(messages[len(prompt) :] if messages[: len(prompt)] == prompt else messages, column)
+
+
+def _checked_reply(messages: Messages, column: str) -> Messages:
+    if not messages or messages[0].role != "assistant" or messages[-1].role != "assistant":
+        roles = ", ".join(message.role for message in messages) or "nothing"
+        raise BadRow(f"after the prompt, {column} must begin and end with an assistant message; it has: {roles}")
+    return messages
+
+
+def _messages(value: Any, column: str, from_text: Callable[[str], Messages] | None = None) -> Messages:
+    if from_text and isinstance(value, str):
+        return from_text(value)
+    if not isinstance(value, list | tuple):
+        allowed = "text or a list of messages" if from_text else "a list of messages"
+        raise BadRow(f"{column} must be {allowed}, it is {_kind(value)}")
+    if not value:
+        raise BadRow(f"{column} is an empty conversation")
+    return tuple(_message(raw, f"{column}[{position}]") for position, raw in enumerate(value))
+
+
+def _message(raw: Any, place: str) -> Message:
+    if not isinstance(raw, Mapping):
+        raise BadRow(f"{place} must be an object with role and content, it is {_kind(raw)}")
+    speaker, said = ("role", "content") if raw.get("role") is not None else ("from", "value")
+    role, content = raw.get(speaker), raw.get(said)
+    if not isinstance(role, str) or role.lower() not in ROLES:
+        raise BadRow(f"{place} has the role {role!r}; known roles: {', '.join(ROLES)}")
+    if content is None and not raw.get("tool_calls"):
+        raise BadRow(f"{place} has no {said}")
+    if not (content is None or isinstance(content, str) or _is_list_of_objects(content)):
+        raise BadRow(f"{place} must have text or a list of parts as {said}, it has {_kind(content)}")
+    extra = {key: value for key, value in raw.items() if key not in (speaker, said)}
+    return Message.from_dict({**extra, "role": ROLES[role.lower()], "content": content})
+
+
+def _dialogue(text: str) -> Messages:
+    before, *pieces = SPEAKER.split(text)
+    if before.strip() or not pieces:
+        raise BadRow("without a prompt column, text must read '\\n\\nHuman: ...\\n\\nAssistant: ...'")
+    turns = zip(pieces[::2], pieces[1::2], strict=True)
+    return tuple(Message(ROLES[speaker.lower()], said.strip()) for speaker, said in turns)
+
+
+def _with_system(columns: _Columns, messages: Messages) -> Messages:
+    system = _optional_text(columns, "system")
+    if not system:
+        return messages
+    if messages[0].role != "system":
+        return (Message("system", system), *messages)
+    if messages[0].content != system:
+        raise BadRow("the system column differs from the system message of the conversation")
+    return messages
+
+
+def _tools(columns: _Columns) -> tuple[Mapping[str, Any], ...]:
+    tools = columns.take("tools")
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError as problem:
+            raise BadRow(f"tools is text but not JSON ({problem.msg})") from None
+    if not tools:
+        return ()
+    if not _is_list_of_objects(tools):
+        raise BadRow(f"tools must be a list of objects, it is {_kind(tools)}")
+    return tuple(tools)
+
+
+def _answer(columns: _Columns) -> str:
+    answer = columns.take("answer")
+    if not isinstance(answer, str | int | float) or answer != answer:
+        raise BadRow(f"answer must be text or a number, it is {_kind(answer)}")
+    return _filled(str(answer), "answer")
+
+
+def _filled(value: Any, column: str) -> str:
+    if not isinstance(value, str):
+        raise BadRow(f"{column} must be text, it is {_kind(value)}")
+    if not value.strip():
+        raise BadRow(f"{column} is empty")
+    return value
+
+
+def _optional_text(columns: _Columns, name: str) -> str:
+    value = columns.take(name)
+    return "" if value in (None, "") else _filled(value, name)
+
+
+def _is_list_of_objects(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) > 0 and all(isinstance(part, Mapping) for part in value)
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else f"{value!r:.60} ({type(value).__name__})"

@@ -1,0 +1,454 @@
+"""Chat and text become rows: token ids and a mask over what the model has to say itself.
+
+Works with any chat template, by comparing what it writes with and without each assistant turn; where that leaves
+open what the assistant says, the conversation is refused with the reason. Rows are not shortened here (see `fit`),
+and images or audio are not turned into tokens.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from oxrl.types import IntArray, Message, Row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Chat: TypeAlias = Sequence[Mapping[str, Any]]
+Tools: TypeAlias = Sequence[Mapping[str, Any]]
+
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_CALLS = ("tool_calls", "function_call")
+_SENTINEL = "Xq7sentinelXq7"
+_MAX_SHAPES = 8  # templates have one or two; a bound, should one of them write something different every time
+
+
+class TemplateError(ValueError):
+    """The chat template leaves open what the assistant says; the message has the reason and the way out."""
+
+
+class _Shape(NamedTuple):
+    """What a template writes around an assistant's words: `_Shape("", "<|im_end|>\\n", "<|im_end|>", 10)`."""
+
+    before: str
+    after: str
+    end: str  # the end-of-turn token
+    end_at: int  # where in `after` that token is over
+
+
+class _Turn(NamedTuple):
+    """`_Turn("<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n", "Hello<|im_end|>", "<|im_end|>")`."""
+
+    prompt: str
+    said: str  # ends with the end-of-turn token
+    end: str
+
+
+@dataclass(frozen=True, eq=False)
+class Renderer:
+    """`Renderer(tokenizer).conversation(messages, id="train.jsonl:12")`: the `Render` protocol for one tokenizer."""
+
+    tokenizer: PreTrainedTokenizerBase
+    max_len: int | None = None  # for `text` only, which is split; conversations are never cut here
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    _shapes: list[_Shape] = field(default_factory=list, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.max_len is not None and self.max_len < 3:
+            raise ValueError(f"max_len is {self.max_len}, but a row needs at least 3 tokens; give a larger max_len")
+
+    def conversation(
+        self, messages: Sequence[Message], *, id: str, first_trained: int = 0, tools: Tools = ()
+    ) -> list[Row]:
+        """One row with most templates; several where a template rewrites earlier turns once later ones are there."""
+        trained = [i for i, message in enumerate(messages) if message.role == "assistant" and i >= first_trained]
+        if not trained:
+            roles = ", ".join(message.role for message in messages[first_trained:]) or "none"
+            raise ValueError(f"{id}: there is no assistant turn to train on (roles: {roles}); add one, or leave it out")
+        chat = [message.to_dict() for message in messages]
+        self._refuse_unwritable(chat, tools, id)
+        rows: list[list[_Turn]] = []
+        text = ""
+        for i in trained:
+            try:
+                turn = self._turn(chat[: i + 1], tools)
+            except TemplateError as error:
+                raise TemplateError(f"{id}, message {i}: {error}") from error
+            if rows and turn.prompt.startswith(text):
+                rows[-1].append(turn._replace(prompt=turn.prompt[len(text) :]))
+            else:
+                rows.append([turn])
+            text = turn.prompt + turn.said
+        return [self._row(turns, name, id) for turns, name in zip(rows, _names(id, len(rows)), strict=True)]
+
+    def text(self, text: str, *, id: str) -> list[Row]:
+        """Plain text to continue; the text of a special token in it is read as that token, as in pre-training."""
+        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        if eos is None:
+            raise ValueError(f"{id}: the tokenizer has no eos_token to end a text with; set tokenizer.eos_token")
+        _refuse_broken(text, id)
+        ids = self._ids(text)
+        if not set(ids) - {bos, eos}:
+            raise ValueError(f"{id}: the text is empty; leave it out")
+        if self._adds_bos and ids[:1] != [bos]:
+            ids = [bos, *ids]
+        if ids[-1:] != [eos]:
+            ids = [*ids, eos]
+        pieces = _split(ids, self.max_len or len(ids))
+        return [
+            Row(name, np.array(piece), np.arange(len(piece)) > 0, sequence=id)
+            for piece, name in zip(pieces, _names(id, len(pieces)), strict=True)
+        ]
+
+    def prompt(self, messages: Sequence[Message], *, tools: Tools = ()) -> IntArray:
+        """The ids that a generator is given to say the next assistant turn."""
+        chat = [message.to_dict() for message in messages]
+        self._refuse_unwritable(chat, tools, "prompt")
+        return np.array(self._ids(self._write(chat, tools, generation_prompt=True)), dtype=np.int64)
+
+    def _turn(self, chat: Chat, tools: Tools) -> _Turn:
+        """The prompt before the last message of `chat`, and what the assistant says to it."""
+        if len(chat) == 1:
+            raise TemplateError(
+                "the conversation begins with the assistant, and without a message before it there is no prompt to "
+                "answer; put a system or user message first, or train from a later turn on"
+            )
+        prompt = self._write(chat[:-1], tools, generation_prompt=True)
+        full = self._write(chat, tools, generation_prompt=False)
+        if not prompt or not full.startswith(prompt):
+            raise TemplateError(_disagreement(prompt, full))
+        answer, message = full[len(prompt) :], chat[-1]
+        shape = self._known_shape(answer, message)
+        if shape is None:
+            shape = self._probe_shape(chat, tools, prompt)
+            end, end_at = self._end_of_turn(answer, shape, calls=any(message.get(key) for key in _CALLS))
+            _refuse_changed(message, prompt, answer[: end_at - len(end)])
+            if shape not in self._shapes and len(self._shapes) < _MAX_SHAPES:
+                self._shapes.append(shape)
+        else:
+            end, end_at = self._end_of_turn(answer, shape, calls=False)
+        return _Turn(prompt, answer[:end_at], end)
+
+    def _known_shape(self, answer: str, message: Mapping[str, Any]) -> _Shape | None:
+        """A shape seen before that, put around this very content, gives this very answer: no doubt is left then."""
+        if any(message.get(key) for key in (*_REASONING, *_CALLS)):
+            return None
+        content = _plain(message["content"])
+        for shape in self._shapes:
+            before = "" if _opening_tag(message) else shape.before
+            for said in (content, content.strip(), before + content, before + content.strip()):
+                if answer == said + shape.after:
+                    return shape
+        return None
+
+    def _probe_shape(self, chat: Chat, tools: Tools, prompt: str) -> _Shape:
+        """Let the assistant say something else in the same place, to see where its words end."""
+        sentinel = _SENTINEL
+        while any(sentinel in text for text in _strings([chat, tools])):
+            sentinel += "X"
+        kept = {key: value for key, value in chat[-1].items() if key not in (*_REASONING, *_CALLS)}
+        probe = [*chat[:-1], {**kept, "content": _like(chat[-1]["content"], sentinel)}]
+        text = self._write(probe, tools, generation_prompt=False)
+        if text.count(sentinel) != 1:
+            raise TemplateError(
+                f"the chat template writes an assistant's content {text.count(sentinel)} times instead of once; use a "
+                "template that writes it once and unchanged, or give content as a list of text parts if it wants that"
+            )
+        before, _, after = text.partition(sentinel)
+        before = before.removeprefix(prompt) if before.startswith(prompt) else ""
+        if before.strip() and prompt == self._write(chat[:-1], tools, generation_prompt=False):
+            raise TemplateError(
+                f"the chat template ignores add_generation_prompt, so that the model would have to say "
+                f"{_short(before)} itself; let the template write that when add_generation_prompt is set"
+            )
+        end = self._end_token(after, probe, tools, sentinel)
+        return _Shape(before, after, end.group(), end.end())
+
+    def _end_token(self, after: str, probe: Chat, tools: Tools, sentinel: str) -> re.Match[str]:
+        """The special token in `after` at which the turn is over.
+
+        Of several, one that is gone when the conversation goes on ends the conversation and not the turn (Phi); of
+        those that stay, the model has to say the end-of-sequence token, or else the last, to be stopped (Cohere).
+        """
+        ends = list(self._special.finditer(after))
+        if not ends:
+            raise TemplateError(
+                "the chat template ends an assistant turn without a special token, so that nothing would teach the "
+                "model to stop; let the template write eos_token after each assistant turn"
+            )
+        if len(ends) == 1:
+            return ends[0]
+        more = {"role": "user", "content": _like(probe[-1]["content"], "Go on.")}
+        going_on = self._write([*probe, more], tools, generation_prompt=False).partition(sentinel)[2]
+        staying = [end for end in ends if going_on.startswith(after[: end.end()])] or ends[:1]
+        return next((end for end in staying if end.group() == self.tokenizer.eos_token), staying[-1])
+
+    def _end_of_turn(self, answer: str, shape: _Shape, *, calls: bool) -> tuple[str, int]:
+        """The end-of-turn token, and where in `answer` it is over."""
+        if answer.endswith(shape.after):
+            return shape.end, len(answer) - len(shape.after) + shape.end_at
+        if calls:  # some templates end a tool call with a token of its own
+            *_, last = [None, *self._special.finditer(answer)]
+            if last and not answer[last.end() :].strip():
+                return last.group(), last.end()
+        raise TemplateError(
+            f"the end of the turn cannot be found: the chat template usually ends one with {_short(shape.after)}, but "
+            f"this one with {_short(answer[-40:])}; use a template that ends every assistant turn the same way"
+        )
+
+    def _write(self, chat: Chat, tools: Tools, *, generation_prompt: bool) -> str:
+        from jinja2.exceptions import TemplateError as JinjaError
+
+        if self.tokenizer.chat_template is None and "chat_template" not in self.template_kwargs:
+            raise ValueError(
+                "the tokenizer has no chat template: use an instruct model, set tokenizer.chat_template, or train on "
+                "`text` instead of messages"
+            )
+        try:
+            written: str = self.tokenizer.apply_chat_template(
+                [dict(message) for message in chat],
+                tools=[dict(tool) for tool in tools] or None,
+                add_generation_prompt=generation_prompt,
+                tokenize=False,
+                **self.template_kwargs,
+            )
+        except (JinjaError, TypeError) as error:
+            roles = ", ".join(str(message["role"]) for message in chat)
+            raise TemplateError(
+                f"the chat template does not take these messages ({roles}): {error}; change the messages to what the "
+                "template allows, or the template"
+            ) from error
+        return written
+
+    def _row(self, turns: Sequence[_Turn], name: str, sequence: str) -> Row:
+        ids: list[int] = []
+        mask: list[bool] = []
+        left = ""
+        for turn in turns:
+            try:
+                prompt_ids, said_ids = self._turn_ids(left, turn)
+            except TemplateError as error:
+                raise TemplateError(f"{name}: {error}") from error
+            ids += prompt_ids + said_ids
+            mask += [False] * len(prompt_ids) + [True] * len(said_ids)
+            left = turn.end
+        return Row(name, np.array(ids), np.array(mask), sequence=sequence)
+
+    def _turn_ids(self, left: str, turn: _Turn) -> tuple[list[int], list[int]]:
+        """Prompt ids first, then what is said, as when sampling; `left` is the special token before the prompt.
+
+        Special tokens keep their sides apart, so that a turn can be tokenised by itself, but not without the one
+        before it: many tokenizers treat the beginning of a text differently.
+        """
+        prompt_ids = self._ids(left + turn.prompt)
+        both = self._ids(left + turn.prompt + turn.said)
+        said_ids = both[len(prompt_ids) :]
+        if both[: len(prompt_ids)] != prompt_ids or not self._reads(said_ids, turn, padded=True):
+            # A token spans prompt and answer, which sampling after the prompt cannot give.
+            said_ids = self._ids(turn.end + turn.said)[1:]
+            if not self._reads(said_ids, turn, padded=False):
+                raise TemplateError(
+                    f"the tokenizer cannot write {_short(turn.said)} after {_short(turn.prompt[-40:])}: it reads back "
+                    f"as {_short(self._decode(said_ids))}; change how the answer begins, or characters that are not "
+                    "in the vocabulary"
+                )
+        if left:
+            prompt_ids = prompt_ids[prompt_ids.index(self._id(left)) + 1 :]
+        return prompt_ids, said_ids
+
+    def _reads(self, said_ids: list[int], turn: _Turn, *, padded: bool) -> bool:
+        """Whether these ids are what is said, to the end, except for Unicode forms that the tokenizer unifies.
+
+        `padded` allows the one space that sentencepiece-like tokenizers put before a text that follows an added token.
+        """
+        end = self._id(turn.end)
+        if said_ids[-1:] != [end]:
+            return False
+        # Read after a special token, because decoders drop a space at the very beginning.
+        heard = self._added.split(self._decode([end, *said_ids]))
+        meant = self._added.split(turn.end + turn.said)
+        return len(heard) == len(meant) and all(
+            _unified(h) == _unified(m) or (padded and _unified(h) == " " + _unified(m))
+            for h, m in zip(heard, meant, strict=True)
+        )
+
+    def _refuse_unwritable(self, chat: Chat, tools: Tools, id: str) -> None:
+        named = [(f"message {i} ({message['role']})", message) for i, message in enumerate(chat)]
+        for where, value in [*named, ("tools", tools)]:
+            for text in _strings(value):
+                _refuse_broken(text, f"{id}: {where}")
+                if found := self._special.search(text):
+                    raise ValueError(
+                        f"{id}: {where} contains the text of the special token {found.group()!r}, which would become "
+                        "a control token; remove it or spell it differently"
+                    )
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
+
+    def _id(self, special: str) -> int:
+        token: int = self.tokenizer.convert_tokens_to_ids(special)
+        return token
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        added = {token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special}
+        return _any_of(added | set(self.tokenizer.all_special_tokens))
+
+    @cached_property
+    def _added(self) -> re.Pattern[str]:
+        return _any_of({token.content for token in self.tokenizer.added_tokens_decoder.values()})
+
+    @cached_property
+    def _adds_bos(self) -> bool:
+        bos = self.tokenizer.bos_token_id
+        return bos is not None and self.tokenizer("a")["input_ids"][0] == bos
+
+
+def tokenize_conversation(
+    messages: Sequence[Message | Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int | None = None,
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """Token ids of one row and its trained spans: `([1, 50, 51, 2], [(2, 4)])`."""
+    chat = [message if isinstance(message, Message) else Message.from_dict(message) for message in messages]
+    rows = Renderer(tokenizer).conversation(chat, id="conversation")
+    if len(rows) > 1:
+        raise ValueError(
+            f"the chat template rewrites earlier turns, so that this conversation makes {len(rows)} rows; use "
+            "Renderer.conversation, or give one assistant turn at a time"
+        )
+    row = rows[0]
+    if max_length is not None and len(row) > max_length:
+        raise ValueError(
+            f"the conversation has {len(row)} tokens, over max_length={max_length}; shorten it or raise it"
+        )
+    borders = np.flatnonzero(np.diff(np.concatenate(([0], row.mask.astype(np.int8), [0])))).tolist()
+    return row.tokens.tolist(), list(zip(borders[::2], borders[1::2], strict=True))
+
+
+def compute_loss_mask(num_tokens: int, spans: Sequence[tuple[int, int]]) -> list[float]:
+    """`compute_loss_mask(4, [(2, 4)]) == [0.0, 0.0, 1.0, 1.0]`."""
+    mask = [0.0] * num_tokens
+    for start, end in spans:
+        if not 0 <= start < end <= num_tokens:
+            raise ValueError(
+                f"span ({start}, {end}) does not fit {num_tokens} tokens; spans are (start, end) with "
+                "0 <= start < end <= num_tokens"
+            )
+        if any(mask[start:end]):
+            raise ValueError(f"span ({start}, {end}) overlaps another one; give each token to one span at most")
+        mask[start:end] = [1.0] * (end - start)
+    return mask
+
+
+def _any_of(texts: set[str]) -> re.Pattern[str]:
+    longest_first = sorted(texts, key=len, reverse=True)
+    return re.compile("(" + ("|".join(map(re.escape, longest_first)) or "(?!)") + ")")
+
+
+def _names(id: str, count: int) -> list[str]:
+    return [id] if count == 1 else [f"{id}#{k}" for k in range(count)]
+
+
+def _split(ids: list[int], size: int) -> list[list[int]]:
+    """Pieces of `size`, the last one shorter; never of one token, which would train nothing."""
+    starts = list(range(0, len(ids), size))
+    if len(starts) > 1 and len(ids) - starts[-1] == 1:
+        starts[-1] -= 1
+    return [ids[start:end] for start, end in zip(starts, [*starts[1:], len(ids)], strict=True)]
+
+
+def _plain(content: str | list[dict[str, Any]]) -> str:
+    return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
+
+
+def _like(content: str | list[dict[str, Any]], text: str) -> str | list[dict[str, Any]]:
+    return text if isinstance(content, str) else [{"type": "text", "text": text}]
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _strings([*value.keys(), *value.values()])
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _strings(inner)
+
+
+def _refuse_broken(text: str, where: str) -> None:
+    if not text.isascii() and (half := re.search("[\ud800-\udfff]", text)):
+        raise ValueError(f"{where} contains half of a character ({half.group()!r}); repair the encoding of the data")
+
+
+def _refuse_changed(message: Mapping[str, Any], prompt: str, said: str) -> None:
+    """Whatever the assistant said must be in what is trained, or the model learns something else than the data says."""
+    tag = _opening_tag(message)
+    if tag and prompt.rstrip().endswith(tag):  # the prompt itself begins the answer
+        said = tag + said
+    for part in _spoken(message):
+        if _squeezed(part) not in _squeezed(said):
+            raise TemplateError(
+                f"the chat template drops or changes {_short(part)} of the assistant's turn (it wrote {_short(said)}); "
+                "use a template that keeps it, leave it out of the data, or give tool arguments as an object"
+            )
+    if tag and said.count(tag) > _plain(message["content"]).count(tag):
+        raise TemplateError(
+            f"the chat template writes a {tag} of its own before that of the answer (it wrote {_short(said)}); give "
+            "the thinking as reasoning_content instead of inside the content"
+        )
+
+
+def _spoken(message: Mapping[str, Any]) -> Iterator[str]:
+    yield _plain(message["content"])
+    yield from (message[key] for key in _REASONING if isinstance(message.get(key), str))
+    for call in [*(message.get("tool_calls") or ()), message.get("function_call") or {}]:
+        function = call.get("function", call)
+        yield function.get("name") or ""
+        if isinstance(function.get("arguments"), str):
+            yield function["arguments"]
+
+
+def _opening_tag(message: Mapping[str, Any]) -> str:
+    """The tag that the answer begins with: `"<think>"`, or `""`."""
+    tag = re.match(r"\s*(<\w+>)", _plain(message["content"]))
+    return tag[1] if tag else ""
+
+
+def _squeezed(text: str) -> str:
+    """Without the space around tags and at the ends, which templates lay out anew when they write a thinking part."""
+    return re.sub(r"\s*(</?\w+>)\s*", r"\1", text).strip()
+
+
+def _disagreement(prompt: str, full: str) -> str:
+    if not prompt:
+        return "the chat template writes nothing before the assistant's turn; put a system or user message first"
+    differences = (i for i, (p, f) in enumerate(zip(prompt, full, strict=False)) if p != f)
+    common = next(differences, min(len(prompt), len(full)))
+    return (
+        f"the finished turn does not continue the prompt: where the chat template's prompt has "
+        f"{_short(prompt[common:])}, the finished conversation has {_short(full[common:])}; the answer must begin with "
+        "what the generation prompt already opens, and earlier messages must not change when it is added (merge "
+        "consecutive assistant turns, turn thinking off in template_kwargs, or use another template)"
+    )
+
+
+def _unified(text: str) -> str:
+    return text if text.isascii() else unicodedata.normalize("NFKC", text)
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 60 else text[:57] + "...")

@@ -1,0 +1,237 @@
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from oxrl.data.formats import BadRow, RawRow
+from oxrl.data.sources import load_samples, read_rows
+from oxrl.types import Message, Sample
+
+ROWS = [{"prompt": "2+2?", "answer": "4"}, {"prompt": "naïve, “quoted”?\nyes", "answer": "5"}]
+
+
+def write(path: Path, content: str | bytes) -> Path:
+    data = content.encode() if isinstance(content, str) else content
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+def jsonl(rows: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def write_lines(path: Path, *rows: str | dict[str, Any]) -> Path:
+    return write(path, "".join(row if isinstance(row, str) else jsonl([row]) for row in rows))
+
+
+def python_offline(code: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, because the hub client reads its environment once, when it is imported."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "train.jsonl.gz", "TRAIN.JSONL"])
+def test_jsonl_rows_know_their_line(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / name, "\n" + jsonl(ROWS))
+    assert list(read_rows(path)) == [RawRow(f"{name}:2", ROWS[0]), RawRow(f"{name}:3", ROWS[1])]
+
+
+@pytest.mark.parametrize("name", ["train.json", "train.json.gz"])
+def test_a_json_list_is_numbered_by_row(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / name, json.dumps(ROWS, indent=2))
+    assert list(read_rows(str(path))) == [RawRow(f"{name}:1", ROWS[0]), RawRow(f"{name}:2", ROWS[1])]
+
+
+def test_parquet_rows_are_those_that_were_written(tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": str(i)}], "label": i % 2 == 0} for i in range(3000)]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+    read = list(read_rows(tmp_path / "train.parquet"))
+    assert [row.columns for row in read] == rows
+    assert [read[0].where, read[-1].where] == ["train.parquet:1", "train.parquet:3000"]
+
+
+@pytest.mark.parametrize("name", ["train.csv", "train.csv.gz"])
+def test_a_csv_row_is_known_by_its_first_line(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / name, 'prompt,answer\n2+2?,4\n\n"two\nlines, ""quoted""",5\nlast,6\n')
+    assert list(read_rows(path)) == [
+        RawRow(f"{name}:2", {"prompt": "2+2?", "answer": "4"}),
+        RawRow(f"{name}:4", {"prompt": 'two\nlines, "quoted"', "answer": "5"}),
+        RawRow(f"{name}:6", {"prompt": "last", "answer": "6"}),
+    ]
+
+
+def test_a_byte_order_mark_is_not_part_of_the_first_column(tmp_path: Path) -> None:
+    for name, content in {"a.csv": "prompt\nhi\n", "a.jsonl": '{"prompt": "hi"}\n'}.items():
+        path = write(tmp_path / name, b"\xef\xbb\xbf" + content.encode())
+        assert [row.columns for row in read_rows(path)] == [{"prompt": "hi"}]
+
+
+def test_rows_in_memory_are_a_list_a_dataset_or_datasets_by_split() -> None:
+    from datasets import Dataset, DatasetDict
+
+    expected = [RawRow("rows:1", ROWS[0]), RawRow("rows:2", ROWS[1])]
+    assert list(read_rows(ROWS)) == expected
+    assert list(read_rows(Dataset.from_list(ROWS))) == expected
+    splits = DatasetDict({"test": Dataset.from_list(ROWS[1:])})
+    assert list(read_rows(splits, split="test")) == [RawRow("test:1", ROWS[1])]
+    with pytest.raises(ValueError, match="no split 'train'; the dataset has: test"):
+        read_rows(splits)
+
+
+def test_jsonl_is_read_as_it_is_consumed(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text(jsonl(ROWS * 10_000))
+    rows = read_rows(path)
+    next(rows)
+    with path.open("a") as file:
+        file.write('{"late": true}\n')
+    assert list(rows)[-1].columns == {"late": True}
+
+
+def test_what_cannot_be_parsed_is_a_row_with_an_error_and_reading_goes_on(tmp_path: Path) -> None:
+    lines = write(tmp_path / "a.jsonl", b'{"a": 1}\n{"a": \n[1]\n{"a": "\xff"}\n{"a": 2}\n')
+    rows = list(read_rows(lines))
+    assert [row.columns for row in rows] == [{"a": 1}, {}, {}, {}, {"a": 2}]
+    assert ["not JSON" in rows[1].error, "a list" in rows[2].error, "UTF-8" in rows[3].error] == [True] * 3
+    cells = list(read_rows(write(tmp_path / "a.csv", "a,b\n1,2\n1,2,3\n3,4\n")))
+    assert [row.where for row in cells if row.error] == ["a.csv:3"]
+    assert cells[1].error == "the line has 3 cells, the header has 2"
+    assert cells[2].columns == {"a": "3", "b": "4"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", "", "has no rows"),
+        ("a.jsonl", "\n\n", "has no rows"),
+        ("a.json", "", "has no rows"),
+        ("a.json", "[]", "has no rows"),
+        ("a.csv", "prompt,answer\n", "has no rows"),
+        ("a.json", '{"a": 1}', "must hold a list of objects, it holds a dict"),
+        ("a.json", jsonl(ROWS), r"is not JSON .*line 2.*\.jsonl"),
+        ("a.csv", "a,a\n1,2\n", "names a column twice"),
+        ("a.csv", 'a,b\n1,2\n"open,3\n4,5\n', "a.csv:3 cannot be read as CSV"),
+        ("a.csv", b"a\n\xff\n", "is not UTF-8"),
+        ("a.parquet", "not parquet", "is not a Parquet file"),
+        ("a.txt", "hello", r"cannot tell how to read .*a\.txt.*\.jsonl"),
+    ],
+)
+def test_a_file_that_cannot_be_read_says_why(tmp_path: Path, name: str, content: str | bytes, message: str) -> None:
+    path = write(tmp_path / name, content)
+    with pytest.raises(ValueError, match=message):
+        list(read_rows(path))
+
+
+def test_a_damaged_archive_is_named(tmp_path: Path) -> None:
+    whole = gzip.compress(jsonl(ROWS).encode())
+    for content in (whole[:-12], b"plain text"):
+        path = tmp_path / "a.jsonl.gz"
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"a\.jsonl\.gz is damaged"):
+            list(read_rows(path))
+
+
+def test_a_missing_file_gets_the_nearest_names(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", jsonl(ROWS))
+    with pytest.raises(ValueError, match=r"no file .*trian\.jsonl; did you mean train\.jsonl"):
+        read_rows(tmp_path / "trian.jsonl")
+    with pytest.raises(ValueError, match=r"no file .*train\.jsonl, nor a folder"):
+        read_rows(tmp_path / "nowhere" / "train.jsonl")
+    with pytest.raises(ValueError, match=r"is a folder: pass one of its data files \(train\.jsonl\)"):
+        read_rows(str(tmp_path))
+
+
+def test_what_is_no_source_is_refused() -> None:
+    with pytest.raises(ValueError, match="cannot read rows from int"):
+        read_rows(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="has no rows"):
+        list(read_rows([]))
+
+
+def test_loading_names_samples_by_their_place(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "train.jsonl", {"text": "one"}, "\n", {"text": "two"}, {"text": "three"})
+    loaded = load_samples(path)
+    assert loaded.samples == [
+        Sample("train.jsonl:1", text="one"),
+        Sample("train.jsonl:3", text="two"),
+        Sample("train.jsonl:4", text="three"),
+    ]
+    assert (loaded.format, loaded.skipped) == ("text", [])
+    assert load_samples(path, limit=2).samples == loaded.samples[:2]
+
+
+def test_parquet_gaps_do_not_change_what_a_row_is(tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": "Hi", "name": None}], "text": None, "tools": None}]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert load_samples(tmp_path / "a.parquet").samples == [
+        Sample("a.parquet:1", messages=(Message("user", "Hi"),), metadata={"text": None})
+    ]
+
+
+def test_a_bad_row_stops_the_load_unless_it_is_to_be_skipped(tmp_path: Path) -> None:
+    path = write_lines(
+        tmp_path / "a.jsonl",
+        {"text": "one"},
+        "{broken\n",
+        {"text": ""},
+        {"prompt": "Hi", "answer": "4"},
+        {"text": "two"},
+    )
+    with pytest.raises(BadRow, match=r"^a\.jsonl:2: the line is not JSON"):
+        load_samples(path)
+    loaded = load_samples(path, bad_rows="skip")
+    assert [sample.text for sample in loaded.samples] == ["one", "two"]
+    assert [where for where, _ in loaded.skipped] == ["a.jsonl:2", "a.jsonl:3", "a.jsonl:4"]
+    assert [reason for _, reason in loaded.skipped[1:]] == [
+        "text is empty",
+        "it reads as 'prompt_answer', but the rows before it as 'text'",
+    ]
+
+
+def test_a_load_without_a_single_good_row_stops_even_when_skipping(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", {"text": ""}, {"text": 3})
+    for chosen in (None, "text"):
+        with pytest.raises(ValueError, match=r"none of the 2 rows can be used; the first, a\.jsonl:1: text is empty"):
+            load_samples(path, bad_rows="skip", format=chosen)
+
+
+def test_mistakes_in_the_call_are_never_skipped() -> None:
+    rows = [{"text": "one"}]
+    with pytest.raises(ValueError, match="there is no format 'txt', did you mean 'text'"):
+        load_samples(rows, format="txt", bad_rows="skip")
+    with pytest.raises(ValueError, match="'txt' is not a name that formats use"):
+        load_samples(rows, columns={"txt": "text"}, bad_rows="skip")
+    with pytest.raises(ValueError, match="bad_rows must be 'stop' or 'skip', not 'ignore'"):
+        load_samples(rows, bad_rows="ignore")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="limit must be 1 or more, not 0"):
+        load_samples(rows, limit=0)
+
+
+def test_a_hub_id_without_network_is_one_sentence() -> None:
+    run = python_offline("from oxrl.data.sources import read_rows; read_rows('acme/nothing:main')")
+    error = run.stderr.strip().splitlines()[-1]
+    assert error.startswith("ValueError: there is no file acme/nothing:main")
+    assert "the hub cannot be reached" in error
+    assert "pass a local file (.jsonl, " in error
+    assert "During handling" not in run.stderr
+
+
+def test_reading_jsonl_loads_no_heavy_library(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", jsonl(ROWS))
+    run = python_offline(
+        "import sys; from oxrl.data.buffer import DataBuffer; from oxrl.data.sources import load_samples\n"
+        f"DataBuffer(load_samples({str(path)!r}).samples).get_prompts(3)\n"
+        "print(sorted({'torch', 'transformers', 'datasets', 'pyarrow', 'pandas'} & set(sys.modules)))"
+    )
+    assert run.stdout.strip() == "[]", run.stderr

@@ -1,0 +1,170 @@
+"""The command line as a user meets it: what works, and what one sees when it does not."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from oxrl.cli import app
+from tests.rows import sums, write_jsonl
+
+
+def run(*arguments, **options):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], **options)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    data = write_jsonl(folder / "rows.jsonl", sums(16))
+    val = write_jsonl(folder / "val.jsonl", sums(4, first=16))
+    done = run(
+        "train", "--model", "tiny", "--algorithm", "sft", "--data", data, "--val", val, "--output", folder / "out",
+        "--epochs", 2, "--lr", 1e-3, "--json",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    return folder, json.loads(done.stdout.splitlines()[-1])
+
+
+def test_train_writes_a_run_and_tells_where(trained):
+    folder, result = trained
+    assert result["last"]["step"] == 4
+    assert result["last"]["eval_loss"] > 0
+    assert (folder / "out" / "config.yaml").exists()
+    assert len((folder / "out" / "metrics.jsonl").read_text().splitlines()) == 4
+    assert (folder / "out" / "checkpoints" / "step_0004" / "model.safetensors").exists()
+
+
+def test_a_finished_run_is_not_overwritten(trained):
+    folder, _ = trained
+    again = run("train", "--model", "tiny", "--data", folder / "rows.jsonl", "--output", folder / "out")
+    assert again.exit_code == 2
+    assert "--resume" in again.output
+
+
+def test_resuming_a_finished_run_has_nothing_to_do(trained):
+    folder, _ = trained
+    again = run("train", "--output", folder / "out", "--resume")
+    assert again.exit_code == 0, again.output
+    assert "nothing was left to do" in again.output
+
+
+def test_generate_answers_from_a_run_folder(trained):
+    folder, _ = trained
+    done = run("generate", folder / "out", "--prompt", "1 + 1?", "--max-new-tokens", 4, "--json")
+    assert done.exit_code == 0, done.output
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert answer["prompt"] == "1 + 1?"
+    assert answer["finish_reason"] in ("stop", "length")
+
+
+def test_generate_reads_prompts_from_a_file(trained):
+    folder, _ = trained
+    done = run("generate", "tiny", "--data", folder / "rows.jsonl", "--limit", 3, "--max-new-tokens", 2, "--json")
+    assert [json.loads(line)["prompt"] for line in done.stdout.splitlines()] == ["0 + 0?", "1 + 1?", "2 + 2?"]
+
+
+def test_chat_answers_until_the_user_says_nothing(trained):
+    folder, _ = trained
+    done = run("chat", folder / "out", "--max-new-tokens", 4, input="hello\nand again\n\n")
+    assert done.exit_code == 0, done.output
+    assert done.output.count("model>") == 2
+
+
+def test_the_same_seed_says_the_same():
+    def once(seed):
+        return run("generate", "tiny", "--prompt", "x", "--temperature", 1, "--seed", seed, "--max-new-tokens", 8).stdout
+
+    assert once(1) == once(1)
+    assert once(1) != once(2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train"], "model is missing"),
+        (["train", "nowhere.yaml"], "no config file"),
+        (["train", "--model", "tinny", "--data", "ROWS"], "tiny"),
+        (["train", "--model", "tiny", "--data", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["train", "--model", "tiny", "--data", "ROWS", "--algorithm", "stf"], "did you mean sft?"),
+        (["train", "--model", "tiny", "--data", "ROWS", "--set", "train.lrr=1"], "did you mean lr?"),
+        (["train", "--model", "tiny", "--data", "ROWS", "--lr", "-1"], "greater than 0"),
+        (["train", "--model", "tiny", "--data", "BAD"], "bad.jsonl:2"),
+        (["train", "--model", "tiny", "--data", "ROWS", "--set", "data.max_seq_len=3"], "none of 4 items is left"),
+        (["train", "--output", "nowhere", "--resume"], "missing"),
+        (["train", "--model", "tiny", "--data", "ROWS", "--set", "model.device=cuda:99"], "cuda"),
+        (["generate", "tiny"], "--prompt"),
+        (["generate", "nowhere", "--prompt", "x"], "nowhere"),
+        (["chat", "nowhere"], "nowhere"),
+        (["plot", "nowhere"], "nowhere"),
+        (["data", "show", "nowhere.jsonl", "--model", "tiny"], "nowhere.jsonl"),
+        (["no-such-command"], "No such command"),
+    ],
+)
+def test_wrong_input_is_answered_in_words_with_exit_code_2(arguments, message, tmp_path):
+    places = {
+        "ROWS": write_jsonl(tmp_path / "rows.jsonl", sums(4)),
+        "BAD": write_jsonl(tmp_path / "bad.jsonl", [*sums(1), {"prompt": "no response"}]),
+    }
+    done = run(*[places.get(argument, argument) for argument in arguments])
+    assert done.exit_code == 2, done.output
+    assert message in done.output
+    assert "Traceback" not in done.output
+
+
+def test_wrong_input_is_found_before_any_model_is_loaded(tmp_path):
+    """Not even torch is imported for a config that cannot be right."""
+    code = (
+        "import sys\nfrom oxrl.cli import app\n"
+        "try:\n    app(['train', '--model', 'tiny', '--data', 'x.jsonl', '--set', 'train.lrr=1'])\n"
+        "except SystemExit as end:\n    assert end.code == 2\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_two_datasets_are_mixed_by_ratio(tmp_path):
+    one = write_jsonl(tmp_path / "one.jsonl", sums(8))
+    two = write_jsonl(tmp_path / "two.jsonl", sums(8, first=50))
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"model: {{name: tiny}}\ntrain: {{train_steps_per_epoch: 1, train_batch_size_per_gpu: 4}}\n"
+        f"data:\n  train_dnames: [one, two]\n  train_ratios: {{one: 0.75, two: 0.25}}\n"
+        f"  train_files_path: {{one: {one}, two: {two}}}\n"
+    )
+    from oxrl.config import load_config
+    from oxrl.wiring import prepare_run
+
+    prepared = prepare_run(load_config(config), tmp_path / "out")
+    drawn = [item[0].id.split(":")[0] for item in prepared.source.get_prompts(8)]
+    assert (drawn.count("one.jsonl"), drawn.count("two.jsonl")) == (6, 2)
+
+
+def test_bad_rows_can_be_skipped_and_are_counted(tmp_path, caplog):
+    bad = write_jsonl(tmp_path / "bad.jsonl", [*sums(2), {"prompt": "no response"}])
+    caplog.set_level("INFO", logger="oxrl")
+    done = run("train", "--model", "tiny", "--data", bad, "--output", tmp_path / "out", "--set", "data.bad_rows=skip")
+    assert done.exit_code == 0, done.output
+    assert "1 skipped" in caplog.text
+
+
+def test_a_failed_run_exits_with_1_and_saves_its_batch(tmp_path):
+    data = write_jsonl(tmp_path / "rows.jsonl", sums(4))
+    done = run(
+        "train", "--model", "tiny", "--data", data, "--output", tmp_path / "out", "--lr", 1e30, "--epochs", 20,
+        "--set", "train.clip_grad_norm=0", "--set", "train.warmup_steps_ratio=0.0",
+    )  # fmt: skip
+    assert done.exit_code == 1, done.output
+    assert "is not finite" in done.output
+    rows = [json.loads(line) for line in (tmp_path / "out" / "failure" / "batch.jsonl").read_text().splitlines()]
+    assert rows[0]["id"].startswith("rows.jsonl:")
+
+
+@pytest.mark.parametrize("command", [[], ["train"], ["chat"], ["generate"], ["plot"], ["data", "show"]])
+def test_help_explains_each_command(command):
+    done = run(*command, "--help")
+    assert done.exit_code == 0
+    assert "Usage" in done.output

@@ -1,0 +1,72 @@
+"""Imports go up the layers only, heavy engines wait until they are needed, and the front door stays light."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LAYERS = [
+    {"types"},
+    {"tensors"},
+    {"algorithms", "data"},
+    {"models", "generators", "backends"},
+    {"loops", "checkpoint", "metrics"},
+    {"config"},
+    {"wiring", "plot", "show"},
+    {"cli"},
+]
+STRANGERS = [("models", "generators"), ("models", "backends"), ("generators", "backends")]
+FILES = sorted((ROOT / "oxrl").rglob("*.py"))
+
+
+def part_of(path: Path) -> str:
+    inside = path.relative_to(ROOT / "oxrl")
+    return inside.parts[0].removesuffix(".py")
+
+
+def imported_parts(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("oxrl"):
+            names |= {node.module} if node.module != "oxrl" else {f"oxrl.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names if alias.name.startswith("oxrl.")}
+    return {name.split(".")[1] for name in names}
+
+
+def layer(part: str) -> int:
+    return next(index for index, parts in enumerate(LAYERS) if part in parts)
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if part_of(path) != "__init__"], ids=lambda p: str(p.name))
+def test_imports_go_up_the_layers_only(path):
+    own = part_of(path)
+    for other in imported_parts(path):
+        assert layer(other) <= layer(own), f"{own} must not import {other}"
+        assert (own, other) not in STRANGERS and (other, own) not in STRANGERS, f"{own} and {other} are strangers"
+
+
+def test_pydantic_lives_in_config_alone():
+    users = {part_of(path) for path in FILES if "pydantic" in path.read_text()}
+    assert users == {"config"}
+
+
+@pytest.mark.parametrize("code", ["import oxrl", "from oxrl.cli import app; app(['--help'], standalone_mode=False)"])
+def test_the_front_door_does_not_import_torch(code):
+    check = f"{code}\nimport sys; heavy = {{'torch', 'transformers', 'datasets', 'peft'}} & set(sys.modules)\n"
+    done = subprocess.run(
+        [sys.executable, "-c", check + "assert not heavy, heavy"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_public_name_can_be_imported():
+    import oxrl
+
+    for name in oxrl.__all__:
+        assert getattr(oxrl, name) is not None
+    with pytest.raises(AttributeError, match="no_such_name"):
+        oxrl.no_such_name  # noqa: B018
