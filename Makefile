@@ -7,6 +7,8 @@ TORCH  := $(shell sed -n 's/^torch==//p' constraints.txt)
 
 .PHONY: demo test lint bench clean
 
+export OMP_WAIT_POLICY ?= PASSIVE
+
 demo: $(VENV)/.core
 	$(BIN)/python examples/demo.py
 

@@ -64,6 +64,7 @@ class Model(_Section):
     )
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     gradient_checkpointing: bool = Field(False, description="less memory for about a third more time")
+    revision: str | None = Field(None, description="branch, tag or commit of a hub model")
     trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
     device: str = Field("auto", description="auto: the first GPU, else the CPU")
 

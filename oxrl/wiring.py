@@ -21,7 +21,7 @@ from oxrl.data.buffer import DataBuffer, MixedBuffer
 from oxrl.data.render import Renderer
 from oxrl.data.sources import load_samples
 from oxrl.metrics import JSONLLogger, LiveConsole, Sink, all_of
-from oxrl.models.load import check_model, load_model, load_tokenizer
+from oxrl.models.load import check_model, check_tokenizer, load_model, load_tokenizer
 from oxrl.models.lora import LoraSettings, attach_lora
 from oxrl.types import DataSource, Item, ModelConfig, Sample, TrainingState
 
@@ -63,7 +63,7 @@ def prepare_run(config: Config, output: str | Path | None = None, *, resume: boo
     folder = run_folder(config, output)
     resume_from = _starting_point(folder, resume)
     check_model(model_config(config))
-    tokenizer = load_tokenizer(config.model.name)
+    tokenizer = load_tokenizer(model_config(config))
     parts = {name: _items(config, path, tokenizer) for name, path in config.data.train_files.items()}
     for name, part in parts.items():
         logger.info("%s: %s", name, part.describe())
@@ -125,6 +125,7 @@ def model_config(config: Config) -> ModelConfig:
         gradient_checkpointing=model.gradient_checkpointing,
         trust_remote_code=model.trust_remote_code,
         device=model.device,
+        revision=model.revision,
     )
 
 
@@ -135,7 +136,7 @@ def train_prepared(prepared: Prepared) -> RunResult:
     folder.mkdir(parents=True, exist_ok=True)
     _record_config(config, folder / "config.yaml")
     seed_everything(config.run.seed)
-    backend = _backend(config, prepared.num_steps)
+    backend = _backend(config, prepared.tokenizer, prepared.num_steps)
     done = 0 if prepared.resume_from is None else int(prepared.resume_from.name.removeprefix("step_"))
     with LiveConsole(prepared.num_steps, first_step=done) as console:
         history = anyio.run(_run, prepared, backend, console)
@@ -153,10 +154,11 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _backend(config: Config, num_steps: int) -> Any:
+def _backend(config: Config, tokenizer: Any, num_steps: int) -> Any:
     from oxrl.backends.local import create_pytorch_backend
 
     model = load_model(model_config(config))
+    check_tokenizer(model, tokenizer)
     if config.lora.enabled:
         lora = config.lora
         targets = lora.target_modules if isinstance(lora.target_modules, str) else tuple(lora.target_modules)

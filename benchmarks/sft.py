@@ -1,0 +1,175 @@
+"""oxRL beside TRL's SFTTrainer: same model, rows, batch, precision and optimizer, in turns, on this machine.
+
+Rows have mixed lengths, as chats have; only what the assistant says is trained. Each turn is a process of its own, so that
+peak memory is its own too. Ratios are of the same run; single numbers depend on the machine.
+
+    python benchmarks/sft.py [--model smollm2-135m] [--steps 6] [--rounds 2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+BATCH, LONGEST, RATE = 8, 512, 1e-5
+WORDS = "the ox pulls a cart over hills of red clay while rain falls on old stone roads and far bells ring".split()
+
+
+def make_rows(n: int) -> list[dict[str, str]]:
+    """Prompts and responses whose lengths spread evenly on a log scale, from a line to a page."""
+    chance = random.Random(0)
+
+    def text() -> str:
+        return " ".join(chance.choice(WORDS) for _ in range(int(12 * 18 ** chance.random())))
+
+    return [{"prompt": text(), "response": text()} for _ in range(n)]
+
+
+def run_oxrl(model_name: str, rows: list[dict[str, str]], steps: int) -> dict[str, object]:
+    import anyio
+
+    import oxrl
+    from oxrl.data.assemble import assemble
+
+    samples = oxrl.load_samples(rows).samples
+    render = oxrl.Renderer(oxrl.load_tokenizer(model_name))
+    items = assemble(samples, oxrl.algorithm("sft"), render, max_len=LONGEST).items
+    backend = oxrl.create_pytorch_backend(oxrl.load_model(model_name), lr=RATE)
+    config = oxrl.OfflineConfig(num_steps=steps, batch_size=BATCH)
+    stamps = [time.monotonic()]
+
+    def log(_step: int, _metrics: object) -> None:
+        stamps.append(time.monotonic())
+
+    source = oxrl.DataBuffer(items, shuffle=False)
+    history = anyio.run(lambda: oxrl.run_offline(backend, oxrl.algorithm("sft"), source, config, log=log))
+    losses = [line["loss"] for line in history]
+    return _result(stamps, [line["trained_tokens"] for line in history], losses)
+
+
+def run_trl(model_name: str, rows: list[dict[str, str]], steps: int) -> dict[str, object]:
+    import datasets
+    from transformers import TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+
+    import oxrl
+
+    stamps: list[float] = []
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, *_: object, **__: object) -> None:
+            if not stamps:
+                stamps.append(time.monotonic())
+
+        def on_step_end(self, *_: object, **__: object) -> None:
+            stamps.append(time.monotonic())
+
+    chats = [
+        {
+            "prompt": [{"role": "user", "content": row["prompt"]}],
+            "completion": [{"role": "assistant", "content": row["response"]}],
+        }
+        for row in rows
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        config = SFTConfig(
+            output_dir=folder,
+            max_steps=steps,
+            per_device_train_batch_size=BATCH,
+            max_length=LONGEST,
+            learning_rate=RATE,
+            lr_scheduler_type="constant",
+            weight_decay=0.01,
+            adam_beta2=0.95,
+            completion_only_loss=True,
+            gradient_checkpointing=False,
+            bf16=False,
+            use_cpu=True,
+            shuffle_dataset=False,
+            train_sampling_strategy="sequential",
+            logging_steps=1,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        trainer = SFTTrainer(
+            model=oxrl.load_model(model_name),
+            args=config,
+            train_dataset=datasets.Dataset.from_list(chats),
+            processing_class=oxrl.load_tokenizer(model_name),
+            callbacks=[Clock()],
+        )
+        trained = [sum(row["completion_mask"]) for row in trainer.train_dataset]
+        trainer.train()
+    per_step = [sum(trained[start : start + BATCH]) for start in range(0, steps * BATCH, BATCH)]
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    return _result(stamps, per_step, losses)
+
+
+def _result(stamps: list[float], trained_tokens: list[float], losses: list[float]) -> dict[str, object]:
+    """The first step warms up and is not counted."""
+    seconds = [end - start for start, end in zip(stamps, stamps[1:], strict=False)][1:]
+    return {
+        "trained_tokens_per_second": sum(trained_tokens[1:]) / sum(seconds),
+        "seconds_per_step": statistics.mean(seconds),
+        "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "trained_tokens": sum(trained_tokens),
+        "losses": losses,
+    }
+
+
+SIDES = {"oxrl": run_oxrl, "trl": run_trl}
+
+
+def in_own_process(side: str, arguments: argparse.Namespace) -> dict[str, float]:
+    command = [sys.executable, __file__, "--side", side, "--model", arguments.model, "--steps", str(arguments.steps)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--side", choices=SIDES)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    rows = make_rows(arguments.steps * BATCH)
+    if arguments.side:
+        print(json.dumps(SIDES[arguments.side](arguments.model, rows, arguments.steps)))
+        return
+    results: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
+    for round_ in range(arguments.rounds):
+        for side in SIDES if round_ % 2 == 0 else reversed(SIDES):
+            results[side].append(in_own_process(side, arguments))
+            last = results[side][-1]
+            print(
+                f"{side:5} {last['trained_tokens_per_second']:7.1f} trained tokens/s  "
+                f"{last['seconds_per_step']:6.2f} s/step  {last['peak_gib']:5.2f} GiB  loss {last['losses'][-1]:.4f}"
+            )
+
+    def middle(side: str, key: str) -> float:
+        return statistics.median(result[key] for result in results[side])
+
+    ratios = {
+        "speed": middle("oxrl", "trained_tokens_per_second") / middle("trl", "trained_tokens_per_second"),
+        "memory": middle("oxrl", "peak_gib") / middle("trl", "peak_gib"),
+    }
+    print(f"\noxRL / TRL: {ratios['speed']:.2f} x the speed, {ratios['memory']:.2f} x the memory")
+    if arguments.output:
+        arguments.output.write_text(json.dumps({"ratios": ratios, "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

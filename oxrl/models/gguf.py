@@ -1,0 +1,59 @@
+"""A `.gguf` file becomes a plain model in memory: dequantised, trainable and savable like any other.
+
+Writing `.gguf` files is left to the tools made for it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+DIGITS_APART = ("smollm", "starcoder", "refact", "command-r")
+"""Splitting rules under which every digit stands alone, which shows in the spaces before a number."""
+
+
+def load_gguf_model(path: Path, *, dtype: torch.dtype, attn_implementation: str = "sdpa") -> PreTrainedModel:
+    """`load_gguf_model(Path("model.Q4_1.gguf"), dtype=torch.float32).save_pretrained("plain")`."""
+    import transformers
+
+    # From 5.17 on the model is else marked as quantised, and such a one can be neither trained nor saved.
+    marks = hasattr(transformers, "GgufConfig")
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent,
+        gguf_file=path.name,
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+        output_loading_info=True,
+        **({"quantization_config": transformers.GgufConfig(dequantize=True)} if marks else {}),
+    )
+    if report["missing_keys"]:
+        raise ValueError(f"{path} lacks weights that its architecture has: {', '.join(sorted(report['missing_keys']))}")
+    if hasattr(model.config, "_model_name_or_path"):  # a title, not a place, that would be saved with the model
+        del model.config._model_name_or_path
+    model.config.name_or_path = model.name_or_path = str(path)
+    return model
+
+
+def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer in the file, with what its readers get wrong put right from the file's own entries."""
+    from gguf import GGUFReader
+    from tokenizers.pre_tokenizers import Digits, Sequence
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    read = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    entries = {name.removeprefix("tokenizer.ggml."): field for name, field in GGUFReader(path).fields.items()}
+    special = {
+        f"{name}_token": read.convert_ids_to_tokens(int(entries[f"{entry}_token_id"].contents()))
+        for name, entry in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown"))
+        if f"{entry}_token_id" in entries
+    }
+    backend = read.backend_tokenizer
+    if "pre" in entries and entries["pre"].contents() in DIGITS_APART:
+        backend.pre_tokenizer = Sequence([Digits(individual_digits=True), backend.pre_tokenizer])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, chat_template=read.chat_template, clean_up_tokenization_spaces=False, **special
+    )

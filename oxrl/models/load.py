@@ -1,0 +1,406 @@
+"""A model's name becomes a model: a built-in name, a hub id, a local folder, a `.gguf` file or a LoRA adapter's folder.
+
+`check_model` finds what is wrong with a `ModelConfig` before any weight is read; the loaders apply its dtype, device,
+attention and gradient checkpointing. Only safetensors are loaded, never pickles. Adding adapters is left to `lora`,
+sharding to the backends.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import json
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+
+from oxrl.models.builtin import BUILTIN_MODELS, builtin_named_by, prepare_builtin
+from oxrl.models.lora import ADAPTER_CONFIG, load_adapter, read_adapter_config
+from oxrl.types import ModelConfig
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+class ModelLoader(Protocol):
+    """What `load_model` calls; `load_hf_model` is one."""
+
+    def __call__(
+        self,
+        name_or_path: str,
+        dtype: str,
+        device: str,
+        attn_implementation: str,
+        *,
+        trust_remote_code: bool,
+        revision: str | None,
+        is_trainable: bool,
+    ) -> PreTrainedModel: ...
+
+
+class TokenizerLoader(Protocol):
+    """What `load_tokenizer` calls; `load_hf_tokenizer` is one."""
+
+    def __call__(
+        self, name_or_path: str, *, trust_remote_code: bool, revision: str | None
+    ) -> PreTrainedTokenizerBase: ...
+
+
+class Source(NamedTuple):
+    """`Source("gguf", "/models/a.gguf")`: what a model's name turned out to be."""
+
+    kind: Literal["builtin", "folder", "gguf", "adapter", "hub"]
+    where: str
+
+
+def load_hf_model(
+    name_or_path: str,
+    dtype: str = "auto",
+    device: str = "auto",
+    attn_implementation: str = "sdpa",
+    *,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    is_trainable: bool = True,
+) -> PreTrainedModel:
+    """Any causal language model that transformers can load; a LoRA adapter's folder gives its base with it inside."""
+    config = ModelConfig(
+        name_or_path,
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code,
+        device=device,
+        revision=revision,
+    )
+    check_model(config)
+    source = find_model(name_or_path)
+    if source.kind == "adapter":
+        base = load_hf_model(
+            adapter_base(source.where), dtype, device, attn_implementation, trust_remote_code=trust_remote_code
+        )
+        return load_adapter(base, source.where, trainable=is_trainable)
+    return _load_weights(source, config).to(resolve_device(device))
+
+
+def load_hf_tokenizer(
+    name_or_path: str, *, trust_remote_code: bool = False, revision: str | None = None
+) -> PreTrainedTokenizerBase:
+    """The tokenizer beside a model; an adapter's folder without one has its base's."""
+    from transformers import AutoTokenizer
+
+    source = find_model(name_or_path)
+    if source.kind == "gguf":
+        from oxrl.models.gguf import load_gguf_tokenizer
+
+        logger.warning("the tokenizer rebuilt from %s may split rare text otherwise than the original", source.where)
+        return load_gguf_tokenizer(Path(source.where))
+    where = str(prepare_builtin(source.where)) if source.kind == "builtin" else source.where
+    if source.kind != "hub" and not any((Path(where) / file).is_file() for file in TOKENIZER_FILES):
+        if source.kind == "adapter":
+            return load_hf_tokenizer(adapter_base(where), trust_remote_code=trust_remote_code)
+        raise ValueError(f"{where} has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is in it")
+    if source.kind == "hub":
+        _hub_config_file(where, revision)
+    return AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code, revision=revision or "main")
+
+
+def load_model(
+    config: ModelConfig | str, *, model_loader: ModelLoader = load_hf_model, is_trainable: bool = True
+) -> PreTrainedModel:
+    """`load_model("tiny")`, or with a `ModelConfig`; in train mode only if it checkpoints gradients.
+
+    `is_trainable=False` freezes it; a LoRA adapter that is trainable leaves its base frozen.
+    """
+    config = _as_config(config)
+    model = model_loader(
+        config.name,
+        config.dtype,
+        config.device,
+        config.attn_implementation,
+        trust_remote_code=config.trust_remote_code,
+        revision=config.revision,
+        is_trainable=is_trainable,
+    )
+    if not is_trainable:
+        return freeze(model)
+    if config.gradient_checkpointing:
+        enable_gradient_checkpointing(model)
+    return model
+
+
+def load_tokenizer(
+    config: ModelConfig | str, *, tokenizer_loader: TokenizerLoader = load_hf_tokenizer
+) -> PreTrainedTokenizerBase:
+    """`load_tokenizer("tiny")`; a tokenizer without a token for padding pads with its end-of-text token."""
+    config = _as_config(config)
+    tokenizer = tokenizer_loader(config.name, trust_remote_code=config.trust_remote_code, revision=config.revision)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_model_and_ref(
+    config: ModelConfig | str, *, model_loader: ModelLoader = load_hf_model
+) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """The model to train, and its frozen twin on weights of its own."""
+    config = _as_config(config)
+    model = load_model(config._replace(gradient_checkpointing=False), model_loader=model_loader)
+    ref = freeze(copy.deepcopy(model))
+    if config.gradient_checkpointing:
+        enable_gradient_checkpointing(model)
+    return model, ref
+
+
+def freeze(model: PreTrainedModel) -> PreTrainedModel:
+    return model.requires_grad_(False).eval()
+
+
+def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
+    """Recompute activations in the backward pass instead of keeping them.
+
+    transformers does so in train mode only, hence the model is put there. Not the re-entrant kind: it loses gradients
+    where the inputs need none, as behind the frozen embedding of an adapter.
+    """
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+
+
+def check_model(config: ModelConfig | str) -> None:
+    """Raise a ValueError in one sentence if this model cannot be loaded so; reads no weights."""
+    config = _as_config(config)
+    source = find_model(config.name)
+    resolve_dtype(config.dtype, resolve_device(config.device))
+    check_attention(config.attn_implementation)
+    if source.kind == "adapter":
+        check_model(config._replace(name=adapter_base(source.where), revision=None))
+    elif source.kind == "gguf":
+        with Path(source.where).open("rb") as file:
+            if file.read(4) != b"GGUF":
+                raise ValueError(f"{source.where} is not a GGUF file, whatever its name says")
+    elif source.kind != "builtin":
+        _check_architecture(source, config)
+        _check_weights(source, config.revision)
+
+
+def check_tokenizer(model: PreTrainedModel | PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise a ValueError if the tokenizer has a token for which the model has no embedding."""
+    if hasattr(model, "get_input_embeddings"):
+        rows = model.get_input_embeddings().weight.shape[0]
+    else:
+        rows = model.get_text_config().vocab_size
+    token, largest = max(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
+    if largest >= rows:
+        raise ValueError(
+            f"the tokenizer does not fit the model: its token {token!r} has the id {largest}, but the model's "
+            f"embedding has {rows} rows; use the tokenizer that comes with the model"
+        )
+
+
+def check_attention(name: str) -> None:
+    """Raise a ValueError unless transformers knows this attention implementation and can run it here."""
+    from transformers import utils
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    known = sorted({"eager", *(key for key in ALL_ATTENTION_FUNCTIONS.valid_keys() if "|" not in key)})
+    if name not in known:
+        raise ValueError(f"unknown attn_implementation {name!r}{_nearest(name, known)}; allowed: {', '.join(known)}")
+    packages = {
+        "flash_attention_2": (utils.is_flash_attn_2_available, "flash-attn"),
+        "flash_attention_3": (utils.is_flash_attn_3_available, "flash-attn-3"),
+        "flash_attention_4": (utils.is_flash_attn_4_available, "flash-attn-4"),
+    }
+    if name in packages:
+        is_available, package = packages[name]
+        if not is_available():
+            raise ValueError(
+                f"attn_implementation {name!r} needs the package {package} and a CUDA device, and one of them is "
+                f"missing here; use 'sdpa'"
+            )
+
+
+def resolve_device(name: str) -> str:
+    """`resolve_device("auto")` is "cuda" where there is one, else "cpu"."""
+    import torch
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, index = name.partition(":")
+    if name != "cpu" and (kind != "cuda" or not (index.isdecimal() or name == "cuda")):
+        raise ValueError(f"unknown device {name!r}; allowed: auto, cpu, cuda, cuda:0, cuda:1, ...")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"the device {name!r} was asked for, but torch {torch.__version__} sees no CUDA; use 'auto'")
+    if index and int(index) >= torch.cuda.device_count():
+        raise ValueError(f"there is no device {name!r}: torch sees {torch.cuda.device_count()} CUDA device(s)")
+    return name
+
+
+def resolve_dtype(name: str, device: str) -> torch.dtype:
+    """`resolve_dtype("auto", "cpu")` is `torch.float32`, and `torch.bfloat16` on CUDA."""
+    import torch
+
+    if name not in DTYPES:
+        raise ValueError(f"unknown dtype {name!r}{_nearest(name, DTYPES)}; allowed: {', '.join(DTYPES)}")
+    if name == "auto":
+        name = "float32" if device == "cpu" else "bfloat16"
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def find_model(name: str) -> Source:
+    """What kind of thing a model's name means, by looking at the disk only; a ValueError if it can be nothing."""
+    if name in BUILTIN_MODELS:
+        return Source("builtin", name)
+    path = Path(name).expanduser()
+    if name and path.is_dir():  # an empty name would be the working folder
+        return Source("adapter" if (path / ADAPTER_CONFIG).is_file() else "folder", str(path))
+    if path.is_file():
+        if path.suffix == ".gguf":
+            return Source("gguf", str(path))
+        raise ValueError(f"the model {name} is a file, but not a .gguf file; give the folder that it is in")
+    looks_like_a_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or path.suffix == ".gguf" or not name
+    neighbours = [entry.name for entry in path.parent.iterdir()] if looks_like_a_path and path.parent.is_dir() else []
+    nearest = _nearest(path.name, [*BUILTIN_MODELS, *neighbours])
+    # A bare name so close to a built-in one is a slip of the pen; asking the hub would only take longer.
+    if looks_like_a_path or ("/" not in name and nearest):
+        raise ValueError(
+            f"there is no model {name!r}{nearest}; give a built-in name ({', '.join(BUILTIN_MODELS)}), a local folder, "
+            f"a .gguf file or a hub id"
+        )
+    return Source("hub", name)
+
+
+def adapter_base(folder: str) -> str:
+    """The base model that an adapter names, also if it names a built-in model by another machine's cache folder."""
+    base = read_adapter_config(folder).get("base_model_name_or_path")
+    if not base:
+        raise ValueError(f"the adapter in {folder} does not name its base model; set base_model_name_or_path there")
+    return base if Path(base).is_dir() else builtin_named_by(base) or str(base)
+
+
+def _as_config(config: ModelConfig | str) -> ModelConfig:
+    return ModelConfig(config) if isinstance(config, str) else config
+
+
+def _nearest(name: str, candidates: Iterable[str]) -> str:
+    found = difflib.get_close_matches(name.lower(), list(candidates), n=1, cutoff=0.7)
+    return f" (did you mean {found[0]!r}?)" if found else ""
+
+
+def _load_weights(source: Source, config: ModelConfig) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    dtype = resolve_dtype(config.dtype, resolve_device(config.device))
+    if source.kind == "gguf":
+        from oxrl.models.gguf import load_gguf_model
+
+        return load_gguf_model(Path(source.where), dtype=dtype, attn_implementation=config.attn_implementation)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        prepare_builtin(source.where) if source.kind == "builtin" else source.where,
+        dtype=dtype,
+        attn_implementation=config.attn_implementation,
+        trust_remote_code=config.trust_remote_code,
+        revision=config.revision or "main",
+        use_safetensors=True,
+        output_loading_info=True,
+    )
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(
+            f"the weights of {config.name} lack {len(missing)} that {type(model).__name__} has, {missing[0]} for one; "
+            f"they would start random, so the model is refused"
+        )
+    return model
+
+
+def _check_architecture(source: Source, config: ModelConfig) -> None:
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, AutoConfig
+    from transformers import __version__ as version
+
+    raw = _read_config(source, config.revision)
+    kind, own_code = raw.get("model_type"), raw.get("auto_map") or {}
+    if own_code and config.trust_remote_code:
+        return
+    needs_own_code = ValueError(
+        f"the model {config.name} brings code of its own; read that code, and if you trust it set trust_remote_code"
+    )
+    if kind not in CONFIG_MAPPING:
+        if own_code:
+            raise needs_own_code
+        raise ValueError(f"the model {config.name} is of the type {kind!r}, which transformers {version} does not know")
+    try:
+        parsed = AutoConfig.from_pretrained(source.where, revision=config.revision or "main", trust_remote_code=False)
+    except _config_errors() as error:
+        raise ValueError(f"the config.json of {config.name} cannot be used: {' '.join(str(error).split())}") from error
+    if type(parsed) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" in own_code:
+        raise needs_own_code
+    is_encoder = type(parsed) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(parsed, "is_decoder", False)
+    if type(parsed) not in MODEL_FOR_CAUSAL_LM_MAPPING or is_encoder or getattr(parsed, "is_encoder_decoder", False):
+        raise ValueError(
+            f"the model {config.name} is a {kind} model, which does not write text token by token from left to right; "
+            f"a causal language model is needed"
+        )
+    _check_attention_support(MODEL_FOR_CAUSAL_LM_MAPPING[type(parsed)], config.attn_implementation)
+
+
+def _check_attention_support(model_class: type[PreTrainedModel], attention: str) -> None:
+    flags = {"sdpa": "_supports_sdpa", "flex_attention": "_supports_flex_attn"}
+    flag = "_supports_flash_attn" if attention.startswith("flash_attention") else flags.get(attention)
+    if flag and not getattr(model_class, flag, False):
+        raise ValueError(f"{model_class.__name__} has no {attention} attention; use attn_implementation='eager'")
+
+
+def _check_weights(source: Source, revision: str | None) -> None:
+    from transformers.utils.hub import has_file
+
+    if not any(has_file(source.where, file, revision=revision) for file in SAFETENSORS):
+        raise ValueError(
+            f"{source.where} has no weights in safetensors ({' or '.join(SAFETENSORS)}); pickled weights (.bin) can "
+            f"run code when they are read and are not loaded: convert them with save_pretrained"
+        )
+
+
+def _read_config(source: Source, revision: str | None) -> dict[str, Any]:
+    file = _hub_config_file(source.where, revision) if source.kind == "hub" else Path(source.where) / "config.json"
+    if not file.is_file():
+        raise ValueError(f"{source.where} is no model folder: there is no config.json in it")
+    try:
+        raw: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
+    return raw
+
+
+def _hub_config_file(name: str, revision: str | None) -> Path:
+    from huggingface_hub import errors, hf_hub_download
+
+    known = f"the built-in names are {', '.join(BUILTIN_MODELS)}{_nearest(name.rpartition('/')[2], BUILTIN_MODELS)}"
+    try:
+        return Path(hf_hub_download(name, "config.json", revision=revision))
+    except errors.HFValidationError as error:
+        raise ValueError(f"{name!r} is neither a local folder nor a possible hub id; {known}") from error
+    except errors.GatedRepoError as error:
+        raise ValueError(f"the model {name} is gated: ask for access on its page, then run `hf auth login`") from error
+    except errors.RevisionNotFoundError as error:
+        raise ValueError(f"the model {name} has no revision {revision!r}") from error
+    except errors.RepositoryNotFoundError as error:
+        raise ValueError(f"there is no model {name} on the hub, or it is private (`hf auth login`); {known}") from error
+    except errors.LocalEntryNotFoundError as error:
+        raise ValueError(
+            f"there is no local model {name}, and the hub cannot be reached to look for one (no network, or offline "
+            f"mode); check the connection and the spelling, or give a local folder; {known}"
+        ) from error
+    except errors.EntryNotFoundError as error:
+        raise ValueError(f"{name} on the hub is no transformers model: it has no config.json") from error
+
+
+def _config_errors() -> tuple[type[Exception], ...]:
+    from huggingface_hub.errors import StrictDataclassError
+
+    return (OSError, ValueError, TypeError, KeyError, StrictDataclassError)

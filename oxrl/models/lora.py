@@ -1,0 +1,181 @@
+"""Low-rank adapters: a model becomes the same model with a few trainable weights beside it, and plain again.
+
+With the adapter switched off the base model speaks, to the bit, so it can serve as the reference of its own training.
+The projection to the vocabulary never gets an adapter. Loading by name is left to `load`.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_WHY_NOT_THE_HEAD = "is read as one plain matrix, so an adapter there would be passed by; leave it out"
+
+
+class LoraSettings(NamedTuple):
+    """`LoraSettings(r=8, target_modules=("q_proj", "v_proj"))`; biases are never trained."""
+
+    r: int = 16
+    alpha: int = 32
+    dropout: float = 0.0
+    target_modules: str | tuple[str, ...] = "all-linear"
+
+
+def attach_lora(model: PreTrainedModel, settings: LoraSettings, *, seed: int = 0) -> PeftModel:
+    """Freeze the model and put a trainable adapter into it; it changes nothing until it is trained.
+
+    The start depends on `seed` only, not on the random numbers that were drawn before.
+    """
+    import torch
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    if isinstance(model, PeftModel):
+        raise ValueError("the model already has an adapter; train that one, or merge it before attaching another")
+    if settings.r < 1 or settings.alpha <= 0 or not 0 <= settings.dropout < 1:
+        raise ValueError(f"LoRA needs r >= 1, alpha > 0 and 0 <= dropout < 1, but got {settings}")
+    config = LoraConfig(
+        r=settings.r,
+        lora_alpha=settings.alpha,
+        lora_dropout=settings.dropout,
+        target_modules=_checked_targets(model, settings.target_modules),
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return _in_the_mode_of(model, get_peft_model(model, config))
+
+
+def save_adapter(model: PeftModel, folder: str | Path) -> None:
+    """Write the adapter alone, and make sure that it arrived: wrappers around layers can hide it from PEFT."""
+    from safetensors import safe_open
+
+    model.save_pretrained(folder, save_embedding_layers=False)
+    with safe_open(Path(folder) / ADAPTER_WEIGHTS, framework="pt") as written:
+        saved = sum("lora_" in name for name in written.keys())  # noqa: SIM118 - not a mapping
+    held = sum("lora_" in name for name, _ in model.named_parameters())
+    if not held or saved != held:
+        raise RuntimeError(
+            f"the adapter saved in {folder} has {saved} of the model's {held} adapter weights; is a layer wrapped "
+            f"(for activation checkpointing, say) so that its weights have other names?"
+        )
+
+
+def load_adapter(base: PreTrainedModel, folder: str | Path, trainable: bool = True) -> PeftModel:
+    """The base model with the adapter of `folder` in it; every weight of the adapter must find its place."""
+    from peft import PeftModel, get_peft_model_state_dict
+    from safetensors import safe_open
+
+    read_adapter_config(folder)
+    try:
+        model = PeftModel.from_pretrained(base, str(folder), is_trainable=trainable)
+    except RuntimeError as error:
+        last_line = str(error).strip().splitlines()[-1].strip()  # there is one for each weight
+        raise ValueError(f"the adapter in {folder} does not fit the base model: {last_line}") from error
+    with safe_open(Path(folder) / ADAPTER_WEIGHTS, framework="pt") as written:
+        strangers = set(written.keys()) ^ set(get_peft_model_state_dict(model, save_embedding_layers=False))
+    if strangers:
+        raise ValueError(
+            f"the adapter in {folder} does not fit the base model: {len(strangers)} weights have no counterpart, "
+            f"{min(strangers)} for one"
+        )
+    if type(model.get_output_embeddings()).__module__.startswith("peft."):
+        raise ValueError(
+            f"the adapter in {folder} changes the projection to the vocabulary, but that {_WHY_NOT_THE_HEAD}"
+        )
+    return _in_the_mode_of(base, model)
+
+
+def read_adapter_config(folder: str | Path) -> dict[str, Any]:
+    """What `adapter_config.json` says, of a folder that holds a LoRA adapter in safetensors."""
+    folder = Path(folder)
+    if not (folder / ADAPTER_CONFIG).is_file():
+        raise ValueError(f"{folder} holds no adapter: there is no {ADAPTER_CONFIG} in it")
+    try:
+        config: dict[str, Any] = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{folder / ADAPTER_CONFIG} is not valid JSON: {error}") from error
+    if config.get("peft_type") != "LORA":
+        raise ValueError(f"the adapter in {folder} is of the type {config.get('peft_type')}; only LORA is supported")
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        raise ValueError(f"the adapter in {folder} has no {ADAPTER_WEIGHTS}; pickled weights (.bin) are not loaded")
+    return config
+
+
+def merge_adapter(model: PeftModel) -> PreTrainedModel:
+    """A plain model, on weights of its own, that computes what the adapted one does; the latter stays as it was."""
+    merged = copy.deepcopy(model).merge_and_unload(safe_merge=True)
+    return merged.requires_grad_(True)
+
+
+def save_merged(model: PeftModel, folder: str | Path) -> None:
+    """Plain Hugging Face weights, for whoever does not know about adapters."""
+    merge_adapter(model).save_pretrained(folder)
+
+
+@contextmanager
+def without_adapter(model: PeftModel) -> Iterator[None]:
+    """`with without_adapter(model): reference = model(...)` computes what the base model would."""
+    trainable = [weight for weight in model.parameters() if weight.requires_grad]
+    try:
+        with model.disable_adapter():
+            yield
+    finally:
+        # PEFT makes whatever it switches on trainable, also what was loaded frozen.
+        model.requires_grad_(False)
+        for weight in trainable:
+            weight.requires_grad_(True)
+
+
+def linear_layer_names(model: PreTrainedModel) -> list[str]:
+    """The last parts of the names of all layers that can get an adapter: `["down_proj", "gate_proj", ...]`."""
+    return sorted({name.rpartition(".")[2] for name in _linear_layers(model)})
+
+
+def _in_the_mode_of(base: PreTrainedModel, model: PeftModel) -> PeftModel:
+    """New modules start in train mode, where dropout is active, whatever the mode of the model they are put into."""
+    return model.train(base.training)
+
+
+def _linear_layers(model: PreTrainedModel) -> list[str]:
+    from torch.nn import Linear
+    from transformers.pytorch_utils import Conv1D
+
+    head = model.get_output_embeddings()
+    return [
+        name for name, module in model.named_modules() if isinstance(module, Linear | Conv1D) and module is not head
+    ]
+
+
+def _checked_targets(model: PreTrainedModel, targets: str | tuple[str, ...]) -> list[str]:
+    if targets == "all-linear":
+        return linear_layer_names(model)
+    names = [targets] if isinstance(targets, str) else list(targets)
+    head = model.get_output_embeddings()
+    head_name = next((name for name, module in model.named_modules() if module is head), "lm_head")
+    linear = _linear_layers(model)
+    for target in names:
+        if _names(target, head_name):
+            raise ValueError(f"{target} cannot be a LoRA target: it projects to the vocabulary and {_WHY_NOT_THE_HEAD}")
+        if not any(_names(target, name) for name in linear):
+            raise ValueError(
+                f"the LoRA target {target} names no linear layer of {type(model).__name__}; "
+                f"use 'all-linear' or some of {', '.join(linear_layer_names(model))}"
+            )
+    if not names:
+        raise ValueError(f"LoRA needs targets: 'all-linear' or some of {', '.join(linear_layer_names(model))}")
+    return names
+
+
+def _names(target: str, module: str) -> bool:
+    return module == target or module.endswith(f".{target}")
