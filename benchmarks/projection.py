@@ -1,6 +1,6 @@
 """Log-probs of a long row by the chunked projection and by full logits: peak memory and time, forward and backward.
 
-Each way runs in a process of its own on the real model's head (hidden states are random: the body costs the same both ways).
+Each way runs in a process of its own on the real model's head; hidden states are random, for the body costs the same.
 
     python benchmarks/projection.py [--tokens 4096]
 """
@@ -54,8 +54,9 @@ def main() -> None:
         results[way] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
         name = "full logits" if way == "full" else f"chunks of {way}"
         seconds, memory = results[way]["seconds"], results[way]["extra_gib"]
-        ratios = f"({seconds / results['full']['seconds']:.2f} x time, {memory / results['full']['extra_gib']:.2f} x memory)"
-        print(f"{name:15} {seconds:6.2f} s  {memory:5.2f} GiB more  {ratios}")
+        full = results["full"]
+        ratios = f"{seconds / full['seconds']:.2f} x time, {memory / full['extra_gib']:.2f} x memory"
+        print(f"{name:15} {seconds:6.2f} s  {memory:5.2f} GiB more  ({ratios})")
 
 
 if __name__ == "__main__":

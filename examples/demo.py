@@ -1,7 +1,7 @@
 """Teach a real 135M chat model to turn an order in plain words into one line of JSON, and show that it learned.
 
-Two minutes of supervised fine-tuning on a laptop's CPU. The model is told the keys it should write and still gets almost
-none of the orders right before; the held-out orders use customers' sentences, goods and cities that training never shows.
+Two minutes of supervised fine-tuning on two CPU cores. The model is told the keys it should write and still gets almost
+none of the orders right before; the held-out orders use sentences, goods and cities that training never shows.
 """
 
 from __future__ import annotations
@@ -31,9 +31,12 @@ SEEN = {
         "{day} delivery to {city}, {quantity} {colour} {item}. Thanks!",
         "Could you get {quantity} {item} (the {colour} ones) to our {city} office before {day}?",
     ],
-    "item": ["mugs", "lamps", "chairs", "scarves", "bottles", "clocks", "bags", "plates"],
-    "colour": ["red", "blue", "green", "black", "white", "yellow"],
-    "city": ["Oslo", "Lima", "Cairo", "Paris", "Kyoto", "Quito", "Boston", "Delhi"],
+    "item": """mugs lamps chairs scarves bottles clocks bags plates forks rugs desks pens notebooks shelves umbrellas
+        blankets teapots hammers ladders drums kettles stools jackets boots gloves hats ropes buckets brooms tents
+        trays vases whistles zippers magnets globes kites puzzles ribbons sponges""".split(),
+    "colour": "red blue green black white yellow brown grey pink beige silver golden".split(),
+    "city": """Oslo Lima Cairo Paris Kyoto Quito Boston Delhi Vienna Lagos Sydney Warsaw Toronto Athens Seoul Havana
+        Accra Porto Geneva Dallas Manila Riga Tunis Bogota""".split(),
     "day": ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday"],
 }
 HELD_OUT = {
@@ -41,9 +44,9 @@ HELD_OUT = {
         "{quantity} {colour} {item} for {city}. They must arrive on {day}.",
         "Hello, the {city} branch would like {quantity} {colour} {item} delivered on {day}.",
     ],
-    "item": ["towels", "candles", "baskets", "mirrors"],
-    "colour": ["red", "green", "purple", "orange"],
-    "city": ["Rome", "Nairobi", "Dublin", "Hanoi"],
+    "item": ["towels", "candles", "baskets", "mirrors", "spoons", "pillows"],
+    "colour": ["purple", "orange", "turquoise", "red"],
+    "city": ["Rome", "Nairobi", "Dublin", "Hanoi", "Madrid", "Chicago"],
     "day": ["Monday", "Wednesday", "Saturday", "Sunday"],
 }
 
@@ -91,7 +94,7 @@ def main() -> None:
                 "train_files_path": write_rows(FOLDER / "train.jsonl", training),
                 "val_files_path": write_rows(FOLDER / "held_out.jsonl", held_out[:16]),
             },
-            "train": {"lr": 2e-4, "train_steps_per_epoch": 32, "eval_every": 16},
+            "train": {"lr": 1e-4, "train_steps_per_epoch": 28, "eval_every": 14},
         }
     )
     console.print(f"[bold]{MODEL}[/] before training, on {len(held_out)} orders it will never train on ...")
@@ -102,7 +105,7 @@ def main() -> None:
     seconds = time.monotonic() - started
     after = answer(str(result.checkpoint), held_out)
     show(console, held_out, before, after, seconds)
-    console.print(f"\nTalk to it: [bold]oxrl chat {FOLDER / 'run'}[/]    Its curves: [bold]oxrl plot {FOLDER / 'run'}[/]")
+    console.print(f"\nTalk to it: [bold]oxrl chat {result.folder}[/]    Its curves: [bold]oxrl plot {result.folder}[/]")
 
 
 def show(console: Console, rows: list[dict[str, str]], before: list[str], after: list[str], seconds: float) -> None:

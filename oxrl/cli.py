@@ -247,7 +247,8 @@ def data_show(
         pairs = [each.partition("=") for each in column or []]
         if wrong := [left for left, equals, right in pairs if not (left and equals and right)]:
             raise ValueError(f"--column looks like response=answer, not {wrong[0]!r}")
-        report = inspect_data(file, resolve_weights(model), algorithm, max_len, {left: right for left, _, right in pairs})
+        columns = {left: right for left, _, right in pairs}
+        report = inspect_data(file, resolve_weights(model), algorithm, max_len, columns)
     if json_:
         typer.echo(json.dumps(report.statistics()))
     else:

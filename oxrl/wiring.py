@@ -22,7 +22,7 @@ from oxrl.data.render import Renderer
 from oxrl.data.sources import load_samples
 from oxrl.metrics import JSONLLogger, LiveConsole, Sink, all_of
 from oxrl.models.load import check_model, check_tokenizer, load_model, load_tokenizer
-from oxrl.models.lora import LoraSettings, attach_lora
+from oxrl.models.lora import LoraSettings, attach_lora, save_adapter
 from oxrl.types import DataSource, Item, ModelConfig, Sample, TrainingState
 
 logger = logging.getLogger(__name__)
@@ -155,14 +155,14 @@ def seed_everything(seed: int) -> None:
 
 
 def _backend(config: Config, tokenizer: Any, num_steps: int) -> Any:
-    from oxrl.backends.local import create_pytorch_backend
+    from oxrl.backends.local import create_pytorch_backend, write_plain
 
     model = load_model(model_config(config))
     check_tokenizer(model, tokenizer)
     if config.lora.enabled:
         lora = config.lora
         targets = lora.target_modules if isinstance(lora.target_modules, str) else tuple(lora.target_modules)
-        model = attach_lora(model, LoraSettings(lora.r, lora.alpha, lora.dropout, targets))
+        model = attach_lora(model, LoraSettings(lora.r, lora.alpha, lora.dropout, targets), seed=config.run.seed)
     train = config.train
     return create_pytorch_backend(
         model,
@@ -174,6 +174,7 @@ def _backend(config: Config, tokenizer: Any, num_steps: int) -> Any:
         num_steps=num_steps,
         warmup_steps=int(train.warmup_steps_ratio * num_steps),
         max_grad_norm=train.clip_grad_norm or float("inf"),
+        write_model=save_adapter if hasattr(model, "peft_config") else write_plain,
     )
 
 

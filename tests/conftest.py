@@ -1,4 +1,4 @@
-"""What every test shares: no hub, one thread, and the two built-in models."""
+"""What every test shares: no hub, one thread, no GPU, and the two built-in models."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub, which reads it once
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # facts are about float32 on the CPU, also on a machine with a GPU
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from typing import Any

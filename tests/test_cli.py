@@ -75,7 +75,9 @@ def test_chat_answers_until_the_user_says_nothing(trained):
 
 def test_the_same_seed_says_the_same():
     def once(seed):
-        return run("generate", "tiny", "--prompt", "x", "--temperature", 1, "--seed", seed, "--max-new-tokens", 8).stdout
+        return run(
+            "generate", "tiny", "--prompt", "x", "--temperature", 1, "--seed", seed, "--max-new-tokens", 8
+        ).stdout
 
     assert once(1) == once(1)
     assert once(1) != once(2)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.rows import sums, write_jsonl
 
-# Imports cost seconds and a run costs two: one process imports, and forks a child for every life of the run.
+# Imports cost seconds and a run costs two: one process imports, and forks a child for every life of a run.
 LIVES = """
 import os, random, signal, sys, time
 from pathlib import Path
@@ -17,32 +17,30 @@ from oxrl.config import check_config
 from oxrl.wiring import train_run
 import oxrl.backends.local, oxrl.loops.offline, oxrl.checkpoint, safetensors.torch, peft, anyio
 
-data, val, folder, lora, seed = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), sys.argv[4] == "lora", int(sys.argv[5])
-kills = int(sys.argv[6])
+home, mode, seed = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 config = check_config({
     "model": {"name": "tiny"},
-    "data": {"train_files_path": str(data), "val_files_path": val},
-    "lora": {"enabled": lora, "dropout": 0.1 if lora else 0.0},
-    "train": {"lr": 1e-3, "total_number_of_epochs": 1, "train_steps_per_epoch": 24, "checkpoint_every": 1,
-              "eval_every": 5},
+    "data": {"train_files_path": str(home / "rows.jsonl"), "val_files_path": str(home / "val.jsonl")},
+    "lora": {"enabled": mode == "lora", "dropout": 0.1 if mode == "lora" else 0.0},
+    "train": {"lr": 1e-3, "train_steps_per_epoch": 40, "checkpoint_every": 1, "eval_every": 5},
 })
 
-def live(resume):
+def live(folder):
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            train_run(config, folder, resume=resume)
+            train_run(config, folder, resume=(folder / "config.yaml").exists())
             code = 0
         finally:
             os._exit(code)
     return child
 
-def killed_at(child, moment):
-    # moment: seconds of wall-clock time, or None for "while a checkpoint is being written"
+def killed(child, folder, after):
+    # after: seconds of wall-clock time, or None for "while a checkpoint is being written"
     started = time.monotonic()
-    while time.monotonic() - started < (moment or 60):
-        if moment is None and any(folder.glob("checkpoints/.unfinished-*")):
+    while time.monotonic() - started < (after or 60):
+        if after is None and any(folder.glob("checkpoints/.unfinished-*")):
             break
         if os.waitpid(child, os.WNOHANG)[0]:
             return False
@@ -51,33 +49,33 @@ def killed_at(child, moment):
     os.waitpid(child, 0)
     return True
 
-chance = random.Random(seed)
-lives = killed_writing = 0
-for attempt in range(kills):
-    child = live(resume=(folder / "config.yaml").exists())
-    if not killed_at(child, None if attempt % 2 else chance.uniform(0.3, 2.5)):
+def finished(child):
+    _, status = os.waitpid(child, 0)
+    assert status == 0, status
+
+started = time.monotonic()
+finished(live(home / "whole"))
+whole_seconds = time.monotonic() - started
+
+chance, broken = random.Random(seed), home / "broken"
+kills = killed_writing = 0
+for attempt in range(6):
+    # After a random time; every second time, wait on until a checkpoint is being written.
+    child = live(broken)
+    if attempt % 2:
+        time.sleep(chance.uniform(0.1, 0.3) * whole_seconds)
+    if not killed(child, broken, None if attempt % 2 else chance.uniform(0.2, 0.5) * whole_seconds):
         break
-    lives += 1
-    killed_writing += any(folder.glob("checkpoints/.unfinished-*"))
-_, status = os.waitpid(live(resume=(folder / "config.yaml").exists()), 0)
-assert status == 0, status
-print(lives, killed_writing)
+    kills += 1
+    killed_writing += any(broken.glob("checkpoints/.unfinished-*"))
+else:
+    finished(live(broken))
+print(kills, killed_writing)
 """
 
 
-def run_lives(tmp_path: Path, name: str, lora: str, seed: int, kills: int) -> tuple[Path, int, int]:
-    data, val = tmp_path / "rows.jsonl", tmp_path / "val.jsonl"
-    folder = tmp_path / name
-    arguments = [str(data), str(val), str(folder), lora, str(seed), str(kills)]
-    done = subprocess.run([sys.executable, "-c", LIVES, *arguments], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    lives, killed_writing = map(int, done.stdout.split()[-2:])
-    return folder, lives, killed_writing
-
-
 def facts(folder: Path) -> tuple[dict[str, bytes], list[dict]]:
-    last = folder / "checkpoints" / "step_0024"
-    files = {path.name: path.read_bytes() for path in last.glob("*.safetensors")}
+    files = {path.name: path.read_bytes() for path in (folder / "checkpoints" / "step_0040").glob("*.safetensors")}
     timings = {"tokens_per_second", "step_seconds", "memory_gib"}
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return files, [{key: value for key, value in line.items() if key not in timings} for line in lines]
@@ -87,14 +85,17 @@ def facts(folder: Path) -> tuple[dict[str, bytes], list[dict]]:
 def test_a_killed_run_ends_with_the_same_bits_as_an_uninterrupted_one(tmp_path, mode):
     write_jsonl(tmp_path / "rows.jsonl", sums(50))
     write_jsonl(tmp_path / "val.jsonl", sums(6, first=50))
-    whole, _, _ = run_lives(tmp_path, "whole", mode, seed=0, kills=0)
-    broken, lives, killed_writing = run_lives(tmp_path, "broken", mode, seed=1, kills=6)
-    assert lives >= 3
+    done = subprocess.run(
+        [sys.executable, "-c", LIVES, str(tmp_path), mode, "1"], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    kills, killed_writing = map(int, done.stdout.split()[-2:])
+    assert kills >= 3
     assert killed_writing >= 1, "no kill fell into the writing of a checkpoint"
-    expected_files, expected_lines = facts(whole)
-    files, lines = facts(broken)
+    expected_files, expected_lines = facts(tmp_path / "whole")
+    files, lines = facts(tmp_path / "broken")
     assert len(files) == 3, "weights, optimizer and random states"
     assert files == expected_files
     assert lines == expected_lines
-    assert [line["step"] for line in lines] == list(range(1, 25))
-    assert not list(broken.glob("checkpoints/.unfinished-*"))
+    assert [line["step"] for line in lines] == list(range(1, 41))
+    assert not list((tmp_path / "broken").glob("checkpoints/.unfinished-*"))

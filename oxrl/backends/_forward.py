@@ -8,10 +8,12 @@ also proves that our projection gives the model's own logits. What a pass is wor
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -106,6 +108,8 @@ def _row_by_row_sdpa(
     if row_borders is None:
         return _of_transformers("sdpa", module)(module, query, key, value, attention_mask, **options)
     window, groups = _note_window(options), query.shape[1] // key.shape[1]
+    if query.is_cuda and query.dtype != torch.float32 and not options.get("dropout"):
+        return _variable_length(query, key, value, window, options), None
     rows = []
     for start, end in pairwise(row_borders):
         mask = _window_mask(end - start, window, query.device)
@@ -121,6 +125,39 @@ def _row_by_row_sdpa(
         )
         rows.append(row)
     return torch.cat(rows, dim=2).transpose(1, 2), None
+
+
+def _variable_length(query: Tensor, key: Tensor, value: Tensor, window: int | None, options: dict[str, Any]) -> Tensor:
+    """All rows in one flash-attention kernel, which a GPU has for half precision."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    borders, longest = options["cu_seq_lens_q"], options["max_length_q"]
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    shared_heads: dict[str, Any] = {"enable_gqa": True} if _takes_shared_heads() else {}
+    if not shared_heads:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    attended = varlen_attn(
+        q,
+        k,
+        v,
+        borders,
+        borders,
+        longest,
+        longest,
+        scale=options.get("scaling"),
+        window_size=(-1 if window is None else window - 1, 0),
+        **shared_heads,
+    )
+    assert isinstance(attended, Tensor), "a tuple comes only when log-sum-exp is asked for"
+    return attended[None]
+
+
+@cache
+def _takes_shared_heads() -> bool:
+    """Whether torch's kernel takes fewer key heads than query heads; it learned to after torch 2.11."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def _row_by_row_eager(
@@ -227,6 +264,9 @@ def prepare_layout(model: LanguageModel) -> Probed:
 def _honest_attention(inner: PreTrainedModel) -> str:
     """The model's attention; eager where transformers' sdpa would leave out the soft cap on attention scores."""
     attention: str = inner.config._attn_implementation
+    if attention in PACKED.values():  # it was prepared before
+        attention = attention.removeprefix("oxrl_")
+        inner.set_attn_implementation(attention)
     if attention == "sdpa" and getattr(inner.config.get_text_config(), "attn_logit_softcapping", None):
         inner.set_attn_implementation("eager")
         return "eager"
@@ -257,10 +297,7 @@ def _why_not_packed(model: LanguageModel, batch: Batch, single: Tensor, attentio
 def _probe_batch(inner: PreTrainedModel) -> Batch:
     vocabulary = inner.get_input_embeddings().weight.shape[0]
     numbers = np.random.default_rng(0)
-    rows = [
-        Row(f"probe {n}", numbers.integers(0, vocabulary, n), np.arange(n) > 0)
-        for n in (7, 3, 12)
-    ]
+    rows = [Row(f"probe {n}", numbers.integers(0, vocabulary, n), np.arange(n) > 0) for n in (7, 3, 12)]
     return collate([(row,) for row in rows], inner.device)
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,13 @@ class NonFiniteError(RuntimeError):
         self.batches = list(batches)
 
 
+WriteModel: TypeAlias = Callable[[Any, Path], None]
+
+
+def write_plain(model: PreTrainedModel, path: Path) -> None:
+    model.save_pretrained(path)
+
+
 class PyTorchTrainingBackend:
     """Trains `model` on the device it is on. `version` counts the updates that its weights have seen."""
 
@@ -41,8 +48,10 @@ class PyTorchTrainingBackend:
         scheduler: Schedule = full_rate,
         *,
         max_grad_norm: float = 1.0,
+        write_model: WriteModel = write_plain,
     ) -> None:
         self.model = model
+        self.write_model = write_model
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.base_rate: float = optimizer.defaults["lr"]
@@ -120,7 +129,7 @@ class PyTorchTrainingBackend:
         """Weights as plain transformers (or PEFT) files in `path`, optimizer and version beside them."""
         from safetensors.torch import save_file
 
-        self.model.save_pretrained(path)
+        self.write_model(self.model, path)
         state = {key: value.contiguous() for key, value in self.optimizer.tensors().items()}
         state["backend:version"] = torch.tensor(self.version)
         save_file(state, path / "optimizer.safetensors")
@@ -148,11 +157,12 @@ def create_pytorch_backend(
     num_steps: int = 0,
     warmup_steps: int = 0,
     max_grad_norm: float = 1.0,
+    write_model: WriteModel = write_plain,
 ) -> PyTorchTrainingBackend:
     """Optimizer, schedule and backend in one line; each piece can also be made by hand."""
     optimizer = create_adamw_optimizer(model, lr, weight_decay=weight_decay, betas=betas, eps=eps)
     scheduler = schedule(lr_scheduler, num_steps, warmup_steps)
-    return PyTorchTrainingBackend(model, optimizer, scheduler, max_grad_norm=max_grad_norm)
+    return PyTorchTrainingBackend(model, optimizer, scheduler, max_grad_norm=max_grad_norm, write_model=write_model)
 
 
 def create_cross_entropy_loss() -> LossFn:

@@ -149,6 +149,11 @@ def test_generation_through_transformers_still_works_after_packing():
     assert model.generate(prompt, max_new_tokens=8, do_sample=False).tolist() == before.tolist()
 
 
+def test_preparing_twice_changes_nothing():
+    model = build("llama")
+    assert [prepare_layout(LanguageModel(model)).layout for _ in range(2)] == ["packed", "packed"]
+
+
 def test_a_head_that_does_something_unknown_is_refused():
     model = build("llama")
     plain = model.lm_head.forward

@@ -197,7 +197,5 @@ async def test_training_on_plain_text_learns_it(backend):
     samples = load_samples([{"text": "the ox pulls the cart, " * 4}]).samples
     items = assemble(samples, cpt, Renderer(load_tokenizer("tiny"), max_len=64), max_len=64).items
     assert len(items) == 2
-    history = await run_offline(
-        backend, cpt, DataBuffer(items), OfflineConfig(30, 2), log=lambda step, metrics: None
-    )
+    history = await run_offline(backend, cpt, DataBuffer(items), OfflineConfig(30, 2), log=lambda step, metrics: None)
     assert history[-1]["loss"] < 0.5 * history[0]["loss"]
