@@ -20,7 +20,12 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
-BATCH, LONGEST, RATE = 8, 512, 1e-5
+import anyio
+
+import oxrl
+from oxrl.data.assemble import assemble
+
+BATCH, RATE = 8, 1e-5
 SENTENCE = "the ox pulls a cart over hills of red clay while rain falls on old stone roads and far bells ring"
 WORDS = SENTENCE.split()
 
@@ -35,15 +40,14 @@ def make_rows(n: int) -> list[dict[str, str]]:
     return [{"prompt": text(), "response": text()} for _ in range(n)]
 
 
+def render(model_name: str, rows: list[dict[str, str]]) -> list[tuple[oxrl.Row, ...]]:
+    """The tokens that both sides train on: through its own template path TRL would add a newline to each row."""
+    renderer = oxrl.Renderer(oxrl.load_tokenizer(model_name))
+    return assemble(oxrl.load_samples(rows).samples, oxrl.algorithm("sft"), renderer).items
+
+
 def run_oxrl(model_name: str, rows: list[dict[str, str]], steps: int) -> dict[str, object]:
-    import anyio
-
-    import oxrl
-    from oxrl.data.assemble import assemble
-
-    samples = oxrl.load_samples(rows).samples
-    render = oxrl.Renderer(oxrl.load_tokenizer(model_name))
-    items = assemble(samples, oxrl.algorithm("sft"), render, max_len=LONGEST).items
+    items = render(model_name, rows)
     backend = oxrl.create_pytorch_backend(oxrl.load_model(model_name), lr=RATE)
     config = oxrl.OfflineConfig(num_steps=steps, batch_size=BATCH)
     stamps = [time.monotonic()]
@@ -62,8 +66,6 @@ def run_trl(model_name: str, rows: list[dict[str, str]], steps: int) -> dict[str
     from transformers import TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
-    import oxrl
-
     stamps: list[float] = []
 
     class Clock(TrainerCallback):  # type: ignore[misc]
@@ -74,24 +76,19 @@ def run_trl(model_name: str, rows: list[dict[str, str]], steps: int) -> dict[str
         def on_step_end(self, *_: object, **__: object) -> None:
             stamps.append(time.monotonic())
 
-    chats = [
-        {
-            "prompt": [{"role": "user", "content": row["prompt"]}],
-            "completion": [{"role": "assistant", "content": row["response"]}],
-        }
-        for row in rows
-    ]
+    items = render(model_name, rows)
+    labels = [[int(t) if m else -100 for t, m in zip(row.tokens, row.mask, strict=True)] for (row,) in items]
+    columns = {"input_ids": [row.tokens.tolist() for (row,) in items], "labels": labels}
     with tempfile.TemporaryDirectory() as folder:
         config = SFTConfig(
             output_dir=folder,
             max_steps=steps,
             per_device_train_batch_size=BATCH,
-            max_length=LONGEST,
+            max_length=None,
             learning_rate=RATE,
             lr_scheduler_type="constant",
             weight_decay=0.01,
             adam_beta2=0.95,
-            completion_only_loss=True,
             gradient_checkpointing=False,
             bf16=False,
             use_cpu=True,
@@ -105,11 +102,11 @@ def run_trl(model_name: str, rows: list[dict[str, str]], steps: int) -> dict[str
         trainer = SFTTrainer(
             model=oxrl.load_model(model_name),
             args=config,
-            train_dataset=datasets.Dataset.from_list(chats),
+            train_dataset=datasets.Dataset.from_dict(columns),
             processing_class=oxrl.load_tokenizer(model_name),
             callbacks=[Clock()],
         )
-        trained = [sum(label != -100 for label in row["labels"]) for row in trainer.train_dataset]
+        trained = [int(row.mask.sum()) for (row,) in items]
         trainer.train()
     per_step = [sum(trained[start : start + BATCH]) for start in range(0, steps * BATCH, BATCH)]
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]

@@ -64,14 +64,25 @@ async def load_checkpoint(path: str | Path, backend: Backend) -> TrainingState:
     from safetensors.torch import load_file
 
     path = Path(path)
-    record_file = path / "training_state.json"
-    if not record_file.exists():
-        raise ValueError(f"{path} is not a checkpoint: it has no training_state.json")
-    record = json.loads(record_file.read_text(encoding="utf-8"))
-    _warn_of_differences(record.pop("environment"))
+    state, then = _read_record(path)
+    _warn_of_differences(then)
     await backend.load(path)
     _restore_random_states(load_file(path / "rng.safetensors"))
-    return TrainingState(**record)
+    return state
+
+
+def read_state(path: str | Path) -> TrainingState:
+    """What a checkpoint says of itself, without its weights."""
+    return _read_record(Path(path))[0]
+
+
+def _read_record(path: Path) -> tuple[TrainingState, dict[str, Any]]:
+    file = path / "training_state.json"
+    if not file.exists():
+        raise ValueError(f"{path} is not a checkpoint: it has no training_state.json")
+    record = json.loads(file.read_text(encoding="utf-8"))
+    environment = record.pop("environment")
+    return TrainingState(**record), environment
 
 
 def checkpoints(root: str | Path) -> list[Path]:
@@ -89,8 +100,7 @@ def best_checkpoint(root: str | Path) -> Path | None:
     newest = latest_checkpoint(root)
     if newest is None:
         return None
-    cursor = json.loads((newest / "training_state.json").read_text(encoding="utf-8"))["cursor"]
-    best = Path(root) / f"step_{cursor.get('best_step') or 0:04d}"
+    best = Path(root) / f"step_{read_state(newest).cursor.get('best_step') or 0:04d}"
     return best if best.exists() else newest
 
 

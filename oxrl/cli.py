@@ -30,6 +30,8 @@ def main() -> None:
     # Threads that spin while they wait starve each other as soon as the machine does anything else (measured: a step
     # takes seven times as long beside one busy process, against less than twice with threads that sleep).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # a log file is no place for bars
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("oxrl").setLevel(logging.INFO)
     app()

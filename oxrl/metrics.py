@@ -62,8 +62,11 @@ def _readable(value: float) -> float | None:
 
 def log_to_console(step: int, metrics: Mapping[str, float]) -> None:
     """`step 12  loss 1.302  tokens/s 512`, one plain line."""
-    shown = "  ".join(f"{name} {_short(value)}" for name, value in metrics.items())
-    sys.stderr.write(f"step {step}  {shown}\n")
+    sys.stderr.write(_line(step, metrics) + "\n")
+
+
+def _line(step: int, metrics: Mapping[str, float]) -> str:
+    return "  ".join([f"step {step}", *(f"{name} {_short(value)}" for name, value in metrics.items())])
 
 
 def _short(value: float) -> str:
@@ -112,8 +115,9 @@ class LiveConsole:
         evaluated = {name: value for name, value in metrics.items() if name.startswith("eval_")}
         shown |= evaluated
         if self.progress is not None and self.task is not None:
-            numbers = "  ".join(f"{name} {_short(value)}" for name, value in shown.items())
-            self.progress.update(self.task, completed=step, numbers=numbers)
+            self.progress.update(self.task, completed=step, numbers=_line(step, shown))
+            if evaluated:  # stays above the bar
+                self.progress.console.print(_line(step, shown), highlight=False)
         elif step % self.plain_every == 0 or step in (self.first + 1, self.total) or evaluated:
             done = max(1, step - self.first)
             left = (time.monotonic() - self.started) / done * (self.total - step)

@@ -69,6 +69,13 @@ STATISTICS: Mapping[str, Statistic] = {
 }
 
 
+def logprob_gradient(logits: Tensor, targets: Tensor, value: Tensor, grad: Tensor) -> Tensor:
+    """d(sum of grad * logprob) / d logits, written over `logits`: the one that every step needs, without autograd."""
+    log_total = logits.gather(1, targets[:, None]) - value[:, None]
+    gradient = logits.sub_(log_total).exp_().mul_(-grad[:, None])
+    return gradient.scatter_add_(1, targets[:, None], grad[:, None])
+
+
 def token_logprobs(
     hidden: Tensor,
     tokens: Tensor,
@@ -142,18 +149,18 @@ class _Plan(NamedTuple):
 class _Projection(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan) -> Tensor:
-        ctx.save_for_backward(hidden, weight, bias)
         ctx.plan = plan
         values = torch.empty(len(plan.statistics), len(hidden), dtype=torch.float32, device=hidden.device)
         matrix = _for_products(weight)
         for part in plan.chunks():
             for row, value in zip(values, plan.values(_float_logits(hidden[part], matrix, bias), part), strict=True):
                 row[part] = value
+        ctx.save_for_backward(hidden, weight, bias, values)
         return values
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias = ctx.saved_tensors
+        hidden, weight, bias, values = ctx.saved_tensors
         plan: _Plan = ctx.plan
         wants_hidden, wants_weight, wants_bias, _ = ctx.needs_input_grad
         matrix = _for_products(weight)
@@ -161,7 +168,8 @@ class _Projection(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
         for part in plan.chunks():
-            d_logits = _chunk_gradient(plan, _float_logits(hidden[part], matrix, bias), part, grads[0]).to(matrix.dtype)
+            raw = _float_logits(hidden[part], matrix, bias)
+            d_logits = _chunk_gradient(plan, raw, part, values[:, part], grads[0][:, part]).to(matrix.dtype)
             if grad_hidden is not None:
                 grad_hidden[part] = (d_logits @ matrix).to(hidden.dtype)
             if grad_weight is not None:
@@ -176,12 +184,15 @@ class _Projection(torch.autograd.Function):
         )
 
 
-def _chunk_gradient(plan: _Plan, raw: Tensor, part: slice, grads: Tensor) -> Tensor:
-    """d(sum of statistics weighted by `grads [S, N]`) / d(raw logits of this chunk)."""
+def _chunk_gradient(plan: _Plan, raw: Tensor, part: slice, values: Tensor, grads: Tensor) -> Tensor:
+    """d(sum of statistics weighted by `grads [S, C]`) / d(raw logits of this chunk)."""
+    if plan.statistics == (logprob,) and plan.scale == 1.0 and plan.softcap is None:
+        return logprob_gradient(raw, plan.targets[part], values[0], grads[0])
     with torch.enable_grad():
         leaf = raw.requires_grad_()
-        values = plan.values(leaf, part)
-        pairs = [(value, grad[part]) for value, grad in zip(values, grads, strict=True) if value.requires_grad]
+        pairs = [
+            (value, grad) for value, grad in zip(plan.values(leaf, part), grads, strict=True) if value.requires_grad
+        ]
         if not pairs:
             return torch.zeros_like(raw)
         (gradient,) = torch.autograd.grad([v for v, _ in pairs], leaf, [g for _, g in pairs])

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from oxrl.algorithms import algorithm
-from oxrl.checkpoint import best_checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint
+from oxrl.checkpoint import best_checkpoint, latest_checkpoint, load_checkpoint, read_state, save_checkpoint
 from oxrl.config import Config, ConfigError
 from oxrl.data.assemble import Assembled, assemble
 from oxrl.data.buffer import DataBuffer, MixedBuffer
@@ -72,6 +72,8 @@ def prepare_run(config: Config, output: str | Path | None = None, *, resume: boo
     steps_per_epoch = config.train.train_steps_per_epoch or -(-rows // config.train.batch_size)
     num_steps = config.train.total_number_of_epochs * steps_per_epoch
     source = _source(config, {name: part.items for name, part in parts.items()})
+    if resume_from is not None:
+        source.restore(read_state(resume_from).cursor["data"])  # other rows than before are found out here
     return Prepared(config, folder, tokenizer, source, held_out, num_steps, resume_from)
 
 
@@ -131,13 +133,15 @@ def model_config(config: Config) -> ModelConfig:
 
 def train_prepared(prepared: Prepared) -> RunResult:
     import anyio
+    from transformers.utils.logging import disable_progress_bar
 
     config, folder = prepared.config, prepared.folder
     folder.mkdir(parents=True, exist_ok=True)
     _record_config(config, folder / "config.yaml")
     seed_everything(config.run.seed)
     backend = _backend(config, prepared.tokenizer, prepared.num_steps)
-    done = 0 if prepared.resume_from is None else int(prepared.resume_from.name.removeprefix("step_"))
+    done = 0 if prepared.resume_from is None else read_state(prepared.resume_from).step
+    disable_progress_bar()  # two live displays would write over each other
     with LiveConsole(prepared.num_steps, first_step=done) as console:
         history = anyio.run(_run, prepared, backend, console)
     checkpoint = best_checkpoint(folder / "checkpoints")

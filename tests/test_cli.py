@@ -51,6 +51,13 @@ def test_resuming_a_finished_run_has_nothing_to_do(trained):
     assert "nothing was left to do" in again.output
 
 
+def test_resuming_with_other_rows_is_refused(trained):
+    folder, _ = trained
+    again = run("train", "--output", folder / "out", "--resume", "--data", folder / "val.jsonl")
+    assert again.exit_code == 2
+    assert "other data" in again.output
+
+
 def test_generate_answers_from_a_run_folder(trained):
     folder, _ = trained
     done = run("generate", folder / "out", "--prompt", "1 + 1?", "--max-new-tokens", 4, "--json")

@@ -121,3 +121,17 @@ def test_full_logits_never_exist_in_either_direction():
 def test_a_step_without_trained_tokens_gives_zeros():
     values = token_logprobs(torch.randn(3, 4), torch.tensor([1, 2, 3]), torch.zeros(3).bool(), Head(torch.randn(5, 4)))
     assert values["logprob"].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("chunk", [3, 1000])
+def test_the_written_out_gradient_of_a_plain_head_is_autograds(chunk):
+    """Only log-probs, no scale, no cap: what supervised training runs."""
+    hidden, weight = (torch.tensor(x, requires_grad=True) for x in (HIDDEN, WEIGHT))
+    factors = torch.tensor(RNG.normal(size=T))
+    naive = (hidden @ weight.T).log_softmax(-1).gather(1, torch.tensor(TOKENS)[:, None])[:, 0]
+    expected = torch.autograd.grad((naive * factors).sum(), [hidden, weight])
+    leaves = [x.detach().float().requires_grad_() for x in (hidden, weight)]
+    (values,) = project(leaves[0], Head(leaves[1]), torch.tensor(TOKENS), [STATISTICS["logprob"]], chunk=chunk)
+    (values * factors.float()).sum().backward()
+    for leaf, gradient in zip(leaves, expected, strict=True):
+        torch.testing.assert_close(leaf.grad.double(), gradient, atol=1e-5, rtol=1e-5)
