@@ -114,9 +114,9 @@ def project(
 ) -> tuple[Tensor, ...]:
     """Statistics of `hidden [N, H]` projected on the vocabulary, `[N]` float32 each, chunk by chunk in both directions.
 
-    Small chunks stay in a CPU's cache (128 rows beat 512 there); a GPU wants large products.
+    512 rows are near the best time on a CPU (`benchmarks/projection.py`); a GPU wants larger products.
     """
-    chunk = chunk or (128 if hidden.device.type == "cpu" else 2048)
+    chunk = chunk or (512 if hidden.device.type == "cpu" else 2048)
     if other is not None:
         other = Other(other.hidden, other.head._replace(weight=_for_products(other.head.weight)))
     plan = _Plan(head.scale, head.softcap, tuple(statistics), other, targets, chunk)

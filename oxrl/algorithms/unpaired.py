@@ -1,0 +1,54 @@
+"""Log-ratios of responses that were judged one by one, as good or bad, to one loss per response.
+
+Every loss is [N] -> [N]; the baseline it compares with is a number of the whole step, computed before and without
+gradient. How rows become a `Labelled`, and how a running baseline is kept, is not here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from oxrl.algorithms.kl import at_least_float32
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Labelled(NamedTuple):
+    """N responses: h = log p - log ref summed over the response, the judgement, and what h is compared with."""
+
+    logratio: Tensor  # [N]
+    good: Tensor  # [N] bool
+    baseline: Tensor  # one number, or [N]; it gets no gradient
+
+
+def kto(
+    labelled: Labelled, *, beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0
+) -> Tensor:
+    """Gains and losses of h against the policy's KL z: w (1 - s(beta (h - z))) if good, w (1 - s(beta (z - h))) if bad.
+
+    s is the sigmoid, w the weight of the side, z the `kl_baseline`. Ethayarajh et al. 2024, arXiv:2402.01306.
+    """
+    gain = beta * _above_baseline(labelled)
+    return (desirable_weight * (-gain).sigmoid()).where(labelled.good, undesirable_weight * gain.sigmoid())
+
+
+def bco_unpaired(labelled: Labelled, *, beta: float = 0.1) -> Tensor:
+    """A classifier of good and bad around a baseline b: -log s(beta (h - b)) if good, -log s(beta (b - h)) if bad.
+
+    b is the running mean of h (half that of the good, half that of the bad), so beta b is the paper's delta. Without
+    its reweighting by prompts. Jung et al. 2024, arXiv:2404.04656.
+    """
+    from torch.nn.functional import softplus
+
+    gain = beta * _above_baseline(labelled)
+    return softplus(-gain).where(labelled.good, softplus(gain))
+
+
+def kl_baseline(mismatched_logratio: Tensor) -> Tensor:
+    """KTO's z, one number: max(0, mean of h) over responses that were put to prompts they do not belong to."""
+    return at_least_float32(mismatched_logratio.detach()).mean().clamp(min=0)
+
+
+def _above_baseline(labelled: Labelled) -> Tensor:
+    return at_least_float32(labelled.logratio) - at_least_float32(labelled.baseline.detach())
