@@ -20,7 +20,7 @@ def measure(way: str, tokens: int) -> dict[str, float]:
 
     import oxrl
     from oxrl.backends._forward import head_of
-    from oxrl.tensors import STATISTICS, project
+    from oxrl.tensors import logprob, project
 
     head = head_of(oxrl.load_model("smollm2-135m"))
     hidden = torch.randn(tokens, head.weight.shape[1], requires_grad=True)
@@ -32,7 +32,7 @@ def measure(way: str, tokens: int) -> dict[str, float]:
         if way == "full":
             loss = torch.nn.functional.cross_entropy(hidden @ head.weight.T, targets, reduction="sum")
         else:
-            (values,) = project(hidden, head, targets, [STATISTICS["logprob"]], chunk=int(way))
+            (values,) = project(hidden, head, targets, [logprob], chunk=int(way))
             loss = -values.sum()
         loss.backward()
         seconds.append(time.monotonic() - started)

@@ -56,7 +56,7 @@ Sampling = Annotated[float, typer.Option(min=0, help="0 always takes the likelie
 def train(
     config: Annotated[Path | None, typer.Argument(help="YAML file; flags are laid over it.")] = None,
     model: Model = None,
-    algorithm: Annotated[str | None, typer.Option(help="sft or cpt.")] = None,
+    algorithm: Annotated[str | None, typer.Option(help="A name from `oxrl algorithms`.")] = None,
     data: Annotated[str | None, typer.Option(help="Training rows: JSONL, Parquet, CSV or a hub id.")] = None,
     val: Annotated[str | None, typer.Option(help="Held-out rows for evaluation.")] = None,
     output: Annotated[Path | None, typer.Option(help="The run's folder.")] = None,
@@ -255,6 +255,24 @@ def data_show(
         typer.echo(json.dumps(report.statistics()))
     else:
         print_report(report, rows)
+
+
+@app.command()
+def algorithms(
+    name: Annotated[str | None, typer.Argument(help="Which one to explain.")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """List the algorithms, or explain one: formula, parameters, what it needs, an example."""
+    with _mistakes_end_here():
+        from oxrl.explain import explain, summaries
+
+        if name is None:
+            rows = summaries()
+            lines = [f"{each:14} {summary}" for each, summary in rows.items()]
+            typer.echo(json.dumps(rows) if json_ else "\n".join(lines))
+        else:
+            card = explain(name)
+            typer.echo(json.dumps(card._asdict()) if json_ else str(card))
 
 
 @app.command()

@@ -29,6 +29,7 @@ class Run(_Section):
 
 class Train(_Section):
     alg_name: str = Field("sft", description="see `oxrl algorithms`")
+    alg_params: dict[str, Any] = Field({}, description="its parameters, as `oxrl algorithms NAME` lists them")
     lr: float = Field(1e-5, gt=0, description="peak learning rate")
     betas: list[float] = Field([0.9, 0.95], min_length=2, max_length=2, description="AdamW's two decay rates")
     adam_epsilon: float = Field(1e-8, gt=0)
@@ -52,6 +53,12 @@ class Train(_Section):
     def _known(cls, name: str) -> str:
         return algorithm(name).name
 
+    @model_validator(mode="after")
+    def _known_parameters(self) -> Train:
+        if self.alg_params:
+            algorithm(self.alg_name, **self.alg_params)
+        return self
+
     @property
     def batch_size(self) -> int:
         return self.train_batch_size_per_gpu * self.gradient_accumulation_steps
@@ -64,6 +71,8 @@ class Model(_Section):
     )
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     gradient_checkpointing: bool = Field(False, description="less memory for about a third more time")
+    ref_model: str | None = Field(None, description="what the policy is compared with; default the model as it starts")
+    teacher: str | None = Field(None, description="the model to learn from, for kd and opd")
     revision: str | None = Field(None, description="branch, tag or commit of a hub model")
     trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
     device: str = Field("auto", description="auto: the first GPU, else the CPU")

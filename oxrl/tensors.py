@@ -6,7 +6,9 @@ one chunk of logits, forward or backward; a statistic is a function of such a ch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -46,27 +48,37 @@ def correct(logits: Tensor, targets: Tensor, _other: Tensor | None = None) -> Te
     return (logits.argmax(-1) == targets).float()
 
 
-def reverse_kl(logits: Tensor, _targets: Tensor, other: Tensor | None) -> Tensor:
+def log_sum_squares(logits: Tensor, _targets: Tensor, _other: Tensor | None = None) -> Tensor:
+    """log of the sum over the vocabulary of p^2: how certain the model was, whatever it said."""
+    return (2 * logits).logsumexp(-1) - 2 * logits.logsumexp(-1)
+
+
+def reverse_kl(logits: Tensor, _targets: Tensor, other: Tensor | None, *, temperature: float = 1.0) -> Tensor:
     """KL(model || other), over the whole vocabulary."""
     assert other is not None, "reverse_kl compares with another model: pass `other`"
-    log_p = logits.log_softmax(-1)
-    return (log_p.exp() * (log_p - other.log_softmax(-1))).sum(-1)
+    log_p = (logits / temperature).log_softmax(-1)
+    return (log_p.exp() * (log_p - (other / temperature).log_softmax(-1))).sum(-1)
 
 
-def forward_kl(logits: Tensor, _targets: Tensor, other: Tensor | None) -> Tensor:
+def forward_kl(logits: Tensor, _targets: Tensor, other: Tensor | None, *, temperature: float = 1.0) -> Tensor:
     """KL(other || model), over the whole vocabulary."""
     assert other is not None, "forward_kl compares with another model: pass `other`"
-    log_q = other.log_softmax(-1)
-    return (log_q.exp() * (log_q - logits.log_softmax(-1))).sum(-1)
+    log_q = (other / temperature).log_softmax(-1)
+    return (log_q.exp() * (log_q - (logits / temperature).log_softmax(-1))).sum(-1)
 
 
-STATISTICS: Mapping[str, Statistic] = {
-    "logprob": logprob,
-    "entropy": entropy,
-    "correct": correct,
-    "forward_kl": forward_kl,
-    "reverse_kl": reverse_kl,
-}
+def jensen_shannon(
+    logits: Tensor, _targets: Tensor, other: Tensor | None, *, beta: float = 0.5, temperature: float = 1.0
+) -> Tensor:
+    """beta KL(other || m) + (1 - beta) KL(model || m), m = beta other + (1 - beta) model; 0 < beta < 1.
+
+    Agarwal et al. 2023, arXiv:2306.13649.
+    """
+    assert other is not None, "jensen_shannon compares with another model: pass `other`"
+    log_p, log_q = (logits / temperature).log_softmax(-1), (other / temperature).log_softmax(-1)
+    log_m = torch.logaddexp(log_q + math.log(beta), log_p + math.log(1 - beta))
+    towards_other = (log_q.exp() * (log_q - log_m)).sum(-1)
+    return beta * towards_other + (1 - beta) * (log_p.exp() * (log_p - log_m)).sum(-1)
 
 
 def logprob_gradient(logits: Tensor, targets: Tensor, value: Tensor, grad: Tensor) -> Tensor:
@@ -76,32 +88,37 @@ def logprob_gradient(logits: Tensor, targets: Tensor, value: Tensor, grad: Tenso
     return gradient.scatter_add_(1, targets[:, None], grad[:, None])
 
 
+def segment_sums(values: Tensor, segments: Tensor, num_rows: int) -> Tensor:
+    """`[T]` summed by row: `[R]`."""
+    return values.new_zeros(num_rows).index_add(0, segments, values)
+
+
 def token_logprobs(
     hidden: Tensor,
     tokens: Tensor,
     mask: Tensor,
     head: Head,
-    reads: Sequence[str] = (),
+    statistics: Mapping[str, Statistic] = MappingProxyType({}),
     other: Other | None = None,
     chunk: int | None = None,
 ) -> dict[str, Tensor]:
-    """Log-prob and the statistics in `reads` of each masked token, `[T]` each, 0 elsewhere.
+    """`logprob` and the named statistics of each masked token, `[T]` each, 0 elsewhere.
 
     `hidden[i - 1]` predicts `tokens[i]`: this function is where that shift happens, and the only one. A mask never
     covers the first token of a row, so no row looks into its neighbour. `other.hidden` is `[T, H']` too.
     """
     trained = mask.nonzero().squeeze(1)
-    names = ["logprob", *(name for name in reads if name != "logprob")]
+    wanted = {"logprob": logprob, **statistics}
     values = project(
         hidden[trained - 1],
         head,
         tokens[trained],
-        [STATISTICS[name] for name in names],
+        list(wanted.values()),
         other=other and Other(other.hidden[trained - 1], other.head),
         chunk=chunk,
     )
     empty = torch.zeros(len(tokens), dtype=torch.float32, device=hidden.device)
-    return {name: empty.index_put((trained,), value) for name, value in zip(names, values, strict=True)}
+    return {name: empty.index_put((trained,), value) for name, value in zip(wanted, values, strict=True)}
 
 
 def project(

@@ -82,7 +82,8 @@ class Sample:
 
     `Sample("train.jsonl:12", messages=(Message("user", "2+2?"), Message("assistant", "4")))` is a row to imitate;
     with `chosen` and `rejected`, `messages` is their common prompt; with `label`, it ends with the judged completion;
-    with `answer`, it is a prompt whose completion can be verified; with `text`, there is no conversation at all.
+    with `answer`, it is a prompt whose completion can be verified; with `responses` and their `rewards`, a prompt that
+    was answered and scored before; with `text`, there is no conversation at all.
     """
 
     id: str
@@ -92,6 +93,8 @@ class Sample:
     chosen: tuple[Message, ...] = ()
     rejected: tuple[Message, ...] = ()
     label: bool | None = None
+    responses: tuple[tuple[Message, ...], ...] = ()
+    rewards: tuple[float, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
@@ -166,16 +169,27 @@ class Batch:
 class Outputs:
     """What one forward pass says about a batch, all `[T]`, read at the hidden state *before* each token.
 
-    Untrained tokens hold 0. `statistics` has what the algorithm asked for by name in `reads`.
+    Untrained tokens hold 0. `statistics` has what the algorithm asked for by name in `reads`; `value` and `score` are
+    there when the model has that head.
     """
 
     logprob: Tensor
     statistics: Mapping[str, Tensor] = field(default_factory=dict)
+    value: Tensor | None = None  # [T]
+    last_value: Tensor | None = None  # [R], after the last token of each row
+    score: Tensor | None = None  # [R], read at the last token of each row
 
 
-Unit: TypeAlias = Literal["token", "sequence", "pair", "constant"]
+class Read(NamedTuple):
+    """A statistic to take inside the pass: `Read(entropy)`; `Read(forward_kl, of="teacher")` sees another's logits."""
+
+    statistic: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    of: str | None = None
+
+
+Unit: TypeAlias = Literal["token", "chosen_token", "sequence", "pair", "constant"]
 Counts: TypeAlias = Mapping[Unit, float]
-"""How many of each unit a whole step has: `{"token": 512, "sequence": 8, "pair": 4, "constant": 1}`."""
+"""How many of each unit a whole step has: `{"token": 512, "sequence": 8, "pair": 4, "constant": 1, ...}`."""
 
 
 class Term(NamedTuple):
@@ -219,25 +233,45 @@ class Render(Protocol):
 
 
 AssembleFn: TypeAlias = Callable[[Sample, Render], list[Item]]
-CreditFn: TypeAlias = Callable[[list[Item]], list[Item]]
+ArrangeFn: TypeAlias = Callable[[list[Item]], list[Item]]
+Memory: TypeAlias = dict[str, float]
+CreditFn: TypeAlias = Callable[[list[Item], Memory], list[Item]]
 LossFn: TypeAlias = Callable[[Outputs, Batch], Losses]
+
+
+def no_credit(items: list[Item], memory: Memory) -> list[Item]:  # noqa: ARG001 - one signature for all
+    """For algorithms whose rows say all there is to say."""
+    return items
 
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """`algorithm("sft")`. How rows are made and what a forward pass over them is worth; it knows no model."""
+    """`algorithm("dpo", beta=0.2)`. How rows are made and what a forward pass over them is worth; it knows no model.
+
+    A step goes: `arrange` (rows may be added), a pass for each of `needs` ("policy", "ref", "teacher"; its log-probs
+    are stamped on the rows as `ref_logprob`, a value head's as `value`), `credit` over all rows of the step, then
+    `loss` per micro-batch. `memory` holds running means: it is part of the checkpoint, and evaluation works on a copy.
+    """
 
     name: str
     assemble: AssembleFn
     loss: LossFn
     needs: tuple[str, ...] = ()
-    reads: tuple[str, ...] = ()
-    credit: CreditFn = list
+    reads: Mapping[str, Read] = field(default_factory=dict)
+    arrange: ArrangeFn = list
+    credit: CreditFn = no_credit
+    heads: tuple[str, ...] = ()  # "value", "score"
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def others(self) -> set[str]:
+        """The models it needs besides the policy: `{"ref"}`."""
+        return {*self.needs, *(read.of for read in self.reads.values() if read.of)} - {"policy"}
 
     @property
     def compares_logprobs(self) -> bool:
         """Whether its loss compares log-probs of several passes; dropout would falsify that comparison."""
-        return bool(self.needs)
+        return bool(self.needs or self.others)
 
 
 class TrainFuture(Protocol[T_co]):
@@ -272,7 +306,9 @@ class Weights(NamedTuple):
 class Backend(Protocol):
     """Holds a model and its optimizer. Every call returns a future; the calls of one step run in order."""
 
-    def logprobs(self, batches: Sequence[Batch], reads: Sequence[str] = ()) -> TrainFuture[list[Outputs]]: ...
+    def logprobs(
+        self, batches: Sequence[Batch], which: str = "policy", reads: Mapping[str, Read] = ...
+    ) -> TrainFuture[list[Outputs]]: ...
 
     def forward_backward(
         self, batches: Sequence[Batch], algorithm: Algorithm, counts: Counts

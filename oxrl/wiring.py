@@ -23,7 +23,7 @@ from oxrl.data.sources import load_samples
 from oxrl.metrics import JSONLLogger, LiveConsole, Sink, all_of
 from oxrl.models.load import check_model, check_tokenizer, load_model, load_tokenizer
 from oxrl.models.lora import LoraSettings, attach_lora, save_adapter
-from oxrl.types import DataSource, Item, ModelConfig, Sample, TrainingState
+from oxrl.types import Algorithm, DataSource, Item, ModelConfig, Sample, TrainingState
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,8 @@ def prepare_run(config: Config, output: str | Path | None = None, *, resume: boo
     folder = run_folder(config, output)
     resume_from = _starting_point(folder, resume)
     check_model(model_config(config))
+    for name in other_models(config).values():
+        check_model(model_config(config)._replace(name=name, revision=None))
     tokenizer = load_tokenizer(model_config(config))
     parts = {name: _items(config, path, tokenizer) for name, path in config.data.train_files.items()}
     for name, part in parts.items():
@@ -91,7 +93,7 @@ def _items(config: Config, path: str, tokenizer: Any) -> Assembled:
     loaded = load_samples(path, columns=data.columns, format=data.format, bad_rows=data.bad_rows)
     rendered = assemble(
         loaded.samples,
-        algorithm(config.train.alg_name),
+        chosen_algorithm(config),
         Renderer(tokenizer, max_len=data.max_seq_len),
         max_len=data.max_seq_len,
         overlong=data.overlong,
@@ -131,6 +133,23 @@ def model_config(config: Config) -> ModelConfig:
     )
 
 
+def chosen_algorithm(config: Config) -> Algorithm:
+    return algorithm(config.train.alg_name, **config.train.alg_params)
+
+
+def other_models(config: Config) -> dict[str, str]:
+    """The models that the algorithm compares with, by role; the reference of an adapter is its base, already there."""
+    roles = chosen_algorithm(config).others
+    models: dict[str, str] = {}
+    if "teacher" in roles:
+        if config.model.teacher is None:
+            raise ConfigError(f"{config.train.alg_name} learns from a teacher: set model.teacher to its name")
+        models["teacher"] = config.model.teacher
+    if "ref" in roles and (config.model.ref_model is not None or not config.lora.enabled):
+        models["ref"] = config.model.ref_model or config.model.name
+    return models
+
+
 def train_prepared(prepared: Prepared) -> RunResult:
     import anyio
     from transformers.utils.logging import disable_progress_bar
@@ -163,6 +182,12 @@ def _backend(config: Config, tokenizer: Any, num_steps: int) -> Any:
 
     model = load_model(model_config(config))
     check_tokenizer(model, tokenizer)
+    others = {
+        role: load_model(model_config(config)._replace(name=name, gradient_checkpointing=False), is_trainable=False)
+        for role, name in other_models(config).items()
+    }
+    for other in others.values():
+        check_tokenizer(other, tokenizer)
     if config.lora.enabled:
         lora = config.lora
         targets = lora.target_modules if isinstance(lora.target_modules, str) else tuple(lora.target_modules)
@@ -178,6 +203,8 @@ def _backend(config: Config, tokenizer: Any, num_steps: int) -> Any:
         num_steps=num_steps,
         warmup_steps=int(train.warmup_steps_ratio * num_steps),
         max_grad_norm=train.clip_grad_norm or float("inf"),
+        heads=chosen_algorithm(config).heads,
+        others=others,
         write_model=save_adapter if hasattr(model, "peft_config") else write_plain,
     )
 
@@ -192,7 +219,7 @@ async def _run(prepared: Prepared, backend: Any, console: Sink) -> list[dict[str
     if prepared.resume_from is not None:
         state = await load_checkpoint(prepared.resume_from, backend)
         logger.info("resuming at step %d from %s", state.step, prepared.resume_from)
-    chosen = algorithm(train.alg_name)
+    chosen = chosen_algorithm(config)
     eval_every = train.eval_every or max(1, prepared.num_steps // 10)
     save = partial(_save, folder / "checkpoints", backend, prepared.tokenizer, train.keep_last)
     try:

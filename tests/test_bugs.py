@@ -20,7 +20,7 @@ from oxrl.loops.evaluate import evaluate_offline
 from oxrl.loops.offline import OfflineConfig, run_offline
 from oxrl.models.load import load_model, load_tokenizer
 from oxrl.models.lora import LoraSettings, attach_lora
-from oxrl.tensors import STATISTICS, Head, project
+from oxrl.tensors import Head, logprob, project
 from oxrl.types import Message, Row
 
 pytestmark = pytest.mark.anyio
@@ -42,7 +42,7 @@ def test_log_probs_are_not_taken_in_bf16():
     torch.manual_seed(0)
     hidden, weight = torch.randn(64, 32).bfloat16(), (3 * torch.randn(50, 32)).bfloat16()
     targets = torch.randint(0, 50, (64,))
-    (values,) = project(hidden, Head(weight), targets, [STATISTICS["logprob"]])
+    (values,) = project(hidden, Head(weight), targets, [logprob])
     exact = (hidden.double() @ weight.double().T).log_softmax(-1).gather(1, targets[:, None])[:, 0]
     assert (values - exact).abs().max() < 1e-3
     rounded = (hidden @ weight.T).float().log_softmax(-1).gather(1, targets[:, None])[:, 0]

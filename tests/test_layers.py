@@ -15,7 +15,7 @@ LAYERS = [
     {"models", "generators", "backends"},
     {"loops", "checkpoint", "metrics"},
     {"config"},
-    {"wiring", "plot", "show"},
+    {"wiring", "plot", "show", "explain"},
     {"cli"},
 ]
 STRANGERS = [("models", "generators"), ("models", "backends"), ("generators", "backends")]

@@ -36,18 +36,19 @@ def live(folder):
             os._exit(code)
     return child
 
-def killed(child, folder, after):
-    # after: seconds of wall-clock time, or None for "while a checkpoint is being written"
-    started = time.monotonic()
-    while time.monotonic() - started < (after or 60):
-        if after is None and any(folder.glob("checkpoints/.unfinished-*")):
-            break
-        if os.waitpid(child, os.WNOHANG)[0]:
-            return False
-        time.sleep(0.0005)
+def steps_done(folder):
+    return max([int(path.name[5:]) for path in folder.glob("checkpoints/step_*")], default=0)
+
+def kill(child, folder, after, at_most, writing):
+    # After some seconds of wall-clock time, but before the run gets too far to be killed again.
+    deadline = time.monotonic() + after
+    while time.monotonic() < deadline and steps_done(folder) < at_most:
+        time.sleep(0.001)
+    while writing and not any(folder.glob("checkpoints/.unfinished-*")):
+        time.sleep(0.0002)
     os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return True
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status), "the run was over before it was killed"
 
 def finished(child):
     _, status = os.waitpid(child, 0)
@@ -59,17 +60,11 @@ whole_seconds = time.monotonic() - started
 
 chance, broken = random.Random(seed), home / "broken"
 kills = killed_writing = 0
-for attempt in range(6):
-    # After a random time; every second time, wait on until a checkpoint is being written.
-    child = live(broken)
-    if attempt % 2:
-        time.sleep(chance.uniform(0.1, 0.3) * whole_seconds)
-    if not killed(child, broken, None if attempt % 2 else chance.uniform(0.2, 0.5) * whole_seconds):
-        break
+for life in range(6):
+    kill(live(broken), broken, chance.uniform(0.1, 0.5) * whole_seconds, 6 * life + 4, writing=life % 2 == 1)
     kills += 1
     killed_writing += any(broken.glob("checkpoints/.unfinished-*"))
-else:
-    finished(live(broken))
+finished(live(broken))
 print(kills, killed_writing)
 """
 
@@ -90,8 +85,8 @@ def test_a_killed_run_ends_with_the_same_bits_as_an_uninterrupted_one(tmp_path, 
     )
     assert done.returncode == 0, done.stderr[-3000:]
     kills, killed_writing = map(int, done.stdout.split()[-2:])
-    assert kills >= 3
-    assert killed_writing >= 1, "no kill fell into the writing of a checkpoint"
+    assert kills == 6
+    assert killed_writing >= 2, "too few kills fell into the writing of a checkpoint"
     expected_files, expected_lines = facts(tmp_path / "whole")
     files, lines = facts(tmp_path / "broken")
     assert len(files) == 3, "weights, optimizer and random states"

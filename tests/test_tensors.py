@@ -1,10 +1,13 @@
 """Values and gradients of the chunked projection against formulas written out in NumPy, in float64."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 
-from oxrl.tensors import STATISTICS, Head, Other, project, token_logprobs
+from oxrl import tensors as t
+from oxrl.tensors import Head, Other, project, token_logprobs
 
 RNG = np.random.default_rng(0)
 T, H, V = 23, 8, 31
@@ -14,10 +17,19 @@ BIAS = RNG.normal(size=V)
 TOKENS = RNG.integers(0, V, T)
 MASK = np.array([i % 3 != 0 for i in range(T)])
 SCALE, CAP = 0.7, 5.0
+STATISTICS = {
+    "logprob": t.logprob,
+    "entropy": t.entropy,
+    "correct": t.correct,
+    "log_sum_squares": t.log_sum_squares,
+    "forward_kl": t.forward_kl,
+    "reverse_kl": partial(t.reverse_kl, temperature=2.0),
+    "jensen_shannon": partial(t.jensen_shannon, beta=0.3, temperature=2.0),
+}
 
 
-def np_log_softmax(hidden, weight, bias):
-    logits = CAP * np.tanh((hidden @ weight.T + bias) * SCALE / CAP)
+def np_log_softmax(hidden, weight, bias, temperature=1.0):
+    logits = CAP * np.tanh((hidden @ weight.T + bias) * SCALE / CAP) / temperature
     shifted = logits - logits.max(-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
@@ -27,12 +39,19 @@ def np_statistic(name, hidden, weight, bias):
     rows = np.flatnonzero(MASK)
     log_p = np_log_softmax(hidden, weight, bias)[rows - 1]
     log_q = np_log_softmax(OTHER_HIDDEN, OTHER_WEIGHT, 0.0)[rows - 1]
+    soft_p = np.exp(np_log_softmax(hidden, weight, bias, 2.0)[rows - 1])
+    soft_q = np.exp(np_log_softmax(OTHER_HIDDEN, OTHER_WEIGHT, 0.0, 2.0)[rows - 1])
+    middle = 0.3 * soft_q + 0.7 * soft_p
     return {
         "logprob": lambda: log_p[np.arange(len(rows)), TOKENS[rows]],
         "entropy": lambda: -(np.exp(log_p) * log_p).sum(-1),
         "correct": lambda: (log_p.argmax(-1) == TOKENS[rows]).astype(float),
         "forward_kl": lambda: (np.exp(log_q) * (log_q - log_p)).sum(-1),
-        "reverse_kl": lambda: (np.exp(log_p) * (log_p - log_q)).sum(-1),
+        "reverse_kl": lambda: (soft_p * np.log(soft_p / soft_q)).sum(-1),
+        "log_sum_squares": lambda: np.log((np.exp(log_p) ** 2).sum(-1)),
+        "jensen_shannon": lambda: (
+            0.3 * (soft_q * np.log(soft_q / middle)).sum(-1) + 0.7 * (soft_p * np.log(soft_p / middle)).sum(-1)
+        ),
     }[name]()
 
 
@@ -48,7 +67,8 @@ def tensors(dtype=torch.float32):
 def read(name, leaves, other, chunk):
     hidden, weight, bias = leaves
     head = Head(weight, bias, SCALE, CAP)
-    return token_logprobs(hidden, torch.tensor(TOKENS), torch.tensor(MASK), head, [name], other, chunk)[name]
+    wanted = {} if name == "logprob" else {name: STATISTICS[name]}
+    return token_logprobs(hidden, torch.tensor(TOKENS), torch.tensor(MASK), head, wanted, other, chunk)[name]
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 1000])

@@ -37,10 +37,10 @@ def max_rl(rewards: Tensor) -> Tensor:
 
     Averages the score over successes alone, less its mean. Tajwar et al. 2026, arXiv:2602.02710, for rewards 0 and 1.
     """
-    centred = _centred(rewards)
-    if (rewards < 0).any():
+    group, centred = _finite(rewards), _centred(rewards)
+    if (group < 0).any():
         raise ValueError(f"max_rl divides by the mean reward, so rewards must not be negative; got {rewards.tolist()}")
-    return (centred / mean if (mean := rewards.double().mean()) > 0 else centred).float()
+    return (centred / group.mean() if group.any() else centred).float()
 
 
 def best_against_greedy(rewards: Tensor, greedy_reward: float) -> Tensor:
@@ -81,7 +81,7 @@ def gae(
     """Generalised advantages of one row's trained tokens, [T]; add `values` for the value head's targets.
 
     sum_{s >= t} (gamma lam)^(s - t) d_s, d_t = r_t + gamma V_{t+1} - V_t, where values[t] is V before token t. After
-    the last token V is 0 if the answer ended and `last_value` if it was cut off. Schulman et al. 2015, arXiv:1506.02438.
+    the last token V is 0 if the answer ended, `last_value` if it was cut off. Schulman et al. 2015, arXiv:1506.02438.
     """
     if rewards.shape != values.shape:
         raise ValueError(f"gae wants one value per reward; got {tuple(values.shape)} for {tuple(rewards.shape)}")
@@ -98,7 +98,9 @@ def spread(advantage: float | Tensor, mask: Tensor) -> Tensor:
     if isinstance(advantage, float | int) or advantage.ndim == 0:
         return mask.float() * float(advantage)
     turn = _starts(mask).cumsum(0) - 1
-    return _one_per_turn(advantage, mask)[turn.clamp(min=0)] * mask
+    advantages = mask.float().zero_()
+    advantages[mask] = _one_per_turn(advantage, mask)[turn[mask]]
+    return advantages
 
 
 def place(reward: float | Tensor, mask: Tensor) -> Tensor:
@@ -132,7 +134,7 @@ def length_penalty(length: Tensor, correct: Tensor) -> Tensor:
     """
     group = _finite(length)
     if _is_flat(group):
-        return group.zero_().float()
+        return group.new_zeros(len(group)).float()
     x = 0.5 - (group - group.min()) / (group.max() - group.min())
     return x.where(correct.bool(), x.clamp(max=0.0)).float()
 
@@ -146,7 +148,7 @@ def _finite(values: Tensor) -> Tensor:
         raise ValueError(
             f"nan or inf among {values.tolist()}; a reward that failed is its rollout's error, not a number"
         )
-    return values.detach().double().clone()
+    return values.detach().double()
 
 
 def _is_flat(group: Tensor) -> bool:
@@ -156,7 +158,7 @@ def _is_flat(group: Tensor) -> bool:
 def _centred(rewards: Tensor) -> Tensor:
     """Exactly 0 for equal rewards: rounding must not become an advantage."""
     group = _finite(rewards)
-    return group.zero_() if _is_flat(group) else group - group.mean()
+    return group.new_zeros(len(group)) if _is_flat(group) else group - group.mean()
 
 
 def _standardised(centred: Tensor, eps: float) -> Tensor:

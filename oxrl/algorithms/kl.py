@@ -47,8 +47,8 @@ def k3(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
     As a loss its expected gradient is that of the *forward* KL. Schulman 2020 (blog, KL approx), Shao et al. 2024,
     arXiv:2402.03300. ref/p is capped at exp(20), where the gradient ends.
     """
-    log_ratio = -k1(logprob, ref_logprob)
-    return log_ratio.clamp(max=MAX_LOG_RATIO).expm1() - log_ratio.clamp(max=MAX_LOG_RATIO)
+    log_ratio = (-k1(logprob, ref_logprob)).clamp(max=MAX_LOG_RATIO)
+    return log_ratio.expm1() - log_ratio
 
 
 def forward_k3(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ def shape_rewards_with_kl(
 
     Stiennon et al. 2020, arXiv:2009.01325. Give the trained tokens only, or log-probs that are 0 on the others.
     """
-    return at_least_float32(rewards) - kl_coef * estimator(logprob.detach(), ref_logprob.detach())
+    return rewards - kl_coef * estimator(logprob.detach(), ref_logprob.detach())
 
 
 def kl_penalty(kl: Tensor, mask: Tensor, *, kl_coef: float = 0.04) -> Tensor:

@@ -1,9 +1,9 @@
 """Log-probs of pairs of responses to one loss per pair: the DPO family, each from its paper.
 
-Every loss is [N] -> [N], and its mean over the pairs of the step is the paper's loss; where pairs of a step depend on
-each other (`aot`, `bco`, `betadpo`, `drdpo`) it has to see all of them at once. In the formulas w is the chosen
-response and l the rejected one, log p their summed log-probs, n their lengths, and h = log p - log ref; s is the
-sigmoid. How rows become a `Pairs`, which running means are kept, and the NLL term that some add are not here.
+Every loss is [N] -> [N], and its mean over the pairs of the step is the paper's loss; `aot`, `betadpo` and `drdpo`
+have to see the whole step at once, and `bco` and `betadpo` take a running mean as `baseline`. In the formulas w is the
+chosen response and l the rejected one, log p their summed log-probs, n their lengths, and h = log p - log ref; s is the
+sigmoid. How rows become a `Pairs`, how running means are kept, and the NLL term that some add are not here.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def nca(pairs: Pairs, *, beta: float = 0.01) -> Tensor:
 
     Chen et al. 2024, arXiv:2402.05369.
     """
-    w, l = _rewards(pairs, beta)
-    return -_log_sigmoid(w) - (_log_sigmoid(-w) + _log_sigmoid(-l)) / 2
+    r_w, r_l = _rewards(pairs, beta)
+    return -_log_sigmoid(r_w) - (_log_sigmoid(-r_w) + _log_sigmoid(-r_l)) / 2
 
 
 def sppo(pairs: Pairs, *, beta: float = 0.001) -> Tensor:
@@ -132,8 +132,8 @@ def apo_zero(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
 
     For chosen responses better than the model's own. D'Oosterlinck et al. 2024, arXiv:2408.06266 (TRL adds 1).
     """
-    w, l = _rewards(pairs, beta)
-    return l.sigmoid() - w.sigmoid()
+    r_w, r_l = _rewards(pairs, beta)
+    return r_l.sigmoid() - r_w.sigmoid()
 
 
 def apo_down(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
@@ -141,8 +141,8 @@ def apo_down(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
 
     For chosen responses worse than the model's own. D'Oosterlinck et al. 2024, arXiv:2408.06266 (TRL adds 1).
     """
-    w, l = _rewards(pairs, beta)
-    return w.sigmoid() - (w - l).sigmoid()
+    r_w, r_l = _rewards(pairs, beta)
+    return r_w.sigmoid() - (r_w - r_l).sigmoid()
 
 
 def aot(pairs: Pairs, *, beta: float = 0.1, label_smoothing: float = 0.0, paired: bool = True) -> Tensor:
@@ -151,9 +151,7 @@ def aot(pairs: Pairs, *, beta: float = 0.1, label_smoothing: float = 0.0, paired
     z_i = beta (i-th smallest a - i-th smallest b). Paired: a = log p_w - log p_l, b the same of the reference; not
     paired: a = h_w, b = h_l. Melnyk et al. 2024, arXiv:2406.05882.
     """
-    h_w, h_l = _log_ratios(pairs)
-    ref = at_least_float32(pairs.ref_chosen) - at_least_float32(pairs.ref_rejected)
-    above, below = (h_w - h_l + ref, ref) if paired else (h_w, h_l)
+    above, below = (_policy_margin(pairs), _ref_margin(pairs)) if paired else _log_ratios(pairs)
     z = beta * (above.sort().values - below.sort().values)
     return -(1 - label_smoothing) * _log_sigmoid(z) - label_smoothing * _log_sigmoid(-z)
 
@@ -182,17 +180,18 @@ def rdpo(pairs: Pairs, *, beta: float = 0.1, alpha: float = 0.05) -> Tensor:
 
     Park et al. 2024, arXiv:2403.19159.
     """
-    return -_log_sigmoid(beta * _margin(pairs) + alpha * (pairs.len_chosen - pairs.len_rejected))
+    margin = _margin(pairs)
+    return -_log_sigmoid(beta * margin + alpha * (pairs.len_chosen - pairs.len_rejected).to(margin))
 
 
 def odpo(pairs: Pairs, *, beta: float = 0.1, alpha: float = 1.0) -> Tensor:
     """DPO with a larger margin for better scored responses: -log s(beta (h_w - h_l) - alpha log(score_w - score_l)).
 
-    A pair whose scores do not agree with its order has an offset of log 0: it is not trained. Amini et al. 2024,
-    arXiv:2402.10571.
+    A pair whose scores do not agree with its order has an offset of log 0: in effect it is not trained. Amini et al.
+    2024, arXiv:2402.10571.
     """
     score_w, score_l = _asked(pairs.score_chosen, "score_chosen"), _asked(pairs.score_rejected, "score_rejected")
-    offset = alpha * (at_least_float32(score_w) - at_least_float32(score_l)).clamp(min=1e-30).log()
+    offset = alpha * (at_least_float32(score_w) - score_l).clamp(min=1e-30).log()
     return -_log_sigmoid(beta * _margin(pairs) - offset)
 
 
@@ -221,7 +220,7 @@ def wpo(pairs: Pairs, *, beta: float = 0.01) -> Tensor:
     The weights carry no gradient; see `Pairs`. Zhou et al. 2024, arXiv:2406.11827.
     """
     w_w, w_l = _asked(pairs.weight_chosen, "weight_chosen"), _asked(pairs.weight_rejected, "weight_rejected")
-    return (at_least_float32(w_w) * at_least_float32(w_l)).detach() * dpo(pairs, beta=beta)
+    return (at_least_float32(w_w) * w_l).detach() * dpo(pairs, beta=beta)
 
 
 def sampo(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
@@ -266,13 +265,14 @@ def chipo(pairs: Pairs, *, beta: float = 0.05, r_max: float = 10.0) -> Tensor:
 def focalpo(pairs: Pairs, *, beta: float = 0.1, gamma: float = 0.05) -> Tensor:
     """DPO with less weight on pairs that are ranked wrongly: -s(z)^gamma log s(z), z = beta (h_w - h_l).
 
-    Liu et al. 2025, arXiv:2501.06645.
+    Where log s(z) < -1/gamma the push turns round: above gamma = 1.44 that is so from the start. Liu et al. 2025,
+    arXiv:2501.06645.
     """
     log_p = _log_sigmoid(beta * _margin(pairs))
     return -(gamma * log_p).exp() * log_p
 
 
-_CONVEX: Mapping[str, Callable[[Tensor], Tensor]] = {
+_MARGIN_LOSSES: Mapping[str, Callable[[Tensor], Tensor]] = {
     "logistic": lambda x: -_log_sigmoid(x),
     "hinge": lambda x: (1 - x).relu(),
     "squared": lambda x: (x - 1).square(),
@@ -288,7 +288,7 @@ def gpo(pairs: Pairs, *, beta: float = 0.1, function: str = "truncated_quadratic
     f(x): logistic log(1 + e^-x), hinge max(0, 1 - x), squared (x - 1)^2, exponential e^-x, truncated_quadratic
     max(0, 1 - x)^2, savage 1/(1 + e^x)^2. Tang et al. 2024, arXiv:2402.05749.
     """
-    return _picked(_CONVEX, function, "function")(beta * _margin(pairs))
+    return _picked(_MARGIN_LOSSES, function, "function")(beta * _margin(pairs))
 
 
 def hdpo(pairs: Pairs, *, beta: float = 0.1, alpha: float = 0.9) -> Tensor:
@@ -296,9 +296,7 @@ def hdpo(pairs: Pairs, *, beta: float = 0.1, alpha: float = 0.9) -> Tensor:
 
     alpha < 1 asks for a sharper policy. Omura et al. 2024, arXiv:2411.07595.
     """
-    policy = at_least_float32(pairs.chosen) - at_least_float32(pairs.rejected)
-    ref = at_least_float32(pairs.ref_chosen) - at_least_float32(pairs.ref_rejected)
-    return -_log_sigmoid(beta * (alpha * policy - ref))
+    return -_log_sigmoid(beta * (alpha * _policy_margin(pairs) - _ref_margin(pairs)))
 
 
 _SLOPES: Mapping[str, Callable[[Tensor, float], Tensor]] = {
@@ -339,7 +337,7 @@ def tdpo(pairs: Pairs, *, beta: float = 0.1, alpha: float = 0.5, version: int = 
     if version not in (1, 2):
         raise ValueError(f"version is {version}; tdpo has 1 and 2")
     kl_w = at_least_float32(_asked(pairs.kl_chosen, "kl_chosen"))
-    kl_l = at_least_float32(_asked(pairs.kl_rejected, "kl_rejected"))
+    kl_l = _asked(pairs.kl_rejected, "kl_rejected")
     kl = kl_w - kl_l if version == 1 else alpha * (kl_w.detach() - kl_l)
     return -_log_sigmoid(beta * (_margin(pairs) + kl))
 
@@ -349,7 +347,7 @@ def cpo(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
 
     Xu et al. 2024, arXiv:2401.08417.
     """
-    return -_log_sigmoid(beta * (at_least_float32(pairs.chosen) - at_least_float32(pairs.rejected)))
+    return -_log_sigmoid(beta * _policy_margin(pairs))
 
 
 def simpo(pairs: Pairs, *, beta: float = 2.0, gamma: float = 1.0) -> Tensor:
@@ -407,8 +405,16 @@ def sample_tokens(length: int, wanted: int, row_id: str) -> IntArray:
 
 
 def _log_ratios(pairs: Pairs) -> tuple[Tensor, Tensor]:
-    chosen = at_least_float32(pairs.chosen) - at_least_float32(pairs.ref_chosen)
-    return chosen, at_least_float32(pairs.rejected) - at_least_float32(pairs.ref_rejected)
+    # one operand in float32 is enough: the other is promoted to it before they are subtracted
+    return at_least_float32(pairs.chosen) - pairs.ref_chosen, at_least_float32(pairs.rejected) - pairs.ref_rejected
+
+
+def _policy_margin(pairs: Pairs) -> Tensor:
+    return at_least_float32(pairs.chosen) - pairs.rejected
+
+
+def _ref_margin(pairs: Pairs) -> Tensor:
+    return at_least_float32(pairs.ref_chosen) - pairs.ref_rejected
 
 
 def _margin(pairs: Pairs) -> Tensor:

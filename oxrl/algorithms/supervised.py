@@ -1,29 +1,72 @@
-"""Losses that imitate: rows say what should have been said."""
+"""Losses that imitate what a row says, a teacher's distribution, or a judge's order."""
 
 from __future__ import annotations
 
-from oxrl.types import Batch, Item, Losses, Outputs, Render, Sample, Term
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
+from oxrl.tensors import Statistic, forward_kl, jensen_shannon, reverse_kl
+from oxrl.types import Batch, Losses, Outputs, Term
 
-def conversation_items(sample: Sample, render: Render) -> list[Item]:
-    """Every assistant turn is trained, each as it would be said in its context."""
-    if not sample.messages or sample.chosen or sample.label is not None:
-        raise ValueError(f"{sample.id}: not a conversation to imitate; sft wants messages or a prompt with a response")
-    if sample.messages[-1].role != "assistant":
-        hint = "; to imitate the answers, map the column: response=answer" if sample.answer is not None else ""
-        raise ValueError(f"{sample.id}: ends with {sample.messages[-1].role!r}, so there is nothing to imitate{hint}")
-    return [(row,) for row in render.conversation(sample.messages, id=sample.id, tools=sample.tools)]
-
-
-def text_items(sample: Sample, render: Render) -> list[Item]:
-    """Every token of a plain text is trained."""
-    if sample.text is None:
-        raise ValueError(f"{sample.id}: cpt trains on plain text; this row has no `text` column")
-    return [(row,) for row in render.text(sample.text, id=sample.id)]
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def negative_log_likelihood(outputs: Outputs, batch: Batch) -> Losses:
-    """-log p(token) over the trained tokens of the step; `correct` is there when it was asked for."""
+    """-log p(token) over the trained tokens of the step."""
     nll = Term(-(outputs.logprob * batch.mask).sum(), "token")
+    return Losses({"nll": nll}, _accuracy(outputs))
+
+
+def _accuracy(outputs: Outputs) -> dict[str, Term]:
+    """There when `correct` was asked for, as evaluations do."""
     correct = outputs.statistics.get("correct")
-    return Losses({"nll": nll}, {} if correct is None else {"token_accuracy": Term(correct.sum(), "token")})
+    return {} if correct is None else {"token_accuracy": Term(correct.sum(), "token")}
+
+
+def teacher_divergence(*, divergence: str = "forward", temperature: float = 1.0, gjs_beta: float = 0.5) -> Statistic:
+    """Which divergence from the teacher: forward (KL(teacher || model)), reverse, or generalised Jensen-Shannon."""
+    kinds: dict[str, Callable[..., Tensor]] = {
+        "forward": forward_kl,
+        "reverse": reverse_kl,
+        "jensen_shannon": partial(jensen_shannon, beta=gjs_beta),
+    }
+    if divergence not in kinds:
+        raise ValueError(f"divergence is {divergence!r}; there are {', '.join(kinds)}")
+    if not temperature > 0:
+        raise ValueError(f"temperature is {temperature}; it must be above 0")
+    kind = kinds[divergence]
+    # Gradients of softened distributions shrink with the square of the temperature: Hinton et al. 2015.
+    return lambda logits, targets, other: temperature**2 * kind(logits, targets, other, temperature=temperature)
+
+
+def distilled(outputs: Outputs, batch: Batch, *, kd_weight: float = 0.5) -> Losses:
+    """(1 - kd_weight) * -log p(token) + kd_weight * T^2 * divergence from the teacher's distribution at temperature T.
+
+    Hinton et al. 2015, arXiv:1503.02531; the generalised Jensen-Shannon form: Agarwal et al. 2023, arXiv:2306.13649.
+    """
+    nll = -(outputs.logprob * batch.mask).sum()
+    divergence = outputs.statistics["teacher_kl"].sum()
+    terms = {"nll": Term((1 - kd_weight) * nll, "token"), "kd": Term(kd_weight * divergence, "token")}
+    return Losses(terms, {"teacher_kl": Term(divergence.detach(), "token"), **_accuracy(outputs)})
+
+
+class Scores(NamedTuple):
+    """A scalar head's scores of N pairs, and by how much the chosen one should win."""
+
+    chosen: Tensor  # [N]
+    rejected: Tensor  # [N]
+    margin: Tensor  # [N], 0 where nothing is said
+
+
+def bradley_terry(scores: Scores, *, centre: float = 0.0) -> Tensor:
+    """-log s(r_w - r_l - margin) + centre (r_w + r_l)^2: one loss per pair.
+
+    Ouyang et al. 2022, arXiv:2203.02155; the margin: Touvron et al. 2023, arXiv:2307.09288; centring, which fixes the
+    score's zero: Eisenstein et al. 2023, arXiv:2312.09244.
+    """
+    from torch.nn.functional import logsigmoid
+
+    ranking = -logsigmoid(scores.chosen - scores.rejected - scores.margin)
+    return ranking + centre * (scores.chosen + scores.rejected).square()

@@ -39,10 +39,10 @@ def bco_unpaired(labelled: Labelled, *, beta: float = 0.1) -> Tensor:
     b is the running mean of h (half that of the good, half that of the bad), so beta b is the paper's delta. Without
     its reweighting by prompts. Jung et al. 2024, arXiv:2404.04656.
     """
-    from torch.nn.functional import softplus
+    from torch.nn.functional import logsigmoid
 
     gain = beta * _above_baseline(labelled)
-    return softplus(-gain).where(labelled.good, softplus(gain))
+    return -logsigmoid(gain.where(labelled.good, -gain))
 
 
 def kl_baseline(mismatched_logratio: Tensor) -> Tensor:
@@ -51,4 +51,4 @@ def kl_baseline(mismatched_logratio: Tensor) -> Tensor:
 
 
 def _above_baseline(labelled: Labelled) -> Tensor:
-    return at_least_float32(labelled.logratio) - at_least_float32(labelled.baseline.detach())
+    return at_least_float32(labelled.logratio) - labelled.baseline.detach()

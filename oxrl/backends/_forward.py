@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from itertools import pairwise
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from oxrl.data.pack import collate
-from oxrl.tensors import Head, token_logprobs
+from oxrl.tensors import Head, Other, Statistic, token_logprobs
 from oxrl.types import Batch, Outputs, Row
 
 if TYPE_CHECKING:
@@ -38,21 +39,52 @@ _windows_seen: ContextVar[list[int | None] | None] = ContextVar("_windows_seen",
 class LanguageModel(nn.Module):
     """ONE module that holds body, projection and heads, which is what a backend shards; all passes go through it."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, heads: Sequence[str] = ()) -> None:
         super().__init__()
         self.model = model
         self.layout: Layout = "packed"
+        width = self.inner.get_output_embeddings().weight.shape[1]
+        # Zero is a fair first guess of a value or score, and the same one on every machine.
+        self.heads = nn.ModuleDict({name: _zero_linear(width).to(model.device) for name in heads})
 
     @property
     def inner(self) -> PreTrainedModel:
         """The transformers model, below an adapter if there is one."""
         return self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
 
-    def forward(self, batch: Batch, reads: Sequence[str] = ()) -> Outputs:
+    def forward(
+        self, batch: Batch, statistics: Mapping[str, Statistic] = MappingProxyType({}), other: Other | None = None
+    ) -> Outputs:
+        hidden = self.hidden(batch)
+        values = token_logprobs(hidden, batch.tokens, batch.mask, head_of(self.inner), statistics, other)
+        return Outputs(values.pop("logprob"), values, **self._read_heads(hidden, batch))
+
+    def hidden(self, batch: Batch) -> Tensor:
         body = getattr(self.inner, self.inner.base_model_prefix)
-        hidden = _packed_hidden(body, batch) if self.layout == "packed" else _padded_hidden(body, batch)
-        values = token_logprobs(hidden, batch.tokens, batch.mask, head_of(self.inner), reads)
-        return Outputs(values.pop("logprob"), values)
+        return _packed_hidden(body, batch) if self.layout == "packed" else _padded_hidden(body, batch)
+
+    def _read_heads(self, hidden: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """A value before each trained token and after each row; a score at the last token of each row."""
+        last = torch.tensor(batch.borders[1:], device=hidden.device) - 1
+        read: dict[str, Tensor] = {}
+        if "value" in self.heads:
+            values = self.heads["value"](hidden.float())[:, 0]
+            read["value"] = values.roll(1) * batch.mask
+            read["last_value"] = values[last]
+        if "score" in self.heads:
+            read["score"] = self.heads["score"](hidden[last].float())[:, 0]
+        return read
+
+    def as_other(self, batch: Batch) -> Other:
+        """This model as the one that another is compared with."""
+        with torch.no_grad():
+            return Other(self.hidden(batch), head_of(self.inner))
+
+
+def _zero_linear(width: int) -> nn.Linear:
+    layer = nn.Linear(width, 1, bias=False)
+    nn.init.zeros_(layer.weight)
+    return layer
 
 
 def head_of(model: PreTrainedModel) -> Head:

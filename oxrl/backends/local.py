@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 from oxrl.algorithms import algorithm as named_algorithm
 from oxrl.backends._forward import LanguageModel, prepare_layout
 from oxrl.backends.optimizer import AdamW, Schedule, create_adamw_optimizer, full_rate, schedule
-from oxrl.types import Algorithm, Batch, Counts, ImmediateTrainFuture, LossFn, Outputs, TrainFuture, Weights
+from oxrl.types import Algorithm, Batch, Counts, ImmediateTrainFuture, LossFn, Outputs, Read, TrainFuture, Weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,6 +33,7 @@ class NonFiniteError(RuntimeError):
         self.batches = list(batches)
 
 
+HEADS = "heads.safetensors"
 WriteModel: TypeAlias = Callable[[Any, Path], None]
 
 
@@ -39,25 +42,31 @@ def write_plain(model: PreTrainedModel, path: Path) -> None:
 
 
 class PyTorchTrainingBackend:
-    """Trains `model` on the device it is on. `version` counts the updates that its weights have seen."""
+    """Trains `model` on the device it is on. `version` counts the updates that its weights have seen.
+
+    `others` are frozen models to compare with, by the names algorithms use ("ref", "teacher"); the reference of a model
+    with an adapter is the model with its adapter switched off. Pass a `LanguageModel` to train heads with the model.
+    """
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | LanguageModel,
         optimizer: AdamW,
         scheduler: Schedule = full_rate,
         *,
         max_grad_norm: float = 1.0,
+        others: Mapping[str, PreTrainedModel] = MappingProxyType({}),
         write_model: WriteModel = write_plain,
     ) -> None:
-        self.model = model
+        self.module = model if isinstance(model, LanguageModel) else LanguageModel(model)
+        self.model: PreTrainedModel = self.module.model
+        self.others = {name: _frozen(other) for name, other in others.items()}
         self.write_model = write_model
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.base_rate: float = optimizer.defaults["lr"]
         self.max_grad_norm = max_grad_norm
         self.version = 0
-        self.module = LanguageModel(model)
         probed = prepare_layout(self.module)
         self.padded = probed.layout == "padded"
         self._unstepped: list[Batch] = []
@@ -68,20 +77,48 @@ class PyTorchTrainingBackend:
         device: torch.device = self.model.device
         return device
 
-    def logprobs(self, batches: Sequence[Batch], reads: Sequence[str] = ()) -> TrainFuture[list[Outputs]]:
+    def logprobs(
+        self, batches: Sequence[Batch], which: str = "policy", reads: Mapping[str, Read] = MappingProxyType({})
+    ) -> TrainFuture[list[Outputs]]:
         self.module.eval()
         with torch.no_grad():
-            return ImmediateTrainFuture([self.module(_to(batch, self.device), reads) for batch in batches])
+            here = [_to(batch, self.device) for batch in batches]
+            if which == "policy":
+                return ImmediateTrainFuture([_on_cpu(self._pass(batch, reads)) for batch in here])
+            with self._speaking_as(which) as module:
+                return ImmediateTrainFuture([_on_cpu(module(batch)) for batch in here])
+
+    def _pass(self, batch: Batch, reads: Mapping[str, Read]) -> Outputs:
+        compared = {read.of for read in reads.values() if read.of}
+        assert len(compared) <= 1, f"one pass compares with one other model, not with {sorted(compared)}"
+        other = None
+        for name in compared:
+            with self._speaking_as(name) as module:
+                other = module.as_other(batch)
+        outputs: Outputs = self.module(batch, {name: read.statistic for name, read in reads.items()}, other)
+        return outputs
+
+    @contextmanager
+    def _speaking_as(self, which: str) -> Iterator[LanguageModel]:
+        if which in self.others:
+            yield self.others[which]
+        elif which == "ref" and hasattr(self.model, "peft_config"):
+            with self.model.disable_adapter():
+                yield self.module
+        else:
+            raise ValueError(
+                f"the algorithm compares with the model {which!r}: give the backend others={{{which!r}: ...}}"
+            )
 
     def forward_backward(
         self, batches: Sequence[Batch], algorithm: Algorithm, counts: Counts
     ) -> TrainFuture[dict[str, float]]:
         """Add the gradients of one step's micro-batches; each term is divided by the step's count of its unit."""
-        set_training_mode(self.model, dropout=not algorithm.compares_logprobs)
         totals: dict[str, list[Tensor]] = {}
         for batch in batches:
+            set_training_mode(self.model, dropout=not algorithm.compares_logprobs)
             here = _to(batch, self.device)
-            losses = algorithm.loss(self.module(here, algorithm.reads), here)
+            losses = algorithm.loss(self._pass(here, algorithm.reads), here)
             shares = {name: term.total / counts[term.unit] for name, term in losses.terms.items()}
             loss = torch.stack(list(shares.values())).sum()
             loss.backward()  # type: ignore[no-untyped-call]
@@ -121,8 +158,7 @@ class PyTorchTrainingBackend:
             raise ValueError(f"these weights are of another model: it has no parameter {unknown[0]}")
         for name, tensor in weights.items():
             parameters[name].copy_(tensor)
-            if name in self.optimizer.masters:
-                self.optimizer.masters[name].copy_(tensor)
+        self.optimizer.take_weights()
         return ImmediateTrainFuture(None)
 
     def save(self, path: Path) -> TrainFuture[None]:
@@ -130,6 +166,8 @@ class PyTorchTrainingBackend:
         from safetensors.torch import save_file
 
         self.write_model(self.model, path)
+        if len(self.module.heads):
+            save_file(self.module.heads.state_dict(), path / HEADS)
         state = {key: value.contiguous() for key, value in self.optimizer.tensors().items()}
         state["backend:version"] = torch.tensor(self.version)
         save_file(state, path / "optimizer.safetensors")
@@ -140,6 +178,8 @@ class PyTorchTrainingBackend:
         from safetensors.torch import load_file
 
         self.load_weights(_saved_weights(self.model, path))
+        if len(self.module.heads):
+            self.module.heads.load_state_dict(load_file(path / HEADS))
         state = load_file(path / "optimizer.safetensors")
         self.version = int(state.pop("backend:version"))
         self.optimizer.restore(state)
@@ -157,12 +197,27 @@ def create_pytorch_backend(
     num_steps: int = 0,
     warmup_steps: int = 0,
     max_grad_norm: float = 1.0,
+    heads: Sequence[str] = (),
+    others: Mapping[str, PreTrainedModel] = MappingProxyType({}),
     write_model: WriteModel = write_plain,
 ) -> PyTorchTrainingBackend:
     """Optimizer, schedule and backend in one line; each piece can also be made by hand."""
-    optimizer = create_adamw_optimizer(model, lr, weight_decay=weight_decay, betas=betas, eps=eps)
-    scheduler = schedule(lr_scheduler, num_steps, warmup_steps)
-    return PyTorchTrainingBackend(model, optimizer, scheduler, max_grad_norm=max_grad_norm, write_model=write_model)
+    module = LanguageModel(model, heads)
+    optimizer = create_adamw_optimizer(module, lr, weight_decay=weight_decay, betas=betas, eps=eps)
+    return PyTorchTrainingBackend(
+        module,
+        optimizer,
+        schedule(lr_scheduler, num_steps, warmup_steps),
+        max_grad_norm=max_grad_norm,
+        others=others,
+        write_model=write_model,
+    )
+
+
+def _frozen(model: PreTrainedModel) -> LanguageModel:
+    module = LanguageModel(model).eval().requires_grad_(False)
+    prepare_layout(module)
+    return module
 
 
 def create_cross_entropy_loss() -> LossFn:
@@ -191,6 +246,15 @@ def _to(batch: Batch, device: torch.device) -> Batch:
     for name in ("streams", "scalars"):
         moved[name] = {key: value.to(device, non_blocking=True) for key, value in getattr(batch, name).items()}
     return replace(batch, **moved)
+
+
+def _on_cpu(outputs: Outputs) -> Outputs:
+    """What leaves the backend is of the size of its tokens, and whoever reads it has no device."""
+    return Outputs(
+        outputs.logprob.cpu(),
+        {name: value.cpu() for name, value in outputs.statistics.items()},
+        *(None if each is None else each.cpu() for each in (outputs.value, outputs.last_value, outputs.score)),
+    )
 
 
 def _saved_weights(model: Any, path: Path) -> dict[str, Tensor]:

@@ -37,6 +37,13 @@ class AdamW(torch.optim.AdamW):
                 self.parameters[name].copy_(master)
         return result
 
+    @torch.no_grad()
+    def take_weights(self) -> None:
+        """Follow the model's weights after they were replaced from outside."""
+        for name, master in self.masters.items():
+            if master is not self.parameters[name]:
+                master.copy_(self.parameters[name])
+
     def tensors(self) -> dict[str, Tensor]:
         """All state by parameter name, for a checkpoint: `layer.weight:exp_avg`, `...:step`, `...:master`."""
         state = {

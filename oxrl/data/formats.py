@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -187,6 +188,17 @@ def _preference(columns: _Columns) -> Sample:
     return _sample(columns, prompt, chosen=better, rejected=worse)
 
 
+def _scored(columns: _Columns) -> Sample:
+    prompt = _prompt(columns, "prompt", "question")
+    responses, rewards = columns.take("responses"), columns.take("rewards")
+    if not isinstance(responses, list) or not isinstance(rewards, list) or len(responses) != len(rewards):
+        raise BadRow("responses and rewards must be lists of the same length")
+    if not responses or not all(isinstance(reward, int | float) and math.isfinite(reward) for reward in rewards):
+        raise BadRow(f"every response needs a finite number as its reward, got {rewards!r}")
+    replies = tuple(_reply(prompt, f"responses[{i}]", response) for i, response in enumerate(responses))
+    return _sample(columns, prompt, responses=replies, rewards=tuple(map(float, rewards)))
+
+
 def _fork(columns: _Columns, chosen: Messages, rejected: Messages) -> Sample:
     """Two whole conversations are a prompt as far as they agree, and two replies from there on."""
     agreed = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))))
@@ -205,6 +217,7 @@ PROMPTS = ("prompt", "question", "instruction")
 FORMATS: dict[str, Format] = {
     "preference": Format((("chosen",), ("rejected",)), _preference),
     "unpaired": Format((("prompt", "question"), ("completion", "response"), ("label",)), _unpaired),
+    "scored": Format((("prompt", "question"), ("responses",), ("rewards",)), _scored),
     "messages": Format((("messages",),), _openai),
     "sharegpt": Format((("conversations",),), _sharegpt),
     "alpaca": Format((("instruction",), ("output",)), _alpaca),

@@ -21,6 +21,7 @@ def count_units(items: Sequence[Item]) -> Counts:
     trained = [[row for row in item if row.mask.any()] for item in items]
     return {
         "token": float(sum(int(row.mask.sum()) for rows in trained for row in rows)),
+        "chosen_token": float(sum(int(item[0].mask.sum()) for item in items if len(item) == 2)),
         "sequence": float(len({row.sequence or row.id for rows in trained for row in rows})),
         "pair": float(sum(len(rows) == 2 for rows in trained)),
         "constant": 1.0,

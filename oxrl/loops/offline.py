@@ -11,9 +11,9 @@ from oxrl.data.buffer import DataBuffer
 from oxrl.data.render import Renderer
 from oxrl.loops.step import train_step
 from oxrl.metrics import Sink, log_to_console
-from oxrl.types import Algorithm, Backend, DataSource, Item, Row, Sample, TrainingState
+from oxrl.types import Algorithm, Backend, DataSource, Item, Memory, Row, Sample, TrainingState
 
-EvaluateFn: TypeAlias = Callable[[], Awaitable[Mapping[str, float]]]
+EvaluateFn: TypeAlias = Callable[[Memory], Awaitable[Mapping[str, float]]]
 SaveFn: TypeAlias = Callable[[TrainingState, int | None], Awaitable[Any]]
 """(state to save, the step of the best evaluation so far or None)."""
 
@@ -47,7 +47,7 @@ class Best(NamedTuple):
         return self._replace(evaluations_since=self.evaluations_since + 1)
 
 
-async def no_evaluation() -> Mapping[str, float]:
+async def no_evaluation(memory: Memory) -> Mapping[str, float]:  # noqa: ARG001 - one signature for all
     return {}
 
 
@@ -68,30 +68,31 @@ async def run_offline(
 ) -> list[dict[str, float]]:
     """Train from `state` to `config.num_steps`; returns what was logged."""
     history: list[dict[str, float]] = []
-    best = _resume(source, state)
+    best, memory = _resume(source, state)
     for step in range(state.step + 1, config.num_steps + 1):
-        metrics = await train_step(backend, algorithm, source.get_prompts(config.batch_size), config.micro_batch_tokens)
+        items = source.get_prompts(config.batch_size)
+        metrics = await train_step(backend, algorithm, items, config.micro_batch_tokens, memory)
         last = step == config.num_steps
         if _due(step, config.eval_every) or (last and config.eval_every):
-            metrics |= await evaluate()
+            metrics |= await evaluate(memory)
             best = best.after(metrics.get("eval_loss", metrics["loss"]), step)
             last = last or 0 < config.patience <= best.evaluations_since
         if last or _due(step, config.log_every) or "eval_loss" in metrics:
             log(step, metrics)
             history.append({"step": step, **metrics})
         if last or _due(step, config.checkpoint_every) or best.best_step == step:
-            cursor = {"data": source.state(), **best._asdict()}
+            cursor = {"data": source.state(), "memory": memory, **best._asdict()}
             await save(TrainingState(step, state.version + step - state.step, state.seed, cursor), best.best_step)
         if last:
             break
     return history
 
 
-def _resume(source: DataSource[Item], state: TrainingState) -> Best:
+def _resume(source: DataSource[Item], state: TrainingState) -> tuple[Best, Memory]:
     if not state.cursor:
-        return Best()
+        return Best(), {}
     source.restore(state.cursor["data"])
-    return Best(**{name: state.cursor[name] for name in Best._fields})
+    return Best(**{name: state.cursor[name] for name in Best._fields}), dict(state.cursor["memory"])
 
 
 def _due(step: int, every: int) -> bool:

@@ -1,19 +1,23 @@
-"""Items to one update of the weights: counted over the whole step, packed, run, stepped."""
+"""Items to one update of the weights: arranged, stamped, credited and counted as a whole step, then run in parts."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 
 from oxrl.data.pack import collate, count_units, pack
 from oxrl.metrics import memory_gib
-from oxrl.types import Algorithm, Backend, Item
+from oxrl.types import Algorithm, Backend, Batch, Item, Memory, Outputs, Row
 
 
-async def train_step(backend: Backend, algorithm: Algorithm, items: Sequence[Item], budget: int) -> dict[str, float]:
+async def train_step(
+    backend: Backend, algorithm: Algorithm, items: Sequence[Item], budget: int, memory: Memory | None = None
+) -> dict[str, float]:
     """One optimizer step over `items`. How they are split into micro-batches does not change the result."""
     started = time.monotonic()
-    credited = algorithm.credit(list(items))
+    credited = await credit_step(backend, algorithm, items, budget, {} if memory is None else memory)
     counts = count_units(credited)
     if not counts["token"]:
         raise ValueError(f"none of the {len(items)} items of this step has a trained token: the loss mask is empty")
@@ -28,3 +32,41 @@ async def train_step(backend: Backend, algorithm: Algorithm, items: Sequence[Ite
         "step_seconds": seconds,
         "memory_gib": memory_gib(),
     }
+
+
+async def credit_step(
+    backend: Backend, algorithm: Algorithm, items: Sequence[Item], budget: int, memory: Memory
+) -> list[Item]:
+    """The rows of a step as its loss will see them: what the algorithm needs is on them."""
+    arranged = algorithm.arrange(list(items))
+    for which in algorithm.needs:
+        arranged = await stamp(backend, arranged, which, budget)
+    return algorithm.credit(arranged, memory)
+
+
+async def stamp(backend: Backend, items: Sequence[Item], which: str, budget: int) -> list[Item]:
+    """The log-probs of one model's pass on every row, as `ref_logprob` and the like, in the order of `items`."""
+    stamped: dict[int, Item] = {}
+    for part in pack(items, budget, padded=backend.padded):
+        batch = collate(part)
+        (outputs,) = await backend.logprobs([batch], which)
+        rows = iter(_stamp_rows([row for item in part for row in item], batch, outputs, which))
+        for item in part:
+            stamped[id(item)] = tuple(next(rows) for _ in item)
+    return [stamped[id(item)] for item in items]
+
+
+def _stamp_rows(rows: Sequence[Row], batch: Batch, outputs: Outputs, which: str) -> list[Row]:
+    streams = {f"{which}_logprob": outputs.logprob.cpu().numpy()}
+    scalars = {}
+    if outputs.value is not None and outputs.last_value is not None:
+        streams["value"] = outputs.value.cpu().numpy()
+        scalars["last_value"] = outputs.last_value.tolist()
+    return [
+        replace(
+            row,
+            streams={**row.streams, **{name: stream[start:end] for name, stream in streams.items()}},
+            scalars={**row.scalars, **{name: values[index] for name, values in scalars.items()}},
+        )
+        for index, (row, (start, end)) in enumerate(zip(rows, pairwise(batch.borders), strict=True))
+    ]

@@ -71,9 +71,9 @@ def naive_logprobs(model, row):
     return logits[:-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
 
 
-def by_row(module, rows, reads=()):
+def by_row(module, rows):
     batch = collate([(row,) for row in rows])
-    values = module(batch, reads).logprob
+    values = module(batch).logprob
     return {id: values[a + 1 : b] for id, a, b in zip(batch.ids, batch.borders[:-1], batch.borders[1:], strict=True)}
 
 

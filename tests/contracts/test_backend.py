@@ -8,7 +8,8 @@ from oxrl.algorithms import algorithm
 from oxrl.backends.local import create_pytorch_backend
 from oxrl.data.pack import collate, count_units
 from oxrl.models.load import load_model
-from oxrl.types import Row
+from oxrl.tensors import entropy
+from oxrl.types import Read, Row
 
 pytestmark = pytest.mark.anyio
 SFT = algorithm("sft")
@@ -68,7 +69,7 @@ async def test_row_order_changes_nothing(make):
 async def test_only_trained_tokens_have_a_log_prob_and_prompts_get_no_gradient(make):
     backend = make()
     (batch,) = split(some_items((12,)), 1)
-    (outputs,) = await backend.logprobs([batch], reads=("entropy",))
+    (outputs,) = await backend.logprobs([batch], reads={"entropy": Read(entropy)})
     assert (outputs.logprob[batch.mask] < 0).all()
     assert not outputs.logprob[~batch.mask].any()
     assert (outputs.statistics["entropy"][batch.mask] > 0).all()

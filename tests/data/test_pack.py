@@ -58,7 +58,7 @@ def test_rows_with_different_streams_cannot_share_a_batch():
 def test_units_are_counted_only_where_something_is_trained():
     empty = Row("e", np.arange(4), np.zeros(4, bool))
     items = [(row(5, trained=2),), (empty,), (row(4, "c"), row(4, "d")), (row(4, "f"), empty)]
-    assert count_units(items) == {"token": 5, "sequence": 4, "pair": 1, "constant": 1}
+    assert count_units(items) == {"token": 5, "chosen_token": 2, "sequence": 4, "pair": 1, "constant": 1}
 
 
 def test_rows_of_one_rollout_count_as_one_sequence():

@@ -76,7 +76,7 @@ async def test_a_step_with_an_empty_loss_mask_stops(backend):
 def worsening(losses):
     values = iter(losses)
 
-    async def evaluate():
+    async def evaluate(memory):
         return {"eval_loss": next(values)}
 
     return evaluate
@@ -128,7 +128,7 @@ async def test_the_best_checkpoint_is_the_one_that_was_evaluated_best(items, tmp
     backend = create_pytorch_backend(load_model("tiny"), lr=1e-2)
     seen = {}
 
-    async def evaluate():
+    async def evaluate(memory):
         seen[backend.version] = (await backend.get_weights()).module.lm_head.weight.detach().clone()
         return {"eval_loss": abs(backend.version - 3.0)}
 
@@ -141,7 +141,7 @@ async def test_the_best_checkpoint_is_the_one_that_was_evaluated_best(items, tmp
 async def test_a_checkpoint_remembers_step_version_seed_and_data_position(backend, items, tmp_path):
     source = DataBuffer(items, seed=5)
     source.get_prompts(7)
-    state = TrainingState(step=7, version=7, seed=5, cursor={"data": source.state()})
+    state = TrainingState(step=7, version=7, seed=5, cursor={"data": source.state(), "memory": {"mean": 0.5}})
     folder = await save_checkpoint(tmp_path, backend, state)
     restored = await load_checkpoint(folder, backend)
     assert restored == state

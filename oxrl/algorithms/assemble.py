@@ -1,0 +1,125 @@
+"""Samples to items, and the rearrangements of a step's items: what is compared with what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from oxrl.types import Item, Message, Render, Row, Sample
+
+
+def conversation_items(sample: Sample, render: Render) -> list[Item]:
+    """Every assistant turn is trained, each as it would be said in its context."""
+    if not sample.messages or sample.chosen or sample.label is not None or sample.responses:
+        raise ValueError(f"{sample.id}: not a conversation to imitate; give messages, or a prompt with a response")
+    if sample.messages[-1].role != "assistant":
+        hint = "; to imitate the answers, map the column: response=answer" if sample.answer is not None else ""
+        raise ValueError(f"{sample.id}: ends with {sample.messages[-1].role!r}, so there is nothing to imitate{hint}")
+    return [(row,) for row in render.conversation(sample.messages, id=sample.id, tools=sample.tools)]
+
+
+def text_items(sample: Sample, render: Render) -> list[Item]:
+    """Every token of a plain text is trained."""
+    if sample.text is None:
+        raise ValueError(f"{sample.id}: cpt trains on plain text; this row has no `text` column")
+    return [(row,) for row in render.text(sample.text, id=sample.id)]
+
+
+def pair_items(sample: Sample, render: Render) -> list[Item]:
+    """(chosen, rejected), each a row in which only the reply is trained; scores and a margin come along if given."""
+    if not sample.chosen or not sample.rejected:
+        raise ValueError(f"{sample.id}: no pair to compare; give chosen and rejected replies")
+    sides = {"chosen": sample.chosen, "rejected": sample.rejected}
+    margin = _number(sample.metadata, "margin")
+    pair = tuple(
+        replace(
+            _reply_row(sample, reply, render, f"{sample.id}/{side}"),
+            scalars={"score": _number(sample.metadata, f"score_{side}"), "margin": margin},
+        )
+        for side, reply in sides.items()
+    )
+    return [pair]
+
+
+def judged_items(sample: Sample, render: Render) -> list[Item]:
+    """A reply with its label, 1 for good."""
+    if sample.label is None:
+        raise ValueError(f"{sample.id}: no judged reply; give prompt, completion and label")
+    *prompt, reply = sample.messages
+    row = _reply_row(replace(sample, messages=tuple(prompt)), (reply,), render, sample.id)
+    return [(replace(row, scalars={"label": float(sample.label), "mismatched": 0.0}),)]
+
+
+def group_items(sample: Sample, render: Render) -> list[Item]:
+    """The scored replies to one prompt, together: a group."""
+    if not sample.responses:
+        raise ValueError(f"{sample.id}: no scored replies; give prompt, responses and rewards")
+    rows = []
+    for index, (reply, reward) in enumerate(zip(sample.responses, sample.rewards, strict=True)):
+        row = _reply_row(sample, reply, render, f"{sample.id}/{index}")
+        rows.append(replace(row, scalars={"reward": reward, "ended": 1.0}))
+    return [tuple(rows)]
+
+
+def _reply_row(sample: Sample, reply: Sequence[Message], render: Render, id: str) -> Row:
+    rows = render.conversation(
+        (*sample.messages, *reply), id=id, first_trained=len(sample.messages), tools=sample.tools
+    )
+    if len(rows) != 1:
+        raise ValueError(f"{id}: this chat template makes {len(rows)} rows of the reply, and one is needed")
+    return rows[0]
+
+
+def _number(metadata: Mapping[str, object], name: str) -> float:
+    value = metadata.get(name, 0.0)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name} must be a number, it is {value!r}")
+    return float(value)
+
+
+def with_mismatched(items: list[Item]) -> list[Item]:
+    """Each judged row, and each prompt once more with the reply to another one: KTO's sample of the policy's KL."""
+    rows = [row for (row,) in items]
+    neighbours = rows[1:] + rows[:1]
+    strangers = [_answer_with(row, other) for row, other in zip(rows, neighbours, strict=True)]
+    return [*items, *((row,) for row in strangers)]
+
+
+def _answer_with(row: Row, other: Row) -> Row:
+    prompt_end, reply_start = int(row.mask.argmax()), int(other.mask.argmax())
+    return Row(
+        f"{row.id}~{other.id}",
+        np.concatenate([row.tokens[:prompt_end], other.tokens[reply_start:]]),
+        np.concatenate([row.mask[:prompt_end], other.mask[reply_start:]]),
+        scalars={**row.scalars, "mismatched": 1.0},
+    )
+
+
+def best_and_worst(items: list[Item]) -> list[Item]:
+    """Of each group the reply with the highest reward against the one with the lowest; equal ones are left out."""
+    pairs: list[Item] = []
+    for group in items:
+        ranked = sorted(group, key=lambda row: row.scalars["reward"])
+        if ranked[0].scalars["reward"] < ranked[-1].scalars["reward"]:
+            pairs.append(tuple(_scored(row) for row in (ranked[-1], ranked[0])))
+    if not pairs:
+        raise ValueError(f"in none of the {len(items)} groups of this step do two rewards differ: nothing to compare")
+    return pairs
+
+
+def _scored(row: Row) -> Row:
+    return replace(row, scalars={"score": row.scalars["reward"], "margin": 0.0})
+
+
+def above(items: list[Item], *, threshold: float = 1.0) -> list[Item]:
+    """Likelihood of the replies whose reward reaches the threshold; the others are left out (RAFT, RFT).
+
+    Dong et al. 2023, arXiv:2304.06767.
+    """
+    kept: list[Item] = [(row,) for group in items for row in group if row.scalars["reward"] >= threshold]
+    if not kept:
+        best = max(row.scalars["reward"] for group in items for row in group)
+        raise ValueError(f"no reply of this step reaches the threshold {threshold}; the best reward is {best}")
+    return kept

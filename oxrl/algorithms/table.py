@@ -1,0 +1,96 @@
+"""One line per algorithm."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from oxrl.algorithms import credit, policy
+from oxrl.algorithms import preference as p
+from oxrl.algorithms.assemble import with_mismatched
+from oxrl.algorithms.policy import Policy
+from oxrl.algorithms.preference import Pairs
+from oxrl.algorithms.recipes import (
+    CERTAINTY,
+    CHAT,
+    ON_GROUPS,
+    REF_KL,
+    TEXT,
+    Recipe,
+    actor_critic,
+    bco_credit,
+    coupled_preference,
+    distillation,
+    distilled_policy,
+    down_sampled,
+    imitation,
+    judged,
+    kto_credit,
+    mean_log_ratio,
+    mean_margin,
+    policy_gradient,
+    preference,
+    rejection_sampling,
+    reward_model,
+    step_credit,
+)
+from oxrl.algorithms.unpaired import bco_unpaired, kto
+
+_TABLE = (
+    imitation("sft", CHAT),
+    imitation("cpt", TEXT),
+    distillation("kd"),
+    reward_model("rm"),
+    rejection_sampling("rft"),
+    *(
+        preference(loss)
+        for loss in (
+            p.dpo, p.ipo, p.hinge, p.cdpo, p.robust_dpo, p.exo, p.nca, p.sppo, p.apo_zero, p.apo_down, p.dpop, p.rdpo,
+            p.odpo, p.discopop, p.caldpo, p.chipo, p.focalpo, p.gpo, p.hdpo, p.fdpo, p.dposhift,
+        )
+    ),
+    *(preference(loss, reference=False) for loss in (p.simpo, p.alphapo)),
+    *(preference(loss, reference=False, nll=p.NLL_WEIGHT[loss.__name__]) for loss in (p.orpo, p.cpo, p.cposimpo)),
+    preference(p.tdpo, reads=REF_KL),
+    preference(p.wpo, reads=CERTAINTY),
+    preference(p.sampo, credit=down_sampled),
+    coupled_preference(p.aot),
+    coupled_preference(p.drdpo),
+    coupled_preference(p.bco, mean_log_ratio),
+    coupled_preference(p.betadpo, mean_margin),
+    preference(p.dpo, name="online_dpo", **ON_GROUPS),
+    preference(p.dpo, name="spin"),
+    preference(p.dapo_pairs, **ON_GROUPS),
+    judged(kto, kto_credit, with_mismatched),
+    judged(bco_unpaired, bco_credit),
+    policy_gradient(policy.grpo, credit.zscore, "sequence", weigh=policy.per_sequence_mean),
+    policy_gradient(policy.clipped, credit.zscore, "token", name="sgrpo"),
+    policy_gradient(policy.dr_grpo, credit.centre, "sequence"),
+    policy_gradient(policy.dapo, credit.zscore, "token"),
+    policy_gradient(policy.gspo, credit.zscore, "sequence", weigh=policy.per_sequence_mean),
+    policy_gradient(policy.gmpo, credit.zscore, "sequence", weigh=policy.per_sequence_mean),
+    policy_gradient(policy.cispo, credit.zscore, "token"),
+    policy_gradient(policy.reinforce, credit.centre, "sequence"),
+    policy_gradient(policy.reinforce, credit.leave_one_out, "sequence", name="rloo"),
+    policy_gradient(policy.reinforce, credit.max_rl, "sequence", name="max_rl"),
+    policy_gradient(policy.clipped, credit.reinforce_pp, "token", name="reinforce_pp", credit_of=step_credit),
+    actor_critic("ppo"),
+    distilled_policy("opd"),
+)  # fmt: skip
+
+ALGORITHMS: Mapping[str, Recipe] = {recipe.name: recipe for recipe in _TABLE}
+
+
+def recipe_of(function: Any) -> Recipe:
+    """A user's loss, told by the view that its first argument asks for."""
+    hints = typing.get_type_hints(function)
+    first = next((hint for name, hint in hints.items() if name != "return"), None)
+    if first is Pairs:
+        return preference(function)
+    if first is Policy:
+        return policy_gradient(function, credit.zscore, "token")
+    raise ValueError(
+        f"{getattr(function, '__name__', function)}: annotate its first argument with Pairs (a loss per pair) or "
+        "Policy (a loss per token), so that it is known what it wants to see"
+    )
