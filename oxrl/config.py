@@ -14,7 +14,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from oxrl.algorithms import algorithm
+from oxrl.algorithms import algorithm, find
 
 
 class _Section(BaseModel):
@@ -27,9 +27,21 @@ class Run(_Section):
     checkpoint_dir: str | None = Field(None, description="where runs go; default $OXRL_CHECKPOINT_DIR or ./checkpoints")
 
 
+class Switch(_Section):
+    step: int = Field(ge=2, description="the first step that runs it")
+    alg_name: str
+    alg_params: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _known(self) -> Switch:
+        algorithm(self.alg_name, **self.alg_params)
+        return self
+
+
 class Train(_Section):
     alg_name: str = Field("sft", description="see `oxrl algorithms`")
     alg_params: dict[str, Any] = Field({}, description="its parameters, as `oxrl algorithms NAME` lists them")
+    alg_schedule: list[Switch] = Field([], description="other algorithms or parameters from later steps on")
     lr: float = Field(1e-5, gt=0, description="peak learning rate")
     betas: list[float] = Field([0.9, 0.95], min_length=2, max_length=2, description="AdamW's two decay rates")
     adam_epsilon: float = Field(1e-8, gt=0)
@@ -51,7 +63,7 @@ class Train(_Section):
     @field_validator("alg_name")
     @classmethod
     def _known(cls, name: str) -> str:
-        return algorithm(name).name
+        return name if ":" in name else find(name).name
 
     @model_validator(mode="after")
     def _known_parameters(self) -> Train:
@@ -213,6 +225,8 @@ def _in_words(mistake: Any, lines: Mapping[tuple[str, ...], int]) -> str:
     if mistake["type"] == "missing":
         return f"{where}{name} is missing"
     message = mistake["msg"].removeprefix("Value error, ")
+    if mistake["type"] == "value_error":  # our own words, which say what was wrong
+        return f"{where}{name}: {message}" if place else f"{where}{message}"
     return f"{where}{name}: {message}, got {mistake['input']!r}" if place else f"{where}{message}"
 
 

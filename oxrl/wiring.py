@@ -60,6 +60,8 @@ def run_folder(config: Config, output: str | Path | None) -> Path:
 
 def prepare_run(config: Config, output: str | Path | None = None, *, resume: bool = False) -> Prepared:
     """Everything up to the weights; wrong input ends here, as a ValueError in words."""
+    from oxrl.loops.offline import scheduled
+
     folder = run_folder(config, output)
     resume_from = _starting_point(folder, resume)
     check_model(model_config(config))
@@ -73,6 +75,7 @@ def prepare_run(config: Config, output: str | Path | None = None, *, resume: boo
     rows = sum(len(part.items) for part in parts.values())
     steps_per_epoch = config.train.train_steps_per_epoch or -(-rows // config.train.batch_size)
     num_steps = config.train.total_number_of_epochs * steps_per_epoch
+    scheduled(algorithm_schedule(config))
     source = _source(config, {name: part.items for name, part in parts.items()})
     if resume_from is not None:
         source.restore(read_state(resume_from).cursor["data"])  # other rows than before are found out here
@@ -137,9 +140,15 @@ def chosen_algorithm(config: Config) -> Algorithm:
     return algorithm(config.train.alg_name, **config.train.alg_params)
 
 
+def algorithm_schedule(config: Config) -> dict[int, Algorithm]:
+    """First step -> algorithm; most runs have one entry."""
+    later = {each.step: algorithm(each.alg_name, **each.alg_params) for each in config.train.alg_schedule}
+    return {1: chosen_algorithm(config), **dict(sorted(later.items()))}
+
+
 def other_models(config: Config) -> dict[str, str]:
-    """The models that the algorithm compares with, by role; the reference of an adapter is its base, already there."""
-    roles = chosen_algorithm(config).others
+    """The models that the algorithms compare with, by role; the reference of an adapter is its base, already there."""
+    roles = set().union(*(each.others for each in algorithm_schedule(config).values()))
     models: dict[str, str] = {}
     if "teacher" in roles:
         if config.model.teacher is None:
@@ -203,7 +212,7 @@ def _backend(config: Config, tokenizer: Any, num_steps: int) -> Any:
         num_steps=num_steps,
         warmup_steps=int(train.warmup_steps_ratio * num_steps),
         max_grad_norm=train.clip_grad_norm or float("inf"),
-        heads=chosen_algorithm(config).heads,
+        heads=sorted({head for each in algorithm_schedule(config).values() for head in each.heads}),
         others=others,
         write_model=save_adapter if hasattr(model, "peft_config") else write_plain,
     )
@@ -212,7 +221,7 @@ def _backend(config: Config, tokenizer: Any, num_steps: int) -> Any:
 async def _run(prepared: Prepared, backend: Any, console: Sink) -> list[dict[str, float]]:
     from oxrl.backends.local import NonFiniteError
     from oxrl.loops.evaluate import evaluate_offline
-    from oxrl.loops.offline import OfflineConfig, no_evaluation, run_offline
+    from oxrl.loops.offline import OfflineConfig, no_evaluation, run_offline, scheduled
 
     config, folder, train = prepared.config, prepared.folder, prepared.config.train
     state = TrainingState(seed=config.run.seed)
@@ -225,7 +234,7 @@ async def _run(prepared: Prepared, backend: Any, console: Sink) -> list[dict[str
     try:
         return await run_offline(
             backend,
-            chosen,
+            scheduled(algorithm_schedule(config)),
             prepared.source,
             OfflineConfig(
                 num_steps=prepared.num_steps,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import sys
 from difflib import get_close_matches
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -67,12 +69,21 @@ def _import(place: str) -> Any:
     """`package.module:function` or `path/to/file.py:function`."""
     where, _, name = place.rpartition(":")
     path = Path(where)
-    if path.suffix == ".py":
-        if not path.is_file():
-            raise ValueError(f"there is no file {path}")
-        sys.path.insert(0, str(path.parent))
-        where = path.stem
     try:
-        return getattr(importlib.import_module(where), name)
-    except (ImportError, AttributeError) as error:
+        module = _module_of_file(path) if path.suffix == ".py" else importlib.import_module(where)
+        return getattr(module, name)
+    except (ImportError, AttributeError, SyntaxError) as error:
         raise ValueError(f"{place} cannot be imported: {error}") from error
+
+
+def _module_of_file(path: Path) -> ModuleType:
+    """By its path and not by its name, which another module may have too."""
+    if not path.is_file():
+        raise ImportError(f"there is no file {path}")
+    spec = importlib.util.spec_from_file_location(f"oxrl_user_{path.stem}", path)
+    assert spec is not None, f"{path} ends with .py"
+    assert spec.loader is not None, f"{path} ends with .py"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # annotations are looked up there
+    spec.loader.exec_module(module)
+    return module

@@ -75,7 +75,7 @@ def gae(
     *,
     ended: bool,
     last_value: float | None = None,
-    gamma: float = 1.0,
+    gamma: float = 1,
     lam: float = 0.95,
 ) -> Tensor:
     """Generalised advantages of one row's trained tokens, [T]; add `values` for the value head's targets.
@@ -98,7 +98,7 @@ def spread(advantage: float | Tensor, mask: Tensor) -> Tensor:
     if isinstance(advantage, float | int) or advantage.ndim == 0:
         return mask.float() * float(advantage)
     turn = _starts(mask).cumsum(0) - 1
-    advantages = mask.float().zero_()
+    advantages = mask.new_zeros(len(mask)).float()
     advantages[mask] = _one_per_turn(advantage, mask)[turn[mask]]
     return advantages
 
@@ -108,7 +108,7 @@ def place(reward: float | Tensor, mask: Tensor) -> Tensor:
     ends = _starts(mask.flip(0)).flip(0).nonzero().squeeze(1)
     if not len(ends):
         raise ValueError("no token of this row is trained, so its reward would land nowhere; leave the row out")
-    rewards = mask.float().zero_()
+    rewards = mask.new_zeros(len(mask)).float()
     if isinstance(reward, float | int) or reward.ndim == 0:
         rewards[ends[-1]] = float(reward)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -13,7 +14,10 @@ from oxrl.loops.step import train_step
 from oxrl.metrics import Sink, log_to_console
 from oxrl.types import Algorithm, Backend, DataSource, Item, Memory, Row, Sample, TrainingState
 
+logger = logging.getLogger(__name__)
+
 EvaluateFn: TypeAlias = Callable[[Memory], Awaitable[Mapping[str, float]]]
+AlgorithmAt: TypeAlias = Callable[[int], Algorithm]
 SaveFn: TypeAlias = Callable[[TrainingState, int | None], Awaitable[Any]]
 """(state to save, the step of the best evaluation so far or None)."""
 
@@ -55,9 +59,19 @@ async def no_checkpoint(state: TrainingState, best_step: int | None) -> None:
     """For runs whose weights stay in memory."""
 
 
+def scheduled(table: Mapping[int, Algorithm]) -> AlgorithmAt:
+    """`scheduled({1: algorithm("sft"), 100: algorithm("dpo")})`: each from its step on."""
+    if 1 not in table:
+        raise ValueError(f"a schedule says what step 1 does; this one begins at {min(table, default='nothing')}")
+    if len({each.assemble for each in table.values()}) > 1:
+        names = ", ".join(each.name for each in table.values())
+        raise ValueError(f"{names} learn from different kinds of rows, so one run cannot switch between them")
+    return lambda step: table[max(start for start in table if start <= step)]
+
+
 async def run_offline(
     backend: Backend,
-    algorithm: Algorithm,
+    algorithm: Algorithm | AlgorithmAt,
     source: DataSource[Item],
     config: OfflineConfig,
     *,
@@ -66,18 +80,23 @@ async def run_offline(
     log: Sink = log_to_console,
     save: SaveFn = no_checkpoint,
 ) -> list[dict[str, float]]:
-    """Train from `state` to `config.num_steps`; returns what was logged."""
+    """Train from `state` to `config.num_steps`; returns what was logged. A function of the step switches algorithms."""
+    algorithm_at: AlgorithmAt = (lambda _: algorithm) if isinstance(algorithm, Algorithm) else algorithm
     history: list[dict[str, float]] = []
     best, memory = _resume(source, state)
     for step in range(state.step + 1, config.num_steps + 1):
         items = source.get_prompts(config.batch_size)
-        metrics = await train_step(backend, algorithm, items, config.micro_batch_tokens, memory)
+        current = algorithm_at(step)
+        metrics = await train_step(backend, current, items, config.micro_batch_tokens, memory)
+        if step > 1 and _differs(current, algorithm_at(step - 1)):
+            logger.info("step %d: from here on %s %s", step, current.name, dict(current.parameters))
+            metrics["algorithm_switched"] = 1.0
         last = step == config.num_steps
         if _due(step, config.eval_every) or (last and config.eval_every):
             metrics |= await evaluate(memory)
             best = best.after(metrics.get("eval_loss", metrics["loss"]), step)
             last = last or 0 < config.patience <= best.evaluations_since
-        if last or _due(step, config.log_every) or "eval_loss" in metrics:
+        if last or _due(step, config.log_every) or "eval_loss" in metrics or "algorithm_switched" in metrics:
             log(step, metrics)
             history.append({"step": step, **metrics})
         if last or _due(step, config.checkpoint_every) or best.best_step == step:
@@ -93,6 +112,10 @@ def _resume(source: DataSource[Item], state: TrainingState) -> tuple[Best, Memor
         return Best(), {}
     source.restore(state.cursor["data"])
     return Best(**{name: state.cursor[name] for name in Best._fields}), dict(state.cursor["memory"])
+
+
+def _differs(one: Algorithm, other: Algorithm) -> bool:
+    return (one.name, one.parameters) != (other.name, other.parameters)
 
 
 def _due(step: int, every: int) -> bool:

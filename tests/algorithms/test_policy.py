@@ -332,6 +332,7 @@ def test_a_dual_clip_that_would_undo_the_loss_is_refused(bad):
 
 
 def test_a_fixed_length_below_one_is_refused():
+    assert torch.equal(dr_grpo(policy(), max_length=1), clipped(policy()))
     with pytest.raises(ValueError, match="at least 1"):
         dr_grpo(policy(), max_length=0)
 
@@ -400,6 +401,12 @@ def test_the_value_loss_has_the_value_and_gradient_of_its_equation(clip):
     np.testing.assert_allclose(gradient, expected * mask, rtol=1e-6, atol=1e-8)
 
 
+def test_the_value_loss_teaches_the_value_alone():
+    value, old, target = (torch.tensor([each], requires_grad=True) for each in (1.0, 0.5, 2.0))
+    loss = ppo_value(value, old, target, torch.tensor([True]), clip=0.2)
+    assert torch.autograd.grad(loss.sum() + 0 * value.sum(), (old, target), allow_unused=True) == (None, None)
+
+
 def test_value_and_entropy_worked_by_hand_and_widened():
     value, old, target = torch.tensor([[1.0, 1.0, 0.6], [0.5, 0.5, 0.5], [0.0, 2.0, 2.0]])
     mask = torch.tensor([True, True, True])
@@ -466,6 +473,16 @@ def test_corrections_are_finite_far_away_and_wide_in_half_precision(name):
     torch.testing.assert_close(half, weights_of(correction, *rounded, torch.float32, **parameters))
 
 
+def test_nothing_in_nothing_out():
+    nothing = np.zeros(0)
+    view = Policy(*policy(nothing, nothing, nothing, nothing > 0, np.zeros(1, dtype=int))[:4], torch.zeros(0).long(), 0)
+    for loss in NAMED.values():
+        assert loss(view).shape == (0,)
+    for correction, parameters, _ in CORRECTIONS.values():
+        assert correction(view.logprob, view.sampler_logprob, view.mask, view.segment, **parameters).shape == (0,)
+
+
 def test_a_cap_that_is_not_positive_is_refused():
+    assert weights_of(truncated_importance, cap=0.5).max() == pytest.approx(0.5)
     with pytest.raises(ValueError, match="positive"):
         weights_of(truncated_importance, cap=0.0)

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from oxrl.data.buffer import DataBuffer
 from oxrl.data.render import Renderer
 from oxrl.data.sources import load_samples
 from oxrl.loops.evaluate import evaluate_offline
-from oxrl.loops.offline import OfflineConfig, SFTTrainingConfig, run_offline, run_sft_training
+from oxrl.loops.offline import OfflineConfig, SFTTrainingConfig, run_offline, run_sft_training, scheduled
 from oxrl.loops.step import train_step
 from oxrl.models.load import load_model, load_tokenizer
 from oxrl.types import Row, TrainingState
@@ -199,3 +200,21 @@ async def test_training_on_plain_text_learns_it(backend):
     assert len(items) == 2
     history = await run_offline(backend, cpt, DataBuffer(items), OfflineConfig(30, 2), log=lambda step, metrics: None)
     assert history[-1]["loss"] < 0.5 * history[0]["loss"]
+
+
+async def test_a_schedule_switches_algorithms_and_says_so(backend, items, caplog):
+    caplog.set_level("INFO", logger="oxrl")
+    scheduled_items = [tuple(item) for item in items]
+    plan = scheduled({1: SFT, 4: replace(SFT, name="other", parameters={"beta": 0.2})})
+    history = await run_offline(
+        backend, plan, DataBuffer(scheduled_items), OfflineConfig(5, 2, log_every=100), log=lambda step, metrics: None
+    )
+    assert [line["step"] for line in history if "algorithm_switched" in line] == [4]
+    assert "step 4: from here on other {'beta': 0.2}" in caplog.text
+
+
+def test_a_schedule_cannot_change_the_kind_of_rows():
+    with pytest.raises(ValueError, match="different kinds of rows"):
+        scheduled({1: SFT, 5: algorithm("dpo")})
+    with pytest.raises(ValueError, match="step 1"):
+        scheduled({5: SFT})

@@ -1,0 +1,126 @@
+"""The door to the table: names, parameters, a user's own loss, and what is shown of it all."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from oxrl.algorithms import ALGORITHMS, algorithm
+from oxrl.cli import app
+from oxrl.explain import explain
+from oxrl.types import Batch, Outputs, Row
+from tests.rows import write_jsonl
+
+ASKED_FOR = """
+    sft cpt kd rm rft dpo ipo orpo simpo cpo hinge cdpo robust_dpo exo nca sppo apo_zero apo_down aot bco dpop rdpo odpo
+    discopop caldpo wpo sampo betadpo alphapo drdpo chipo focalpo gpo hdpo fdpo dposhift cposimpo tdpo kto grpo sgrpo
+    dr_grpo dapo gspo cispo gmpo rloo reinforce reinforce_pp ppo online_dpo spin opd dapo_pairs
+""".split()
+
+
+@pytest.mark.parametrize("name", ASKED_FOR)
+def test_the_name_is_in_the_table(name):
+    assert algorithm(name).name == name
+
+
+@pytest.mark.parametrize("name", ["OnlineDPO", "online-dpo", "ONLINE_DPO"])
+def test_case_and_dashes_do_not_matter(name):
+    assert algorithm(name).name == "online_dpo"
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "message"),
+    [
+        ("dpoo", {}, "did you mean dpo?"),
+        ("dpo", {"betta": 0.1}, "did you mean beta?"),
+        ("dpo", {"warmth": 0.1}, "it takes: beta"),
+        ("dpo", {"beta": "high"}, "like its default 0.1"),
+        ("aot", {"paired": 1}, "like its default True"),
+        ("grpo", {"kl_estimator": "k9", "kl_coef": 0.1}, "k1, k2, k3"),
+        ("kd", {"divergence": "sideways"}, "forward, reverse"),
+        ("nowhere.py:loss", {}, "no file nowhere.py"),
+        ("json:no_such_function", {}, "cannot be imported"),
+        ("json:dumps", {}, "annotate its first argument"),
+    ],
+)
+def test_a_mistake_is_answered_with_what_is_allowed(name, parameters, message):
+    with pytest.raises(ValueError) as caught:
+        algorithm(name, **parameters)
+    assert message in str(caught.value)
+
+
+def pair_batch(**scalars):
+    from oxrl.data.pack import collate
+
+    streams = {"ref_logprob": np.zeros(3, np.float32)}
+    rows = tuple(Row(side, [1, 2, 3], [False, True, True], streams=streams, scalars=scalars) for side in "ab")
+    return collate([rows])
+
+
+def value_of(built, batch: Batch, logprob: list[float]) -> float:
+    return float(built.loss(Outputs(torch.tensor(logprob)), batch).terms["preference"].total)
+
+
+def test_parameters_reach_the_loss():
+    logprob = [0.0, -1.0, -1.0, 0.0, -2.0, -2.0]  # chosen -2, rejected -4: a margin of 2
+    for beta in (0.1, 0.5):
+        expected = np.log1p(np.exp(-beta * 2))
+        assert value_of(algorithm("dpo", beta=beta), pair_batch(), logprob) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_loss_of_ones_own_works_where_a_name_works(tmp_path):
+    file = tmp_path / "my_losses.py"
+    file.write_text(
+        "from oxrl.algorithms.policy import Policy\nfrom oxrl.algorithms.preference import Pairs\n\n"
+        "def shifted(pairs: Pairs, *, shift: float = 1.0):\n    return pairs.rejected - pairs.chosen + shift\n\n"
+        "def plain(policy: Policy):\n    return -policy.advantage * policy.logprob\n"
+    )
+    built = algorithm(f"{file}:shifted", shift=5.0)
+    assert value_of(built, pair_batch(), [0.0, -1.0, -1.0, 0.0, -2.0, -2.0]) == pytest.approx(-2 + 5)
+    with pytest.raises(ValueError, match="did you mean shift"):
+        algorithm(f"{file}:shifted", shitf=1.0)
+    assert algorithm(f"{file}:plain").needs == ("policy",)
+    rows = [{"prompt": f"{i}?", "chosen": "yes", "rejected": "no"} for i in range(8)]
+    data = write_jsonl(tmp_path / "pairs.jsonl", rows)
+    arguments = ["train", "--model", "tiny", "--data", str(data), "--output", str(tmp_path / "out"), "--algorithm"]
+    done = CliRunner().invoke(app, [*arguments, f"{file}:shifted", "--set", "train.alg_params={shift: 2.0}"])
+    assert done.exit_code == 0, done.output
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_explains_itself_with_source_and_example(name):
+    card = explain(name)
+    assert card.explanation
+    assert f"alg_name: {name}" in card.example
+    text = str(card)
+    assert all(parameter in text for parameter in card.parameters)
+
+
+def test_the_command_line_lists_and_explains():
+    run = CliRunner().invoke
+    listed = run(app, ["algorithms"])
+    assert all(name in listed.output for name in ALGORITHMS)
+    assert json.loads(run(app, ["algorithms", "--json"]).output).keys() == ALGORITHMS.keys()
+    card = json.loads(run(app, ["algorithms", "DPO", "--json"]).output)
+    assert card["parameters"] == {"beta": 0.1}
+    assert "2305.18290" in card["explanation"]
+    wrong = run(app, ["algorithms", "dppo"])
+    assert wrong.exit_code == 2
+    assert "did you mean" in wrong.output
+
+
+def test_a_run_switches_algorithms_where_its_config_says(tmp_path):
+    rows = [{"prompt": f"{i}?", "chosen": "yes", "rejected": "no"} for i in range(8)]
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "model: {name: tiny}\n"
+        f"data: {{train_files_path: {write_jsonl(tmp_path / 'pairs.jsonl', rows)}}}\n"
+        "train:\n  alg_name: simpo\n  train_steps_per_epoch: 4\n  train_batch_size_per_gpu: 2\n"
+        "  alg_schedule:\n    - {step: 3, alg_name: dpo, alg_params: {beta: 0.3}}\n"
+    )
+    done = CliRunner().invoke(app, ["train", str(config), "--output", str(tmp_path / "out")])
+    assert done.exit_code == 0, done.output
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "algorithm_switched" in line] == [3]
