@@ -30,6 +30,15 @@ _HOMES = {
     "oxrl.metrics": "JSONLLogger log_to_console",
     "oxrl.models.load": "load_hf_model load_model load_model_and_ref load_tokenizer",
     "oxrl.models.lora": "attach_lora merge_adapter save_adapter save_merged",
+    "oxrl.models.reference": (
+        "create_ema_updater create_periodic_updater create_reference_model update_reference_model"
+    ),
+    "oxrl.primitives": (
+        "AlgorithmConfig compute_advantages compute_batch_kl compute_dapo_loss compute_dapo_pairs compute_forward_kl "
+        "compute_grpo_advantages compute_grpo_loss compute_loss_by_algorithm compute_per_token_kl "
+        "compute_ppo_advantages compute_ppo_loss compute_reverse_kl compute_value_loss create_adaptive_kl "
+        "create_algorithm_config create_truncated_kl get_reference_logprobs grpo_loss ppo_loss"
+    ),
     "oxrl.tensors": "token_logprobs",
     "oxrl.wiring": "RunResult train_run",
 }

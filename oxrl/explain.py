@@ -57,6 +57,22 @@ def explain(name: str) -> Card:
     )
 
 
+def document() -> str:
+    """The page `docs/algorithms.md`."""
+    parts = [
+        "# Algorithms",
+        "Generated from the functions themselves by `python -m oxrl.explain`; `oxrl algorithms NAME` prints the same.",
+        "In the formulas w is the chosen reply and l the rejected one, h = log p - log ref summed over a reply, s the "
+        "sigmoid, r a ratio of probabilities, A an advantage.",
+    ]
+    for name in ALGORITHMS:
+        card = explain(name)
+        defaults = ", ".join(f"`{each} = {value!r}`" for each, value in card.parameters.items()) or "none"
+        needs = ", ".join(card.needs) or "nothing but the model"
+        parts += [f"## {name}", card.explanation, f"Learns from {card.rows}; needs {needs}. Parameters: {defaults}."]
+    return "\n\n".join(parts) + "\n"
+
+
 def _explanation(function: Any) -> str:
     return inspect.cleandoc(function.__doc__ or "")
 
@@ -70,3 +86,9 @@ def _example(built: Algorithm) -> str:
     lines = ["model:", "  name: smollm2-135m", *(["  teacher: smollm2-135m"] if "teacher" in built.others else [])]
     lines += ["train:", f"  alg_name: {built.name}", "data:", "  train_files_path: rows.jsonl"]
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    import sys
+
+    sys.stdout.write(document())

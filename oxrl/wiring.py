@@ -187,6 +187,7 @@ def seed_everything(seed: int) -> None:
 
 
 def _backend(config: Config, tokenizer: Any, num_steps: int) -> Any:
+    from oxrl.backends._forward import HEADS
     from oxrl.backends.local import create_pytorch_backend, write_plain
 
     model = load_model(model_config(config))
@@ -202,7 +203,7 @@ def _backend(config: Config, tokenizer: Any, num_steps: int) -> Any:
         targets = lora.target_modules if isinstance(lora.target_modules, str) else tuple(lora.target_modules)
         model = attach_lora(model, LoraSettings(lora.r, lora.alpha, lora.dropout, targets), seed=config.run.seed)
     train = config.train
-    return create_pytorch_backend(
+    backend = create_pytorch_backend(
         model,
         lr=train.lr,
         weight_decay=train.weight_decay,
@@ -216,6 +217,9 @@ def _backend(config: Config, tokenizer: Any, num_steps: int) -> Any:
         others=others,
         write_model=save_adapter if hasattr(model, "peft_config") else write_plain,
     )
+    if (Path(config.model.name) / HEADS).exists():  # a model that was trained with heads goes on with them
+        backend.module.load_heads(Path(config.model.name))
+    return backend
 
 
 async def _run(prepared: Prepared, backend: Any, console: Sink) -> list[dict[str, float]]:

@@ -15,7 +15,7 @@ LAYERS = [
     {"models", "generators", "backends"},
     {"loops", "checkpoint", "metrics"},
     {"config"},
-    {"wiring", "plot", "show", "explain"},
+    {"wiring", "plot", "show", "explain", "primitives"},
     {"cli"},
 ]
 STRANGERS = [("models", "generators"), ("models", "backends"), ("generators", "backends")]

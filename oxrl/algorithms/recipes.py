@@ -61,6 +61,10 @@ class Recipe(NamedTuple):
     also: tuple[Callable[..., Any], ...] = ()  # functions whose keyword-only parameters belong to it too
     hidden: tuple[str, ...] = ()  # parameters that the adapter fills
 
+    def own(self) -> set[str]:
+        """The parameters of the loss itself, without those of what is added to it."""
+        return set(accepted(self.loss, self.schema()))
+
     def schema(self) -> dict[str, inspect.Parameter]:
         """Parameter name -> its default and annotation."""
         return {

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Layout = Literal["packed", "padded"]
+HEADS = "heads.safetensors"
 PACKED = {"sdpa": "oxrl_sdpa", "eager": "oxrl_eager"}
 
 _rows_are_packed: ContextVar[bool] = ContextVar("_rows_are_packed", default=False)
@@ -42,7 +44,7 @@ class LanguageModel(nn.Module):
     def __init__(self, model: PreTrainedModel, heads: Sequence[str] = ()) -> None:
         super().__init__()
         self.model = model
-        self.layout: Layout = "packed"
+        self.layout: Layout = "padded"  # always right; `prepare_layout` finds out whether packed is too
         width = self.inner.get_output_embeddings().weight.shape[1]
         # Zero is a fair first guess of a value or score, and the same one on every machine.
         self.heads = nn.ModuleDict({name: _zero_linear(width).to(model.device) for name in heads})
@@ -74,6 +76,18 @@ class LanguageModel(nn.Module):
         if "score" in self.heads:
             read["score"] = self.heads["score"](hidden[last].float())[:, 0]
         return read
+
+    def save_heads(self, folder: Path) -> None:
+        from safetensors.torch import save_file
+
+        if len(self.heads):
+            save_file(self.heads.state_dict(), folder / HEADS)
+
+    def load_heads(self, folder: Path) -> None:
+        from safetensors.torch import load_file
+
+        if len(self.heads):
+            self.heads.load_state_dict(load_file(folder / HEADS))
 
     def as_other(self, batch: Batch) -> Other:
         """This model as the one that another is compared with."""
@@ -286,7 +300,7 @@ def prepare_layout(model: LanguageModel) -> Probed:
         reason = _why_not_packed(model, batch, single, attention)
         if reason is not None:
             inner.set_attn_implementation(attention)
-            model.layout = "padded"
+        model.layout = "packed" if reason is None else "padded"
     model.train(was_training)
     if reason is None:
         return Probed("packed", f"rows run packed ({attention} attention, row by row)")

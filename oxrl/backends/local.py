@@ -33,7 +33,6 @@ class NonFiniteError(RuntimeError):
         self.batches = list(batches)
 
 
-HEADS = "heads.safetensors"
 WriteModel: TypeAlias = Callable[[Any, Path], None]
 
 
@@ -166,8 +165,7 @@ class PyTorchTrainingBackend:
         from safetensors.torch import save_file
 
         self.write_model(self.model, path)
-        if len(self.module.heads):
-            save_file(self.module.heads.state_dict(), path / HEADS)
+        self.module.save_heads(path)
         state = {key: value.contiguous() for key, value in self.optimizer.tensors().items()}
         state["backend:version"] = torch.tensor(self.version)
         save_file(state, path / "optimizer.safetensors")
@@ -178,8 +176,7 @@ class PyTorchTrainingBackend:
         from safetensors.torch import load_file
 
         self.load_weights(_saved_weights(self.model, path))
-        if len(self.module.heads):
-            self.module.heads.load_state_dict(load_file(path / HEADS))
+        self.module.load_heads(path)
         state = load_file(path / "optimizer.safetensors")
         self.version = int(state.pop("backend:version"))
         self.optimizer.restore(state)

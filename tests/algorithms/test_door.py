@@ -1,6 +1,7 @@
 """The door to the table: names, parameters, a user's own loss, and what is shown of it all."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from typer.testing import CliRunner
 
 from oxrl.algorithms import ALGORITHMS, algorithm
 from oxrl.cli import app
-from oxrl.explain import explain
+from oxrl.explain import document, explain
 from oxrl.types import Batch, Outputs, Row
 from tests.rows import write_jsonl
 
@@ -124,3 +125,8 @@ def test_a_run_switches_algorithms_where_its_config_says(tmp_path):
     assert done.exit_code == 0, done.output
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "algorithm_switched" in line] == [3]
+
+
+def test_the_documentation_page_is_what_the_functions_say():
+    page = Path(__file__).parents[2] / "docs" / "algorithms.md"
+    assert page.read_text() == document(), "run: python -m oxrl.explain > docs/algorithms.md"

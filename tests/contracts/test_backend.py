@@ -1,5 +1,7 @@
 """What every `Backend` must do, run over each implementation."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ import torch
 from oxrl.algorithms import algorithm
 from oxrl.backends.local import create_pytorch_backend
 from oxrl.data.pack import collate, count_units
+from oxrl.loops.step import train_step
 from oxrl.models.load import load_model
 from oxrl.tensors import entropy
 from oxrl.types import Read, Row
@@ -95,6 +98,30 @@ async def test_a_saved_backend_goes_on_to_the_bit(make, tmp_path):
     expected = dict((await through.get_weights()).module.named_parameters())
     for name, parameter in (await resumed.get_weights()).module.named_parameters():
         assert torch.equal(parameter, expected[name]), name
+
+
+@pytest.mark.parametrize(("name", "head"), [("rm", "score"), ("ppo", "value")])
+async def test_heads_are_trained_saved_and_come_back(make, tmp_path, name, head):
+    items = some_items()
+    pairs = [
+        tuple(
+            replace(row, scalars={"score": 0.0, "margin": 0.0, "reward": 1.0, "ended": 1.0})
+            for (row,) in items[i : i + 2]
+        )
+        for i in range(0, 8, 2)
+    ]
+    trained = make(heads=(head,), others={})
+    for _ in range(3):
+        await train_step(trained, algorithm(name), pairs, 1000)
+    batch = collate(pairs)
+    (before,) = await trained.logprobs([batch])
+    read = getattr(before, head)
+    assert read.abs().max() > 0, "a head that starts at zero must have moved"
+    await trained.save(tmp_path)
+    fresh = make(heads=(head,), others={})
+    await fresh.load(tmp_path)
+    (after,) = await fresh.logprobs([batch])
+    assert torch.equal(getattr(after, head), read)
 
 
 async def test_a_saved_model_is_a_plain_transformers_folder(make, tmp_path):

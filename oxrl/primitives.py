@@ -1,0 +1,235 @@
+"""Plain functions by category, every one with extension points: thin doors to the functions that the trainer uses.
+
+A door takes plain tensors and records and returns a number; what is replaced by passing another function is named in
+its signature. Nothing is computed here that is not computed by the table's own functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from oxrl.algorithms import algorithm, find, kl, policy, preference
+from oxrl.algorithms import credit as crediting
+from oxrl.algorithms.assemble import best_and_worst
+from oxrl.algorithms.kl import Estimator
+from oxrl.algorithms.kl import adaptive_kl as create_adaptive_kl
+from oxrl.algorithms.kl import truncated_kl as create_truncated_kl
+from oxrl.algorithms.policy import Policy
+from oxrl.algorithms.preference import Pairs
+from oxrl.backends._forward import LanguageModel, prepare_layout
+from oxrl.checkpoint import load_checkpoint, save_checkpoint
+from oxrl.data.pack import collate
+from oxrl.metrics import log_to_console
+from oxrl.models.load import load_model, load_tokenizer
+from oxrl.models.reference import (
+    create_ema_updater,
+    create_periodic_updater,
+    create_reference_model,
+    update_reference_model,
+)
+from oxrl.types import Item, Row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def compute_forward_kl(logprobs: Tensor, ref_logprobs: Tensor, *, kl_fn: Estimator = kl.forward_k3) -> Tensor:
+    """KL(ref || policy) per token on average, estimated from the policy's own tokens."""
+    return kl_fn(logprobs, ref_logprobs).mean()
+
+
+def compute_reverse_kl(logprobs: Tensor, ref_logprobs: Tensor, *, kl_fn: Estimator = kl.k3) -> Tensor:
+    """KL(policy || ref) per token on average, estimated from the policy's own tokens."""
+    return kl_fn(logprobs, ref_logprobs).mean()
+
+
+def compute_per_token_kl(logprobs: Tensor, ref_logprobs: Tensor, *, kl_fn: Estimator = kl.k1) -> Tensor:
+    return kl_fn(logprobs, ref_logprobs)
+
+
+def compute_batch_kl(logprobs: Sequence[Tensor], ref_logprobs: Sequence[Tensor], *, kl_fn: Estimator = kl.k1) -> Tensor:
+    """The KL of each of N sequences, summed over its tokens: `[N]`."""
+    return torch.stack([kl_fn(own, ref).sum() for own, ref in zip(logprobs, ref_logprobs, strict=True)])
+
+
+def token_logprobs_of(model: PreTrainedModel, rows: Sequence[Row]) -> list[Tensor]:
+    """Log-probs of each row's trained tokens."""
+    batch = collate([(row,) for row in rows], model.device)
+    module = LanguageModel(model).eval()
+    prepare_layout(module)
+    with torch.no_grad():
+        values = module(batch).logprob
+    spans = zip(batch.borders[:-1], batch.borders[1:], strict=True)
+    return [values[start:end][batch.mask[start:end]] for start, end in spans]
+
+
+def get_reference_logprobs(
+    ref_model: PreTrainedModel,
+    rows: Sequence[Row],
+    *,
+    logprob_extractor: Callable[[PreTrainedModel, Sequence[Row]], list[Tensor]] = token_logprobs_of,
+) -> list[Tensor]:
+    """What the reference thinks of each row's trained tokens."""
+    return logprob_extractor(ref_model, rows)
+
+
+def compute_grpo_advantages(
+    rewards: Sequence[Tensor], *, advantage_fn: Callable[[Tensor], Tensor] = crediting.zscore
+) -> list[Tensor]:
+    """Rewards of each group to advantages of each group."""
+    return [advantage_fn(group) for group in rewards]
+
+
+def compute_grpo_loss(
+    batch: Policy, advantages: Tensor | None = None, *, loss_fn: Callable[..., Tensor] = policy.grpo, **parameters: Any
+) -> Tensor:
+    """The mean over sequences of `loss_fn`; `advantages` are per token, or per sequence, for all of its tokens."""
+    return loss_fn(_with_advantages(batch, advantages), **parameters).sum() / batch.num_sequences
+
+
+def compute_ppo_advantages(
+    rewards: Tensor,
+    values: Tensor | None = None,
+    *,
+    value_fn: Callable[[Tensor], Tensor] = torch.zeros_like,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    ended: bool = True,
+    last_value: float | None = None,
+) -> Tensor:
+    """GAE over one row's tokens; without `values`, `value_fn` of the rewards gives them."""
+    known = value_fn(rewards) if values is None else values
+    return crediting.gae(rewards, known, ended=ended, last_value=last_value, gamma=gamma, lam=lam)
+
+
+def compute_ppo_loss(
+    batch: Policy,
+    advantages: Tensor | None = None,
+    *,
+    clip_range: float = 0.2,
+    loss_fn: Callable[..., Tensor] = policy.clipped,
+) -> Tensor:
+    """The mean over trained tokens of the clipped surrogate."""
+    view = _with_advantages(batch, advantages)
+    return loss_fn(view, clip_low=clip_range, clip_high=clip_range).sum() / batch.mask.sum()
+
+
+def compute_value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, clip: float = 0.2
+) -> Tensor:
+    return policy.ppo_value(values, old_values, returns, mask, clip=clip).sum() / mask.sum()
+
+
+def compute_dapo_pairs(
+    groups: Sequence[Item], *, pair_selector: Callable[[list[Item]], list[Item]] = best_and_worst
+) -> list[Item]:
+    """Groups of scored rows to (chosen, rejected) pairs."""
+    return pair_selector(list(groups))
+
+
+def compute_dapo_loss(
+    pairs: Pairs, *, beta: float = 0.1, loss_fn: Callable[..., Tensor] = preference.dapo_pairs
+) -> Tensor:
+    return loss_fn(pairs, beta=beta).mean()
+
+
+class AlgorithmConfig(NamedTuple):
+    """`AlgorithmConfig("grpo", {"kl_coef": 0.2})`: a name of the table and its parameters, checked."""
+
+    name: str
+    parameters: Mapping[str, Any]
+
+
+def create_algorithm_config(name: str, parameters: Mapping[str, Any] | None = None) -> AlgorithmConfig:
+    """Checked against the table. `clip_range` sets both clips; `dapo` with `beta` means its pair form, `dapo_pairs`."""
+    given = dict(parameters or {})
+    if "clip_range" in given:
+        both = given.pop("clip_range")
+        given |= {"clip_low": both, "clip_high": both}
+    if name.lower() == "dapo" and "beta" in given:
+        name = "dapo_pairs"
+    built = algorithm(name, **given)
+    return AlgorithmConfig(built.name, given)
+
+
+def compute_loss_by_algorithm(batch: Policy | Pairs, config: AlgorithmConfig) -> Tensor:
+    """The named loss of a view, averaged over sequences (a `Policy`) or pairs; KL and entropy terms are not in it."""
+    loss = find(config.name).loss
+    taken = {name: value for name, value in config.parameters.items() if name in find(config.name).own()}
+    losses: Tensor = loss(batch, **taken)
+    return losses.mean() if isinstance(batch, Pairs) else losses.sum() / batch.num_sequences
+
+
+def _with_advantages(batch: Policy, advantages: Tensor | None) -> Policy:
+    if advantages is None:
+        return batch
+    if len(advantages) == batch.num_sequences != len(batch.logprob):
+        advantages = advantages[batch.segment]
+    return batch._replace(advantage=advantages)
+
+
+def compute_advantages(rewards: Tensor, baseline: float | Tensor = 0.0) -> Tensor:
+    """Reward minus baseline."""
+    return rewards - baseline
+
+
+def grpo_loss(logits: Tensor, labels: Tensor, loss_mask: Tensor, advantages: Tensor) -> Tensor:
+    """-log p * advantage over masked tokens, from logits `[B, S, V]` and `[B]` advantages: the policy gradient."""
+    view = _from_logits(logits, labels, loss_mask, advantages)
+    return policy.reinforce(view).sum() / view.mask.sum()
+
+
+def ppo_loss(
+    logits: Tensor,
+    labels: Tensor,
+    loss_mask: Tensor,
+    advantages: Tensor,
+    old_log_probs: Tensor,
+    clip_range: float = 0.2,
+) -> Tensor:
+    """The clipped surrogate over masked tokens; `old_log_probs [B, S]` speak about the token at their place."""
+    view = _from_logits(logits, labels, loss_mask, advantages)
+    return compute_ppo_loss(view._replace(sampler_logprob=old_log_probs[:, 1:].reshape(-1)), clip_range=clip_range)
+
+
+def _from_logits(logits: Tensor, labels: Tensor, loss_mask: Tensor, advantages: Tensor) -> Policy:
+    """Logits at a position speak about the next label: shifted here, so that the view is about tokens."""
+    targets, mask = labels[:, 1:], loss_mask[:, 1:].bool()
+    logprob = logits[:, :-1].float().log_softmax(-1).gather(-1, targets.clamp_min(0)[..., None])[..., 0]
+    segment = torch.arange(len(labels), device=labels.device)[:, None].expand_as(mask).reshape(-1)
+    flat = logprob.reshape(-1)
+    return Policy(flat, flat.detach(), advantages[segment], mask.reshape(-1), segment, len(labels))
+
+
+CATEGORIES: Mapping[str, tuple[Callable[..., Any], ...]] = {
+    "inference": (load_model, load_tokenizer),
+    "kl divergence": (
+        compute_forward_kl,
+        compute_reverse_kl,
+        compute_per_token_kl,
+        compute_batch_kl,
+        create_reference_model,
+        update_reference_model,
+        get_reference_logprobs,
+        create_truncated_kl,
+        create_adaptive_kl,
+        create_ema_updater,
+        create_periodic_updater,
+    ),
+    "algorithms": (
+        compute_grpo_advantages,
+        compute_grpo_loss,
+        compute_ppo_advantages,
+        compute_ppo_loss,
+        compute_value_loss,
+        compute_dapo_pairs,
+        compute_dapo_loss,
+        create_algorithm_config,
+        compute_loss_by_algorithm,
+    ),
+    "training loop": (log_to_console, save_checkpoint, load_checkpoint),
+}
