@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 TORCH  := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench mutants clean
 
 export OMP_WAIT_POLICY ?= PASSIVE
 
@@ -48,6 +48,9 @@ $(VENV)/.bench: $(VENV)/.dev
 	@echo "installing what the benchmarks compare with"
 	@$(PIP) --editable ".[trl]"
 	@touch $@
+
+mutants: $(VENV)/.dev
+	$(BIN)/python benchmarks/mutants.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

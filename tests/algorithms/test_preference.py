@@ -209,7 +209,7 @@ def alphapo(p, _, beta=2.5, alpha=0.25, gamma=0.25):
     def reward(logprob, length):
         return beta * (1 - np.exp(logprob) ** (-alpha / length)) / alpha
 
-    return -np.log(s(reward(p.chosen, p.len_chosen) - reward(p.rejected, p.len_rejected) - gamma))
+    return np.logaddexp(0, reward(p.rejected, p.len_rejected) - reward(p.chosen, p.len_chosen) + gamma)
 
 
 def orpo(p, _, lambda_=0.1):
@@ -318,7 +318,9 @@ def test_values_and_gradients_stay_finite_at_extreme_log_probs(name, given):
 
 @each_case
 def test_bf16_sums_are_computed_in_float32(name, given):
-    pairs = as_pairs(numbers(2), torch.bfloat16, requires_grad=True)
+    p = numbers(2)
+    p.rejected, p.ref_rejected = p.rejected + 12.3, p.ref_rejected + 12.3  # so that bf16 could not hold the differences
+    pairs = as_pairs(p, torch.bfloat16, requires_grad=True)
     rounded = SimpleNamespace(**{field: x.detach().double().numpy() for field, x in pairs._asdict().items()})
     losses = LOSSES[name](pairs, **given)
     assert losses.dtype == torch.float32

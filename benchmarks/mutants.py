@@ -1,0 +1,142 @@
+"""Break each loss in small ways and see whether its tests notice: the proof that the tests prove something.
+
+Every mutant is one edit of the syntax tree (a sign flipped, an operator swapped, a clip, mask or stop-gradient dropped,
+a constant or comparison changed), imported in a forked process in place of the module, whose own test file then runs.
+
+    python benchmarks/mutants.py [preference policy ...] [--list]
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import difflib
+import importlib.abc
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch  # noqa: F401 - imported once here, not once in each of a thousand children
+
+ROOT = Path(__file__).parents[1]
+MODULES = ("preference", "unpaired", "policy", "credit", "kl", "supervised")
+SWAPPED = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult}
+CONTRARY = {ast.Lt: ast.GtE, ast.LtE: ast.Gt, ast.Gt: ast.LtE, ast.GtE: ast.Lt, ast.Eq: ast.NotEq}
+DROPPED = {"clamp", "detach", "masked_fill", "square", "exp", "expm1", "sqrt", "relu", "sigmoid", "where"}
+EXCHANGED = {"minimum": "maximum", "maximum": "minimum", "chosen": "rejected", "rejected": "chosen"}
+
+Edit = Callable[[ast.AST], ast.AST]
+
+
+def edits(node: ast.AST) -> Iterator[tuple[str, Edit]]:
+    """The ways to break one node, each with a name."""
+    match node:
+        case ast.BinOp(op=op) if type(op) in SWAPPED:
+            yield "operator", lambda n: ast.BinOp(n.left, SWAPPED[type(n.op)](), n.right)
+        case ast.UnaryOp(op=ast.USub() | ast.Invert() | ast.Not()):
+            yield "sign", lambda n: n.operand
+        case ast.Compare(ops=[op]) if type(op) in CONTRARY:
+            yield "comparison", lambda n: ast.Compare(n.left, [CONTRARY[type(n.ops[0])]()], n.comparators)
+        case ast.Constant(value=bool()):
+            yield "flag", lambda n: ast.Constant(not n.value)
+        case ast.Constant(value=int() | float()):
+            yield "constant", lambda n: ast.Constant(n.value * 1.5 + 0.1)
+        case ast.Call(func=ast.Attribute(attr=name)) if name in DROPPED:
+            yield f"without .{name}", lambda n: n.func.value
+        case ast.Attribute(attr=name) if name in EXCHANGED:
+            yield f"not {name}", lambda n: ast.Attribute(n.value, EXCHANGED[n.attr], n.ctx)
+        case ast.IfExp():
+            yield "branch", lambda n: n.orelse
+
+
+def spared(tree: ast.Module) -> set[int]:
+    """Nodes whose change no test should notice: annotations, messages, imports for the type checker."""
+    ids: set[int] = set()
+    for node in ast.walk(tree):
+        roots = [getattr(node, field, None) for field in ("annotation", "returns")]
+        if isinstance(node, ast.Raise | ast.JoinedStr):
+            roots.append(node)
+        ids |= {id(each) for root in roots if root is not None for each in ast.walk(root)}
+    return ids
+
+
+def mutants(source: str) -> Iterator[tuple[str, str]]:
+    """(description, mutated source) of every single edit."""
+    tree = ast.parse(source)
+    skip = spared(tree)
+    for index, node in enumerate(list(ast.walk(tree))):
+        for which, (name, _) in enumerate(edits(node) if id(node) not in skip else ()):
+            changed = copy.deepcopy(tree)
+            target = list(ast.walk(changed))[index]
+            edit = list(edits(target))[which][1]
+            code = ast.unparse(ast.fix_missing_locations(_Replace(target, edit(target)).visit(changed)))
+            yield f"line {getattr(node, 'lineno', 0)}, {name}", code
+
+
+class _Replace(ast.NodeTransformer):
+    def __init__(self, target: ast.AST, replacement: ast.AST) -> None:
+        self.target, self.replacement = target, replacement
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        return self.replacement if node is self.target else super().generic_visit(node)
+
+
+class _Instead(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports `code` under the module's name."""
+
+    def __init__(self, module: str, code: str) -> None:
+        self.module, self.code = module, code
+
+    def find_spec(self, name: str, _path: object, _target: object = None) -> object:
+        return importlib.util.spec_from_loader(name, self) if name == self.module else None
+
+    def exec_module(self, module: object) -> None:
+        exec(compile(self.code, self.module, "exec"), module.__dict__)
+
+
+def survives(module: str, code: str) -> bool:
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            silence = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(silence, 1)
+            os.dup2(silence, 2)
+            for name in [name for name in sys.modules if name.startswith("oxrl")]:
+                del sys.modules[name]
+            sys.meta_path.insert(0, _Instead(f"oxrl.algorithms.{module}", code))
+            test = str(ROOT / "tests" / "algorithms" / f"test_{module}.py")
+            status = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--timeout=120", test]) != 0)
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(child, 0)
+    return os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("modules", nargs="*", default=MODULES, metavar="module")
+    parser.add_argument("--list", action="store_true", help="count them, run nothing")
+    arguments = parser.parse_args()
+    sys.path.insert(0, str(ROOT))
+    for module in arguments.modules:
+        source = (ROOT / "oxrl" / "algorithms" / f"{module}.py").read_text()
+        plain = ast.unparse(ast.parse(source)).splitlines()
+        made = list(mutants(source))
+        alive = 0
+        for description, code in [] if arguments.list else made:
+            if survives(module, code):
+                alive += 1
+                changed = [line for line in difflib.ndiff(plain, code.splitlines()) if line[0] == "+"]
+                print(f"  {module} survived: {description}: {changed[0][1:].strip() if changed else ''}", flush=True)
+        print(
+            f"{module}: {len(made)} mutants" + ("" if arguments.list else f", {len(made) - alive} noticed"), flush=True
+        )
+
+
+if __name__ == "__main__":
+    main()
