@@ -28,7 +28,8 @@ def algorithm(name: str, **parameters: Any) -> Algorithm:
     """`algorithm("dpo", beta=0.2)`; `algorithm("my_file.py:my_loss", beta=0.2)` for a loss of one's own."""
     recipe = find(name)
     _check_parameters(recipe, parameters)
-    return recipe.build(recipe.name, parameters)
+    defaults = {each: parameter.default for each, parameter in recipe.schema().items()}
+    return recipe.build(recipe.name, {**defaults, **parameters})
 
 
 def find(name: str) -> Recipe:

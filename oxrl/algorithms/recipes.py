@@ -326,8 +326,8 @@ def policy_gradient(
     """A loss per token, with an advantage per group (or step); the KL term is weighed over tokens as the loss is."""
 
     def build(name: str, parameters: Parameters) -> Algorithm:
-        kl_coef, entropy_coef = parameters.get("kl_coef", 0.0), parameters.get("entropy_coef", 0.0)
-        estimator = _estimator(parameters.get("kl_estimator", "k3"))
+        kl_coef, entropy_coef = parameters["kl_coef"], parameters["entropy_coef"]
+        estimator = _estimator(parameters["kl_estimator"])
         own = accepted(loss, parameters)
 
         def step(outputs: Outputs, batch: Batch) -> Losses:
@@ -337,17 +337,25 @@ def policy_gradient(
                 reference = batch.streams["ref_logprob"]
                 penalty = kl.kl_penalty_loss(view.logprob, reference, view.mask, kl_coef=kl_coef, estimator=estimator)
                 terms["kl"] = Term(weigh(penalty, view).sum(), unit)
-            if entropy_coef:
-                bonus = policy.entropy_bonus(outputs.statistics["entropy"], view.mask, entropy_coef=entropy_coef)
-                terms["entropy_bonus"] = Term(bonus.sum(), "token")
-            return Losses(terms, _policy_metrics(view))
+            return Losses({**terms, **_entropy_term(outputs, view, entropy_coef)}, _policy_metrics(view))
 
         needs = ("policy", "ref") if kl_coef else ("policy",)
-        reads = {"entropy": Read(entropy)} if entropy_coef else {}
+        reads = _entropy_read(entropy_coef)
         credit = credit_of(partial(advantage, **accepted(advantage, parameters)))
         return Algorithm(name, group_items, step, needs, reads, credit=credit, parameters=parameters)
 
     return Recipe(name or loss.__name__, loss, build, also=(regularised, advantage))
+
+
+def _entropy_read(entropy_coef: float) -> dict[str, Read]:
+    return {"entropy": Read(entropy)} if entropy_coef else {}
+
+
+def _entropy_term(outputs: Outputs, view: Policy, entropy_coef: float) -> dict[str, Term]:
+    if not entropy_coef:
+        return {}
+    bonus = policy.entropy_bonus(outputs.statistics["entropy"], view.mask, entropy_coef=entropy_coef)
+    return {"entropy_bonus": Term(bonus.sum(), "token")}
 
 
 def _estimator(name: str) -> kl.Estimator:
@@ -371,6 +379,7 @@ def ppo(
     value_coef: float = 0.1,
     value_clip: float = 0.2,
     kl_in_reward: float = 0.0,
+    entropy_coef: float = 0.0,
 ) -> None:
     """GAE over a value head on the shared backbone, clipped surrogate, clipped value loss. Schulman et al. 2017."""
 
@@ -378,9 +387,8 @@ def ppo(
 def actor_critic(name: str = "ppo") -> Recipe:
     def build(name: str, parameters: Parameters) -> Algorithm:
         own = accepted(policy.clipped, parameters)
-        entropy_coef = parameters.get("entropy_coef", 0.0)
-        in_reward = parameters.get("kl_in_reward", 0.0)
-        discount = {"gamma": parameters.get("gamma", 1.0), "lam": parameters.get("lam", 0.95)}
+        entropy_coef, in_reward = parameters["entropy_coef"], parameters["kl_in_reward"]
+        discount = {"gamma": parameters["gamma"], "lam": parameters["lam"]}
 
         def credit(items: list[Item], memory: Memory) -> list[Item]:  # noqa: ARG001 - the signature of credit
             return [(_with_returns(row, in_reward, discount),) for group in items for row in group]
@@ -389,27 +397,23 @@ def actor_critic(name: str = "ppo") -> Recipe:
             assert outputs.value is not None, "the value head is missing"
             view = policy_view(outputs, batch)
             value_loss = policy.ppo_value(
-                outputs.value, batch.streams["value"], batch.streams["return"], view.mask,
-                clip=parameters.get("value_clip", 0.2),
-            )  # fmt: skip
+                outputs.value,
+                batch.streams["value"],
+                batch.streams["return"],
+                view.mask,
+                clip=parameters["value_clip"],
+            )
             terms = {
                 "policy": Term(policy.clipped(view, **own).sum(), "token"),
-                "value": Term(parameters.get("value_coef", 0.1) * value_loss.sum(), "token"),
+                "value": Term(parameters["value_coef"] * value_loss.sum(), "token"),
             }
-            if entropy_coef:
-                bonus = policy.entropy_bonus(outputs.statistics["entropy"], view.mask, entropy_coef=entropy_coef)
-                terms["entropy_bonus"] = Term(bonus.sum(), "token")
-            return Losses(terms, _policy_metrics(view))
+            return Losses({**terms, **_entropy_term(outputs, view, entropy_coef)}, _policy_metrics(view))
 
         needs = ("policy", "ref") if in_reward else ("policy",)
-        reads = {"entropy": Read(entropy)} if entropy_coef else {}
+        reads = _entropy_read(entropy_coef)
         return Algorithm(name, group_items, step, needs, reads, credit=credit, heads=("value",), parameters=parameters)
 
-    return Recipe(name, ppo, build, also=(policy.clipped, _entropy_only))
-
-
-def _entropy_only(*, entropy_coef: float = 0.0) -> None:
-    """A bonus for entropy."""
+    return Recipe(name, ppo, build, also=(policy.clipped,))
 
 
 def _with_returns(row: Row, kl_in_reward: float, discount: dict[str, float]) -> Row:

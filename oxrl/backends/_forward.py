@@ -140,37 +140,57 @@ def _padded_hidden(body: nn.Module, batch: Batch) -> Tensor:
     return hidden
 
 
-def _row_by_row_sdpa(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    row_borders: tuple[int, ...] | None = None,
-    **options: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """Causal attention inside each row of `[1, heads, T, head_dim]`."""
-    if row_borders is None:
-        return _of_transformers("sdpa", module)(module, query, key, value, attention_mask, **options)
-    window, groups = _note_window(options), query.shape[1] // key.shape[1]
-    if query.is_cuda and query.dtype != torch.float32 and not options.get("dropout"):
-        return _variable_length(query, key, value, window, options), None
-    rows = []
-    for start, end in pairwise(row_borders):
-        mask = _window_mask(end - start, window, query.device)
-        row = torch.nn.functional.scaled_dot_product_attention(
-            query[:, :, start:end],
-            key[:, :, start:end],
-            value[:, :, start:end],
-            attn_mask=mask,
-            dropout_p=options.get("dropout") or 0.0,
-            is_causal=mask is None,
-            scale=options.get("scaling"),
-            enable_gqa=groups > 1,
-        )
-        rows.append(row)
-    return torch.cat(rows, dim=2).transpose(1, 2), None
+def _row_by_row(name: str, attend: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """An attention function for transformers: `attend` inside each row of `[1, heads, T, head_dim]`."""
+
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        row_borders: tuple[int, ...] | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        if row_borders is None:  # a pass that is not ours, generation with a cache, say
+            return _of_transformers(name, module)(module, query, key, value, attention_mask, **options)
+        window = _note_window(options)
+        if name == "sdpa" and query.is_cuda and query.dtype != torch.float32 and not options.get("dropout"):
+            return _variable_length(query, key, value, window, options), None
+        rows = [
+            attend(*(x[:, :, start:end] for x in (query, key, value)), window, options)
+            for start, end in pairwise(row_borders)
+        ]
+        return torch.cat(rows, dim=2).transpose(1, 2), None
+
+    return attention
+
+
+def _attend_sdpa(query: Tensor, key: Tensor, value: Tensor, window: int | None, options: dict[str, Any]) -> Tensor:
+    length = query.shape[2]
+    mask = None if window is None or length <= window else _causal_mask(length, window, query.device)
+    return torch.nn.functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=options.get("dropout") or 0.0,
+        is_causal=mask is None,
+        scale=options.get("scaling"),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def _attend_eager(query: Tensor, key: Tensor, value: Tensor, window: int | None, options: dict[str, Any]) -> Tensor:
+    """Spelt out: softmax in float32, with the soft cap that some models put on attention scores."""
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    scores = query @ key.transpose(2, 3) * (options.get("scaling") or query.shape[-1] ** -0.5)
+    if (cap := options.get("softcap")) is not None:
+        scores = cap * torch.tanh(scores / cap)
+    allowed = _causal_mask(query.shape[2], window, query.device)
+    weights = scores.float().masked_fill(~allowed, float("-inf")).softmax(-1).to(query.dtype)
+    return nn.functional.dropout(weights, options.get("dropout") or 0.0) @ value
 
 
 def _variable_length(query: Tensor, key: Tensor, value: Tensor, window: int | None, options: dict[str, Any]) -> Tensor:
@@ -206,34 +226,6 @@ def _takes_shared_heads() -> bool:
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-def _row_by_row_eager(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    row_borders: tuple[int, ...] | None = None,
-    **options: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """As above, spelt out: softmax in float32, with the soft cap that some models put on attention scores."""
-    if row_borders is None:
-        return _of_transformers("eager", module)(module, query, key, value, attention_mask, **options)
-    window, groups = _note_window(options), query.shape[1] // key.shape[1]
-    scale = options.get("scaling") or query.shape[-1] ** -0.5
-    rows = []
-    for start, end in pairwise(row_borders):
-        q, k, v = (x[:, :, start:end] for x in (query, key, value))
-        scores = q @ k.repeat_interleave(groups, dim=1).transpose(2, 3) * scale
-        if (cap := options.get("softcap")) is not None:
-            scores = cap * torch.tanh(scores / cap)
-        allowed = _causal_mask(end - start, window, query.device)
-        weights = scores.float().masked_fill(~allowed, float("-inf")).softmax(-1).to(q.dtype)
-        weights = nn.functional.dropout(weights, options.get("dropout") or 0.0, module.training)
-        rows.append(weights @ v.repeat_interleave(groups, dim=1))
-    return torch.cat(rows, dim=2).transpose(1, 2), None
-
-
 def _note_window(options: dict[str, Any]) -> int | None:
     window: int | None = options.get("sliding_window")
     seen = _windows_seen.get()
@@ -247,13 +239,8 @@ def _causal_mask(length: int, window: int | None, device: torch.device) -> Tenso
     return (distance >= 0) & (distance < (window or length))
 
 
-def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """None where plain causal attention says the same."""
-    return None if window is None or length <= window else _causal_mask(length, window, device)
-
-
 def _of_transformers(name: str, module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """Transformers' own attention, for passes that are not ours (generation with a cache, say)."""
+    """Transformers' own attention."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     function: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(
@@ -269,8 +256,8 @@ def register_attention() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-    for name, function in (("sdpa", _row_by_row_sdpa), ("eager", _row_by_row_eager)):
-        AttentionInterface.register(PACKED[name], function)
+    for name, attend in (("sdpa", _attend_sdpa), ("eager", _attend_eager)):
+        AttentionInterface.register(PACKED[name], _row_by_row(name, attend))
         AttentionMaskInterface.register(PACKED[name], _mask_unless_packed(ALL_MASK_ATTENTION_FUNCTIONS[name]))
 
 
