@@ -23,6 +23,7 @@ lint: $(VENV)/.dev
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/projection.py
 	$(BIN)/python benchmarks/sft.py
+	$(BIN)/python benchmarks/parity.py
 
 # Without a GPU the CPU build of torch is asked for by name; where no index offers it, the plain one does.
 $(VENV)/bin/python:
