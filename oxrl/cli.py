@@ -56,7 +56,9 @@ Sampling = Annotated[float, typer.Option(min=0, help="0 always takes the likelie
 def train(
     config: Annotated[Path | None, typer.Argument(help="YAML file; flags are laid over it.")] = None,
     model: Model = None,
-    algorithm: Annotated[str | None, typer.Option(help="A name from `oxrl algorithms`.")] = None,
+    algorithm: Annotated[
+        str | None, typer.Option(help="A name from `oxrl algorithms`, or a loss of your own: FILE.py:FUNCTION.")
+    ] = None,
     data: Annotated[str | None, typer.Option(help="Training rows: JSONL, Parquet, CSV or a hub id.")] = None,
     val: Annotated[str | None, typer.Option(help="Held-out rows for evaluation.")] = None,
     output: Annotated[Path | None, typer.Option(help="The run's folder.")] = None,
@@ -65,7 +67,7 @@ def train(
     batch_size: Annotated[int | None, typer.Option(help="Rows per optimizer step.")] = None,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
     lora: Annotated[bool, typer.Option("--lora", help="Train a LoRA adapter instead of all weights.")] = False,
-    seed: Annotated[int | None, typer.Option()] = None,
+    seed: Annotated[int | None, typer.Option(help="Fixes data order, dropout and new weights.")] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Any config key: --set train.weight_decay=0.1")
     ] = None,
@@ -103,7 +105,10 @@ def train(
 def _config(path: Path | None, output: Path | None, resume: bool, overrides: list[str]) -> Config:
     from oxrl.config import load_config
 
-    if path is None and resume and output is not None and (output / "config.yaml").exists():
+    if path is None and resume:
+        if output is None or not (output / "config.yaml").exists():
+            where = "--output names the run to resume" if output is None else f"there is nothing to resume in {output}"
+            raise ValueError(where)
         path = output / "config.yaml"
     return load_config(path, overrides)
 
@@ -112,7 +117,13 @@ def _train_and_tell(prepared: Any, as_json: bool) -> None:
     from oxrl.wiring import train_prepared
 
     try:
-        result = train_prepared(prepared)
+        with _mistakes_end_here():
+            result = train_prepared(prepared)
+    except KeyboardInterrupt:
+        typer.secho(f"\ninterrupted; go on with: oxrl train --output {prepared.folder} --resume", fg="yellow", err=True)
+        raise typer.Exit(130) from None
+    except typer.Exit:  # a RuntimeError too, but already told
+        raise
     except RuntimeError as failure:
         typer.secho(f"the run failed: {failure}", fg="red", err=True)
         raise typer.Exit(1) from failure
@@ -149,8 +160,12 @@ def chat(
         history.append(Message("user", said))
         sampling = GenerationConfig(max_new_tokens, temperature, seed=seed + turn)
         typer.echo("model> ", nl=False)
-        with _mistakes_end_here():
+        try:
             answer = speaker.generate([render.prompt(history)], sampling, on_token=_Typewriter(speaker.tokenizer))[0]
+        except ValueError as mistake:  # something the template cannot say: the talk goes on without it
+            typer.secho(str(mistake), fg="red", err=True)
+            history.pop()
+            continue
         typer.echo("")
         history.append(Message("assistant", answer.text))
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -18,7 +18,7 @@ from oxrl.algorithms import algorithm, find
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class Run(_Section):
@@ -43,7 +43,9 @@ class Train(_Section):
     alg_params: dict[str, Any] = Field({}, description="its parameters, as `oxrl algorithms NAME` lists them")
     alg_schedule: list[Switch] = Field([], description="other algorithms or parameters from later steps on")
     lr: float = Field(1e-5, gt=0, description="peak learning rate")
-    betas: list[float] = Field([0.9, 0.95], min_length=2, max_length=2, description="AdamW's two decay rates")
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
+        [0.9, 0.95], min_length=2, max_length=2, description="AdamW's two decay rates"
+    )
     adam_epsilon: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.01, ge=0)
     warmup_steps_ratio: float = Field(0.1, ge=0, lt=1, description="share of the steps that warms up")
@@ -170,7 +172,10 @@ def _read(path: Path) -> str:
     if not path.is_file():
         near = get_close_matches(path.name, [other.name for other in path.parent.glob("*.y*ml")], n=1)
         raise ConfigError(f"there is no config file {path}" + (f"; did you mean {near[0]}?" if near else ""))
-    return path.read_text(encoding="utf-8")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not a text file") from None
 
 
 class _Loader(yaml.SafeLoader):
@@ -209,8 +214,15 @@ def _lay_over(raw: dict[str, Any], override: str) -> None:
     if not equals or not sections:
         raise ConfigError(f"an override looks like train.lr=1e-4, not {override!r}")
     for section in sections:
-        raw = raw.setdefault(section, {})
-    raw[key] = yaml.load(value, _Loader)  # noqa: S506 - a SafeLoader
+        if raw.get(section) is None:
+            raw[section] = {}
+        raw = raw[section]
+        if not isinstance(raw, dict):
+            raise ConfigError(f"{section} must be a section with keys, such as {key}, not {raw!r}")
+    try:
+        raw[key] = yaml.load(value, _Loader)  # noqa: S506 - a SafeLoader
+    except yaml.YAMLError:
+        raise ConfigError(f"{override!r}: what stands behind = is not valid YAML") from None
 
 
 def _in_words(mistake: Any, lines: Mapping[tuple[str, ...], int]) -> str:

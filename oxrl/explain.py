@@ -6,7 +6,7 @@ import inspect
 from typing import Any, NamedTuple
 
 from oxrl.algorithms import algorithm, find
-from oxrl.algorithms.assemble import conversation_items, group_items, judged_items, pair_items, text_items
+from oxrl.algorithms.assemble import conversation_items, good_items, group_items, judged_items, pair_items, text_items
 from oxrl.algorithms.table import ALGORITHMS
 from oxrl.types import Algorithm, AssembleFn
 
@@ -15,6 +15,7 @@ ROWS: dict[AssembleFn, str] = {
     text_items: "plain text",
     pair_items: "pairs (prompt, chosen, rejected)",
     judged_items: "judged replies (prompt, completion, label)",
+    good_items: "groups of scored replies (prompt, responses, rewards)",
     group_items: "groups of scored replies (prompt, responses, rewards)",
 }
 
@@ -52,9 +53,9 @@ def explain(name: str) -> Card:
     recipe = find(name)
     built = algorithm(name)
     parameters = {each: parameter.default for each, parameter in recipe.schema().items()}
-    return Card(
-        recipe.name, _explanation(recipe.loss), parameters, ROWS[built.assemble], _needs(built), _example(built)
-    )
+    rows = ROWS[getattr(built.assemble, "func", built.assemble)]
+    shown = name if ":" in name else recipe.name
+    return Card(shown, _explanation(recipe.loss), parameters, rows, _needs(built), _example(built, shown))
 
 
 def document() -> str:
@@ -82,9 +83,9 @@ def _needs(built: Algorithm) -> list[str]:
     return [*(words[other] for other in sorted(built.others)), *(f"a {head} head" for head in built.heads)]
 
 
-def _example(built: Algorithm) -> str:
+def _example(built: Algorithm, name: str) -> str:
     lines = ["model:", "  name: smollm2-135m", *(["  teacher: smollm2-135m"] if "teacher" in built.others else [])]
-    lines += ["train:", f"  alg_name: {built.name}", "data:", "  train_files_path: rows.jsonl"]
+    lines += ["train:", f"  alg_name: {name}", "data:", "  train_files_path: rows.jsonl"]
     return "\n".join(lines)
 
 

@@ -261,6 +261,7 @@ class Algorithm:
     arrange: ArrangeFn = list
     credit: CreditFn = no_credit
     heads: tuple[str, ...] = ()  # "value", "score"
+    judged_by: str | None = "loss"  # the number of an evaluation that is better when lower; None: none of them is
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -64,16 +64,27 @@ def prepare_run(config: Config, output: str | Path | None = None, *, resume: boo
 
     folder = run_folder(config, output)
     resume_from = _starting_point(folder, resume)
+    if resume:
+        _check_resumable(config, folder / "config.yaml")
+    _check_writable(folder)
     check_model(model_config(config))
-    for name in other_models(config).values():
-        check_model(model_config(config)._replace(name=name, revision=None))
     tokenizer = load_tokenizer(model_config(config))
+    for role, name in other_models(config).items():
+        check_model(model_config(config)._replace(name=name, revision=None))
+        if load_tokenizer(name).get_vocab() != tokenizer.get_vocab():
+            raise ConfigError(f"the {role} model {name} has another tokenizer: its tokens mean something else")
     parts = {name: _items(config, path, tokenizer) for name, path in config.data.train_files.items()}
     for name, part in parts.items():
         logger.info("%s: %s", name, part.describe())
-    held_out = [item for path in config.data.val_files.values() for item in _items(config, path, tokenizer).items]
+    held_out: list[Item] = []
+    for name, path in config.data.val_files.items():
+        part = _items(config, path, tokenizer)
+        logger.info("%s, held out: %s", name, part.describe())
+        held_out += part.items
     rows = sum(len(part.items) for part in parts.values())
     steps_per_epoch = config.train.train_steps_per_epoch or -(-rows // config.train.batch_size)
+    if config.train.batch_size > rows:
+        logger.warning("a step of %d rows repeats the %d rows there are", config.train.batch_size, rows)
     num_steps = config.train.total_number_of_epochs * steps_per_epoch
     scheduled(algorithm_schedule(config))
     source = _source(config, {name: part.items for name, part in parts.items()})
@@ -84,11 +95,37 @@ def prepare_run(config: Config, output: str | Path | None = None, *, resume: boo
 
 def _starting_point(folder: Path, resume: bool) -> Path | None:
     newest = latest_checkpoint(folder / "checkpoints")
-    if resume and newest is None and not (folder / "config.yaml").exists():
-        raise ConfigError(f"there is nothing to resume in {folder}: it has no run")
+    if resume and newest is None:
+        if not (folder / "config.yaml").exists():
+            raise ConfigError(f"there is nothing to resume in {folder}: it has no run")
+        logger.warning("%s has no checkpoint yet: starting over", folder)
     if not resume and (folder / "metrics.jsonl").exists():
         raise ConfigError(f"{folder} already holds a run: pass --resume to go on with it, or another --output")
     return newest if resume else None
+
+
+def _check_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the run's folder {folder} cannot be made: {error.strerror}") from error
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"the run's folder {folder} cannot be written to")
+
+
+def _check_resumable(config: Config, path: Path) -> None:
+    """Weights of one shape cannot go on in another."""
+    if not path.exists():
+        return
+    before = yaml.safe_load(path.read_text(encoding="utf-8"))
+    now = config.model_dump(mode="json")
+    for section, key in (("model", "name"), ("lora", "enabled"), ("lora", "r"), ("train", "alg_name")):
+        was, wanted = before[section][key], now[section][key]
+        if was != wanted:
+            raise ConfigError(
+                f"this run has {section}.{key} {was!r} and cannot be resumed with {wanted!r}: "
+                "start a new run from its checkpoint instead"
+            )
 
 
 def _items(config: Config, path: str, tokenizer: Any) -> Assembled:
@@ -126,7 +163,7 @@ def _source(config: Config, parts: dict[str, list[Item]]) -> DataSource[Item]:
 def model_config(config: Config) -> ModelConfig:
     model = config.model
     return ModelConfig(
-        name=model.name,
+        name=resolve_weights(model.name),
         dtype=model.dtype,
         attn_implementation=model.attn_implementation,
         gradient_checkpointing=model.gradient_checkpointing,
@@ -160,12 +197,23 @@ def other_models(config: Config) -> dict[str, str]:
 
 
 def train_prepared(prepared: Prepared) -> RunResult:
+    from filelock import FileLock, Timeout
+
+    folder = prepared.folder
+    lock = FileLock(folder / ".lock", blocking=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise ConfigError(f"another process is training in {folder}: wait for it, or choose another --output") from None
+    with lock:
+        return _train_locked(prepared)
+
+
+def _train_locked(prepared: Prepared) -> RunResult:
     import anyio
     from transformers.utils.logging import disable_progress_bar
 
     config, folder = prepared.config, prepared.folder
-    folder.mkdir(parents=True, exist_ok=True)
-    _record_config(config, folder / "config.yaml")
     seed_everything(config.run.seed)
     backend = _backend(config, prepared.tokenizer, prepared.num_steps)
     done = 0 if prepared.resume_from is None else read_state(prepared.resume_from).step
@@ -217,8 +265,9 @@ def _backend(config: Config, tokenizer: Any, num_steps: int) -> Any:
         others=others,
         write_model=save_adapter if hasattr(model, "peft_config") else write_plain,
     )
-    if (Path(config.model.name) / HEADS).exists():  # a model that was trained with heads goes on with them
-        backend.module.load_heads(Path(config.model.name))
+    weights = Path(model_config(config).name)
+    if (weights / HEADS).exists():  # a model that was trained with heads goes on with them
+        backend.module.load_heads(weights)
     return backend
 
 
@@ -232,6 +281,7 @@ async def _run(prepared: Prepared, backend: Any, console: Sink) -> list[dict[str
     if prepared.resume_from is not None:
         state = await load_checkpoint(prepared.resume_from, backend)
         logger.info("resuming at step %d from %s", state.step, prepared.resume_from)
+    _record_config(config, folder / "config.yaml", resuming=prepared.resume_from is not None)
     chosen = chosen_algorithm(config)
     eval_every = train.eval_every or max(1, prepared.num_steps // 10)
     save = partial(_save, folder / "checkpoints", backend, prepared.tokenizer, train.keep_last)
@@ -278,10 +328,10 @@ def _save_suspects(folder: Path, error: Any) -> Path:
     return file
 
 
-def _record_config(config: Config, path: Path) -> None:
+def _record_config(config: Config, path: Path, *, resuming: bool) -> None:
     """What a resume will be held against; a change is said aloud."""
     now = config.model_dump(mode="json")
-    if path.exists():
+    if resuming and path.exists():
         before = yaml.safe_load(path.read_text(encoding="utf-8"))
         for section, keys in now.items():
             for key, value in keys.items():

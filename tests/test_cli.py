@@ -1,8 +1,10 @@
 """The command line as a user meets it: what works, and what one sees when it does not."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from typer.testing import CliRunner
@@ -80,6 +82,12 @@ def test_chat_answers_until_the_user_says_nothing(trained):
     assert done.output.count("model>") == 2
 
 
+def test_chat_survives_what_it_cannot_say():
+    done = run("chat", "tiny", "--max-new-tokens", 2, input="hi <|im_end|> there\nhello\n\n")
+    assert done.exit_code == 0, done.output
+    assert done.output.count("model>") == 2
+
+
 def test_the_same_seed_says_the_same():
     def once(seed):
         return run(
@@ -102,7 +110,14 @@ def test_the_same_seed_says_the_same():
         (["train", "--model", "tiny", "--data", "ROWS", "--lr", "-1"], "greater than 0"),
         (["train", "--model", "tiny", "--data", "BAD"], "bad.jsonl:2"),
         (["train", "--model", "tiny", "--data", "ROWS", "--set", "data.max_seq_len=3"], "none of 4 items is left"),
-        (["train", "--output", "nowhere", "--resume"], "missing"),
+        (["train", "--output", "nowhere", "--resume"], "nothing to resume in nowhere"),
+        (["train", "--resume"], "--output names the run"),
+        (["train", "--model", "tiny", "--data", "ROWS", "--lora", "--set", "lora.target_modules=[nope]"], "q_proj"),
+        (["train", "--model", "tiny", "--data", "ROWS", "--output", "ROWS"], "cannot be made"),
+        (["train", "--model", "tiny", "--data", "ROWS", "--set", "train.betas=[5,7]"], "less than 1"),
+        (["train", "--model", "tiny", "--data", "ROWS", "--set", "train.lr=.inf"], "finite"),
+        (["train", "--model", "tiny", "--data", "ROWS", "--set", "train.lr={"], "not valid YAML"),
+        (["train", "--model", "tiny", "--data", "ROWS", "--set", "model.name.x=1"], "must be a section"),
         (["train", "--model", "tiny", "--data", "ROWS", "--set", "model.device=cuda:99"], "cuda"),
         (["generate", "tiny"], "--prompt"),
         (["generate", "nowhere", "--prompt", "x"], "nowhere"),
@@ -112,7 +127,8 @@ def test_the_same_seed_says_the_same():
         (["no-such-command"], "No such command"),
     ],
 )
-def test_wrong_input_is_answered_in_words_with_exit_code_2(arguments, message, tmp_path):
+def test_wrong_input_is_answered_in_words_with_exit_code_2(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.setenv("OXRL_CHECKPOINT_DIR", str(tmp_path / "checkpoints"))
     places = {
         "ROWS": write_jsonl(tmp_path / "rows.jsonl", sums(4)),
         "BAD": write_jsonl(tmp_path / "bad.jsonl", [*sums(1), {"prompt": "no response"}]),
@@ -133,6 +149,53 @@ def test_wrong_input_is_found_before_any_model_is_loaded(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_run_cannot_be_resumed_in_another_shape_and_is_not_harmed_by_the_attempt(trained):
+    folder, _ = trained
+    for change in (["--lora"], ["--algorithm", "cpt"], ["--set", "model.name=smollm2-135m"]):
+        attempt = run("train", "--output", folder / "out", "--resume", *change)
+        assert attempt.exit_code == 2, attempt.output
+        assert "cannot be resumed" in attempt.output
+    assert run("train", "--output", folder / "out", "--resume").exit_code == 0
+
+
+def test_two_processes_cannot_train_in_one_folder(tmp_path):
+    from filelock import FileLock
+
+    data = write_jsonl(tmp_path / "rows.jsonl", sums(4))
+    (tmp_path / "out").mkdir()
+    with FileLock(tmp_path / "out" / ".lock"):
+        done = run("train", "--model", "tiny", "--data", data, "--output", tmp_path / "out")
+    assert done.exit_code == 2
+    assert "another process is training" in done.output
+
+
+def test_a_reference_with_another_tokenizer_is_refused(tmp_path):
+    rows = [{"prompt": f"{i}?", "chosen": "yes", "rejected": "no"} for i in range(4)]
+    data = write_jsonl(tmp_path / "pairs.jsonl", rows)
+    arguments = ["--model", "tiny", "--algorithm", "dpo", "--data", data, "--output", tmp_path / "out"]
+    done = run("train", *arguments, "--set", "model.ref_model=smollm2-135m")
+    assert done.exit_code == 2
+    assert "another tokenizer" in done.output
+
+
+def test_an_interrupted_run_saves_says_so_and_goes_on(tmp_path):
+    data = write_jsonl(tmp_path / "rows.jsonl", sums(16))
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "oxrl.cli", "train", "--output", str(out)]
+    start = [*command, "--model", "tiny", "--data", str(data), "--epochs", "500"]
+    process = subprocess.Popen(start, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (out / "metrics.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert "--resume" in said
+    assert "Traceback" not in said
+    done = len((out / "metrics.jsonl").read_text().splitlines())
+    assert (out / "checkpoints" / f"step_{done:04d}").is_dir(), "what was done is saved"
 
 
 def test_two_datasets_are_mixed_by_ratio(tmp_path):

@@ -63,6 +63,15 @@ def group_items(sample: Sample, render: Render) -> list[Item]:
     return [tuple(rows)]
 
 
+def good_items(sample: Sample, render: Render, *, threshold: float = 1.0) -> list[Item]:
+    """Likelihood of the replies whose reward reaches the threshold; the others are left out (RAFT, RFT).
+
+    Dong et al. 2023, arXiv:2304.06767.
+    """
+    (group,) = group_items(sample, render)
+    return [(row,) for row in group if row.scalars["reward"] >= threshold]
+
+
 def _reply_row(sample: Sample, reply: Sequence[Message], render: Render, id: str) -> Row:
     rows = render.conversation(
         (*sample.messages, *reply), id=id, first_trained=len(sample.messages), tools=sample.tools
@@ -111,15 +120,3 @@ def best_and_worst(items: list[Item]) -> list[Item]:
 
 def _scored(row: Row) -> Row:
     return replace(row, scalars={"score": row.scalars["reward"], "margin": 0.0})
-
-
-def above(items: list[Item], *, threshold: float = 1.0) -> list[Item]:
-    """Likelihood of the replies whose reward reaches the threshold; the others are left out (RAFT, RFT).
-
-    Dong et al. 2023, arXiv:2304.06767.
-    """
-    kept: list[Item] = [(row,) for group in items for row in group if row.scalars["reward"] >= threshold]
-    if not kept:
-        best = max(row.scalars["reward"] for group in items for row in group)
-        raise ValueError(f"no reply of this step reaches the threshold {threshold}; the best reward is {best}")
-    return kept

@@ -75,7 +75,7 @@ def gae(
     *,
     ended: bool,
     last_value: float | None = None,
-    gamma: float = 1,
+    gamma: float = 1.0,
     lam: float = 0.95,
 ) -> Tensor:
     """Generalised advantages of one row's trained tokens, [T]; add `values` for the value head's targets.

@@ -19,9 +19,9 @@ from torch import Tensor
 from oxrl.algorithms import credit as crediting
 from oxrl.algorithms import kl, policy, supervised
 from oxrl.algorithms.assemble import (
-    above,
     best_and_worst,
     conversation_items,
+    good_items,
     group_items,
     judged_items,
     pair_items,
@@ -111,10 +111,10 @@ def reward_model(name: str) -> Recipe:
 
 def rejection_sampling(name: str) -> Recipe:
     def build(name: str, parameters: Parameters) -> Algorithm:
-        arrange = partial(above, **parameters)
-        return Algorithm(name, group_items, supervised.negative_log_likelihood, arrange=arrange, parameters=parameters)
+        assemble = partial(good_items, **parameters)
+        return Algorithm(name, assemble, supervised.negative_log_likelihood, parameters=parameters)
 
-    return Recipe(name, above, build)
+    return Recipe(name, good_items, build)
 
 
 def pair_view(outputs: Outputs, batch: Batch) -> Pairs:
@@ -200,7 +200,8 @@ def coupled_preference(loss: Loss, remember: Callable[[Pairs, Memory], float] | 
             objective = Term(batch.scalars["objective"].sum(), "pair")
             return Losses({"weighted": Term(weighted, "constant")}, {"objective": objective, **_pair_metrics(pairs)})
 
-        return Algorithm(name, pair_items, step, ("policy", "ref"), credit=credit, parameters=parameters)
+        needs = ("policy", "ref")
+        return Algorithm(name, pair_items, step, needs, credit=credit, parameters=parameters, judged_by="objective")
 
     return Recipe(loss.__name__, loss, build, hidden=("baseline",))
 
@@ -342,7 +343,7 @@ def policy_gradient(
         needs = ("policy", "ref") if kl_coef else ("policy",)
         reads = _entropy_read(entropy_coef)
         credit = credit_of(partial(advantage, **accepted(advantage, parameters)))
-        return Algorithm(name, group_items, step, needs, reads, credit=credit, parameters=parameters)
+        return Algorithm(name, group_items, step, needs, reads, credit=credit, parameters=parameters, judged_by=None)
 
     return Recipe(name or loss.__name__, loss, build, also=(regularised, advantage))
 
@@ -411,7 +412,8 @@ def actor_critic(name: str = "ppo") -> Recipe:
 
         needs = ("policy", "ref") if in_reward else ("policy",)
         reads = _entropy_read(entropy_coef)
-        return Algorithm(name, group_items, step, needs, reads, credit=credit, heads=("value",), parameters=parameters)
+        options: dict[str, Any] = {"heads": ("value",), "parameters": parameters, "judged_by": None}
+        return Algorithm(name, group_items, step, needs, reads, credit=credit, **options)
 
     return Recipe(name, ppo, build, also=(policy.clipped,))
 
@@ -462,7 +464,7 @@ def distilled_policy(name: str = "opd") -> Recipe:
             return Losses({"policy": Term(policy.opd(view).sum(), "token")}, {"teacher_gap": Term(gap, "token")})
 
         needs = ("policy", "teacher")
-        return Algorithm(name, group_items, step, needs, credit=credit, parameters=parameters)
+        return Algorithm(name, group_items, step, needs, credit=credit, parameters=parameters, judged_by=None)
 
     return Recipe(name, policy.opd, build)
 

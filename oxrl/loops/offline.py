@@ -7,6 +7,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
+import anyio
+import anyio.lowlevel
+
 from oxrl.algorithms import algorithm as named_algorithm
 from oxrl.data.buffer import DataBuffer
 from oxrl.data.render import Renderer
@@ -84,27 +87,44 @@ async def run_offline(
     algorithm_at: AlgorithmAt = (lambda _: algorithm) if isinstance(algorithm, Algorithm) else algorithm
     history: list[dict[str, float]] = []
     best, memory = _resume(source, state)
+    reached = state
     for step in range(state.step + 1, config.num_steps + 1):
+        await _stop_here_if_interrupted(reached, state, best, save)
         items = source.get_prompts(config.batch_size)
         current = algorithm_at(step)
         metrics = await train_step(backend, current, items, config.micro_batch_tokens, memory)
         if step > 1 and _differs(current, algorithm_at(step - 1)):
             logger.info("step %d: from here on %s %s", step, current.name, dict(current.parameters))
             metrics["algorithm_switched"] = 1.0
+        if metrics["grad_norm"] == 0:
+            logger.warning("step %d taught nothing: its gradient is zero (are all rewards of a group equal?)", step)
         last = step == config.num_steps
         if _due(step, config.eval_every) or (last and config.eval_every):
             metrics |= await evaluate(memory)
-            best = best.after(metrics.get("eval_loss", metrics["loss"]), step)
+            if current.judged_by is not None:
+                best = best.after(metrics[f"eval_{current.judged_by}"], step)
             last = last or 0 < config.patience <= best.evaluations_since
         if last or _due(step, config.log_every) or "eval_loss" in metrics or "algorithm_switched" in metrics:
             log(step, metrics)
             history.append({"step": step, **metrics})
+        cursor = {"data": source.state(), "memory": memory, **best._asdict()}
+        reached = TrainingState(step, state.version + step - state.step, state.seed, cursor)
         if last or _due(step, config.checkpoint_every) or best.best_step == step:
-            cursor = {"data": source.state(), "memory": memory, **best._asdict()}
-            await save(TrainingState(step, state.version + step - state.step, state.seed, cursor), best.best_step)
+            await save(reached, best.best_step)
         if last:
             break
     return history
+
+
+async def _stop_here_if_interrupted(reached: TrainingState, start: TrainingState, best: Best, save: SaveFn) -> None:
+    """Between two steps is the moment to be interrupted: nothing is half done, and what is done is saved."""
+    try:
+        await anyio.lowlevel.checkpoint()
+    except anyio.get_cancelled_exc_class():
+        if reached.step > start.step:
+            with anyio.CancelScope(shield=True):
+                await save(reached, best.best_step)
+        raise
 
 
 def _resume(source: DataSource[Item], state: TrainingState) -> tuple[Best, Memory]:

@@ -166,3 +166,32 @@ async def test_it_learns_what_its_rows_say_and_the_contrary_with_its_sign_flippe
         gains.append(await worth(backend, name, held_out) - before)
     assert gains[0] > 0.05
     assert gains[1] < 0.02
+
+
+def test_an_evaluation_judges_only_by_a_number_that_falls_as_the_model_learns():
+    """The surrogate of a policy gradient and the weighted sum of a coupled loss do not: the worst would be kept as best."""
+    judged = {name: algorithm(name).judged_by for name in ALGORITHMS}
+    coupled = {name for name, by in judged.items() if by == "objective"}
+    assert coupled == {"aot", "drdpo", "bco", "betadpo"}
+    assert all(judged[name] is None for name in ("grpo", "ppo", "rloo", "dapo", "gspo", "cispo", "opd", "reinforce_pp"))
+    assert all(judged[name] == "loss" for name in ("sft", "dpo", "kto", "rm", "kd", "orpo", "rft", "online_dpo"))
+
+
+def test_rejection_sampling_keeps_what_reaches_the_threshold_and_nothing_else(rows_of):
+    rows = [{"prompt": "a?", "responses": ["x", "y", "z"], "rewards": [0.2, 0.5, 0.9]}]
+    rows += [{"prompt": "b?", "responses": ["u", "v"], "rewards": [0.0, 0.1]}]
+    samples = load_samples(rows).samples
+    items = assemble(samples, algorithm("rft", threshold=0.5), Renderer(load_tokenizer("tiny"))).items
+    assert [row.id for (row,) in items] == ["rows:1/1", "rows:1/2"]
+
+
+async def test_a_step_without_differences_is_called_out(rows_of, caplog):
+    from oxrl.data.buffer import DataBuffer
+    from oxrl.loops.offline import OfflineConfig, run_offline
+
+    items = [
+        tuple(replace(row, scalars={**row.scalars, "reward": 1.0}) for row in item) for item in rows_of("grpo", 4, 3)
+    ]
+    config = OfflineConfig(num_steps=1, batch_size=4)
+    await run_offline(backend_for("grpo"), algorithm("grpo"), DataBuffer(items), config, log=lambda step, metrics: None)
+    assert "taught nothing" in caplog.text
