@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -48,6 +48,7 @@ from oxrl.types import (
     no_credit,
 )
 
+T = TypeVar("T")
 Loss: TypeAlias = Callable[..., Tensor]
 Parameters: TypeAlias = dict[str, Any]
 
@@ -159,17 +160,26 @@ def preference(
     """A loss whose pairs do not depend on each other; `nll` adds that much of the chosen replies' NLL."""
 
     def build(name: str, parameters: Parameters) -> Algorithm:
+        own, nll_weight = accepted(loss, parameters), parameters.get("nll_weight", 0.0)
+
         def step(outputs: Outputs, batch: Batch) -> Losses:
             pairs = pair_view(outputs, batch)
-            terms = {"preference": Term(loss(pairs, **parameters).sum(), "pair")}
-            if nll:
-                terms["nll_chosen"] = Term(-nll * pairs.chosen.sum(), "chosen_token")
+            terms = {"preference": Term(loss(pairs, **own).sum(), "pair")}
+            if nll_weight:
+                terms["nll_chosen"] = Term(-nll_weight * pairs.chosen.sum(), "chosen_token")
             return Losses(terms, _pair_metrics(pairs))
 
         needs = ("ref",) if reference else ()
         return Algorithm(name, assemble, step, needs, reads, arrange, credit, parameters=parameters)
 
-    return Recipe(name or loss.__name__, loss, build)
+    return Recipe(name or loss.__name__, loss, build, also=(_nll_added(nll),) if nll else ())
+
+
+def _nll_added(default: float) -> Callable[..., None]:
+    def also(*, nll_weight: float = default) -> None:
+        """How much of the chosen replies' NLL is added."""
+
+    return also
 
 
 def coupled_preference(loss: Loss, remember: Callable[[Pairs, Memory], float] | None = None) -> Recipe:
@@ -291,8 +301,19 @@ def policy_view(outputs: Outputs, batch: Batch) -> Policy:
     return Policy(outputs.logprob, sampler, advantage, batch.mask, batch.segments, batch.num_rows)
 
 
-def regularised(*, kl_coef: float = 0.0, kl_estimator: str = "k3", entropy_coef: float = 0.0) -> None:
-    """What any policy loss can add: KL to a reference in the loss, and a bonus for entropy."""
+def regularised(
+    *, kl_coef: float = 0.0, kl_estimator: str = "k3", entropy_coef: float = 0.0, correction: str = "none"
+) -> None:
+    """What any policy loss can add: KL to a reference in the loss, a bonus for entropy, and a weight per token for the
+    gap between a recorded sampler and the trainer (`truncated`, `masked` or `sequence` importance)."""
+
+
+CORRECTIONS: Mapping[str, Callable[..., Tensor] | None] = {
+    "none": None,
+    "truncated": policy.truncated_importance,
+    "masked": policy.masked_importance,
+    "sequence": policy.sequence_importance,
+}
 
 
 def group_credit(advantage: Callable[[Tensor], Tensor]) -> CreditFn:
@@ -328,12 +349,19 @@ def policy_gradient(
 
     def build(name: str, parameters: Parameters) -> Algorithm:
         kl_coef, entropy_coef = parameters["kl_coef"], parameters["entropy_coef"]
-        estimator = _estimator(parameters["kl_estimator"])
+        estimator = _chosen(kl.ESTIMATORS, parameters["kl_estimator"], "kl_estimator")
+        correct = _chosen(CORRECTIONS, parameters["correction"], "correction")
         own = accepted(loss, parameters)
 
         def step(outputs: Outputs, batch: Batch) -> Losses:
             view = policy_view(outputs, batch)
-            terms = {"policy": Term(loss(view, **own).sum(), unit)}
+            if correct is None:
+                losses = loss(view, **own)
+            else:  # the ratio is then against the trainer's own policy of before the step
+                before = batch.streams["policy_logprob"]
+                weights = correct(before, view.sampler_logprob, view.mask, view.segment)
+                losses = weights * loss(view._replace(sampler_logprob=before), **own)
+            terms = {"policy": Term(losses.sum(), unit)}
             if kl_coef:
                 reference = batch.streams["ref_logprob"]
                 penalty = kl.kl_penalty_loss(view.logprob, reference, view.mask, kl_coef=kl_coef, estimator=estimator)
@@ -359,10 +387,10 @@ def _entropy_term(outputs: Outputs, view: Policy, entropy_coef: float) -> dict[s
     return {"entropy_bonus": Term(bonus.sum(), "token")}
 
 
-def _estimator(name: str) -> kl.Estimator:
-    if name not in kl.ESTIMATORS:
-        raise ValueError(f"kl_estimator is {name!r}; there are {', '.join(kl.ESTIMATORS)}")
-    return kl.ESTIMATORS[name]
+def _chosen(table: Mapping[str, T], name: str, parameter: str) -> T:
+    if name not in table:
+        raise ValueError(f"{parameter} is {name!r}; there are {', '.join(table)}")
+    return table[name]
 
 
 def _policy_metrics(view: Policy) -> dict[str, Term]:

@@ -130,3 +130,38 @@ def test_a_run_switches_algorithms_where_its_config_says(tmp_path):
 def test_the_documentation_page_is_what_the_functions_say():
     page = Path(__file__).parents[2] / "docs" / "algorithms.md"
     assert page.read_text() == document(), "run: python -m oxrl.explain > docs/algorithms.md"
+
+
+def policy_batch(sampler: float) -> Batch:
+    from oxrl.data.pack import collate
+
+    streams = {"advantage": [0, 3.0], "policy_logprob": [0, -1.0], "sampler_logprob": [0, sampler]}
+    row = Row("a", [1, 2], [False, True], streams={name: np.array(s, np.float32) for name, s in streams.items()})
+    return collate([(row,)])
+
+
+@pytest.mark.parametrize(
+    ("correction", "sampler", "expected"),
+    [
+        ("none", -1.0, -3.0),
+        ("truncated", -1.0, -3.0),  # no gap, no weight
+        ("truncated", -1.0 - np.log(4), -6.0),  # four times as likely for the trainer, held at 2
+        ("masked", -1.0 - np.log(4), -12.0),
+        ("masked", -1.0 - np.log(40), 0.0),  # too far off: dropped
+        ("sequence", -1.0 + np.log(4), -0.75),
+    ],
+)
+def test_the_gap_between_sampler_and_trainer_is_corrected_as_asked(correction, sampler, expected):
+    built = algorithm("grpo", correction=correction)
+    losses = built.loss(Outputs(torch.tensor([0.0, -1.0])), policy_batch(sampler))
+    assert float(losses.terms["policy"].total) == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_weight_of_the_nll_can_be_set():
+    logprob = [0.0, -1.0, -1.0, 0.0, -2.0, -2.0]
+    for weight in (1.0, 0.25):
+        built = algorithm("cpo", nll_weight=weight)
+        terms = built.loss(Outputs(torch.tensor(logprob)), pair_batch()).terms
+        assert float(terms["nll_chosen"].total) == pytest.approx(2 * weight)
+        assert terms["nll_chosen"].unit == "chosen_token"
+    assert algorithm("orpo").parameters["nll_weight"] == 1.0
