@@ -7,8 +7,10 @@ Nothing here does I/O or needs torch at run time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+import collections.abc
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -71,6 +73,7 @@ class GenerationConfig(NamedTuple):
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0: no limit
+    min_p: float = 0.0  # least probability, as a share of the likeliest token's
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
@@ -100,13 +103,163 @@ class Sample:
 
 
 class Generation(NamedTuple):
-    """`Generation((19, 2), (-0.1, -0.01), "stop", version=3, text="4")`: what a generator returned for one prompt."""
+    """`Generation((19, 2), (-0.1, -0.01), "stop", version=3, text="4")`: what a generator returned for one prompt.
+
+    One that was aborted holds what was drawn until then and can be gone on with (`Request.begun`); its version stays
+    that of the weights which drew its first token.
+    """
 
     token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    logprobs: tuple[float, ...]  # under the full softmax at the sampling temperature
     finish_reason: Literal["stop", "length", "aborted"]
     version: int = 0
     text: str = ""
+    cut_mass: float = 0.0  # mean probability that top-p, top-k and min-p took away per token
+
+
+class Request(NamedTuple):
+    """`Request((1, 50, 51), seed=7)`: tokens to continue.
+
+    Its random numbers are a function of (sampling seed, `seed`, position) and of nothing else.
+    """
+
+    tokens: tuple[int, ...]
+    seed: int = 0
+    begun: Generation | None = None  # an aborted generation to go on with, through a fresh prefill
+
+
+class Turn(NamedTuple):
+    """One thing that the model said: all it saw before, what it sampled, and the same as messages.
+
+    `messages` begins with the assistant's; what the environment answered (tool results, a user) comes behind it.
+    """
+
+    prompt_ids: tuple[int, ...]
+    generation: Generation
+    messages: tuple[Message, ...] = ()
+
+
+class Score(NamedTuple):
+    """`Score(1.5, parts={"correct": 1.0, "format": 0.5})`; a reward may also say which turn or token earned it."""
+
+    value: float
+    parts: Mapping[str, float] = {}
+    per_turn: tuple[float, ...] | None = None  # one per turn; their sum is `value`
+    per_token: tuple[float, ...] | None = None  # one per sampled token, over all turns; their sum is `value`
+
+
+class Status(Enum):
+    """How far a rollout has come."""
+
+    PENDING = "pending"
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """`Rollout(sample, (turn,), group=12, index=3, score=Score(1.0))`: one answer to one prompt, and its worth.
+
+    `group` is the number of the prompt in the run, `index` that of the answer to it. Errors are data: a rollout whose
+    generation or grading failed has an `error` and no score, and is never taken for one with reward 0.
+    """
+
+    sample: Sample
+    turns: tuple[Turn, ...] = ()
+    group: int = 0
+    index: int = 0
+    score: Score | None = None
+    error: str | None = None
+    greedy: bool = False  # drawn at temperature 0, as a baseline: graded, never trained on
+    kl_divergence: float | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def id(self) -> str:
+        return f"{self.sample.id}#{self.group}/{self.index}"
+
+    @property
+    def version(self) -> int:
+        """Of the oldest weights that had a part in it."""
+        return min((turn.generation.version for turn in self.turns), default=0)
+
+    @property
+    def generation(self) -> Generation:
+        """What was sampled last."""
+        if not self.turns:
+            raise ValueError(f"rollout {self.id} has no generation yet")
+        return self.turns[-1].generation
+
+    @property
+    def response(self) -> str:
+        """All that the model said."""
+        return "\n".join(turn.generation.text for turn in self.turns)
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The whole conversation: the prompt, what was said, and what the environment answered."""
+        return (*self.sample.messages, *(message for turn in self.turns for message in turn.messages))
+
+    @property
+    def prompt(self) -> str:
+        """What was asked last before the model spoke, as text."""
+        content = self.sample.messages[-1].content if self.sample.messages else ""
+        return content if isinstance(content, str) else "".join(str(part.get("text", "")) for part in content)
+
+    @property
+    def reward(self) -> float | None:
+        return None if self.score is None else self.score.value
+
+    @property
+    def rewards(self) -> float | list[float] | None:
+        """The reward, or its parts where it has some."""
+        return list(self.score.parts.values()) if self.score is not None and self.score.parts else self.reward
+
+    @property
+    def group_index(self) -> int:
+        return self.group
+
+    @property
+    def tokens(self) -> list[int]:
+        """All that the model saw and said, to the end of its last turn."""
+        if not self.turns:
+            return []
+        return [*self.turns[-1].prompt_ids, *self.turns[-1].generation.token_ids]
+
+    @property
+    def loss_mask(self) -> list[float]:
+        """1 for each of `tokens` that was sampled."""
+        mask = [0.0] * len(self.tokens)
+        for start, generation in self._sampled():
+            mask[start : start + len(generation.token_ids)] = [1.0] * len(generation.token_ids)
+        return mask
+
+    @property
+    def rollout_log_probs(self) -> list[float]:
+        """The sampler's log-prob of each of `tokens`; 0 for what was not sampled."""
+        logprobs = [0.0] * len(self.tokens)
+        for start, generation in self._sampled():
+            logprobs[start : start + len(generation.logprobs)] = generation.logprobs
+        return logprobs
+
+    def _sampled(self) -> Iterator[tuple[int, Generation]]:
+        """Where in `tokens` each turn begins; a turn that a later prompt rewrote is in there no more."""
+        tokens = tuple(self.tokens)
+        for turn in self.turns:
+            context = (*turn.prompt_ids, *turn.generation.token_ids)
+            if tokens[: len(context)] == context:
+                yield len(turn.prompt_ids), turn.generation
+
+    @property
+    def status(self) -> Status:
+        if self.error is not None:
+            return Status.FAILED
+        if not self.turns:
+            return Status.PENDING
+        reasons = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "aborted": Status.ABORTED}
+        return reasons[self.generation.finish_reason]
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +368,28 @@ class TrainingState(NamedTuple):
     cursor: Mapping[str, Any] = {}
 
 
+class Episode(NamedTuple):
+    """What an environment returns: the turns, a score if it keeps its own, and whatever else it has to tell."""
+
+    turns: tuple[Turn, ...]
+    score: Score | None = None
+    metadata: Mapping[str, Any] = {}
+
+
+class Talk(Protocol):
+    """The model, as one rollout's environment meets it."""
+
+    @property
+    def render(self) -> Render: ...
+
+    async def say(self, prompt_ids: Sequence[int]) -> Generation:
+        """What the model says next. An aborted generation ends the episode: return the turns as they are."""
+        ...
+
+
+EnvFn: TypeAlias = Callable[[Sample, Talk], Awaitable[Episode]]
+
+
 class Render(Protocol):
     """Chat and text to rows, for one tokenizer."""
 
@@ -233,6 +408,13 @@ class Render(Protocol):
 
 
 AssembleFn: TypeAlias = Callable[[Sample, Render], list[Item]]
+RolloutItemsFn: TypeAlias = Callable[[Sequence[Rollout], Render], list[Item]]
+RewardFn: TypeAlias = Callable[[Rollout], Any]
+"""A rollout to a float or a `Score`, at once or awaited."""
+GroupRewardFn: TypeAlias = Callable[[Sequence[Rollout]], Any]
+"""All answers to one prompt to a float or `Score` each, at once or awaited."""
+FilterFn: TypeAlias = Callable[[Sequence[Rollout]], Any]
+"""All answers to one prompt to whether they are worth training on, at once or awaited."""
 ArrangeFn: TypeAlias = Callable[[list[Item]], list[Item]]
 Memory: TypeAlias = dict[str, float]
 CreditFn: TypeAlias = Callable[[list[Item], Memory], list[Item]]
@@ -244,13 +426,24 @@ def no_credit(items: list[Item], memory: Memory) -> list[Item]:  # noqa: ARG001 
     return items
 
 
+class Online(NamedTuple):
+    """How an algorithm learns from what its own policy samples: `Online(group_of_rollouts, greedy=True)` for ReMax."""
+
+    items: RolloutItemsFn  # the scored answers to one prompt -> items
+    greedy: bool = False  # one more answer per prompt at temperature 0, as a baseline
+    informative: bool = False  # groups whose rewards are all equal are drawn anew
+    least_answers: int = 2  # per prompt; below it the algorithm has nothing to compare
+    graded_by: Literal["reward", "reward model", "judge"] | None = "reward"  # None: rewards are not looked at
+
+
 @dataclass(frozen=True, slots=True)
 class Algorithm:
     """`algorithm("dpo", beta=0.2)`. How rows are made and what a forward pass over them is worth; it knows no model.
 
     A step goes: `arrange` (rows may be added), a pass for each of `needs` ("policy", "ref", "teacher"; its log-probs
     are stamped on the rows as `ref_logprob`, a value head's as `value`), `credit` over all rows of the step, then
-    `loss` per micro-batch. `memory` holds running means: it is part of the checkpoint, and evaluation works on a copy.
+    `loss` per micro-batch. The need "sampler" is the policy's pass for rows that do not know yet with which log-probs
+    they were sampled. `memory` holds running means: it is part of the checkpoint, and evaluation works on a copy.
     """
 
     name: str
@@ -263,11 +456,12 @@ class Algorithm:
     heads: tuple[str, ...] = ()  # "value", "score"
     judged_by: str | None = "loss"  # the number of an evaluation that is better when lower; None: none of them is
     parameters: Mapping[str, Any] = field(default_factory=dict)
+    online: Online | None = None  # None: it learns from files only
 
     @property
     def others(self) -> set[str]:
         """The models it needs besides the policy: `{"ref"}`."""
-        return {*self.needs, *(read.of for read in self.reads.values() if read.of)} - {"policy"}
+        return {*self.needs, *(read.of for read in self.reads.values() if read.of)} - {"policy", "sampler"}
 
     @property
     def compares_logprobs(self) -> bool:
@@ -278,7 +472,7 @@ class Algorithm:
 class TrainFuture(Protocol[T_co]):
     """Work that was submitted: `metrics = await backend.optim_step()`."""
 
-    def __await__(self) -> Generator[Any, Any, T_co]: ...
+    def __await__(self) -> collections.abc.Generator[Any, Any, T_co]: ...
 
     async def result(self) -> T_co: ...
 
@@ -289,7 +483,7 @@ class ImmediateTrainFuture(TrainFuture[T]):
 
     value: T
 
-    def __await__(self) -> Generator[Any, Any, T]:
+    def __await__(self) -> collections.abc.Generator[Any, Any, T]:
         yield from ()  # `await` asks for a generator; this one never waits
         return self.value
 
@@ -332,6 +526,29 @@ class Backend(Protocol):
 
 
 TrainingBackend: TypeAlias = Backend
+
+
+class Generator(Protocol):
+    """Speaks with a model's weights: token ids in, token ids and their log-probs out; what was sampled is never tokenised again."""
+
+    @property
+    def version(self) -> int:
+        """Of the weights that it speaks with."""
+        ...
+
+    async def generate(self, requests: Sequence[Request], sampling: GenerationConfig) -> list[Generation]:
+        """One generation per request, in order. Calls of several tasks share the engine."""
+        ...
+
+    async def abort(self) -> None:
+        """Everything under way returns now, as "aborted", with what it has."""
+        ...
+
+    async def update_weights(self, weights: Weights) -> None:
+        """Speak with these from now on; answers once the new version is in place."""
+        ...
+
+    async def close(self) -> None: ...
 
 
 class MetricsLogger(Protocol):
