@@ -529,7 +529,7 @@ TrainingBackend: TypeAlias = Backend
 
 
 class Generator(Protocol):
-    """Speaks with a model's weights: token ids in, token ids and their log-probs out; what was sampled is never tokenised again."""
+    """Speaks with a model's weights: token ids in, token ids and log-probs out. What was sampled stays as sampled."""
 
     @property
     def version(self) -> int:
