@@ -1,0 +1,67 @@
+"""Tasks side by side that fail as one, plain functions in threads that can be abandoned, async ones from plain code."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from typing import Any, TypeVar
+
+import anyio
+import anyio.lowlevel
+from anyio.abc import TaskGroup
+from anyio.from_thread import BlockingPortal
+
+T = TypeVar("T")
+
+
+@asynccontextmanager
+async def task_group() -> AsyncIterator[TaskGroup]:
+    """`anyio.create_task_group`, whose first error comes out as itself, for callers that catch plain exceptions."""
+    try:
+        async with anyio.create_task_group() as tasks:
+            yield tasks
+    except BaseExceptionGroup as group:
+        raise _first(group) from None
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+async def in_thread(function: Callable[[], T]) -> T:
+    """The value of a plain function that may take long, or for ever: whoever waits can give up on it.
+
+    Not anyio's own worker threads: Python waits for those at exit.
+    """
+    outcome: Future[T] = Future()
+    done = anyio.Event()
+
+    def work() -> None:
+        try:
+            outcome.set_result(function())
+        except StopIteration as error:  # which would silently end the coroutine that it is raised in
+            outcome.set_exception(RuntimeError(f"StopIteration: {error}"))
+        except BaseException as error:  # noqa: BLE001 - raised again by the one who waits
+            outcome.set_exception(error)
+        with suppress(RuntimeError):  # nobody waits any more
+            portal.start_task_soon(done.set)
+
+    async with BlockingPortal() as portal:
+        threading.Thread(target=work, name="oxrl", daemon=True).start()
+        await done.wait()
+    return outcome.result()
+
+
+def run_blocking(function: Callable[..., Awaitable[T]], *args: Any) -> T:
+    """An async function from plain code: also from a notebook, whose own event loop is running."""
+    try:
+        anyio.lowlevel.current_token()
+    except RuntimeError:
+        return anyio.run(function, *args)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(anyio.run, function, *args).result()

@@ -1,0 +1,54 @@
+"""Tasks of `reasoning-gym` (an extra): samples made on the spot, and each task's own scorer as a reward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from oxrl.rewards.answers import answer_text
+from oxrl.rewards.grade import reads
+from oxrl.types import Message, Rollout, Sample
+
+
+def reasoning_gym_samples(task: str, size: int = 500, seed: int = 0, **config: Any) -> list[Sample]:
+    """`reasoning_gym_samples("leg_counting", size=100, seed=1)`; `config` goes to the task's own config."""
+    gym = _reasoning_gym()
+    try:
+        entries = gym.create_dataset(task, size=size, seed=seed, **config)
+    except (ValueError, TypeError, AssertionError) as error:
+        raise ValueError(f"reasoning-gym makes no samples of {task!r} with {config}: {error}") from error
+    return [
+        Sample(
+            f"{task}:{seed}:{index}",
+            (Message("user", entry["question"]),),
+            answer=entry["answer"],
+            metadata={"reasoning_gym_task": task, "reasoning_gym_entry": entry},
+        )
+        for index, entry in enumerate(entries)
+    ]
+
+
+@reads("metadata.reasoning_gym_task", "metadata.reasoning_gym_entry")
+def reasoning_gym_score(rollout: Rollout) -> float:
+    """What the task's own scorer says of the answer, from 0 to 1; for samples of `reasoning_gym_samples`."""
+    metadata = rollout.sample.metadata
+    if "reasoning_gym_task" not in metadata or "reasoning_gym_entry" not in metadata:
+        raise ValueError(f"sample {rollout.sample.id} was not made by reasoning_gym_samples: its task is not known")
+    score: float = _scorer(metadata["reasoning_gym_task"])(answer_text(rollout), metadata["reasoning_gym_entry"])
+    return score
+
+
+@lru_cache(maxsize=64)
+def _scorer(task: str) -> Callable[[str, Any], float]:
+    score: Callable[[str, Any], float] = _reasoning_gym().get_score_answer_fn(task)
+    return score
+
+
+def _reasoning_gym() -> ModuleType:
+    try:
+        return import_module("reasoning_gym")
+    except ImportError as error:
+        raise ValueError("this needs the package reasoning-gym: pip install 'oxrl[gym]'") from error

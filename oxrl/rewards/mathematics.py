@@ -1,0 +1,149 @@
+"""A mathematical answer against the sample's: by `math-verify` where it is installed, else by the plain rules here.
+
+The plain rules read `\\boxed{...}`, fractions, decimals, percentages and what LaTeX writes around them; two
+expressions that are equal only by algebra are different for them.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from functools import cache, lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+
+from oxrl.rewards.answers import answer_text, reference
+from oxrl.rewards.grade import reads
+from oxrl.rewards.numbers import last_number
+from oxrl.types import Rollout
+
+_LONGEST = 400  # characters of one expression; no answer in a textbook is longer, and sympy needs ages for more
+_STATED = re.compile(r"(?i:answer\s{1,4}(?:is|=)|answer\s{0,4}:|####)\s{0,4}([^\n]{1,400})")
+_MATHS = re.compile(r"\$\$?([^$\n]{1,400})\$|\\\(([^\n]{1,400}?)\\\)|\\\[([^\n]{1,400}?)\\\]")
+# Powers of powers, long exponents and factorials of large numbers would keep sympy busy for ever, uninterruptibly.
+_EXPLODES = re.compile(r"\^[^^]{0,40}\^|\*\*[^*]{0,40}\*\*|(?:\^|\*\*)\s*\{?\s*-?\d{4,}|\d{4,}\s*!|!\s*!")
+_WRITTEN_OTHERWISE = [
+    (re.compile(r"(?<=\d)\s*\\(?:text|mathrm|mbox)\s*\{[^{}]*\}$"), ""),  # a unit
+    (re.compile(r"\\(?:left|right|displaystyle|limits|!|,|;|:|quad|qquad)(?![A-Za-z])"), ""),
+    (re.compile(r"\\(?:d|t|c)frac(?![A-Za-z])"), r"\\frac"),
+    (re.compile(r"\\(?:text|mathrm|mbox|mathbf|textbf|operatorname)\s*\{([^{}]*)\}"), r"\1"),
+    (re.compile(r"\^\s*\{?\s*\\(?:circ|degree)\s*\}?|°"), ""),
+    (re.compile(r"\\(?:cdot|times)(?![A-Za-z])"), "*"),
+    (re.compile(r"\\frac\s*(\d)\s*(\d)"), r"\\frac{\1}{\2}"),
+    (re.compile(r"\\sqrt\s*(\d)"), r"\\sqrt{\1}"),
+    (re.compile(r"\\?\$|\\ |\s+"), ""),
+    (re.compile(r"\^\{(\w)\}"), r"^\1"),
+]
+_FRACTION = re.compile(r"([-+]?)(\d{0,9})\\frac\{([^{}]+)\}\{([^{}]+)\}")
+_PLAIN_NUMBER = re.compile(r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:/\d+)?")
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
+
+
+@reads("answer")
+def math_match(rollout: Rollout) -> float:
+    """1 if the last `\\boxed{}` of the answer (else what it states at its end) equals the sample's `answer`."""
+    whole = reference(rollout.sample, "math_match")
+    if "\b" in whole or "\f" in whole:
+        raise ValueError(
+            f"sample {rollout.sample.id}: its `answer` has a control character where a backslash was meant; in JSON "
+            r'and Python "\boxed" and "\frac" need two of them'
+        )
+    gold = boxed(whole) or _after_hashes(whole)
+    said = stated_answer(answer_text(rollout))
+    if said is None or len(said) > _LONGEST:
+        return 0.0
+    if equal_plainly(said, gold):
+        return 1.0
+    return float(_has_math_verify() and not _EXPLODES.search(said) and _equal_by_algebra(gold, said))
+
+
+def stated_answer(text: str) -> str | None:
+    """The last `\\boxed{}`; without one what follows "the answer is", the last formula, or the last number."""
+    inside = boxed(text)
+    if inside is not None:
+        return inside
+    end = text[-4 * _LONGEST :]
+    if stated := _STATED.findall(end):
+        return (boxed_or_maths(stated[-1]) or stated[-1]).strip().rstrip(".")
+    if maths := boxed_or_maths(end):
+        return maths
+    number = last_number(end)
+    if len(text) <= 40 and (number is None or not _WORD.search(text)):
+        return text or None
+    return None if number is None else str(number)
+
+
+def boxed_or_maths(text: str) -> str | None:
+    """The last formula between dollars or LaTeX brackets."""
+    found = _MATHS.findall(text)
+    return next(filter(None, found[-1])).strip() if found else None
+
+
+def boxed(text: str) -> str | None:
+    r"""`boxed(r"so \boxed{\frac{1}{2}}.")` is `\frac{1}{2}`: what is in the last box, to its matching brace."""
+    start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
+    if start < 0:
+        return None
+    opened = text.find("{", start)
+    if opened < 0 or text[start + 1 : opened].strip() not in ("boxed", "fbox"):
+        return text[start:].removeprefix("\\boxed").split("$")[0].strip() or None  # \boxed 5
+    depth = 0
+    for place in range(opened, min(len(text), opened + 10 * _LONGEST)):
+        escaped = text[place - 1] == "\\"
+        depth += {"{": 1, "}": -1}.get(text[place], 0) if not escaped else 0
+        if depth == 0:
+            return text[opened + 1 : place].strip()
+    return None
+
+
+def equal_plainly(one: str, other: str) -> bool:
+    """Written the same way once LaTeX's decorations are off, or the same number; 50% is 50 and also 0.5."""
+    first, second = plain(one), plain(other)
+    if not first or not second:
+        return False
+    if first == second:
+        return True
+    a, b = (rational(each.rstrip("%").rstrip("\\")) for each in (first, second))
+    if a is None or b is None:
+        return False
+    if first.endswith("%") == second.endswith("%"):
+        return a == b
+    percent, number = (a, b) if first.endswith("%") else (b, a)
+    return number in (percent, percent / 100)
+
+
+@lru_cache(maxsize=4096)
+def plain(expression: str) -> str:
+    text = expression.strip().strip("$").rstrip(".").replace("−", "-").replace("\\{", "{").replace("\\}", "}")
+    for pattern, instead in _WRITTEN_OTHERWISE:
+        text = pattern.sub(instead, text)
+    name, equals, value = text.partition("=")
+    return (value if equals and len(name) <= 2 else text).rstrip(".")  # "x=3" is 3
+
+
+def rational(expression: str) -> Fraction | None:
+    r"""`rational(r"-\frac{1}{2}")` is -1/2; None for what is no plain number."""
+    if match := _FRACTION.fullmatch(expression):
+        above, below = rational(match[3]), rational(match[4])
+        if above is None or not below:
+            return None
+        size = Fraction(int(match[2] or "0")) + above / below
+        return -size if match[1] == "-" else size
+    return last_number(expression) if _PLAIN_NUMBER.fullmatch(expression) else None
+
+
+def _after_hashes(answer: str) -> str:
+    """GSM8K writes its worked solution, then `#### 42`."""
+    return answer.rpartition("####")[2].strip()
+
+
+@cache
+def _has_math_verify() -> bool:
+    return find_spec("math_verify") is not None
+
+
+def _equal_by_algebra(gold: str, said: str) -> bool:
+    math_verify = import_module("math_verify")
+    # Its own time limits are alarms, which only a main thread can set; `grade` has one for all rewards.
+    parsed = [math_verify.parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (gold, said)]
+    return bool(math_verify.verify(*parsed, timeout_seconds=None))

@@ -1,0 +1,45 @@
+"""The form of an answer: a regular expression, or tags in their order."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from oxrl.rewards.grade import reads
+from oxrl.types import Rollout
+
+
+@reads()
+def regex_match(rollout: Rollout, *, pattern: str, whole: bool = False, ignore_case: bool = False) -> float:
+    """1 if `pattern` is found in what was said last, or with `whole` describes all of it; `.` also matches newlines.
+
+    Python's regular expressions cannot be interrupted: no nested repetitions such as `(a+)+`.
+    """
+    try:
+        compiled = re.compile(pattern, re.DOTALL | (re.IGNORECASE if ignore_case else 0))
+    except re.error as error:
+        raise ValueError(f"pattern {pattern!r} is no regular expression: {error}") from error
+    text = rollout.generation.text
+    return float((compiled.fullmatch(text) if whole else compiled.search(text)) is not None)
+
+
+@reads()
+def tag_format(
+    rollout: Rollout, *, tags: Sequence[str] = ("think", "answer"), begun: bool = False, strict: bool = True
+) -> float:
+    """1 if what was said last is `<think>...</think><answer>...</answer>`: each tag once, in order, none empty.
+
+    `strict` allows nothing but whitespace outside; `begun` is for prompts that end with the first opening tag.
+    """
+    text = f"<{tags[0]}>{rollout.generation.text}" if begun else rollout.generation.text
+    for tag in tags:
+        if text.count(f"<{tag}>") != 1 or text.count(f"</{tag}>") != 1:
+            return 0.0
+    for tag in tags:
+        before, _, rest = text.partition(f"<{tag}>")
+        inside, closed, text = rest.partition(f"</{tag}>")
+        if not closed or not inside.strip() or (strict and before.strip()):
+            return 0.0
+        if any(f"<{other}>" in inside or f"</{other}>" in inside for other in tags):
+            return 0.0
+    return float(not (strict and text.strip()))

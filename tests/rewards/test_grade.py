@@ -1,0 +1,352 @@
+"""Rewards of every shape are run at once, and what goes wrong with one is its error and never a 0."""
+
+import functools
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+import anyio
+import numpy as np
+import pytest
+import torch
+
+from oxrl.rewards import as_reward, check_samples, grade, group_reward, reads
+from oxrl.types import Rollout, Score, Status
+from tests.rewards.rollouts import a_sample, a_turn, said
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def anyio_backend(request):
+    return request.param
+
+
+def group(n=3):
+    return [said(str(i), index=i) for i in range(n)]
+
+
+def by_index(rollout):
+    return float(rollout.index)
+
+
+async def by_index_later(rollout):
+    await anyio.sleep(0.01 * (3 - rollout.index))
+    return float(rollout.index)
+
+
+class ByIndex:
+    async def __call__(self, rollout):
+        await anyio.sleep(0)
+        return rollout.index
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [
+        by_index,
+        by_index_later,
+        ByIndex(),
+        lambda rollout: by_index_later(rollout),
+        functools.partial(by_index_later),
+        lambda rollout: Score(rollout.index),
+        lambda rollout: torch.tensor(float(rollout.index)),
+        lambda rollout: np.float32(rollout.index),
+        group_reward(lambda many: [float(each.index) for each in many]),
+        group_reward(lambda many: torch.arange(len(many))),
+    ],
+)
+async def test_every_shape_of_reward_gives_its_scores_in_order(reward):
+    graded = await grade(group(), reward)
+    assert [rollout.score for rollout in graded] == [Score(0.0), Score(1.0), Score(2.0)]
+    assert all(type(rollout.reward) is float and rollout.error is None for rollout in graded)
+
+
+async def test_bools_are_rewards():
+    graded = await grade(group(2), lambda rollout: rollout.index == 1)
+    assert [rollout.reward for rollout in graded] == [0.0, 1.0]
+
+
+def fail(rollout):
+    return 1 / (rollout.index - 1)
+
+
+async def fail_later(rollout):
+    await anyio.sleep(0)
+    return fail(rollout)
+
+
+@pytest.mark.parametrize("reward", [fail, fail_later])
+async def test_an_exception_leaves_its_own_rollout_ungraded(reward):
+    first, second, third = await grade(group(), reward)
+    assert (first.reward, third.reward) == (-1.0, 1.0)
+    assert second.score is None and second.reward is None
+    assert second.status is Status.FAILED
+    assert second.error == f"reward {reward.__name__} failed: ZeroDivisionError: division by zero"
+
+
+@pytest.mark.parametrize(
+    ("worth", "why"),
+    [
+        (float("nan"), "the score is nan"),
+        (float("inf"), "the score is inf"),
+        (None, "the score is None and not a number"),
+        ("1.0", "the score is a str and not a number"),
+        ([1.0], "the score is a list and not a number"),
+        (torch.zeros(3), "the score is a Tensor and not a number"),
+        (Score(float("nan")), "the score is nan"),
+        (Score(1.0, {"format": float("-inf")}), "part format is -inf"),
+        (Score(1.0, per_token=(1.0,)), "1 scores per token for 3 tokens"),
+        (Score(1.0, per_token=(0.0, 0.0, 0.5)), "per token add up to 0.5 and not to 1"),
+        (Score(1.0, per_turn=(0.5, 0.5)), "2 scores per turn for 1 turns"),
+    ],
+)
+async def test_what_is_no_score_is_no_zero(worth, why):
+    (rollout,) = await grade(group(1), lambda rollout: worth)
+    assert rollout.score is None
+    assert why in rollout.error
+
+
+async def test_a_stop_iteration_is_an_error_like_any_other():
+    def empty(rollout):
+        return next(iter(()))
+
+    (rollout,) = await grade(group(1), empty)
+    assert "StopIteration" in rollout.error
+
+
+async def test_scores_keep_their_parts_turns_and_tokens():
+    score = Score(3.0, {"a": 1.0}, per_turn=(3.0,), per_token=(1.0, 1.0, 1.0))
+    (rollout,) = await grade(group(1), lambda rollout: score)
+    assert rollout.score == score
+
+
+async def test_what_is_graded_or_failed_already_stays_as_it_is():
+    done = Rollout(a_sample(), (a_turn(),), score=Score(0.25))
+    broken = Rollout(a_sample(), error="the engine died")
+    asked = []
+
+    def reward(rollout):
+        asked.append(rollout)
+        return 1.0
+
+    fresh = said("x")
+    graded = await grade([done, fresh, broken], reward)
+    assert graded[0] is done and graded[2] is broken
+    assert graded[1].reward == 1.0
+    assert asked == [fresh]
+    assert await grade([done, broken], reward) == [done, broken]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_rewards_run_at_the_same_time_and_the_slow_one_alone_is_cut(is_async):
+    def slow(rollout):
+        time.sleep(5 if rollout.index == 1 else 0.15)
+        return 1.0
+
+    async def slow_async(rollout):
+        await anyio.sleep(5 if rollout.index == 1 else 0.15)
+        return 1.0
+
+    reward = slow_async if is_async else slow
+    start = time.perf_counter()
+    graded = await grade(group(8), reward, time_limit=0.6)
+    assert time.perf_counter() - start < 1.1, "eight of 0.15 s one after the other would take 1.2 s"
+    assert [rollout.reward for rollout in graded] == [1.0, None, *[1.0] * 6]
+    assert graded[1].error == f"reward {reward.__name__} failed: no answer within 0.6 s"
+
+
+async def test_a_time_out_of_the_rewards_own_is_its_error():
+    async def impatient(rollout):
+        with anyio.fail_after(0.01):
+            await anyio.sleep(1)
+
+    (rollout,) = await grade(group(1), impatient)
+    assert "TimeoutError" in rollout.error
+
+
+async def test_many_stuck_rewards_do_not_use_up_the_threads():
+    release = threading.Event()
+
+    def stuck(rollout):
+        release.wait(20)
+        return 0.0
+
+    try:
+        for _ in range(6):
+            assert all(rollout.error for rollout in await grade(group(16), stuck, time_limit=0.01))
+        assert (await grade(group(1), by_index))[0].reward == 0.0
+    finally:
+        release.set()
+
+
+def test_an_endless_reward_does_not_keep_python_from_ending(tmp_path):
+    script = tmp_path / "endless.py"
+    script.write_text(
+        "import anyio, sys\n"
+        "from oxrl.rewards import grade\n"
+        "from tests.rewards.rollouts import said\n"
+        "def endless(rollout):\n    while True: pass\n"
+        "async def main():\n    print((await grade([said('x')], endless, time_limit=0.05))[0].error)\n"
+        "anyio.run(main, backend=sys.argv[1])\n"
+    )
+    for backend in ("asyncio", "trio"):
+        done = subprocess.run(
+            [sys.executable, str(script), backend], capture_output=True, text=True, timeout=30, env={"PYTHONPATH": "."}
+        )
+        assert "no answer within 0.05 s" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("reward", [lambda rollout: time.sleep(5), lambda rollout: anyio.sleep(5)])
+async def test_cancellation_passes_through(reward):
+    finished = []
+    with anyio.move_on_after(0.1) as scope:
+        finished.append(await grade(group(), reward))
+    assert scope.cancelled_caught
+    assert not finished
+
+
+class Interrupted(BaseException):
+    """Like KeyboardInterrupt, which pytest would take for its own."""
+
+
+def interrupt(rollout):
+    raise Interrupted
+
+
+async def interrupt_later(rollout):
+    raise Interrupted
+
+
+@pytest.mark.parametrize("reward", [interrupt, interrupt_later, group_reward(interrupt)])
+async def test_what_is_no_error_of_the_reward_passes_through(reward):
+    with pytest.raises((Interrupted, BaseExceptionGroup)) as caught:
+        await grade(group(1), reward)
+    found = caught.value
+    while isinstance(found, BaseExceptionGroup):
+        (found,) = found.exceptions
+    assert isinstance(found, Interrupted)
+
+
+def older(prompt_ids, response_ids, finish_reason):
+    rewards = torch.zeros(len(response_ids), dtype=torch.float32)
+    rewards[-1] = 1.0 if (prompt_ids, response_ids, finish_reason) == ([1, 2], [7, 8, 9], "stop") else 0.0
+    return rewards, False
+
+
+def older_in_the_middle(prompt_ids, response_ids, finish_reason):
+    return torch.tensor([0.0, 0.5, 0.25]), False
+
+
+def older_per_token(prompt_ids, response_ids, finish_reason):
+    return torch.tensor([0.25] * len(response_ids)), True
+
+
+async def test_the_older_signature_gives_its_sum_or_a_score_per_token():
+    (rollout,) = await grade(group(1), older)
+    assert rollout.score == Score(1.0)
+    (rollout,) = await grade(group(1), older_in_the_middle)
+    assert rollout.score == Score(0.75)
+    (rollout,) = await grade(group(1), older_per_token)
+    assert rollout.score == Score(0.75, per_token=(0.25, 0.25, 0.25))
+    two_turns = Rollout(a_sample(), (a_turn(tokens=(3, 4)), a_turn(tokens=(5,), prompt=(1, 2, 3, 4))))
+    (rollout,) = await grade([two_turns], older_per_token)
+    assert rollout.score == Score(0.25, per_token=(0.0, 0.0, 0.25))
+
+
+async def test_the_older_signature_must_return_both():
+    def careless(prompt_ids, response_ids, finish_reason):
+        return torch.zeros(len(response_ids))
+
+    def too_short(prompt_ids, response_ids, finish_reason):
+        return torch.zeros(1), True
+
+    assert "not (rewards, is_per_token)" in (await grade(group(1), careless))[0].error
+    assert "1 scores per token for 3 tokens" in (await grade(group(1), too_short))[0].error
+
+
+async def test_group_functions_are_told_by_mark_name_or_annotation():
+    seen = []
+
+    @group_reward
+    def marked(many):
+        seen.append(len(many))
+        return [0.0] * len(many)
+
+    def named(rollouts):
+        seen.append(len(rollouts))
+        return [0.0] * len(rollouts)
+
+    def annotated(many: Sequence[Rollout], *, worth: float = 0.0):
+        seen.append(len(many))
+        return [worth] * len(many)
+
+    async def spelt_out(many: "list[Rollout]"):
+        seen.append(len(many))
+        return [0.0] * len(many)
+
+    for reward in (marked, named, functools.partial(annotated, worth=1.0), spelt_out):
+        graded = await grade([*group(), Rollout(a_sample(), error="lost")], reward)
+        assert all(rollout.score for rollout in graded[:3])
+    assert seen == [3, 3, 3, 3]
+
+
+async def test_one_bad_score_of_a_group_is_one_ungraded_rollout_and_a_bad_list_is_all():
+    graded = await grade(group(), group_reward(lambda many: [1.0, None, 0.5]))
+    assert [rollout.reward for rollout in graded] == [1.0, None, 0.5]
+    graded = await grade(group(), group_reward(lambda many: [1.0]))
+    assert all("1 scores for 3 rollouts" in rollout.error for rollout in graded)
+    graded = await grade(group(), group_reward(lambda many: 1.0))
+    assert all("not a list of scores" in rollout.error for rollout in graded)
+    graded = await grade(group(), group_reward(lambda many: time.sleep(2)), time_limit=0.05)
+    assert all("no answer within" in rollout.error for rollout in graded)
+
+
+@pytest.mark.parametrize(
+    ("thing", "message"),
+    [
+        (lambda a, b: 0.0, "takes (a, b)"),
+        (lambda: 0.0, "takes ()"),
+        (lambda rollout, *, needed: 0.0, "takes (rollout, needed)"),
+        (3, "cannot be called"),
+    ],
+)
+def test_another_signature_is_refused_with_the_three_that_there_are(thing, message):
+    with pytest.raises(ValueError) as caught:
+        as_reward(thing)
+    assert message in str(caught.value)
+
+
+def test_a_reward_stays_a_reward():
+    reward = as_reward(by_index)
+    assert as_reward(reward) is reward
+    assert as_reward(functools.partial(by_index)).name == "by_index"
+    assert as_reward(ByIndex()).name == "ByIndex"
+
+
+def test_samples_are_checked_before_a_run_by_rewards_that_say_what_they_read():
+    @reads("answer")
+    def picky(rollout):
+        return 1.0 / len(rollout.sample.answer)
+
+    @reads("answer")
+    def clear(rollout):
+        if rollout.sample.answer is None:
+            raise ValueError(f"{rollout.sample.id} has no answer")
+        return 1.0
+
+    check_samples(clear, [a_sample("a")])
+    with pytest.raises(ValueError, match="clear cannot grade 4 of 5 samples: s1 has no answer.*1 more"):
+        check_samples(clear, [a_sample("a"), *[a_sample()] * 4])
+    check_samples(by_index, [a_sample()])
+    with pytest.raises(TypeError):  # a bug of the reward is no fault of the sample
+        check_samples(picky, [a_sample()])
+
+
+async def test_sync_rewards_may_run_event_loops_of_their_own():
+    def nested(rollout):
+        return anyio.run(by_index_later, rollout)
+
+    assert [rollout.reward for rollout in await grade(group(), nested)] == [0.0, 1.0, 2.0]
