@@ -6,7 +6,17 @@ import inspect
 from typing import Any, NamedTuple
 
 from oxrl.algorithms import algorithm, find
-from oxrl.algorithms.assemble import conversation_items, good_items, group_items, judged_items, pair_items, text_items
+from oxrl.algorithms.assemble import (
+    conversation_items,
+    good_items,
+    group_against_greedy_items,
+    group_items,
+    judged_items,
+    pair_items,
+    text_items,
+)
+from oxrl.algorithms.ranges import allowed
+from oxrl.algorithms.recipes import Recipe
 from oxrl.algorithms.table import ALGORITHMS
 from oxrl.types import Algorithm, AssembleFn
 
@@ -17,6 +27,7 @@ ROWS: dict[AssembleFn, str] = {
     judged_items: "judged replies (prompt, completion, label)",
     good_items: "groups of scored replies (prompt, responses, rewards)",
     group_items: "groups of scored replies (prompt, responses, rewards)",
+    group_against_greedy_items: "groups of scored replies (prompt, responses, rewards, greedy_reward)",
 }
 
 
@@ -26,36 +37,52 @@ class Card(NamedTuple):
     name: str
     explanation: str
     parameters: dict[str, Any]
+    allowed: dict[str, str]  # parameter -> what it may be, in words
     rows: str
     needs: list[str]
     example: str
 
     def __str__(self) -> str:
-        parameters = [f"  {name} = {default!r}" for name, default in self.parameters.items()] or ["  none"]
+        parameters = [f"  {name} = {default!r}{self._range(name)}" for name, default in self.parameters.items()]
         return "\n".join(
             [
                 f"{self.name}: {self.explanation}",
                 f"\nlearns from {self.rows}",
                 f"needs {', '.join(self.needs) or 'nothing but the model'}",
                 "\nparameters and their defaults:",
-                *parameters,
+                *(parameters or ["  none"]),
                 f"\n{self.example}",
             ]
         )
 
+    def in_a_line(self) -> str:
+        """The parameters, for the documentation page."""
+        each = [f"`{name} = {default!r}`{self._range(name)}" for name, default in self.parameters.items()]
+        return ", ".join(each) or "none"
+
+    def _range(self, name: str) -> str:
+        return f" ({self.allowed[name]})" if name in self.allowed else ""
+
 
 def summaries() -> dict[str, str]:
     """Name -> the first line of its explanation."""
-    return {name: _explanation(recipe.loss).splitlines()[0] for name, recipe in ALGORITHMS.items()}
+    return {name: _explanation(recipe).splitlines()[0] for name, recipe in ALGORITHMS.items()}
 
 
 def explain(name: str) -> Card:
     recipe = find(name)
     built = algorithm(name)
     parameters = {each: parameter.default for each, parameter in recipe.schema().items()}
-    rows = ROWS[getattr(built.assemble, "func", built.assemble)]
-    shown = name if ":" in name else recipe.name
-    return Card(shown, _explanation(recipe.loss), parameters, rows, _needs(built), _example(built, shown))
+    ranges = {each: allowed(recipe.name, each) for each in parameters if ":" not in name}
+    return Card(
+        name=name if ":" in name else recipe.name,
+        explanation=_explanation(recipe),
+        parameters=parameters,
+        allowed={each: range_of.words for each, range_of in ranges.items() if range_of is not None},
+        rows=_rows(built),
+        needs=_needs(built),
+        example=_example(built, name if ":" in name else recipe.name),
+    )
 
 
 def document() -> str:
@@ -68,19 +95,33 @@ def document() -> str:
     ]
     for name in ALGORITHMS:
         card = explain(name)
-        defaults = ", ".join(f"`{each} = {value!r}`" for each, value in card.parameters.items()) or "none"
         needs = ", ".join(card.needs) or "nothing but the model"
-        parts += [f"## {name}", card.explanation, f"Learns from {card.rows}; needs {needs}. Parameters: {defaults}."]
+        parts += [
+            f"## {name}",
+            card.explanation,
+            f"Learns from {card.rows}; needs {needs}. Parameters: {card.in_a_line()}.",
+        ]
     return "\n\n".join(parts) + "\n"
 
 
-def _explanation(function: Any) -> str:
-    return inspect.cleandoc(function.__doc__ or "")
+def _explanation(recipe: Recipe) -> str:
+    parts = [recipe.about, recipe.loss.__doc__]
+    if recipe.advantage is not None:
+        parts.append(f"A = {recipe.advantage.__doc__}")
+    return "\n\n".join(inspect.cleandoc(part) for part in parts if part)
+
+
+def _rows(built: Algorithm) -> str:
+    files = ROWS[getattr(built.assemble, "func", built.assemble)]
+    return files if built.online is None else f"its own samples, or {files}"
 
 
 def _needs(built: Algorithm) -> list[str]:
     words = {"ref": "a reference model", "teacher": "a teacher (model.teacher)"}
-    return [*(words[other] for other in sorted(built.others)), *(f"a {head} head" for head in built.heads)]
+    graders = {"reward": "a reward", "reward model": "a reward model", "judge": "a judge", None: ""}
+    grader = graders[built.online.graded_by] if built.online is not None else ""
+    needed = [*(words[other] for other in sorted(built.others)), *(f"a {head} head" for head in built.heads)]
+    return [*needed, *([f"{grader} for its own samples"] if grader else [])]
 
 
 def _example(built: Algorithm, name: str) -> str:

@@ -340,9 +340,12 @@ class Read(NamedTuple):
     of: str | None = None
 
 
-Unit: TypeAlias = Literal["token", "chosen_token", "sequence", "pair", "constant"]
+Unit: TypeAlias = Literal["token", "chosen_token", "sequence", "pair", "constant", "largest"]
 Counts: TypeAlias = Mapping[Unit, float]
-"""How many of each unit a whole step has: `{"token": 512, "sequence": 8, "pair": 4, "constant": 1, ...}`."""
+"""How many of each unit a whole step has: `{"token": 512, "sequence": 8, "pair": 4, "constant": 1, ...}`.
+
+A metric of the unit "largest" is not a sum: the largest of all parts is reported.
+"""
 
 
 class Term(NamedTuple):
@@ -357,6 +360,18 @@ class Losses(NamedTuple):
 
     terms: Mapping[str, Term]
     metrics: Mapping[str, Term] = {}
+
+
+def merge_metrics(parts: Sequence[Mapping[str, Term]], counts: Counts) -> dict[str, float]:
+    """Each metric over all parts of a step: its sum divided by the count of its unit, or the largest."""
+    merged: dict[str, float] = {}
+    for metrics in parts:
+        for name, (total, unit) in metrics.items():
+            if unit == "largest":
+                merged[name] = max(merged.get(name, 0.0), float(total))
+            else:
+                merged[name] = merged.get(name, 0.0) + float(total) / counts[unit]
+    return merged
 
 
 class TrainingState(NamedTuple):
@@ -432,6 +447,7 @@ class Online(NamedTuple):
     items: RolloutItemsFn  # the scored answers to one prompt -> items
     greedy: bool = False  # one more answer per prompt at temperature 0, as a baseline
     informative: bool = False  # groups whose rewards are all equal are drawn anew
+    reuses: bool = True  # its loss has a ratio, so that a batch can serve several optimizer steps
     least_answers: int = 2  # per prompt; below it the algorithm has nothing to compare
     graded_by: Literal["reward", "reward model", "judge"] | None = "reward"  # None: rewards are not looked at
 
@@ -514,6 +530,10 @@ class Backend(Protocol):
     def get_weights(self) -> TrainFuture[Weights]: ...
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]: ...
+
+    def update_reference(self, decay: float) -> TrainFuture[None]:
+        """Move the reference towards the policy, keeping `decay` of what it was."""
+        ...
 
     def save(self, path: Path) -> TrainFuture[None]: ...
 

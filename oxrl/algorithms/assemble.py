@@ -35,7 +35,7 @@ def pair_items(sample: Sample, render: Render) -> list[Item]:
     margin = _number(sample.metadata, "margin")
     pair = tuple(
         replace(
-            _reply_row(sample, reply, render, f"{sample.id}/{side}"),
+            reply_row(sample, reply, render, f"{sample.id}/{side}"),
             scalars={"score": _number(sample.metadata, f"score_{side}"), "margin": margin},
         )
         for side, reply in sides.items()
@@ -48,7 +48,7 @@ def judged_items(sample: Sample, render: Render) -> list[Item]:
     if sample.label is None:
         raise ValueError(f"{sample.id}: no judged reply; give prompt, completion and label")
     *prompt, reply = sample.messages
-    row = _reply_row(replace(sample, messages=tuple(prompt)), (reply,), render, sample.id)
+    row = reply_row(replace(sample, messages=tuple(prompt)), (reply,), render, sample.id)
     return [(replace(row, scalars={"label": float(sample.label), "mismatched": 0.0}),)]
 
 
@@ -58,9 +58,18 @@ def group_items(sample: Sample, render: Render) -> list[Item]:
         raise ValueError(f"{sample.id}: no scored replies; give prompt, responses and rewards")
     rows = []
     for index, (reply, reward) in enumerate(zip(sample.responses, sample.rewards, strict=True)):
-        row = _reply_row(sample, reply, render, f"{sample.id}/{index}")
+        row = reply_row(sample, reply, render, f"{sample.id}/{index}")
         rows.append(replace(row, scalars={"reward": reward, "ended": 1.0}))
     return [tuple(rows)]
+
+
+def group_against_greedy_items(sample: Sample, render: Render) -> list[Item]:
+    """A group whose prompt was also answered greedily: its `greedy_reward` is a column of its own."""
+    if "greedy_reward" not in sample.metadata:
+        raise ValueError(f"{sample.id}: no reward of a greedy answer to compare with; give a column greedy_reward")
+    baseline = _number(sample.metadata, "greedy_reward")
+    (group,) = group_items(sample, render)
+    return [tuple(replace(row, scalars={**row.scalars, "greedy_reward": baseline}) for row in group)]
 
 
 def good_items(sample: Sample, render: Render, *, threshold: float = 1.0) -> list[Item]:
@@ -72,7 +81,8 @@ def good_items(sample: Sample, render: Render, *, threshold: float = 1.0) -> lis
     return [(row,) for row in group if row.scalars["reward"] >= threshold]
 
 
-def _reply_row(sample: Sample, reply: Sequence[Message], render: Render, id: str) -> Row:
+def reply_row(sample: Sample, reply: Sequence[Message], render: Render, id: str) -> Row:
+    """The sample's prompt and a reply to it, which alone is trained."""
     rows = render.conversation(
         (*sample.messages, *reply), id=id, first_trained=len(sample.messages), tools=sample.tools
     )

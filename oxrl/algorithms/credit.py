@@ -32,6 +32,21 @@ def leave_one_out(rewards: Tensor) -> Tensor:
     return (centred * len(centred) / max(len(centred) - 1, 1)).float()
 
 
+BASELINES = ("step", "group", "none")
+
+
+def against_mean(rewards: Tensor, step_mean: float, *, baseline: str = "step") -> Tensor:
+    """r - baseline: the mean reward of the whole step (one answer per prompt is enough), of the group, or none.
+
+    Williams 1992, Simple statistical gradient-following algorithms (REINFORCE).
+    """
+    if baseline not in BASELINES:
+        raise ValueError(f"baseline is {baseline!r}; there are {', '.join(BASELINES)}")
+    if baseline == "group":
+        return centre(rewards)
+    return (_finite(rewards) - (step_mean if baseline == "step" else 0.0)).float()
+
+
 def max_rl(rewards: Tensor) -> Tensor:
     """(r - mean(r)) / mean(r): hard prompts count for 1 / success rate; zeros where nothing succeeded.
 

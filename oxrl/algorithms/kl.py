@@ -51,6 +51,16 @@ def k3(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
     return log_ratio.expm1() - log_ratio
 
 
+def k3_weighted(logprob: Tensor, ref_logprob: Tensor, sampler_logprob: Tensor) -> Tensor:
+    """k3 p / p_sampler, with the gradient of both: reverse KL in value and gradient, over the *sampler's* tokens.
+
+    Also where the sampler is the policy of a moment ago, and the ratio 1: its gradient is what sets it apart from k3.
+    DeepSeek-AI 2025, arXiv:2512.02556 (V3.2, unbiased KL estimate).
+    """
+    ratio = k1(logprob, sampler_logprob.detach()).clamp(max=MAX_LOG_RATIO).exp()
+    return ratio * k3(logprob, ref_logprob)
+
+
 def forward_k3(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
     """r log r - (r - 1) with r = ref/p: unbiased for the forward KL, never negative, from the policy's samples.
 

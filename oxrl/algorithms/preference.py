@@ -272,7 +272,7 @@ def focalpo(pairs: Pairs, *, beta: float = 0.1, gamma: float = 0.05) -> Tensor:
     return -(gamma * log_p).exp() * log_p
 
 
-_MARGIN_LOSSES: Mapping[str, Callable[[Tensor], Tensor]] = {
+MARGIN_LOSSES: Mapping[str, Callable[[Tensor], Tensor]] = {
     "logistic": lambda x: -_log_sigmoid(x),
     "hinge": lambda x: (1 - x).relu(),
     "squared": lambda x: (x - 1).square(),
@@ -288,7 +288,7 @@ def gpo(pairs: Pairs, *, beta: float = 0.1, function: str = "truncated_quadratic
     f(x): logistic log(1 + e^-x), hinge max(0, 1 - x), squared (x - 1)^2, exponential e^-x, truncated_quadratic
     max(0, 1 - x)^2, savage 1/(1 + e^x)^2. Tang et al. 2024, arXiv:2402.05749.
     """
-    return _picked(_MARGIN_LOSSES, function, "function")(beta * _margin(pairs))
+    return _picked(MARGIN_LOSSES, function, "function")(beta * _margin(pairs))
 
 
 def hdpo(pairs: Pairs, *, beta: float = 0.1, alpha: float = 0.9) -> Tensor:
@@ -299,7 +299,7 @@ def hdpo(pairs: Pairs, *, beta: float = 0.1, alpha: float = 0.9) -> Tensor:
     return -_log_sigmoid(beta * (alpha * _policy_margin(pairs) - _ref_margin(pairs)))
 
 
-_SLOPES: Mapping[str, Callable[[Tensor, float], Tensor]] = {
+DIVERGENCES: Mapping[str, Callable[[Tensor, float], Tensor]] = {
     "reverse_kl": lambda h, _: h,
     "forward_kl": lambda h, _: -_expm1(-h),
     "js": lambda h, _: _log_sigmoid(h),
@@ -315,7 +315,7 @@ def fdpo(pairs: Pairs, *, beta: float = 0.1, divergence: str = "reverse_kl", alp
     """
     if not 0 < alpha <= 1:
         raise ValueError(f"alpha is {alpha}; give one in (0, 1]: near 0 is reverse_kl, 1 is forward_kl")
-    slope = _picked(_SLOPES, divergence, "divergence")
+    slope = _picked(DIVERGENCES, divergence, "divergence")
     h_w, h_l = _log_ratios(pairs)
     return -_log_sigmoid(beta * (slope(h_w, alpha) - slope(h_l, alpha)))
 

@@ -6,18 +6,19 @@ One adapter per view. A loss's keyword-only signature is its schema, so nothing 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from oxrl.algorithms import credit as crediting
-from oxrl.algorithms import kl, policy, supervised
+from oxrl.algorithms import supervised
+from oxrl.algorithms.advantages import accepted
 from oxrl.algorithms.assemble import (
     best_and_worst,
     conversation_items,
@@ -27,10 +28,10 @@ from oxrl.algorithms.assemble import (
     pair_items,
     text_items,
 )
-from oxrl.algorithms.policy import Distilled, Policy
+from oxrl.algorithms.online import against_reference_reply, good_rollouts, one_row_each
 from oxrl.algorithms.preference import Pairs, sample_tokens
 from oxrl.algorithms.unpaired import Labelled, kl_baseline
-from oxrl.tensors import entropy, forward_kl, log_sum_squares, segment_sums
+from oxrl.tensors import forward_kl, log_sum_squares, segment_sums
 from oxrl.types import (
     Algorithm,
     ArrangeFn,
@@ -40,15 +41,16 @@ from oxrl.types import (
     Item,
     Losses,
     Memory,
+    Online,
     Outputs,
     Read,
     Row,
     Term,
-    Unit,
     no_credit,
 )
 
-T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
 Loss: TypeAlias = Callable[..., Tensor]
 Parameters: TypeAlias = dict[str, Any]
 
@@ -61,6 +63,8 @@ class Recipe(NamedTuple):
     build: Callable[[str, Parameters], Algorithm]
     also: tuple[Callable[..., Any], ...] = ()  # functions whose keyword-only parameters belong to it too
     hidden: tuple[str, ...] = ()  # parameters that the adapter fills
+    about: str = ""  # what is to be said before the docstring of `loss`
+    advantage: Callable[..., Any] | None = None  # whose docstring says what A is in that of `loss`
 
     def own(self) -> set[str]:
         """The parameters of the loss itself, without those of what is added to it."""
@@ -74,11 +78,6 @@ class Recipe(NamedTuple):
             for name, parameter in inspect.signature(function).parameters.items()
             if parameter.kind is inspect.Parameter.KEYWORD_ONLY and name not in self.hidden
         }
-
-
-def accepted(function: Callable[..., Any], parameters: Mapping[str, Any]) -> Parameters:
-    """Those of `parameters` that `function` takes by keyword."""
-    return {name: value for name, value in parameters.items() if name in inspect.signature(function).parameters}
 
 
 def imitation(name: str, assemble: AssembleFn) -> Recipe:
@@ -113,7 +112,8 @@ def reward_model(name: str) -> Recipe:
 def rejection_sampling(name: str) -> Recipe:
     def build(name: str, parameters: Parameters) -> Algorithm:
         assemble = partial(good_items, **parameters)
-        return Algorithm(name, assemble, supervised.negative_log_likelihood, parameters=parameters)
+        online = Online(partial(good_rollouts, **parameters), least_answers=1)
+        return Algorithm(name, assemble, supervised.negative_log_likelihood, parameters=parameters, online=online)
 
     return Recipe(name, good_items, build)
 
@@ -156,6 +156,7 @@ def preference(
     assemble: AssembleFn = pair_items,
     arrange: ArrangeFn = list,
     name: str | None = None,
+    online: Online | None = None,
 ) -> Recipe:
     """A loss whose pairs do not depend on each other; `nll` adds that much of the chosen replies' NLL."""
 
@@ -170,7 +171,7 @@ def preference(
             return Losses(terms, _pair_metrics(pairs))
 
         needs = ("ref",) if reference else ()
-        return Algorithm(name, assemble, step, needs, reads, arrange, credit, parameters=parameters)
+        return Algorithm(name, assemble, step, needs, reads, arrange, credit, parameters=parameters, online=online)
 
     return Recipe(name or loss.__name__, loss, build, also=(_nll_added(nll),) if nll else ())
 
@@ -279,15 +280,31 @@ def _with_baseline(items: Sequence[Item], baseline: float) -> list[Item]:
     return [tuple(replace(row, scalars={**row.scalars, "baseline": baseline}) for row in item) for item in items]
 
 
-def kto_credit(items: list[Item], memory: Memory) -> list[Item]:  # noqa: ARG001 - the signature of credit
+def _warn_of_one_side(rows: Sequence[Row], memory: Memory) -> None:
+    """Once in a run: what is judged against its contrary needs both in a step."""
+    labels = {bool(row.scalars["label"]) for row in rows}
+    if len(labels) == 1 and "warned_of_one_side" not in memory:
+        memory["warned_of_one_side"] = 1.0
+        logger.warning(
+            "all of the %d judged replies of a step are %s, so it cannot tell good from bad; take larger steps, or mix "
+            "the labels",
+            len(rows),
+            "good" if True in labels else "bad",
+        )
+
+
+def kto_credit(items: list[Item], memory: Memory) -> list[Item]:
     """The KL baseline from mismatched rows, once for the step; those rows have then done their part."""
     strangers = [row for (row,) in items if row.scalars["mismatched"]]
+    judged_rows = [item for item in items if not item[0].scalars["mismatched"]]
+    _warn_of_one_side([row for (row,) in judged_rows], memory)
     baseline = float(kl_baseline(torch.tensor([_log_ratio(row) for row in strangers])))
-    return _with_baseline([item for item in items if not item[0].scalars["mismatched"]], baseline)
+    return _with_baseline(judged_rows, baseline)
 
 
 def bco_credit(items: list[Item], memory: Memory) -> list[Item]:
     """The running mean of h, half from good replies and half from bad ones."""
+    _warn_of_one_side([row for (row,) in items], memory)
     sides = [[_log_ratio(row) for (row,) in items if bool(row.scalars["label"]) == good] for good in (True, False)]
     for name, values in zip(("mean_good", "mean_bad"), sides, strict=True):
         if values:
@@ -296,208 +313,12 @@ def bco_credit(items: list[Item], memory: Memory) -> list[Item]:
     return _with_baseline(items, float(np.mean(seen)))
 
 
-def policy_view(outputs: Outputs, batch: Batch) -> Policy:
-    sampler, advantage = batch.streams["sampler_logprob"], batch.streams["advantage"]
-    return Policy(outputs.logprob, sampler, advantage, batch.mask, batch.segments, batch.num_rows)
-
-
-def regularised(
-    *, kl_coef: float = 0.0, kl_estimator: str = "k3", entropy_coef: float = 0.0, correction: str = "none"
-) -> None:
-    """What any policy loss can add: KL to a reference in the loss, a bonus for entropy, and a weight per token for the
-    gap between a recorded sampler and the trainer (`truncated`, `masked` or `sequence` importance)."""
-
-
-CORRECTIONS: Mapping[str, Callable[..., Tensor] | None] = {
-    "none": None,
-    "truncated": policy.truncated_importance,
-    "masked": policy.masked_importance,
-    "sequence": policy.sequence_importance,
-}
-
-
-def group_credit(advantage: Callable[[Tensor], Tensor]) -> CreditFn:
-    """One advantage per reply from the rewards of its group, on every token of the reply; then each on its own."""
-
-    def credit(items: list[Item], memory: Memory) -> list[Item]:  # noqa: ARG001 - the signature of credit
-        rows: list[Item] = []
-        for group in items:
-            values = advantage(torch.tensor([row.scalars["reward"] for row in group]))
-            rows += [(_advantaged(row, float(value) * row.mask),) for row, value in zip(group, values, strict=True)]
-        return rows
-
-    return credit
-
-
-def _advantaged(row: Row, advantage: Any) -> Row:
-    """What was sampled elsewhere knows its sampler's log-probs; else the policy of before this step is the sampler."""
-    sampler = row.streams.get("sampler_logprob", row.streams["policy_logprob"])
-    streams = {**row.streams, "advantage": np.asarray(advantage, np.float32), "sampler_logprob": sampler}
-    return replace(row, streams=streams)
-
-
-def policy_gradient(
-    loss: Loss,
-    advantage: Callable[..., Any],
-    unit: Unit,
-    *,
-    name: str | None = None,
-    credit_of: Callable[[Callable[..., Any]], CreditFn] = group_credit,
-    weigh: Callable[[Tensor, Policy], Tensor] = policy.per_token,
-) -> Recipe:
-    """A loss per token, with an advantage per group (or step); the KL term is weighed over tokens as the loss is."""
-
-    def build(name: str, parameters: Parameters) -> Algorithm:
-        kl_coef, entropy_coef = parameters["kl_coef"], parameters["entropy_coef"]
-        estimator = _chosen(kl.ESTIMATORS, parameters["kl_estimator"], "kl_estimator")
-        correct = _chosen(CORRECTIONS, parameters["correction"], "correction")
-        own = accepted(loss, parameters)
-
-        def step(outputs: Outputs, batch: Batch) -> Losses:
-            view = policy_view(outputs, batch)
-            if correct is None:
-                losses = loss(view, **own)
-            else:  # the ratio is then against the trainer's own policy of before the step
-                before = batch.streams["policy_logprob"]
-                weights = correct(before, view.sampler_logprob, view.mask, view.segment)
-                losses = weights * loss(view._replace(sampler_logprob=before), **own)
-            terms = {"policy": Term(losses.sum(), unit)}
-            if kl_coef:
-                reference = batch.streams["ref_logprob"]
-                penalty = kl.kl_penalty_loss(view.logprob, reference, view.mask, kl_coef=kl_coef, estimator=estimator)
-                terms["kl"] = Term(weigh(penalty, view).sum(), unit)
-            return Losses({**terms, **_entropy_term(outputs, view, entropy_coef)}, _policy_metrics(view))
-
-        needs = ("policy", "ref") if kl_coef else ("policy",)
-        reads = _entropy_read(entropy_coef)
-        credit = credit_of(partial(advantage, **accepted(advantage, parameters)))
-        return Algorithm(name, group_items, step, needs, reads, credit=credit, parameters=parameters, judged_by=None)
-
-    return Recipe(name or loss.__name__, loss, build, also=(regularised, advantage))
-
-
-def _entropy_read(entropy_coef: float) -> dict[str, Read]:
-    return {"entropy": Read(entropy)} if entropy_coef else {}
-
-
-def _entropy_term(outputs: Outputs, view: Policy, entropy_coef: float) -> dict[str, Term]:
-    if not entropy_coef:
-        return {}
-    bonus = policy.entropy_bonus(outputs.statistics["entropy"], view.mask, entropy_coef=entropy_coef)
-    return {"entropy_bonus": Term(bonus.sum(), "token")}
-
-
-def _chosen(table: Mapping[str, T], name: str, parameter: str) -> T:
-    if name not in table:
-        raise ValueError(f"{parameter} is {name!r}; there are {', '.join(table)}")
-    return table[name]
-
-
-def _policy_metrics(view: Policy) -> dict[str, Term]:
-    gap = (view.logprob - view.sampler_logprob).detach() * view.mask
-    return {
-        "ratio": Term((gap.exp() * view.mask).sum(), "token"),
-        "advantage": Term((view.advantage * view.mask).abs().sum(), "token"),
-    }
-
-
-def ppo(
-    *,
-    gamma: float = 1.0,
-    lam: float = 0.95,
-    value_coef: float = 0.1,
-    value_clip: float = 0.2,
-    kl_in_reward: float = 0.0,
-    entropy_coef: float = 0.0,
-) -> None:
-    """GAE over a value head on the shared backbone, clipped surrogate, clipped value loss. Schulman et al. 2017."""
-
-
-def actor_critic(name: str = "ppo") -> Recipe:
-    def build(name: str, parameters: Parameters) -> Algorithm:
-        own = accepted(policy.clipped, parameters)
-        entropy_coef, in_reward = parameters["entropy_coef"], parameters["kl_in_reward"]
-        discount = {"gamma": parameters["gamma"], "lam": parameters["lam"]}
-
-        def credit(items: list[Item], memory: Memory) -> list[Item]:  # noqa: ARG001 - the signature of credit
-            return [(_with_returns(row, in_reward, discount),) for group in items for row in group]
-
-        def step(outputs: Outputs, batch: Batch) -> Losses:
-            assert outputs.value is not None, "the value head is missing"
-            view = policy_view(outputs, batch)
-            value_loss = policy.ppo_value(
-                outputs.value,
-                batch.streams["value"],
-                batch.streams["return"],
-                view.mask,
-                clip=parameters["value_clip"],
-            )
-            terms = {
-                "policy": Term(policy.clipped(view, **own).sum(), "token"),
-                "value": Term(parameters["value_coef"] * value_loss.sum(), "token"),
-            }
-            return Losses({**terms, **_entropy_term(outputs, view, entropy_coef)}, _policy_metrics(view))
-
-        needs = ("policy", "ref") if in_reward else ("policy",)
-        reads = _entropy_read(entropy_coef)
-        options: dict[str, Any] = {"heads": ("value",), "parameters": parameters, "judged_by": None}
-        return Algorithm(name, group_items, step, needs, reads, credit=credit, **options)
-
-    return Recipe(name, ppo, build, also=(policy.clipped,))
-
-
-def _with_returns(row: Row, kl_in_reward: float, discount: dict[str, float]) -> Row:
-    trained = torch.from_numpy(row.mask)
-    rewards = crediting.place(row.scalars["reward"], trained)[trained]
-    streams = {name: torch.from_numpy(np.array(stream))[trained] for name, stream in row.streams.items()}
-    if kl_in_reward:
-        policy_logprob, reference = streams["policy_logprob"], streams["ref_logprob"]
-        rewards = kl.shape_rewards_with_kl(rewards, policy_logprob, reference, kl_coef=kl_in_reward)
-    advantage = crediting.gae(
-        rewards, streams["value"], ended=bool(row.scalars["ended"]), last_value=row.scalars["last_value"], **discount
-    )
-    spread, returns = np.zeros((2, len(row)), dtype=np.float32)
-    spread[row.mask], returns[row.mask] = advantage.numpy(), (advantage + streams["value"]).numpy()
-    credited = _advantaged(row, spread)
-    return replace(credited, streams={**credited.streams, "return": returns})
-
-
-def step_credit(over_step: Callable[[list[Tensor]], list[Tensor]]) -> CreditFn:
-    """Advantages that depend on the whole step: from rewards placed on last tokens to a number per token."""
-
-    def credit(items: list[Item], memory: Memory) -> list[Item]:  # noqa: ARG001 - the signature of credit
-        rows = [row for group in items for row in group]
-        placed = [crediting.place(r.scalars["reward"], m := torch.from_numpy(r.mask))[m] for r in rows]
-        credited: list[Item] = []
-        for row, advantage in zip(rows, over_step(placed), strict=True):
-            stream = np.zeros(len(row), dtype=np.float32)
-            stream[row.mask] = advantage.numpy()
-            credited.append((_advantaged(row, stream),))
-        return credited
-
-    return credit
-
-
-def distilled_policy(name: str = "opd") -> Recipe:
-    """The student's own samples, pulled towards the teacher; rewards are not looked at."""
-
-    def build(name: str, parameters: Parameters) -> Algorithm:
-        def credit(items: list[Item], memory: Memory) -> list[Item]:  # noqa: ARG001 - the signature of credit
-            return [(_advantaged(row, 0.0 * row.mask),) for group in items for row in group]
-
-        def step(outputs: Outputs, batch: Batch) -> Losses:
-            streams = batch.streams
-            view = Distilled(outputs.logprob, streams["sampler_logprob"], streams["teacher_logprob"], batch.mask)
-            gap = ((outputs.logprob.detach() - view.teacher_logprob) * batch.mask).sum()
-            return Losses({"policy": Term(policy.opd(view).sum(), "token")}, {"teacher_gap": Term(gap, "token")})
-
-        needs = ("policy", "teacher")
-        return Algorithm(name, group_items, step, needs, credit=credit, parameters=parameters, judged_by=None)
-
-    return Recipe(name, policy.opd, build)
-
-
 REF_KL = {"ref_kl": Read(forward_kl, of="ref")}
 CERTAINTY = {"log_sum_squares": Read(log_sum_squares)}
-ON_GROUPS: dict[str, Any] = {"assemble": group_items, "arrange": best_and_worst}
+ON_GROUPS: dict[str, Any] = {
+    "assemble": group_items,
+    "arrange": best_and_worst,
+    "online": Online(one_row_each, informative=True),
+}
+AGAINST_DATA = Online(against_reference_reply, least_answers=1, graded_by=None)
 TEXT, CHAT = text_items, conversation_items

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,18 +25,20 @@ def _accuracy(outputs: Outputs) -> dict[str, Term]:
     return {} if correct is None else {"token_accuracy": Term(correct.sum(), "token")}
 
 
+TEACHER_DIVERGENCES: Mapping[str, Callable[[float], Callable[..., Tensor]]] = {
+    "forward": lambda _: forward_kl,
+    "reverse": lambda _: reverse_kl,
+    "jensen_shannon": lambda beta: partial(jensen_shannon, beta=beta),
+}
+
+
 def teacher_divergence(*, divergence: str = "forward", temperature: float = 1.0, gjs_beta: float = 0.5) -> Statistic:
     """Which divergence from the teacher: forward (KL(teacher || model)), reverse, or generalised Jensen-Shannon."""
-    kinds: dict[str, Callable[..., Tensor]] = {
-        "forward": forward_kl,
-        "reverse": reverse_kl,
-        "jensen_shannon": partial(jensen_shannon, beta=gjs_beta),
-    }
-    if divergence not in kinds:
-        raise ValueError(f"divergence is {divergence!r}; there are {', '.join(kinds)}")
+    if divergence not in TEACHER_DIVERGENCES:
+        raise ValueError(f"divergence is {divergence!r}; there are {', '.join(TEACHER_DIVERGENCES)}")
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}; it must be above 0")
-    kind = kinds[divergence]
+    kind = TEACHER_DIVERGENCES[divergence](gjs_beta)
     # Gradients of softened distributions shrink with the square of the temperature: Hinton et al. 2015.
     return lambda logits, targets, other: temperature**2 * kind(logits, targets, other, temperature=temperature)
 

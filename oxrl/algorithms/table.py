@@ -4,38 +4,57 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from oxrl.algorithms import credit, policy
 from oxrl.algorithms import preference as p
-from oxrl.algorithms.assemble import with_mismatched
+from oxrl.algorithms.advantages import step_credit
+from oxrl.algorithms.assemble import group_against_greedy_items, with_mismatched
+from oxrl.algorithms.online import group_against_greedy, group_of_rollouts
 from oxrl.algorithms.policy import Policy
+from oxrl.algorithms.policy_recipes import BY_ITSELF, actor_critic, distilled_policy, policy_gradient
 from oxrl.algorithms.preference import Pairs
 from oxrl.algorithms.recipes import (
+    AGAINST_DATA,
     CERTAINTY,
     CHAT,
     ON_GROUPS,
     REF_KL,
     TEXT,
     Recipe,
-    actor_critic,
     bco_credit,
     coupled_preference,
     distillation,
-    distilled_policy,
     down_sampled,
     imitation,
     judged,
     kto_credit,
     mean_log_ratio,
     mean_margin,
-    policy_gradient,
     preference,
     rejection_sampling,
     reward_model,
-    step_credit,
 )
 from oxrl.algorithms.unpaired import bco_unpaired, kto
+from oxrl.types import Online
+
+_GRPO: dict[str, Any] = {
+    "loss": policy.grpo,
+    "advantage": credit.zscore,
+    "unit": "sequence",
+    "weigh": policy.per_sequence_mean,
+}
+_GREEDY: dict[str, Any] = {
+    "assemble": group_against_greedy_items,
+    "online": Online(group_against_greedy, greedy=True, least_answers=1),
+}
+_HUMANS = "Reinforcement learning from human feedback: GRPO with a trained reward model."
+_JUDGE = "Reinforcement learning from AI feedback: GRPO with a judge's rewards."
+
+
+def _feedback(graded_by: Literal["reward model", "judge"]) -> dict[str, Any]:
+    return {"kl_coef": 0.05, "online": Online(group_of_rollouts, graded_by=graded_by)}
+
 
 _TABLE = (
     imitation("sft", CHAT),
@@ -60,21 +79,26 @@ _TABLE = (
     coupled_preference(p.bco, mean_log_ratio),
     coupled_preference(p.betadpo, mean_margin),
     preference(p.dpo, name="online_dpo", **ON_GROUPS),
-    preference(p.dpo, name="spin"),
+    preference(p.dpo, name="spin", online=AGAINST_DATA),
     preference(p.dapo_pairs, **ON_GROUPS),
     judged(kto, kto_credit, with_mismatched),
     judged(bco_unpaired, bco_credit),
-    policy_gradient(policy.grpo, credit.zscore, "sequence", weigh=policy.per_sequence_mean),
+    policy_gradient(**_GRPO),
+    policy_gradient(**_GRPO, **_feedback("reward model"), name="rlhf", about=_HUMANS),
+    policy_gradient(**_GRPO, **_feedback("judge"), name="rlaif", about=_JUDGE),
     policy_gradient(policy.clipped, credit.zscore, "token", name="sgrpo"),
     policy_gradient(policy.dr_grpo, credit.centre, "sequence"),
-    policy_gradient(policy.dapo, credit.zscore, "token"),
+    policy_gradient(policy.dapo, credit.zscore, "token", online=Online(group_of_rollouts, informative=True)),
     policy_gradient(policy.gspo, credit.zscore, "sequence", weigh=policy.per_sequence_mean),
     policy_gradient(policy.gmpo, credit.zscore, "sequence", weigh=policy.per_sequence_mean),
     policy_gradient(policy.cispo, credit.zscore, "token"),
-    policy_gradient(policy.reinforce, credit.centre, "sequence"),
+    policy_gradient(policy.reinforce, credit.against_mean, "sequence", online=BY_ITSELF),
     policy_gradient(policy.reinforce, credit.leave_one_out, "sequence", name="rloo"),
     policy_gradient(policy.reinforce, credit.max_rl, "sequence", name="max_rl"),
-    policy_gradient(policy.clipped, credit.reinforce_pp, "token", name="reinforce_pp", credit_of=step_credit),
+    policy_gradient(policy.reinforce, credit.best_against_greedy, "sequence", name="remax", **_GREEDY),
+    policy_gradient(
+        policy.clipped, credit.reinforce_pp, "token", name="reinforce_pp", credit_of=step_credit, online=BY_ITSELF
+    ),
     actor_critic("ppo"),
     distilled_policy("opd"),
 )  # fmt: skip

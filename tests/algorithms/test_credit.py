@@ -8,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oxrl.algorithms.credit import (
+    against_mean,
     best_against_greedy,
     centre,
     discounted_returns,
@@ -87,6 +88,16 @@ def test_one_success_in_four_by_hand(function, expected):
     np.testing.assert_allclose(function(torch.tensor([1.0, 0.0, 0.0, 0.0])), expected, rtol=1e-6)
 
 
+def test_a_baseline_is_the_mean_of_the_step_of_the_group_or_nothing():
+    rewards = torch.tensor([1.0, 0.0, 0.5, 0.5])
+    assert against_mean(rewards, 0.75).tolist() == [0.25, -0.75, -0.25, -0.25]
+    assert against_mean(rewards, 0.75, baseline="group").tolist() == [0.5, -0.5, 0.0, 0.0]
+    assert against_mean(rewards, 0.75, baseline="none").tolist() == rewards.tolist()
+    assert against_mean(torch.tensor([1.0]), 0.75).tolist() == [0.25]  # one answer is enough
+    with pytest.raises(ValueError, match="step, group, none"):
+        against_mean(rewards, 0.0, baseline="mood")
+
+
 def test_max_rl_averages_the_scores_of_successes_less_the_mean_score():
     rewards, scores = np.array([1.0, 0, 0, 1, 0, 1]), RNG.normal(size=6)
     gradient = (max_rl(torch.tensor(rewards)).numpy() * scores).mean()
@@ -106,6 +117,7 @@ def test_a_reward_that_is_not_a_number_is_refused(bad):
         lambda: gae(good, spoiled, ended=True),
         lambda: discounted_returns(spoiled),
         lambda: best_against_greedy(spoiled, 0.0),
+        lambda: against_mean(spoiled, 0.0),
         lambda: length_penalty(spoiled, good),
     ):
         with pytest.raises(ValueError, match="nan or inf"):
@@ -174,6 +186,7 @@ def test_everything_is_float32_without_gradient_and_leaves_its_inputs_alone():
     results = [
         *(function(numbers) for function, _ in GROUP_FORMULAS.values()),
         best_against_greedy(numbers, 1.0),
+        *(against_mean(numbers, 1.0, baseline=each) for each in ("step", "group", "none")),
         discounted_returns(numbers),
         *reinforce_pp([numbers]),
         gae(numbers, numbers, ended=True),

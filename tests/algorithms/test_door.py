@@ -1,6 +1,7 @@
 """The door to the table: names, parameters, a user's own loss, and what is shown of it all."""
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from oxrl.algorithms import ALGORITHMS, algorithm
+from oxrl.algorithms.ranges import RANGES, allowed
 from oxrl.cli import app
 from oxrl.explain import document, explain
 from oxrl.types import Batch, Outputs, Row
@@ -17,7 +19,7 @@ from tests.rows import write_jsonl
 ASKED_FOR = """
     sft cpt kd rm rft dpo ipo orpo simpo cpo hinge cdpo robust_dpo exo nca sppo apo_zero apo_down aot bco dpop rdpo odpo
     discopop caldpo wpo sampo betadpo alphapo drdpo chipo focalpo gpo hdpo fdpo dposhift cposimpo tdpo kto grpo sgrpo
-    dr_grpo dapo gspo cispo gmpo rloo reinforce reinforce_pp ppo online_dpo spin opd dapo_pairs
+    dr_grpo dapo gspo cispo gmpo rloo reinforce reinforce_pp ppo online_dpo spin opd dapo_pairs remax rlhf rlaif max_rl
 """.split()
 
 
@@ -40,7 +42,31 @@ def test_case_and_dashes_do_not_matter(name):
         ("dpo", {"beta": "high"}, "like its default 0.1"),
         ("aot", {"paired": 1}, "like its default True"),
         ("grpo", {"kl_estimator": "k9", "kl_coef": 0.1}, "k1, k2, k3"),
+        ("grpo", {"kl_estimator": "k9"}, "k1, k2, k3"),
         ("kd", {"divergence": "sideways"}, "forward, reverse"),
+        ("fdpo", {"divergence": "forward"}, "reverse_kl, forward_kl, js, alpha"),
+        ("gpo", {"function": "sine"}, "logistic, hinge"),
+        ("grpo", {"correction": "full"}, "none, truncated, masked, sequence"),
+        ("reinforce", {"baseline": "mood"}, "step, group, none"),
+        ("tdpo", {"version": 3}, "one of 1, 2"),
+        ("dpo", {"beta": -5.0}, "beta is -5.0; it must be above 0"),
+        ("dpo", {"beta": 0}, "above 0"),
+        ("dpo", {"beta": math.nan}, "finite"),
+        ("ppo", {"value_clip": math.inf}, "finite"),
+        ("rft", {"threshold": -math.inf}, "finite"),
+        ("robust_dpo", {"label_smoothing": 0.5}, "at least 0 and below 0.5"),
+        ("exo", {"label_smoothing": 0.0}, "above 0 and below 0.5"),
+        ("grpo", {"clip_low": -0.1}, "at least 0"),
+        ("grpo", {"dual_clip": 1.0}, "above 1"),
+        ("grpo", {"dual_clip": "wide"}, "like its default None"),
+        ("ppo", {"gamma": 1.1}, "0 to 1"),
+        ("ppo", {"lam": -0.1}, "0 to 1"),
+        ("reinforce_pp", {"gamma": 1.01}, "0 to 1"),
+        ("kd", {"temperature": 0.0}, "above 0"),
+        ("kd", {"gjs_beta": 1.0}, "above 0 and below 1"),
+        ("kto", {"desirable_weight": -1.0}, "at least 0"),
+        ("dr_grpo", {"max_length": 0}, "at least 1"),
+        ("dr_grpo", {"max_length": 10.5}, "like its default 1024"),
         ("nowhere.py:loss", {}, "no file nowhere.py"),
         ("json:no_such_function", {}, "cannot be imported"),
         ("json:dumps", {}, "annotate its first argument"),
@@ -50,6 +76,27 @@ def test_a_mistake_is_answered_with_what_is_allowed(name, parameters, message):
     with pytest.raises(ValueError) as caught:
         algorithm(name, **parameters)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_parameter_has_a_range_and_its_default_is_within(name):
+    for parameter, declared in ALGORITHMS[name].schema().items():
+        range_of = allowed(name, parameter)
+        assert isinstance(declared.default, bool) or range_of is not None, f"{parameter} is not in RANGES"
+        assert declared.default is None or range_of is None or range_of.holds(declared.default)
+
+
+def test_no_range_is_about_a_parameter_that_is_not_there():
+    known = {f"{name}.{each}" for name, recipe in ALGORITHMS.items() for each in recipe.schema()}
+    assert all(key in known if "." in key else any(k.endswith(f".{key}") for k in known) for key in RANGES)
+
+
+def test_what_is_within_its_range_is_taken_as_it_is():
+    assert algorithm("simpo", gamma=5.0).parameters["gamma"] == 5.0
+    assert algorithm("dpo", beta=1).parameters["beta"] == 1
+    assert algorithm("grpo", dual_clip=3.0).parameters["dual_clip"] == 3.0
+    assert algorithm("grpo", dual_clip=None).parameters["dual_clip"] is None
+    assert algorithm("alphapo", alpha=-0.5).parameters["alpha"] == -0.5
 
 
 def pair_batch(**scalars):
@@ -75,14 +122,20 @@ def test_a_loss_of_ones_own_works_where_a_name_works(tmp_path):
     file = tmp_path / "my_losses.py"
     file.write_text(
         "from oxrl.algorithms.policy import Policy\nfrom oxrl.algorithms.preference import Pairs\n\n"
-        "def shifted(pairs: Pairs, *, shift: float = 1.0):\n    return pairs.rejected - pairs.chosen + shift\n\n"
+        "def shifted(pairs: Pairs, *, shift: float = 1.0, beta: float = 0.0):\n"
+        "    return pairs.rejected - pairs.chosen + shift\n\n"
         "def plain(policy: Policy):\n    return -policy.advantage * policy.logprob\n"
     )
     built = algorithm(f"{file}:shifted", shift=5.0)
     assert value_of(built, pair_batch(), [0.0, -1.0, -1.0, 0.0, -2.0, -2.0]) == pytest.approx(-2 + 5)
     with pytest.raises(ValueError, match="did you mean shift"):
         algorithm(f"{file}:shifted", shitf=1.0)
-    assert algorithm(f"{file}:plain").needs == ("policy",)
+    with pytest.raises(ValueError, match="finite"):
+        algorithm(f"{file}:shifted", shift=math.nan)
+    assert algorithm(f"{file}:shifted", beta=-2.0).parameters["beta"] == -2.0  # what it means is the user's affair
+    with pytest.raises(ValueError, match="at least 0"):
+        algorithm(f"{file}:plain", kl_coef=-1.0)
+    assert algorithm(f"{file}:plain").needs == ("sampler",)
     rows = [{"prompt": f"{i}?", "chosen": "yes", "rejected": "no"} for i in range(8)]
     data = write_jsonl(tmp_path / "pairs.jsonl", rows)
     arguments = ["train", "--model", "tiny", "--data", str(data), "--output", str(tmp_path / "out"), "--algorithm"]
@@ -106,7 +159,10 @@ def test_the_command_line_lists_and_explains():
     assert json.loads(run(app, ["algorithms", "--json"]).output).keys() == ALGORITHMS.keys()
     card = json.loads(run(app, ["algorithms", "DPO", "--json"]).output)
     assert card["parameters"] == {"beta": 0.1}
+    assert card["allowed"] == {"beta": "above 0"}
     assert "2305.18290" in card["explanation"]
+    assert "beta = 0.1 (above 0)" in run(app, ["algorithms", "dpo"]).output
+    assert "a judge for its own samples" in run(app, ["algorithms", "rlaif"]).output
     wrong = run(app, ["algorithms", "dppo"])
     assert wrong.exit_code == 2
     assert "did you mean" in wrong.output

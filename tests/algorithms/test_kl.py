@@ -15,6 +15,7 @@ from oxrl.algorithms.kl import (
     k1,
     k2,
     k3,
+    k3_weighted,
     kl_penalty,
     kl_penalty_loss,
     shape_rewards_with_kl,
@@ -52,6 +53,27 @@ def every_token():
 def test_expectation_under_the_policy(estimator, expected):
     _, logprob, ref_logprob = every_token()
     np.testing.assert_allclose((torch.tensor(P) * estimator(logprob, ref_logprob)).sum().item(), expected, rtol=1e-9)
+
+
+def test_k3_weighed_by_the_ratio_has_the_value_and_gradient_of_the_reverse_kl_whoever_sampled():
+    for sampler in (P, REF, np.exp(log_softmax(RNG.normal(size=7)))):
+        logits, logprob, ref_logprob = every_token()
+        drawn = torch.tensor(np.log(sampler), requires_grad=True)
+        expected = (torch.tensor(sampler) * k3_weighted(logprob, ref_logprob, drawn)).sum()
+        gradient, for_sampler = torch.autograd.grad(expected, (logits, drawn), allow_unused=True)
+        np.testing.assert_allclose(expected.item(), REVERSE, rtol=1e-9)
+        np.testing.assert_allclose(gradient, kl_gradient("reverse"), rtol=1e-9)
+        assert for_sampler is None
+
+
+def test_k3_weighed_by_hand_and_at_extremes():
+    log_2, log_3 = math.log(2), math.log(3)
+    logprob, ref, sampler = (torch.tensor([x], dtype=torch.float64) for x in (-1.0, -1.0 + log_2, -1.0 - log_3))
+    assert k3_weighted(logprob, ref, sampler).item() == pytest.approx(3 * (1 - log_2))
+    far = torch.tensor([-1e4, 0.0], requires_grad=True)
+    values = k3_weighted(far, torch.tensor([0.0, -1e4]), torch.tensor([0.0, -1e4]))
+    assert values.isfinite().all() and torch.autograd.grad(values.sum(), far)[0].isfinite().all()
+    assert k3_weighted(*(torch.zeros(1).bfloat16(),) * 3).dtype == torch.float32
 
 
 def test_expectation_under_the_reference_with_the_arguments_swapped():
@@ -153,6 +175,7 @@ def test_truncated_kl_holds_each_token_within_its_threshold():
     assert torch.autograd.grad(values.sum(), logprob)[0].tolist() == [0.0, 0.0, 1.0, 1.0]
     assert truncated_kl(2.0, k2)(logprob, ref_logprob).tolist() == [2.0, 2.0, 0.125, 0.125]
     assert truncated_kl()(logprob, ref_logprob).tolist() == [1.0, -1.0, 0.5, -0.5]
+    assert truncated_kl(0.0625)(logprob, ref_logprob).tolist() == [0.0625, -0.0625, 0.0625, -0.0625]
 
 
 def test_adaptive_kl_counts_a_token_for_less_where_the_reference_was_unsure():
@@ -184,6 +207,7 @@ def test_thresholds_that_make_no_sense_are_refused(make):
 def test_the_coefficient_follows_the_kl_in_proportion_and_within_bounds(observed, expected):
     np.testing.assert_allclose(adapt_kl_coef(0.2, observed), expected, rtol=1e-12)
     np.testing.assert_allclose(adapt_kl_coef(0.2, observed / 12, target=0.5), expected, rtol=1e-12)
+    np.testing.assert_allclose(adapt_kl_coef(0.2, observed / 120, target=0.05), expected, rtol=1e-12)
 
 
 def test_the_controller_settles_where_the_kl_meets_its_target():

@@ -230,8 +230,9 @@ OTHER_PARAMETERS = {
     "betadpo": [{"alpha": 0.9, "baseline": 0.4}, {"baseline": 100.0}],
     "chipo": [{"beta": 1.0, "r_max": 0.5}],
     "focalpo": [{"beta": 1.0, "gamma": 1.4}],
-    "gpo": [{"beta": 0.8, "function": function} for function in preference._MARGIN_LOSSES],
-    "fdpo": [{"divergence": divergence} for divergence in preference._SLOPES] + [{"divergence": "alpha", "alpha": 0.9}],
+    "gpo": [{"beta": 0.8, "function": function} for function in preference.MARGIN_LOSSES],
+    "fdpo": [{"divergence": divergence} for divergence in preference.DIVERGENCES]
+    + [{"divergence": "alpha", "alpha": 0.9}],
     "tdpo": [{"version": 1}, {"alpha": 1.7}],
     "alphapo": [{"alpha": -0.5}, {"alpha": 1.0}],
     "discopop": [{"tau": 3.0}],

@@ -1,13 +1,13 @@
 """Every algorithm of the table, as a whole: it learns what it should, and how its step is cut changes nothing."""
 
-import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from oxrl.algorithms import ALGORITHMS, algorithm
-from oxrl.algorithms.assemble import conversation_items, group_items, judged_items, pair_items, text_items
+from oxrl.algorithms.assemble import conversation_items, text_items
 from oxrl.backends.local import create_pytorch_backend
 from oxrl.data.assemble import assemble
 from oxrl.data.pack import collate, count_units, pack
@@ -28,49 +28,6 @@ PARAMETERS = {
 @pytest.fixture
 def anyio_backend():
     return "asyncio"
-
-
-def raw_rows(kind, n, seed):
-    """Good replies begin with "yes", bad ones with "no"; what follows is noise of unequal length."""
-    chance = random.Random(seed)
-
-    def said(word):
-        return word + " " + "".join(chance.choice("0123456789") for _ in range(chance.randint(1, 9)))
-
-    rows = []
-    for _ in range(n):
-        prompt = "".join(chance.choice("abcdef") for _ in range(chance.randint(2, 12))) + "?"
-        good, bad = said("yes"), said("no")
-        swap = chance.random() < 0.5
-        rows.append(
-            {
-                conversation_items: {"prompt": prompt, "response": good},
-                text_items: {"text": f"{prompt} {good}"},
-                pair_items: {"prompt": prompt, "chosen": good, "rejected": bad, "score_chosen": 2, "score_rejected": 1},
-                judged_items: {"prompt": prompt, "completion": bad if swap else good, "label": not swap},
-                group_items: {
-                    "prompt": prompt,
-                    "responses": [good, bad, said("no"), said("yes")],
-                    "rewards": [1.0, 0.0, 0.0, 1.0],
-                },
-            }[kind]
-        )
-    return rows
-
-
-@pytest.fixture(scope="module")
-def rows_of():
-    tokenizer = load_tokenizer("tiny")
-    made = {}
-
-    def make(name, n, seed):
-        kind = algorithm(name).assemble if name != "rft" else "rft"  # whose rows are groups, some of them left out
-        if (kind, n, seed) not in made:
-            samples = load_samples(raw_rows(group_items if kind == "rft" else kind, n, seed)).samples
-            made[kind, n, seed] = assemble(samples, algorithm(name), Renderer(tokenizer)).items
-        return made[kind, n, seed]
-
-    return make
 
 
 def a_teacher():
@@ -173,7 +130,7 @@ def test_an_evaluation_judges_only_by_a_number_that_falls_as_the_model_learns():
     judged = {name: algorithm(name).judged_by for name in ALGORITHMS}
     coupled = {name for name, by in judged.items() if by == "objective"}
     assert coupled == {"aot", "drdpo", "bco", "betadpo"}
-    assert all(judged[name] is None for name in ("grpo", "ppo", "rloo", "dapo", "gspo", "cispo", "opd", "reinforce_pp"))
+    assert all(judged[name] is None for name in ("grpo", "ppo", "rloo", "dapo", "gspo", "remax", "opd", "rlhf"))
     assert all(judged[name] == "loss" for name in ("sft", "dpo", "kto", "rm", "kd", "orpo", "rft", "online_dpo"))
 
 
@@ -195,3 +152,21 @@ async def test_a_step_without_differences_is_called_out(rows_of, caplog):
     config = OfflineConfig(num_steps=1, batch_size=4)
     await run_offline(backend_for("grpo"), algorithm("grpo"), DataBuffer(items), config, log=lambda step, metrics: None)
     assert "taught nothing" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["kto", "bco_unpaired"])
+def test_a_step_with_only_good_or_only_bad_replies_is_called_out_once(name, caplog):
+    def judged(*labels):
+        streams = {"policy_logprob": np.zeros(2, np.float32), "ref_logprob": np.zeros(2, np.float32)}
+        scalars = [{"label": label, "mismatched": mismatched} for mismatched in (0.0, 1.0) for label in labels]
+        return [(Row(str(i), [1, 2], [False, True], streams=streams, scalars=s),) for i, s in enumerate(scalars)]
+
+    built, memory = algorithm(name), {}
+    built.credit(judged(1.0, 0.0), memory)
+    assert not caplog.text
+    for _ in range(3):
+        built.credit(judged(0.0), memory)
+    assert caplog.text.count("cannot tell good from bad") == 1
+    assert "bad" in caplog.messages[0]
+    built.credit(judged(1.0, 1.0), {})
+    assert len(caplog.messages) == 2

@@ -1,0 +1,152 @@
+"""A step's groups of rows to the same rows with advantages on them: the formulas of `credit`, rollout by rollout.
+
+A rollout counts once, however many rows it became; its rows stay together in one item and carry the same number as
+`rollout`, so that a loss can tell a sequence from a row.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from oxrl.algorithms import credit as crediting
+from oxrl.algorithms import kl
+from oxrl.types import CreditFn, Item, Memory, Row
+
+
+def accepted(function: Callable[..., Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `parameters` that `function` takes by keyword."""
+    return {name: value for name, value in parameters.items() if name in inspect.signature(function).parameters}
+
+
+def rollouts_in(group: Item) -> list[Item]:
+    """The rows of a group by the rollout that they came from, in order."""
+    by_rollout: dict[str, list[Row]] = {}
+    for row in group:
+        by_rollout.setdefault(row.sequence or row.id, []).append(row)
+    return [tuple(rows) for rows in by_rollout.values()]
+
+
+def group_credit(
+    advantage: Callable[..., Tensor],
+    *,
+    overlong_buffer: int = 0,
+    max_length: int = 1024,
+    length_penalty: float = 0.0,
+) -> CreditFn:
+    """One advantage per rollout from the rewards of its group, on all that it sampled.
+
+    A rollout's reward is its whole one, wherever it was earned, less DAPO's penalty for the last `overlong_buffer` of
+    `max_length` tokens, plus `length_penalty` times Kimi's preference for short answers (correct: a reward above 0).
+    What `advantage` asks for besides rewards, by name, is a scalar of the group's rows or `step_mean`.
+    """
+    if overlong_buffer:  # refuses a buffer that is no part of max_length, before anything was sampled
+        crediting.soft_overlong_penalty(torch.zeros(1), max_length=max_length, buffer=overlong_buffer)
+
+    def reward(rollouts: Sequence[Item]) -> Tensor:
+        rewards = torch.tensor([rows[0].scalars["reward"] for rows in rollouts])
+        lengths = torch.tensor([float(_trained(rows)) for rows in rollouts])
+        if overlong_buffer:
+            penalty = crediting.soft_overlong_penalty(lengths, max_length=max_length, buffer=overlong_buffer)
+            rewards = rewards + penalty
+        if length_penalty:
+            rewards = rewards + length_penalty * crediting.length_penalty(lengths, rewards > 0)
+        return rewards
+
+    def credit(items: list[Item], memory: Memory) -> list[Item]:  # noqa: ARG001 - the signature of credit
+        groups = [rollouts_in(group) for group in items]
+        rewards = [reward(rollouts) for rollouts in groups]
+        step_mean = float(torch.cat(rewards).mean())
+        credited: list[Item] = []
+        for rollouts, own in zip(groups, rewards, strict=True):
+            known = {**rollouts[0][0].scalars, "step_mean": step_mean}
+            values = advantage(own, **accepted(advantage, known))
+            credited += [_spread(rows, float(value)) for rows, value in zip(rollouts, values, strict=True)]
+        return _numbered(credited)
+
+    return credit
+
+
+def step_credit(over_step: Callable[[list[Tensor]], list[Tensor]]) -> CreditFn:
+    """Advantages per token that depend on the whole step, from rewards on the tokens that earned them."""
+
+    def credit(items: list[Item], memory: Memory) -> list[Item]:  # noqa: ARG001 - the signature of credit
+        rollouts = [rows for group in items for rows in rollouts_in(group)]
+        advantages = over_step([_rewards(rows) for rows in rollouts])
+        return _numbered([_laid(rows, advantage=each) for rows, each in zip(rollouts, advantages, strict=True)])
+
+    return credit
+
+
+def gae_credit(*, gamma: float = 1.0, lam: float = 0.95, kl_in_reward: float = 0.0) -> CreditFn:
+    """GAE over the stamped values; the rows of a rollout are one run of tokens, cut off only at its very end."""
+
+    def credited(rows: Item) -> Item:
+        rewards, values, last = _rewards(rows), _stream(rows, "value"), rows[-1].scalars
+        if kl_in_reward:
+            policy_logprob, reference = _stream(rows, "policy_logprob"), _stream(rows, "ref_logprob")
+            rewards = kl.shape_rewards_with_kl(rewards, policy_logprob, reference, kl_coef=kl_in_reward)
+        advantage = crediting.gae(
+            rewards, values, ended=bool(last["ended"]), last_value=last["last_value"], gamma=gamma, lam=lam
+        )
+        return _laid(rows, advantage=advantage, **{"return": advantage + values})
+
+    def credit(items: list[Item], memory: Memory) -> list[Item]:  # noqa: ARG001 - the signature of credit
+        return _numbered([credited(rows) for group in items for rows in rollouts_in(group)])
+
+    return credit
+
+
+def row_by_row(items: list[Item], memory: Memory) -> list[Item]:  # noqa: ARG001 - the signature of credit
+    """For losses that look at tokens alone: nothing ties the rows of a group together."""
+    return [(row,) for group in items for row in group]
+
+
+def _trained(rows: Item) -> int:
+    return sum(int(row.mask.sum()) for row in rows)
+
+
+def _stream(rows: Item, name: str) -> Tensor:
+    """What a stream says about the trained tokens of a rollout, rows end to end."""
+    return torch.from_numpy(np.concatenate([row.streams[name][row.mask] for row in rows]))
+
+
+def _rewards(rows: Item) -> Tensor:
+    """Per trained token: as recorded where it was earned, else the whole reward on the last one."""
+    if "reward" in rows[0].streams:
+        return _stream(rows, "reward")
+    return crediting.place(rows[-1].scalars["reward"], torch.ones(_trained(rows), dtype=torch.bool))
+
+
+def _spread(rows: Item, advantage: float) -> Item:
+    return _laid(rows, advantage=torch.full((_trained(rows),), advantage))
+
+
+def _laid(rows: Item, **values: Tensor) -> Item:
+    """Numbers for the trained tokens of a rollout, put on its rows as streams.
+
+    What was sampled live or recorded knows its sampler's log-probs; else the policy of before this step is the sampler.
+    """
+    ends = np.cumsum([int(row.mask.sum()) for row in rows])[:-1]
+    parts = {name: np.split(value.numpy(), ends) for name, value in values.items()}
+    laid = []
+    for index, row in enumerate(rows):
+        sampler = row.streams["sampler_logprob" if "sampler_logprob" in row.streams else "policy_logprob"]
+        streams = {name: np.zeros(len(row), dtype=np.float32) for name in parts}
+        for name, stream in streams.items():
+            stream[row.mask] = parts[name][index]
+        laid.append(replace(row, streams={**row.streams, **streams, "sampler_logprob": sampler}))
+    return tuple(laid)
+
+
+def _numbered(rollouts: Sequence[Item]) -> list[Item]:
+    return [
+        tuple(replace(row, scalars={**row.scalars, "rollout": float(number)}) for row in rows)
+        for number, rows in enumerate(rollouts)
+    ]

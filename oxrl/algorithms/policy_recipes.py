@@ -1,0 +1,248 @@
+"""Losses over what a policy sampled to `Algorithm`s: its own rollouts, or such that were recorded and scored before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from oxrl.algorithms import kl, policy
+from oxrl.algorithms.advantages import accepted, gae_credit, group_credit, row_by_row
+from oxrl.algorithms.assemble import group_items
+from oxrl.algorithms.online import group_of_rollouts, ungraded_group
+from oxrl.algorithms.policy import Distilled, Policy
+from oxrl.algorithms.recipes import Loss, Parameters, Recipe
+from oxrl.tensors import entropy, reverse_kl
+from oxrl.types import Algorithm, AssembleFn, Batch, CreditFn, Losses, Online, Outputs, Read, Term, Unit
+
+T = TypeVar("T")
+KLTerm: TypeAlias = Callable[[Outputs, Batch, Policy, float], Tensor]
+"""What is known of a batch, and a coefficient -> the penalty per token."""
+BY_ITSELF = Online(group_of_rollouts, least_answers=1)
+
+
+def policy_view(outputs: Outputs, batch: Batch) -> Policy:
+    """A sequence is a rollout, whatever the number of its rows."""
+    rows = torch.arange(batch.num_rows, device=batch.segments.device)
+    _, rollout = torch.unique(batch.scalars.get("rollout", rows), return_inverse=True)
+    sampler, advantage = batch.streams["sampler_logprob"], batch.streams["advantage"]
+    return Policy(outputs.logprob, sampler, advantage, batch.mask, rollout[batch.segments], batch.num_rows)
+
+
+def _regularised(kl_coef: float) -> Callable[..., None]:
+    default = kl_coef
+
+    def regularised(
+        *, kl_coef: float = default, kl_estimator: str = "k3", entropy_coef: float = 0.0, correction: str = "none"
+    ) -> None:
+        """What any policy loss can add: KL to a reference in the loss, a bonus for entropy, and a weight per token for
+        the gap between a sampler and the trainer (`truncated`, `masked` or `sequence` importance)."""
+
+    return regularised
+
+
+CORRECTIONS: Mapping[str, Callable[..., Tensor] | None] = {
+    "none": None,
+    "truncated": policy.truncated_importance,
+    "masked": policy.masked_importance,
+    "sequence": policy.sequence_importance,
+}
+
+
+def _sampled(estimator: kl.Estimator) -> KLTerm:
+    return lambda _, batch, view, kl_coef: kl.kl_penalty_loss(
+        view.logprob, batch.streams["ref_logprob"], view.mask, kl_coef=kl_coef, estimator=estimator
+    )
+
+
+def _weighted(outputs: Outputs, batch: Batch, view: Policy, kl_coef: float) -> Tensor:
+    sampler = view.sampler_logprob.masked_fill(~view.mask, 0.0)
+    return _sampled(partial(kl.k3_weighted, sampler_logprob=sampler))(outputs, batch, view, kl_coef)
+
+
+def _exact(outputs: Outputs, _: Batch, view: Policy, kl_coef: float) -> Tensor:
+    return kl.kl_penalty(kl.full(outputs.statistics["ref_kl"]), view.mask, kl_coef=kl_coef)
+
+
+KL_TERMS: Mapping[str, KLTerm] = {
+    **{name: _sampled(estimator) for name, estimator in kl.ESTIMATORS.items()},
+    "k3_weighted": _weighted,
+    "full": _exact,
+}
+
+
+def policy_gradient(
+    loss: Loss,
+    advantage: Callable[..., Any],
+    unit: Unit,
+    *,
+    name: str | None = None,
+    about: str = "",
+    kl_coef: float = 0.0,
+    credit_of: Callable[..., CreditFn] = group_credit,
+    weigh: Callable[[Tensor, Policy], Tensor] = policy.per_token,
+    assemble: AssembleFn = group_items,
+    online: Online = Online(group_of_rollouts),  # noqa: B008 - immutable
+) -> Recipe:
+    """A loss per token, with an advantage per group (or step); the KL term is weighed over tokens as the loss is."""
+
+    def build(name: str, parameters: Parameters) -> Algorithm:
+        corrected = _corrected(loss, parameters)
+        add_kl = _kl_added(parameters, weigh, unit)
+        entropy_coef = parameters["entropy_coef"]
+
+        def step(outputs: Outputs, batch: Batch) -> Losses:
+            view = policy_view(outputs, batch)
+            terms = {"policy": Term(corrected(view, batch).sum(), unit), **add_kl(outputs, batch, view)}
+            return Losses({**terms, **_entropy_term(outputs, view, entropy_coef)}, _policy_metrics(view))
+
+        credit = credit_of(partial(advantage, **accepted(advantage, parameters)), **accepted(credit_of, parameters))
+        return Algorithm(
+            name,
+            assemble,
+            step,
+            _needs(parameters),
+            _reads(parameters),
+            credit=credit,
+            judged_by=None,
+            parameters=parameters,
+            online=online._replace(reuses=loss is not policy.reinforce),
+        )
+
+    also = (_regularised(kl_coef), advantage, credit_of)
+    return Recipe(name or loss.__name__, loss, build, also=also, about=about, advantage=advantage)
+
+
+def _needs(parameters: Parameters) -> tuple[str, ...]:
+    """A correction compares the sampler with the trainer of before the step; the exact KL is read inside the pass."""
+    own = "sampler" if parameters["correction"] == "none" else "policy"
+    reference = parameters["kl_coef"] and parameters["kl_estimator"] != "full"
+    return (own, "ref") if reference else (own,)
+
+
+def _reads(parameters: Parameters) -> dict[str, Read]:
+    exact = parameters["kl_coef"] and parameters["kl_estimator"] == "full"
+    return _entropy_read(parameters["entropy_coef"]) | ({"ref_kl": Read(reverse_kl, of="ref")} if exact else {})
+
+
+def _corrected(loss: Loss, parameters: Parameters) -> Callable[[Policy, Batch], Tensor]:
+    """The loss per token; with a correction its ratio is against the trainer's own policy of before the step."""
+    correct = _chosen(CORRECTIONS, parameters["correction"], "correction")
+    own = accepted(loss, parameters)
+
+    def losses(view: Policy, batch: Batch) -> Tensor:
+        if correct is None:
+            return loss(view, **own)
+        before = batch.streams["policy_logprob"]
+        weights = correct(before, view.sampler_logprob, view.mask, view.segment)
+        return weights * loss(view._replace(sampler_logprob=before), **own)
+
+    return losses
+
+
+def _kl_added(
+    parameters: Parameters, weigh: Callable[[Tensor, Policy], Tensor], unit: Unit
+) -> Callable[[Outputs, Batch, Policy], dict[str, Term]]:
+    kl_coef = parameters["kl_coef"]
+    penalty = _chosen(KL_TERMS, parameters["kl_estimator"], "kl_estimator")
+
+    def terms(outputs: Outputs, batch: Batch, view: Policy) -> dict[str, Term]:
+        if not kl_coef:
+            return {}
+        return {"kl": Term(weigh(penalty(outputs, batch, view, kl_coef), view).sum(), unit)}
+
+    return terms
+
+
+def _entropy_read(entropy_coef: float) -> dict[str, Read]:
+    return {"entropy": Read(entropy)} if entropy_coef else {}
+
+
+def _entropy_term(outputs: Outputs, view: Policy, entropy_coef: float) -> dict[str, Term]:
+    if not entropy_coef:
+        return {}
+    bonus = policy.entropy_bonus(outputs.statistics["entropy"], view.mask, entropy_coef=entropy_coef)
+    return {"entropy_bonus": Term(bonus.sum(), "token")}
+
+
+def _chosen(table: Mapping[str, T], name: str, parameter: str) -> T:
+    if name not in table:
+        raise ValueError(f"{parameter} is {name!r}; there are {', '.join(table)}")
+    return table[name]
+
+
+def _policy_metrics(view: Policy) -> dict[str, Term]:
+    gap = _gap(view.logprob, view.sampler_logprob, view.mask)
+    return {
+        "ratio": Term((gap.exp() * view.mask).sum(), "token"),
+        "advantage": Term((view.advantage * view.mask).abs().sum(), "token"),
+        "logprob_gap": Term(gap.abs().max(), "largest"),
+    }
+
+
+def _gap(logprob: Tensor, sampler_logprob: Tensor, mask: Tensor) -> Tensor:
+    return (logprob - sampler_logprob).detach() * mask
+
+
+def ppo(*, value_coef: float = 0.1, value_clip: float = 0.2, entropy_coef: float = 0.0) -> None:
+    """GAE over a value head on the shared backbone, clipped surrogate, clipped value loss. Schulman et al. 2017."""
+
+
+def actor_critic(name: str = "ppo") -> Recipe:
+    def build(name: str, parameters: Parameters) -> Algorithm:
+        own, entropy_coef = accepted(policy.clipped, parameters), parameters["entropy_coef"]
+
+        def step(outputs: Outputs, batch: Batch) -> Losses:
+            assert outputs.value is not None, "the value head is missing"
+            view, old, target = policy_view(outputs, batch), batch.streams["value"], batch.streams["return"]
+            value_loss = policy.ppo_value(outputs.value, old, target, view.mask, clip=parameters["value_clip"])
+            terms = {
+                "policy": Term(policy.clipped(view, **own).sum(), "token"),
+                "value": Term(parameters["value_coef"] * value_loss.sum(), "token"),
+            }
+            return Losses({**terms, **_entropy_term(outputs, view, entropy_coef)}, _policy_metrics(view))
+
+        return Algorithm(
+            name,
+            group_items,
+            step,
+            ("policy", "ref") if parameters["kl_in_reward"] else ("policy",),
+            _entropy_read(entropy_coef),
+            credit=gae_credit(**accepted(gae_credit, parameters)),
+            heads=("value",),
+            judged_by=None,
+            parameters=parameters,
+            online=BY_ITSELF,
+        )
+
+    return Recipe(name, ppo, build, also=(policy.clipped, gae_credit))
+
+
+def distilled_policy(name: str = "opd") -> Recipe:
+    """The student's own samples, pulled towards the teacher; rewards are not looked at."""
+
+    def build(name: str, parameters: Parameters) -> Algorithm:
+        def step(outputs: Outputs, batch: Batch) -> Losses:
+            streams = batch.streams
+            view = Distilled(outputs.logprob, streams["sampler_logprob"], streams["teacher_logprob"], batch.mask)
+            metrics = {
+                "teacher_gap": Term(_gap(view.logprob, view.teacher_logprob, view.mask).sum(), "token"),
+                "logprob_gap": Term(_gap(view.logprob, view.sampler_logprob, view.mask).abs().max(), "largest"),
+            }
+            return Losses({"policy": Term(policy.opd(view).sum(), "token")}, metrics)
+
+        return Algorithm(
+            name,
+            group_items,
+            step,
+            ("sampler", "teacher"),
+            credit=row_by_row,
+            judged_by=None,
+            parameters=parameters,
+            online=Online(ungraded_group, least_answers=1, graded_by=None),
+        )
+
+    return Recipe(name, policy.opd, build)

@@ -1,0 +1,64 @@
+"""Rows for every kind of algorithm."""
+
+import random
+
+import pytest
+
+from oxrl.algorithms import algorithm
+from oxrl.algorithms.assemble import (
+    conversation_items,
+    group_against_greedy_items,
+    group_items,
+    judged_items,
+    pair_items,
+    text_items,
+)
+from oxrl.data.assemble import assemble
+from oxrl.data.render import Renderer
+from oxrl.data.sources import load_samples
+from oxrl.models.load import load_tokenizer
+
+
+def raw_rows(kind, n, seed):
+    """Good replies begin with "yes", bad ones with "no"; what follows is noise of unequal length."""
+    chance = random.Random(seed)
+
+    def said(word):
+        return word + " " + "".join(chance.choice("0123456789") for _ in range(chance.randint(1, 9)))
+
+    rows = []
+    for _ in range(n):
+        prompt = "".join(chance.choice("abcdef") for _ in range(chance.randint(2, 12))) + "?"
+        good, bad = said("yes"), said("no")
+        swap, group = chance.random() < 0.5, [good, bad, said("no"), said("yes")]
+        rows.append(
+            {
+                conversation_items: {"prompt": prompt, "response": good},
+                text_items: {"text": f"{prompt} {good}"},
+                pair_items: {"prompt": prompt, "chosen": good, "rejected": bad, "score_chosen": 2, "score_rejected": 1},
+                judged_items: {"prompt": prompt, "completion": bad if swap else good, "label": not swap},
+                group_items: {"prompt": prompt, "responses": group, "rewards": [1.0, 0.0, 0.0, 1.0]},
+                group_against_greedy_items: {
+                    "prompt": prompt,
+                    "responses": group,
+                    "rewards": [1.0, 0.0, 0.0, 1.0],
+                    "greedy_reward": 0.5,
+                },
+            }[kind]
+        )
+    return rows
+
+
+@pytest.fixture(scope="module")
+def rows_of():
+    tokenizer = load_tokenizer("tiny")
+    made = {}
+
+    def make(name, n, seed):
+        kind = algorithm(name).assemble if name != "rft" else "rft"  # whose rows are groups, some of them left out
+        if (kind, n, seed) not in made:
+            samples = load_samples(raw_rows(group_items if kind == "rft" else kind, n, seed)).samples
+            made[kind, n, seed] = assemble(samples, algorithm(name), Renderer(tokenizer)).items
+        return made[kind, n, seed]
+
+    return make
