@@ -35,7 +35,7 @@ class Other(NamedTuple):
 
 
 def logprob(logits: Tensor, targets: Tensor, _other: Tensor | None = None) -> Tensor:
-    return logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
+    return -torch.nn.functional.cross_entropy(logits, targets, reduction="none")
 
 
 def entropy(logits: Tensor, _targets: Tensor, _other: Tensor | None = None) -> Tensor:
@@ -131,9 +131,9 @@ def project(
 ) -> tuple[Tensor, ...]:
     """Statistics of `hidden [N, H]` projected on the vocabulary, `[N]` float32 each, chunk by chunk in both directions.
 
-    512 rows are near the best time on a CPU (`benchmarks/projection.py`); a GPU wants larger products.
+    A chunk's logits take a quarter GiB unless told otherwise; a GPU wants larger products.
     """
-    chunk = chunk or (512 if hidden.device.type == "cpu" else 2048)
+    chunk = chunk or max(1, (2**26 if hidden.device.type == "cpu" else 2**28) // len(head.weight))
     if other is not None:
         other = Other(other.hidden, other.head._replace(weight=_for_products(other.head.weight)))
     plan = _Plan(head.scale, head.softcap, tuple(statistics), other, targets, chunk)
@@ -153,14 +153,28 @@ class _Plan(NamedTuple):
         total = len(self.targets)
         return (slice(start, min(start + self.chunk, total)) for start in range(0, total, self.chunk))
 
-    def values(self, raw: Tensor, part: slice) -> list[Tensor]:
-        logits = _shape_logits(raw, self.scale, self.softcap)
-        other_logits = None
+    def blocks(self, part: slice, logits: Tensor) -> Iterator[_Block]:
+        """A chunk in pieces so small that what statistics need on the way is small too, and soon used again."""
+        size = -(-self.chunk // 16)
+        pieces = torch.split(logits, size)
+        others: Sequence[Tensor | None] = [None] * len(pieces)
         if self.other is not None:
-            theirs = self.other.head
-            raw_other = _float_logits(self.other.hidden[part], theirs.weight, theirs.bias)
-            other_logits = _shape_logits(raw_other, theirs.scale, theirs.softcap).detach()
-        return [statistic(logits, self.targets[part], other_logits) for statistic in self.statistics]
+            hidden, head = self.other.hidden[part], self.other.head
+            theirs = _scaled_logits(hidden, head.weight, head.bias, head.scale)
+            others = [_capped(piece, head.softcap) for piece in torch.split(theirs, size)]
+        starts = range(part.start, part.stop, size)
+        for start, piece, other in zip(starts, pieces, others, strict=True):
+            yield _Block(slice(start, start + len(piece)), piece, other)
+
+    def values(self, logits: Tensor, block: _Block) -> list[Tensor]:
+        capped = _capped(logits, self.softcap)
+        return [statistic(capped, self.targets[block.place], block.other) for statistic in self.statistics]
+
+
+class _Block(NamedTuple):
+    place: slice
+    logits: Tensor  # scaled, not capped yet
+    other: Tensor | None  # the other model's
 
 
 class _Projection(torch.autograd.Function):
@@ -170,8 +184,11 @@ class _Projection(torch.autograd.Function):
         values = torch.empty(len(plan.statistics), len(hidden), dtype=torch.float32, device=hidden.device)
         matrix = _for_products(weight)
         for part in plan.chunks():
-            for row, value in zip(values, plan.values(_float_logits(hidden[part], matrix, bias), part), strict=True):
-                row[part] = value
+            # The last chunk is kept: a step that fits into one, as most do, then projects once instead of twice.
+            ctx.kept = None
+            ctx.kept = _scaled_logits(hidden[part], matrix, bias, plan.scale)
+            for block in plan.blocks(part, ctx.kept):
+                values[:, block.place] = torch.stack(plan.values(block.logits, block))
         ctx.save_for_backward(hidden, weight, bias, values)
         return values
 
@@ -184,9 +201,14 @@ class _Projection(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
-        for part in plan.chunks():
-            raw = _float_logits(hidden[part], matrix, bias)
-            d_logits = _chunk_gradient(plan, raw, part, values[:, part], grads[0][:, part]).to(matrix.dtype)
+        for part in reversed(list(plan.chunks())):
+            scaled = _scaled_logits(hidden[part], matrix, bias, plan.scale) if ctx.kept is None else ctx.kept
+            ctx.kept = None
+            for block in plan.blocks(part, scaled):
+                # Gradients of raw logits have the scale as a factor, which is cheaper to put on the [S, C] here.
+                _become_gradient(block, plan, values[:, block.place], grads[0][:, block.place] * plan.scale)
+            d_logits = scaled.to(matrix.dtype)
+            del scaled, block
             if grad_hidden is not None:
                 grad_hidden[part] = (d_logits @ matrix).to(hidden.dtype)
             if grad_weight is not None:
@@ -201,23 +223,22 @@ class _Projection(torch.autograd.Function):
         )
 
 
-def _chunk_gradient(plan: _Plan, raw: Tensor, part: slice, values: Tensor, grads: Tensor) -> Tensor:
-    """d(sum of statistics weighted by `grads [S, C]`) / d(raw logits of this chunk)."""
-    if plan.statistics == (logprob,) and plan.scale == 1.0 and plan.softcap is None:
-        return logprob_gradient(raw, plan.targets[part], values[0], grads[0])
+def _become_gradient(block: _Block, plan: _Plan, values: Tensor, grads: Tensor) -> None:
+    """Overwrite the block's logits with d(sum of statistics weighted by `grads [S, C]`) / d(those logits)."""
+    if plan.statistics == (logprob,) and plan.softcap is None:
+        logprob_gradient(block.logits, plan.targets[block.place], values[0], grads[0])
+        return
     with torch.enable_grad():
-        leaf = raw.requires_grad_()
+        leaf = block.logits.detach().requires_grad_()
         pairs = [
-            (value, grad) for value, grad in zip(plan.values(leaf, part), grads, strict=True) if value.requires_grad
+            (value, grad) for value, grad in zip(plan.values(leaf, block), grads, strict=True) if value.requires_grad
         ]
-        if not pairs:
-            return torch.zeros_like(raw)
-        (gradient,) = torch.autograd.grad([v for v, _ in pairs], leaf, [g for _, g in pairs])
-    return gradient
+        if pairs:
+            (gradient,) = torch.autograd.grad([v for v, _ in pairs], leaf, [g for _, g in pairs])
+    block.logits.copy_(gradient if pairs else torch.zeros(()))
 
 
-def _shape_logits(raw: Tensor, scale: float, softcap: float | None) -> Tensor:
-    logits = raw if scale == 1.0 else raw * scale
+def _capped(logits: Tensor, softcap: float | None) -> Tensor:
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
@@ -226,13 +247,18 @@ def _for_products(weight: Tensor) -> Tensor:
     return weight.detach() if weight.is_cuda else weight.detach().float()
 
 
-def _float_logits(hidden: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
-    """`hidden @ matrix.T`, accumulated *and* returned in float32: bf16 logits are wrong in the second digit."""
+def _scaled_logits(hidden: Tensor, matrix: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """`scale * (hidden @ matrix.T + bias)`, accumulated *and* returned in float32.
+
+    Logits in bf16 are wrong in the second digit.
+    """
     if matrix.dtype == torch.float32:
-        logits = hidden.detach().float() @ matrix.T
+        logits = (hidden.detach().float() * scale) @ matrix.T
     else:
         logits = torch.mm(hidden.detach().to(matrix.dtype), matrix.T, out_dtype=torch.float32)
-    return logits if bias is None else logits.add_(bias.detach().float())
+        if scale != 1.0:
+            logits.mul_(scale)
+    return logits if bias is None else logits.add_(bias.detach().float(), alpha=scale)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

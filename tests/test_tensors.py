@@ -5,6 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from oxrl import tensors as t
 from oxrl.tensors import Head, Other, project, token_logprobs
@@ -114,28 +115,49 @@ def test_logits_in_the_thousands_stay_finite():
     assert all(value.isfinite().all() for value in (*values, hidden.grad, weight.grad))
 
 
+class Watch(TorchDispatchMode):
+    """The name and the sizes of every operation's result."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for each in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(each, torch.Tensor):
+                self.seen.append((function._schema.name, tuple(each.shape)))
+        return out
+
+
 def test_full_logits_never_exist_in_either_direction():
     """Every tensor that autograd or the projection makes stays below the size of [N, V]."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Largest(TorchDispatchMode):
-        numel = 0
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            out = function(*args, **(kwargs or {}))
-            for each in out if isinstance(out, tuple | list) else [out]:
-                if isinstance(each, torch.Tensor):
-                    self.numel = max(self.numel, each.numel())
-            return out
-
     n, hidden_size, vocabulary = 512, 4, 1000
     hidden = torch.randn(n, hidden_size, requires_grad=True)
     weight = torch.randn(vocabulary, hidden_size, requires_grad=True)
     targets = torch.randint(0, vocabulary, (n,))
-    with Largest() as watched:
+    with Watch() as watched:
         (values,) = project(hidden, Head(weight), targets, [STATISTICS["logprob"]], chunk=32)
         values.sum().backward()
-    assert watched.numel == 32 * vocabulary
+    assert max(np.prod(shape) for _, shape in watched.seen) == 32 * vocabulary
+
+
+@pytest.mark.parametrize(("chunk", "products"), [(T, 1), (8, 5)], ids=["one chunk", "three chunks"])
+def test_backward_projects_anew_only_what_was_not_kept(chunk, products):
+    (hidden, weight, bias), _ = tensors()
+    with Watch() as watched:
+        (values,) = project(hidden, Head(weight, bias), torch.tensor(TOKENS), [t.logprob], chunk=chunk)
+        values.sum().backward()
+    logits = [shape for name, shape in watched.seen if name == "aten::mm" and shape[1] == V]
+    assert len(logits) == products
+
+
+def test_a_second_backward_through_one_pass_finds_the_same_gradient():
+    (hidden, weight, bias), _ = tensors()
+    (values,) = project(hidden, Head(weight, bias), torch.tensor(TOKENS), [t.logprob], chunk=8)
+    first, second = (torch.autograd.grad(values.sum(), [hidden, weight, bias], retain_graph=True) for _ in range(2))
+    for one, other in zip(first, second, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_a_step_without_trained_tokens_gives_zeros():
@@ -143,15 +165,21 @@ def test_a_step_without_trained_tokens_gives_zeros():
     assert values["logprob"].tolist() == [0, 0, 0]
 
 
+@pytest.mark.parametrize("scale", [1.0, 1 / 0.7])
 @pytest.mark.parametrize("chunk", [3, 1000])
-def test_the_written_out_gradient_of_a_plain_head_is_autograds(chunk):
-    """Only log-probs, no scale, no cap: what supervised training runs."""
-    hidden, weight = (torch.tensor(x, requires_grad=True) for x in (HIDDEN, WEIGHT))
+def test_the_written_out_gradient_of_a_head_without_a_cap_is_autograds(chunk, scale):
+    """Only log-probs, at any temperature: what supervised and reinforcement learning run."""
+    hidden, weight, bias = (torch.tensor(x, requires_grad=True) for x in (HIDDEN, WEIGHT, BIAS))
     factors = torch.tensor(RNG.normal(size=T))
-    naive = (hidden @ weight.T).log_softmax(-1).gather(1, torch.tensor(TOKENS)[:, None])[:, 0]
-    expected = torch.autograd.grad((naive * factors).sum(), [hidden, weight])
-    leaves = [x.detach().float().requires_grad_() for x in (hidden, weight)]
-    (values,) = project(leaves[0], Head(leaves[1]), torch.tensor(TOKENS), [STATISTICS["logprob"]], chunk=chunk)
-    (values * factors.float()).sum().backward()
+    logits = scale * (hidden @ weight.T + bias)
+    naive = logits.log_softmax(-1).gather(1, torch.tensor(TOKENS)[:, None])[:, 0]
+    expected = torch.autograd.grad((naive * factors).sum(), [hidden, weight, bias])
+    leaves = [x.detach().float().requires_grad_() for x in (hidden, weight, bias)]
+    head = Head(leaves[1], leaves[2], scale)
+    (values,) = project(leaves[0], head, torch.tensor(TOKENS), [t.logprob], chunk=chunk)
+    torch.testing.assert_close(values.double(), naive, atol=1e-5, rtol=1e-5)
+    with Watch() as watched:
+        (values * factors.float()).sum().backward()
+    assert "aten::_log_softmax" not in {name for name, _ in watched.seen}, "autograd took the detour"
     for leaf, gradient in zip(leaves, expected, strict=True):
         torch.testing.assert_close(leaf.grad.double(), gradient, atol=1e-5, rtol=1e-5)

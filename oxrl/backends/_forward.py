@@ -1,9 +1,10 @@
 """A batch of flat rows through any transformers decoder: hidden states, then statistics of the tokens.
 
 Linears see `[1, T]`; attention runs row by row through functions registered with transformers' attention interface, so
-rows never see each other and nothing is padded. A model for which that cannot be shown to hold (layers with state, an
-attention that ignores the registered function) runs length-sorted with right padding instead. `probe` decides, and
-also proves that our projection gives the model's own logits. What a pass is worth is not known here.
+rows never see each other and nothing is padded. What several rows begin with, the prompt of a group, is computed once.
+A model for which that cannot be shown to hold (layers with state, an attention that ignores the registered function)
+runs length-sorted with right padding instead. `probe` decides, and also proves that our projection gives the model's
+own logits. What a pass is worth is not known here.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -23,9 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from oxrl.data.pack import collate
+from oxrl.data.pack import collate, worth_sharing
 from oxrl.tensors import Head, Other, Statistic, token_logprobs
-from oxrl.types import Batch, Outputs, Row
+from oxrl.types import Batch, IntArray, Outputs, Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,12 +40,19 @@ _windows_seen: ContextVar[list[int | None] | None] = ContextVar("_windows_seen",
 
 
 class LanguageModel(nn.Module):
-    """ONE module that holds body, projection and heads, which is what a backend shards; all passes go through it."""
+    """ONE module that holds body, projection and heads, which is what a backend shards; all passes go through it.
 
-    def __init__(self, model: PreTrainedModel, heads: Sequence[str] = ()) -> None:
+    Its log-probs and statistics are those at `temperature`, to be compared with what was sampled at that temperature.
+    """
+
+    def __init__(self, model: PreTrainedModel, heads: Sequence[str] = (), *, temperature: float = 1.0) -> None:
         super().__init__()
+        if not temperature > 0:
+            raise ValueError(f"log-probs have a positive temperature, not {temperature}; for greedy answers use 1")
         self.model = model
+        self.temperature = temperature
         self.layout: Layout = "padded"  # always right; `prepare_layout` finds out whether packed is too
+        self.shares = False  # likewise: whether what packed rows begin with in common is computed once
         width = self.inner.get_output_embeddings().weight.shape[1]
         # Zero is a fair first guess of a value or score, and the same one on every machine.
         self.heads = nn.ModuleDict({name: _zero_linear(width).to(model.device) for name in heads})
@@ -58,12 +66,18 @@ class LanguageModel(nn.Module):
         self, batch: Batch, statistics: Mapping[str, Statistic] = MappingProxyType({}), other: Other | None = None
     ) -> Outputs:
         hidden = self.hidden(batch)
-        values = token_logprobs(hidden, batch.tokens, batch.mask, head_of(self.inner), statistics, other)
+        values = token_logprobs(hidden, batch.tokens, batch.mask, self.head, statistics, other)
         return Outputs(values.pop("logprob"), values, **self._read_heads(hidden, batch))
+
+    @property
+    def head(self) -> Head:
+        return head_of(self.inner, self.temperature)
 
     def hidden(self, batch: Batch) -> Tensor:
         body = getattr(self.inner, self.inner.base_model_prefix)
-        return _packed_hidden(body, batch) if self.layout == "packed" else _padded_hidden(body, batch)
+        if self.layout == "padded":
+            return _padded_hidden(body, batch)
+        return _packed_hidden(body, _share(batch) if self.shares else _one_by_one(batch))
 
     def _read_heads(self, hidden: Tensor, batch: Batch) -> dict[str, Tensor]:
         """A value before each trained token and after each row; a score at the last token of each row."""
@@ -92,7 +106,7 @@ class LanguageModel(nn.Module):
     def as_other(self, batch: Batch) -> Other:
         """This model as the one that another is compared with."""
         with torch.no_grad():
-            return Other(self.hidden(batch), head_of(self.inner))
+            return Other(self.hidden(batch), self.head)
 
 
 def _zero_linear(width: int) -> nn.Linear:
@@ -101,33 +115,98 @@ def _zero_linear(width: int) -> nn.Linear:
     return layer
 
 
-def head_of(model: PreTrainedModel) -> Head:
+def head_of(model: PreTrainedModel, temperature: float = 1.0) -> Head:
     config, projection = model.config.get_text_config(), model.get_output_embeddings()
     # Granite divides its logits, Cohere multiplies them, Gemma caps them; `probe` catches what is not known here.
     scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
-    bias = getattr(projection, "bias", None)
-    return Head(projection.weight, bias, float(scale), getattr(config, "final_logit_softcapping", None))
+    cap = getattr(config, "final_logit_softcapping", None)
+    # What is sampled from are the capped logits divided by the temperature: scale and cap both shrink with it.
+    return Head(
+        projection.weight, getattr(projection, "bias", None), float(scale) / temperature, cap and cap / temperature
+    )
 
 
-def _packed_hidden(body: nn.Module, batch: Batch) -> Tensor:
-    borders = torch.tensor(batch.borders, dtype=torch.int32, device=batch.tokens.device)
-    longest = max(end - start for start, end in pairwise(batch.borders))
+class _Packing(NamedTuple):
+    """What a packed pass computes: the N tokens that rows have of their own, and the T keys that they look back on.
+
+    Of rows that begin alike, one has the common tokens for its own and the others borrow their keys.
+    """
+
+    tokens: Tensor  # [N]
+    positions: Tensor  # [N]
+    lengths: tuple[tuple[int, int], ...]  # of each row: its own tokens, its keys
+    keys: Tensor | None = None  # [T] the place of each row's keys among the N; None: nothing is borrowed
+    back: Tensor | None = None  # [T] the place of each token of the batch among the N
+
+    def runs(self) -> list[tuple[int, int, int]]:
+        """Neighbours of one shape: how many rows, the own tokens and the keys of each."""
+        return [(len(list(rows)), *shape) for shape, rows in groupby(self.lengths)]
+
+    def borders(self, side: int) -> Tensor:
+        lengths = torch.tensor([0, *(both[side] for both in self.lengths)])
+        return lengths.cumsum(0).to(self.tokens.device, torch.int32)
+
+
+def _one_by_one(batch: Batch) -> _Packing:
+    lengths = tuple((end - start, end - start) for start, end in pairwise(batch.borders))
+    return _Packing(batch.tokens, batch.positions, lengths)
+
+
+def _share(batch: Batch) -> _Packing:
+    """Each common beginning once. In alphabetical order a row has the most in common with the one before it."""
+    tokens = batch.tokens.cpu().numpy()
+    rows = [tokens[start:end] for start, end in pairwise(batch.borders)]
+    alphabetical = sorted(range(len(rows)), key=lambda row: rows[row].astype(">i8").tobytes())
+    borrowed = [0] * len(rows)
+    for before, row in pairwise(alphabetical):
+        borrowed[row] = _common_beginning(rows[before], rows[row])
+    if not any(borrowed):
+        return _one_by_one(batch)
+    lengths = [(len(row) - common, len(row)) for row, common in zip(rows, borrowed, strict=True)]
+    laid_out = sorted(range(len(rows)), key=lambda row: lengths[row])  # neighbours of one shape attend in one call
+    own = np.concatenate([np.arange(batch.borders[row] + borrowed[row], batch.borders[row + 1]) for row in laid_out])
+    back = np.empty_like(tokens)
+    back[own] = np.arange(len(own))
+    places = [back[start:end] for start, end in pairwise(batch.borders)]
+    for before, row in pairwise(alphabetical):
+        places[row][: borrowed[row]] = places[before][: borrowed[row]]
+    keys = np.concatenate([places[row] for row in laid_out])
+    chosen, keys_there, back_there = (torch.from_numpy(index).to(batch.tokens.device) for index in (own, keys, back))
+    return _Packing(
+        batch.tokens[chosen],
+        batch.positions[chosen],
+        tuple(lengths[row] for row in laid_out),
+        keys_there,
+        back_there,
+    )
+
+
+def _common_beginning(one: IntArray, row: IntArray) -> int:
+    """How many tokens `row` borrows from `one`; the last of a row is always its own, so that no row is empty."""
+    most = min(len(one), len(row) - 1)
+    differs = one[:most] != row[:most]
+    common = int(differs.argmax()) if differs.any() else most
+    return common if worth_sharing(common, len(row)) else 0
+
+
+def _packed_hidden(body: nn.Module, packing: _Packing) -> Tensor:
     token = _rows_are_packed.set(True)
     try:
         output = body(
-            input_ids=batch.tokens[None],
-            position_ids=batch.positions[None],
+            input_ids=packing.tokens[None],
+            position_ids=packing.positions[None],
             use_cache=False,  # with a cache, position ids are ignored and rows leak into each other
-            cu_seq_lens_q=borders,
-            cu_seq_lens_k=borders,
-            max_length_q=longest,
-            max_length_k=longest,
-            row_borders=batch.borders,
+            cu_seq_lens_q=packing.borders(0),
+            cu_seq_lens_k=packing.borders(1),
+            max_length_q=max(own for own, _ in packing.lengths),
+            max_length_k=max(keys for _, keys in packing.lengths),
+            packing=packing,
         )
     finally:
         _rows_are_packed.reset(token)
     hidden: Tensor = output.last_hidden_state[0]
-    return hidden
+    # An embedding is a gather whose gradient is summed in a fixed order, on a GPU too.
+    return hidden if packing.back is None else nn.functional.embedding(packing.back, hidden)
 
 
 def _padded_hidden(body: nn.Module, batch: Batch) -> Tensor:
@@ -141,7 +220,7 @@ def _padded_hidden(body: nn.Module, batch: Batch) -> Tensor:
 
 
 def _row_by_row(name: str, attend: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """An attention function for transformers: `attend` inside each row of `[1, heads, T, head_dim]`."""
+    """An attention function for transformers: `attend` inside each row of `[1, heads, N, head_dim]`."""
 
     def attention(
         module: nn.Module,
@@ -150,33 +229,58 @@ def _row_by_row(name: str, attend: Callable[..., Tensor]) -> Callable[..., tuple
         value: Tensor,
         attention_mask: Tensor | None,
         *,
-        row_borders: tuple[int, ...] | None = None,
+        packing: _Packing | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        if row_borders is None:  # a pass that is not ours, generation with a cache, say
+        if packing is None:  # a pass that is not ours, generation with a cache, say
             return _of_transformers(name, module)(module, query, key, value, attention_mask, **options)
         window = _note_window(options)
+        if packing.keys is not None:
+            key, value = _borrow(key, packing.keys), _borrow(value, packing.keys)
         if name == "sdpa" and query.is_cuda and query.dtype != torch.float32 and not options.get("dropout"):
             return _variable_length(query, key, value, window, options), None
-        rows = [
-            attend(*(x[:, :, start:end] for x in (query, key, value)), window, options)
-            for start, end in pairwise(row_borders)
-        ]
-        return torch.cat(rows, dim=2).transpose(1, 2), None
+        return _by_shape(attend, packing, query, key, value, window, options), None
 
     return attention
 
 
+def _by_shape(
+    attend: Callable[..., Tensor],
+    packing: _Packing,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int | None,
+    options: dict[str, Any],
+) -> Tensor:
+    """`attend` once per run of rows with one shape, which it sees as a batch. `[1, N, heads, head_dim]`."""
+    runs = packing.runs()
+    # The gradient of a split is one concatenation; that of a slice is as large as the whole, for each slice.
+    queries = torch.split(query[0], [count * own for count, own, _ in runs], dim=1)
+    keys, values = (torch.split(x[0], [count * whole for count, _, whole in runs], dim=1) for x in (key, value))
+    attended = [
+        attend(*(x.view(len(x), count, -1, x.shape[-1]).transpose(0, 1) for x in rows), window, options)
+        for (count, _, _), *rows in zip(runs, queries, keys, values, strict=True)
+    ]
+    return torch.cat([rows.transpose(1, 2).flatten(0, 1) for rows in attended])[None]
+
+
+def _borrow(states: Tensor, places: Tensor) -> Tensor:
+    """`[1, heads, N, head_dim]` at `places [T]`: `[1, heads, T, head_dim]`."""
+    flat = states[0].transpose(0, 1)
+    return nn.functional.embedding(places, flat.flatten(1)).view(-1, *flat.shape[1:]).transpose(0, 1)[None]
+
+
 def _attend_sdpa(query: Tensor, key: Tensor, value: Tensor, window: int | None, options: dict[str, Any]) -> Tensor:
-    length = query.shape[2]
-    mask = None if window is None or length <= window else _causal_mask(length, window, query.device)
+    own, whole = query.shape[2], key.shape[2]
+    plain = own == whole and (window is None or whole <= window)
     return torch.nn.functional.scaled_dot_product_attention(
         query,
         key,
         value,
-        attn_mask=mask,
+        attn_mask=None if plain else _causal_mask(own, whole, window, query.device),
         dropout_p=options.get("dropout") or 0.0,
-        is_causal=mask is None,
+        is_causal=plain,
         scale=options.get("scaling"),
         enable_gqa=query.shape[1] != key.shape[1],
     )
@@ -188,16 +292,18 @@ def _attend_eager(query: Tensor, key: Tensor, value: Tensor, window: int | None,
     scores = query @ key.transpose(2, 3) * (options.get("scaling") or query.shape[-1] ** -0.5)
     if (cap := options.get("softcap")) is not None:
         scores = cap * torch.tanh(scores / cap)
-    allowed = _causal_mask(query.shape[2], window, query.device)
+    allowed = _causal_mask(query.shape[2], key.shape[2], window, query.device)
     weights = scores.float().masked_fill(~allowed, float("-inf")).softmax(-1).to(query.dtype)
     return nn.functional.dropout(weights, options.get("dropout") or 0.0) @ value
 
 
 def _variable_length(query: Tensor, key: Tensor, value: Tensor, window: int | None, options: dict[str, Any]) -> Tensor:
-    """All rows in one flash-attention kernel, which a GPU has for half precision."""
+    """All rows in one flash-attention kernel, which a GPU has for half precision.
+
+    Where a row has more keys than queries, the kernel takes its queries for the last ones, as we do.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
-    borders, longest = options["cu_seq_lens_q"], options["max_length_q"]
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     shared_heads: dict[str, Any] = {"enable_gqa": True} if _takes_shared_heads() else {}
     if not shared_heads:
@@ -206,10 +312,10 @@ def _variable_length(query: Tensor, key: Tensor, value: Tensor, window: int | No
         q,
         k,
         v,
-        borders,
-        borders,
-        longest,
-        longest,
+        options["cu_seq_lens_q"],
+        options["cu_seq_lens_k"],
+        options["max_length_q"],
+        options["max_length_k"],
         scale=options.get("scaling"),
         window_size=(-1 if window is None else window - 1, 0),
         **shared_heads,
@@ -234,9 +340,10 @@ def _note_window(options: dict[str, Any]) -> int | None:
     return window
 
 
-def _causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
-    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None]
-    return (distance >= 0) & (distance < (window or length))
+def _causal_mask(own: int, whole: int, window: int | None, device: torch.device) -> Tensor:
+    """Which of `whole` keys the last `own` tokens of a row see: `[own, whole]`."""
+    distance = torch.arange(whole - own, whole, device=device)[:, None] - torch.arange(whole, device=device)[None]
+    return (distance >= 0) & (distance < (window or whole))
 
 
 def _of_transformers(name: str, module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
@@ -284,14 +391,17 @@ def prepare_layout(model: LanguageModel) -> Probed:
     with torch.no_grad():
         single = _single_hidden(inner, batch)
         _check_projection(inner, batch, single)
-        reason = _why_not_packed(model, batch, single, attention)
+        reason = _why_not_packed(inner, batch, single, attention)
         if reason is not None:
             inner.set_attn_implementation(attention)
-        model.layout = "packed" if reason is None else "padded"
+        unshared = reason or _why_not_shared(inner, batch, single, attention)
+    model.layout = "packed" if reason is None else "padded"
+    model.shares = unshared is None
     model.train(was_training)
-    if reason is None:
-        return Probed("packed", f"rows run packed ({attention} attention, row by row)")
-    return Probed("padded", f"rows run with padding: {reason}")
+    if reason is not None:
+        return Probed("padded", f"rows run with padding: {reason}")
+    prompts = "shared prompts once" if unshared is None else f"shared prompts in each of their rows: {unshared}"
+    return Probed("packed", f"rows run packed ({attention} attention, row by row), {prompts}")
 
 
 def _honest_attention(inner: PreTrainedModel) -> str:
@@ -306,32 +416,43 @@ def _honest_attention(inner: PreTrainedModel) -> str:
     return attention
 
 
-def _why_not_packed(model: LanguageModel, batch: Batch, single: Tensor, attention: str) -> str | None:
+def _why_not_packed(inner: PreTrainedModel, batch: Batch, single: Tensor, attention: str) -> str | None:
     register_attention()
-    inner = model.inner
     if attention not in PACKED and not attention.startswith("flash_attention"):
         return f"{attention} attention has no packed form here"
     inner.set_attn_implementation(PACKED.get(attention, attention))
-    body = getattr(inner, inner.base_model_prefix)
     with _watch_windows() as seen:
-        try:
-            packed = _packed_hidden(body, batch)
-        except (TypeError, RuntimeError, ValueError) as error:
-            return f"the model does not take packed rows ({str(error).splitlines()[0]})"
+        reason = _why_different(inner, _one_by_one(batch), single)
     expected = _windows_expected(inner)
-    if attention in PACKED and sum(window is not None for window in seen) != expected:
+    if reason is None and attention in PACKED and sum(window is not None for window in seen) != expected:
         return f"{expected} layers have a sliding or chunked window, but it does not reach their attention"
+    return reason
+
+
+def _why_not_shared(inner: PreTrainedModel, batch: Batch, single: Tensor, attention: str) -> str | None:
+    if attention not in PACKED:
+        return f"{attention} attention has no form for them here"
+    return _why_different(inner, _share(batch), single)
+
+
+def _why_different(inner: PreTrainedModel, packing: _Packing, single: Tensor) -> str | None:
+    try:
+        packed = _packed_hidden(getattr(inner, inner.base_model_prefix), packing)
+    except (TypeError, RuntimeError, ValueError) as error:
+        return f"the model does not take packed rows ({str(error).splitlines()[0]})"
     gap, allowed = _relative_gap(packed, single)
-    if gap > allowed:
-        return f"packed rows differ from single rows by {gap:.1e}, so its layers carry state across rows"
+    if not gap <= allowed:
+        return f"packed rows differ from single rows by {gap:.1e}, as if its layers carried state across rows"
     return None
 
 
 def _probe_batch(inner: PreTrainedModel) -> Batch:
+    """Rows of several lengths, of which the last three begin alike."""
     vocabulary = inner.get_input_embeddings().weight.shape[0]
     numbers = np.random.default_rng(0)
-    rows = [Row(f"probe {n}", numbers.integers(0, vocabulary, n), np.arange(n) > 0) for n in (7, 3, 12)]
-    return collate([(row,) for row in rows], inner.device)
+    rows = [numbers.integers(0, vocabulary, n) for n in (7, 3, 12)]
+    rows += [np.concatenate([rows[2][:9], numbers.integers(0, vocabulary, n)]) for n in (2, 5)]
+    return collate([(Row(f"probe {i}", row, np.arange(len(row)) > 0),) for i, row in enumerate(rows)], inner.device)
 
 
 def _single_hidden(inner: PreTrainedModel, batch: Batch) -> Tensor:

@@ -16,7 +16,19 @@ from torch import Tensor, nn
 from oxrl.algorithms import algorithm as named_algorithm
 from oxrl.backends._forward import LanguageModel, prepare_layout
 from oxrl.backends.optimizer import AdamW, Schedule, create_adamw_optimizer, full_rate, schedule
-from oxrl.types import Algorithm, Batch, Counts, ImmediateTrainFuture, LossFn, Outputs, Read, TrainFuture, Weights
+from oxrl.types import (
+    Algorithm,
+    Batch,
+    Counts,
+    ImmediateTrainFuture,
+    LossFn,
+    Outputs,
+    Read,
+    Term,
+    TrainFuture,
+    Weights,
+    merge_metrics,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,6 +45,7 @@ class NonFiniteError(RuntimeError):
         self.batches = list(batches)
 
 
+REFERENCE = "reference.safetensors"
 WriteModel: TypeAlias = Callable[[Any, Path], None]
 
 
@@ -59,7 +72,8 @@ class PyTorchTrainingBackend:
     ) -> None:
         self.module = model if isinstance(model, LanguageModel) else LanguageModel(model)
         self.model: PreTrainedModel = self.module.model
-        self.others = {name: _frozen(other) for name, other in others.items()}
+        self.others = {name: _frozen(other, self.module.temperature) for name, other in others.items()}
+        self.reference_moved = False
         self.write_model = write_model
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -75,6 +89,11 @@ class PyTorchTrainingBackend:
     def device(self) -> torch.device:
         device: torch.device = self.model.device
         return device
+
+    def set_temperature(self, temperature: float) -> None:
+        """Speak of the distribution at this temperature from now on, as the sampler does."""
+        for module in (self.module, *self.others.values()):
+            module.temperature = temperature
 
     def logprobs(
         self, batches: Sequence[Batch], which: str = "policy", reads: Mapping[str, Read] = MappingProxyType({})
@@ -114,6 +133,7 @@ class PyTorchTrainingBackend:
     ) -> TrainFuture[dict[str, float]]:
         """Add the gradients of one step's micro-batches; each term is divided by the step's count of its unit."""
         totals: dict[str, list[Tensor]] = {}
+        reported: list[Mapping[str, Term]] = []
         for batch in batches:
             set_training_mode(self.model, dropout=not algorithm.compares_logprobs)
             here = _to(batch, self.device)
@@ -121,12 +141,13 @@ class PyTorchTrainingBackend:
             shares = {name: term.total / counts[term.unit] for name, term in losses.terms.items()}
             loss = torch.stack(list(shares.values())).sum()
             loss.backward()  # type: ignore[no-untyped-call]
-            reported = {name: term.total / counts[term.unit] for name, term in losses.metrics.items()}
-            for name, value in {"loss": loss, **shares, **reported}.items():
+            for name, value in {"loss": loss, **shares}.items():
                 totals.setdefault(name, []).append(value.detach())
+            reported.append(losses.metrics)
         self._unstepped.extend(batches)
         self._stop_unless_finite(totals["loss"], batches)
-        return ImmediateTrainFuture({name: float(torch.stack(parts).sum()) for name, parts in totals.items()})
+        summed = {name: float(torch.stack(parts).sum()) for name, parts in totals.items()}
+        return ImmediateTrainFuture({**summed, **merge_metrics(reported, counts)})
 
     def _stop_unless_finite(self, losses: Sequence[Tensor], batches: Sequence[Batch]) -> None:
         finite = torch.stack(list(losses)).isfinite().tolist()
@@ -152,12 +173,18 @@ class PyTorchTrainingBackend:
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
         """Copy tensors by parameter name into the model (and into its master weights)."""
-        parameters = dict(self.model.named_parameters())
-        if unknown := sorted(weights.keys() - parameters.keys()):
-            raise ValueError(f"these weights are of another model: it has no parameter {unknown[0]}")
-        for name, tensor in weights.items():
-            parameters[name].copy_(tensor)
+        _copy_parameters(weights, self.model)
         self.optimizer.take_weights()
+        return ImmediateTrainFuture(None)
+
+    @torch.no_grad()
+    def update_reference(self, decay: float) -> TrainFuture[None]:
+        """ref <- decay * ref + (1 - decay) * policy; 0 makes it a copy. From then on it is part of the checkpoint."""
+        if "ref" not in self.others:
+            raise ValueError("there is no reference model of its own that could follow the policy")
+        for old, new in zip(self.others["ref"].model.parameters(), self.model.parameters(), strict=True):
+            old.lerp_(new.to(old.dtype), 1 - decay)
+        self.reference_moved = True
         return ImmediateTrainFuture(None)
 
     def save(self, path: Path) -> TrainFuture[None]:
@@ -169,6 +196,9 @@ class PyTorchTrainingBackend:
         state = {key: value.contiguous() for key, value in self.optimizer.tensors().items()}
         state["backend:version"] = torch.tensor(self.version)
         save_file(state, path / "optimizer.safetensors")
+        if self.reference_moved:
+            moved = dict(self.others["ref"].model.named_parameters())
+            save_file({name: tensor.detach().contiguous() for name, tensor in moved.items()}, path / REFERENCE)
         return ImmediateTrainFuture(None)
 
     def load(self, path: Path) -> TrainFuture[None]:
@@ -180,6 +210,9 @@ class PyTorchTrainingBackend:
         state = load_file(path / "optimizer.safetensors")
         self.version = int(state.pop("backend:version"))
         self.optimizer.restore(state)
+        self.reference_moved = (path / REFERENCE).exists()
+        if self.reference_moved:
+            _copy_parameters(load_file(path / REFERENCE), self.others["ref"].model)
         return ImmediateTrainFuture(None)
 
 
@@ -197,9 +230,13 @@ def create_pytorch_backend(
     heads: Sequence[str] = (),
     others: Mapping[str, PreTrainedModel] = MappingProxyType({}),
     write_model: WriteModel = write_plain,
+    temperature: float = 1.0,
 ) -> PyTorchTrainingBackend:
-    """Optimizer, schedule and backend in one line; each piece can also be made by hand."""
-    module = LanguageModel(model, heads)
+    """Optimizer, schedule and backend in one line; each piece can also be made by hand.
+
+    `temperature` is that of the sampler whose log-probs are compared with: both speak of the same distribution then.
+    """
+    module = LanguageModel(model, heads, temperature=temperature)
     optimizer = create_adamw_optimizer(module, lr, weight_decay=weight_decay, betas=betas, eps=eps)
     return PyTorchTrainingBackend(
         module,
@@ -211,8 +248,17 @@ def create_pytorch_backend(
     )
 
 
-def _frozen(model: PreTrainedModel) -> LanguageModel:
-    module = LanguageModel(model).eval().requires_grad_(False)
+@torch.no_grad()
+def _copy_parameters(weights: Mapping[str, Tensor], model: nn.Module) -> None:
+    parameters = dict(model.named_parameters())
+    if unknown := sorted(weights.keys() - parameters.keys()):
+        raise ValueError(f"these weights are of another model: it has no parameter {unknown[0]}")
+    for name, tensor in weights.items():
+        parameters[name].copy_(tensor)
+
+
+def _frozen(model: PreTrainedModel, temperature: float) -> LanguageModel:
+    module = LanguageModel(model, temperature=temperature).eval().requires_grad_(False)
     prepare_layout(module)
     return module
 

@@ -168,6 +168,10 @@ def _prompt_answer(columns: _Columns) -> Sample:
     return _sample(columns, _prompt(columns, "prompt", "question"), answer=_answer(columns))
 
 
+def _prompt_only(columns: _Columns) -> Sample:
+    return _sample(columns, _prompt(columns, "prompt", "question"))
+
+
 def _unpaired(columns: _Columns) -> Sample:
     prompt = _prompt(columns, "prompt", "question")
     label = columns.take("label")
@@ -224,6 +228,7 @@ FORMATS: dict[str, Format] = {
     "prompt_response": Format((("prompt", "question"), ("response", "completion")), _prompt_response),
     "prompt_answer": Format((("prompt", "question"), ("answer",)), _prompt_answer),
     "text": Format((("text",),), _text),
+    "prompt": Format((("prompt", "question"),), _prompt_only),
 }
 NEEDED = {name for form in FORMATS.values() for group in form.needs for name in group}
 COLUMNS = NEEDED | {"input", "system", "tools"}

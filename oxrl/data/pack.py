@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -28,30 +28,78 @@ def count_units(items: Sequence[Item]) -> Counts:
     }
 
 
+def worth_sharing(common: int, length: int) -> bool:
+    """Whether a row of `length` tokens that begins with `common` tokens of another is better run behind that other."""
+    return common >= max(8, length // 32)
+
+
 def pack(items: Sequence[Item], budget: int, *, padded: bool = False) -> list[list[Item]]:
     """Divide a step's items into micro-batches of at most `budget` tokens; an item that is larger stands alone.
 
-    First-fit decreasing. Where rows will run padded, an item's price is its longest row times the rows beside it, so
-    rows of like length meet and each micro-batch closes as soon as the next row would not fit.
+    First-fit decreasing. Items with the same prompt stay together as far as the budget allows, and a micro-batch pays
+    for a prompt once, for it is computed once.
     """
-    longest_first = sorted(items, key=lambda item: -max(map(len, item)) if padded else -_size(item))
-    micro_batches: list[list[Item]] = []
-    sizes: list[int] = []
-    for item in longest_first:
-        for index in range(len(sizes) - 1 if padded and sizes else 0, len(sizes)):
-            grown = _padded_size([*micro_batches[index], item]) if padded else sizes[index] + _size(item)
-            if grown <= budget:
-                micro_batches[index].append(item)
-                sizes[index] = grown
+    if padded:
+        return _pack_padded(items, budget)
+    bundles: dict[bytes | int, list[_Part]] = {}
+    for index, item in enumerate(items):
+        bundles.setdefault(_prompt(item[0]) or index, []).append(_part(item))
+    parts = [part for bundle in bundles.values() for part in _first_fit(bundle, budget)]
+    return [part.items for part in _first_fit(parts, budget)]
+
+
+class _Part(NamedTuple):
+    """Items of one micro-batch. Their price is what will be computed: each of their prompts once, and all behind."""
+
+    items: list[Item]
+    prompts: frozenset[bytes]
+    price: int
+
+    def price_beside(self, other: _Part) -> int:
+        return self.price + other.price - _num_tokens(self.prompts & other.prompts)
+
+
+def _part(item: Item) -> _Part:
+    prompts = [_prompt(row) for row in item]
+    distinct = frozenset(prompts)
+    return _Part([item], distinct, sum(map(len, item)) - _num_tokens(prompts) + _num_tokens(distinct))
+
+
+def _prompt(row: Row) -> bytes:
+    """The tokens before the first trained one; nothing where no other row could make use of them."""
+    length = int(row.mask.argmax())
+    return row.tokens[:length].tobytes() if worth_sharing(length, len(row)) else b""
+
+
+def _num_tokens(prompts: Iterable[bytes]) -> int:
+    return sum(map(len, prompts)) // np.dtype(np.int64).itemsize
+
+
+def _first_fit(parts: Sequence[_Part], budget: int) -> list[_Part]:
+    filled: list[_Part] = []
+    for part in sorted(parts, key=lambda part: -part.price):
+        for index, place in enumerate(filled):
+            price = place.price_beside(part)
+            if price <= budget:
+                filled[index] = _Part(place.items + part.items, place.prompts | part.prompts, price)
                 break
         else:
+            filled.append(part)
+    return filled
+
+
+def _pack_padded(items: Sequence[Item], budget: int) -> list[list[Item]]:
+    """An item's price is its longest row times the rows beside it, and no prompt is shared.
+
+    So rows of like length meet, and each micro-batch closes as soon as the next row would not fit.
+    """
+    micro_batches: list[list[Item]] = []
+    for item in sorted(items, key=lambda item: -max(map(len, item))):
+        if micro_batches and _padded_size([*micro_batches[-1], item]) <= budget:
+            micro_batches[-1].append(item)
+        else:
             micro_batches.append([item])
-            sizes.append(_padded_size([item]) if padded else _size(item))
     return micro_batches
-
-
-def _size(item: Item) -> int:
-    return sum(map(len, item))
 
 
 def _padded_size(items: Sequence[Item]) -> int:

@@ -4,10 +4,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from oxrl.backends._forward import LanguageModel, prepare_layout
-from oxrl.data.pack import collate
+from oxrl.backends._forward import LanguageModel, _share, prepare_layout
+from oxrl.data.pack import collate, pack
+from oxrl.models.lora import LoraSettings, attach_lora
 from oxrl.types import Row
 
 SMALL = {
@@ -49,10 +52,10 @@ SHAPES = {
 }
 
 
-def build(shape, attention="sdpa"):
+def build(shape, attention="sdpa", **changed):
     torch.manual_seed(1)
     name, more = SHAPES[shape]
-    config = getattr(transformers, name)(**SMALL, **more)
+    config = getattr(transformers, name)(**{**SMALL, **more, **changed})
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     for parameter in model.parameters():  # zero biases and unit gains would hide a forgotten one
         torch.nn.init.normal_(parameter, std=0.3)
@@ -160,3 +163,157 @@ def test_a_head_that_does_something_unknown_is_refused():
     model.lm_head.forward = lambda hidden: plain(hidden).sin()
     with pytest.raises(ValueError, match="not known here"):
         prepare_layout(LanguageModel(model))
+
+
+def families(vocabulary=120):
+    """A group of four, two pairs of one prompt, rows without a partner, one that another begins with, a row twice."""
+    random = np.random.default_rng(5)
+
+    def some(n):
+        return random.integers(0, vocabulary, n)
+
+    group, pairs, alone, whole = some(11), some(9), some(13), some(14)
+    tokens = [np.concatenate([group, some(n)]) for n in (6, 6, 3, 6)]
+    tokens += [np.concatenate([pairs, some(n)]) for n in (1, 4, 2, 2)]
+    tokens += [alone, some(3), whole, np.concatenate([whole, some(5)]), np.concatenate([tokens[0], some(7)]), alone]
+    order = random.permutation(len(tokens))
+    return [Row(str(i), tokens[i], np.arange(len(tokens[i])) > 0) for i in order]
+
+
+def run(module, rows, shares):
+    """Log-probs, gradients, and how many tokens went through the model."""
+    module.shares = shares
+    counted = []
+    hook = module.inner.get_input_embeddings().register_forward_hook(lambda *call: counted.append(call[1][0].numel()))
+    module.zero_grad()
+    batch = collate([(row,) for row in rows], module.inner.device)
+    values = module(batch).logprob
+    (values * torch.linspace(-1, 1, len(values), device=values.device)).sum().backward()
+    hook.remove()
+    gradients = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+    return values.detach(), gradients, counted[0]
+
+
+def relative_gap(one, other):
+    return float((one - other).norm() / other.norm().clamp_min(1e-6))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["stored", "recomputed"])
+@pytest.mark.parametrize(
+    ("shape", "attention"),
+    [
+        ("llama", "sdpa"),
+        ("llama", "eager"),
+        ("mistral", "sdpa"),
+        ("qwen2", "eager"),
+        ("gemma3", "sdpa"),
+        ("gemma2 with soft caps", "eager"),
+    ],
+)
+def test_a_shared_beginning_is_computed_once_and_changes_nothing(shape, attention, checkpointing):
+    module = LanguageModel(build(shape, attention))
+    assert "shared prompts once" in prepare_layout(module).reason
+    if checkpointing:
+        module.model.gradient_checkpointing_enable({"use_reentrant": False})
+    module.train()
+    rows = families()
+    values, gradients, computed = run(module, rows, shares=True)
+    expected, expected_gradients, all_tokens = run(module, rows, shares=False)
+    assert all_tokens == sum(map(len, rows))
+    # Saved: the group's prompt 3 times and one of its rows, the pairs' prompt 3 times, a whole row, all but its last
+    assert computed == all_tokens - 3 * 11 - 17 - 3 * 9 - 14 - 12
+    torch.testing.assert_close(values, expected, atol=2e-5, rtol=1e-5)
+    for name, gradient in expected_gradients.items():
+        assert relative_gap(gradients[name], gradient) < 1e-4, name
+
+
+def test_shared_beginnings_train_an_adapter_alike(tiny_model):
+    model = attach_lora(tiny_model, LoraSettings())
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    module = LanguageModel(model)
+    prepare_layout(module)
+    values, gradients, computed = run(module, families(), shares=True)
+    expected, expected_gradients, all_tokens = run(module, families(), shares=False)
+    assert computed < all_tokens
+    torch.testing.assert_close(values, expected, atol=2e-5, rtol=1e-5)
+    assert gradients.keys() == expected_gradients.keys() != set()
+    for name, gradient in expected_gradients.items():
+        assert relative_gap(gradients[name], gradient) < 1e-4, name
+
+
+def test_a_model_that_counts_positions_itself_computes_every_prompt_in_each_row():
+    """Packed rows are right with it, borrowed keys would not be."""
+
+    def count(body, args, kwargs):
+        borders = kwargs.get("cu_seq_lens_q")
+        if borders is not None:
+            positions = [torch.arange(length) for length in borders.diff().tolist()]
+            kwargs["position_ids"] = torch.cat(positions)[None]
+        return args, kwargs
+
+    model = build("llama")
+    model.model.register_forward_pre_hook(count, with_kwargs=True)
+    module = LanguageModel(model)
+    probed = prepare_layout(module)
+    assert probed.layout == "packed"
+    assert "in each of their rows: packed rows differ" in probed.reason
+    rows = families()
+    values = by_row(module, rows)
+    for row in rows:
+        torch.testing.assert_close(values[row.id], naive_logprobs(model, row), atol=2e-5, rtol=1e-5)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 40), st.integers(1, 4)), min_size=1), st.integers(30, 200))
+def test_no_micro_batch_computes_more_than_its_budget(shapes, budget):
+    """What `pack` counts is what a pass runs over, or more."""
+    items = []
+    for i, (prompt, length, said) in enumerate(shapes):
+        tokens = np.concatenate([np.full(length, prompt), np.arange(said) % 2])
+        items.append((Row(str(i), tokens, np.arange(length + said) >= length),))
+    for batch in pack(items, budget):
+        assert len(_share(collate(batch)).tokens) <= budget or len(batch) == 1
+
+
+@pytest.mark.parametrize(
+    "shape", ["llama", "gemma2 with soft caps", "cohere with scaled logits", "granite with divided logits"]
+)
+def test_a_temperature_divides_the_logits_that_are_sampled_from(shape):
+    model = build(shape, "eager")
+    module = LanguageModel(model, temperature=0.7)
+    prepare_layout(module)
+    rows = some_rows()
+    values = by_row(module, rows)
+    for row in rows:
+        tokens = torch.tensor(row.tokens)
+        logits = model(input_ids=tokens[None], use_cache=False).logits[0].float() / 0.7
+        expected = logits[:-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        torch.testing.assert_close(values[row.id], expected, atol=2e-5, rtol=1e-5)
+
+
+def test_a_temperature_of_zero_has_no_log_probs():
+    with pytest.raises(ValueError, match="positive temperature"):
+        LanguageModel(build("llama"), temperature=0.0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the variable-length kernel runs on a GPU only")
+@pytest.mark.parametrize("shape", ["llama", "mistral"])
+def test_the_kernel_of_a_gpu_lets_rows_share_their_beginning(shape):
+    """bf16; every way is compared with single rows in float32, and sharing may not be worse than not sharing."""
+    exact = build(shape, hidden_size=64).cuda()  # the kernel wants head sizes that are multiples of 8
+    for parameter in exact.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    module = LanguageModel(build(shape, hidden_size=64).bfloat16().cuda())
+    probed = prepare_layout(module)
+    assert "shared prompts once" in probed.reason, probed.reason
+    rows = families()
+    truth = LanguageModel(exact)  # padded, float32, transformers' own attention
+    expected, expected_gradients, _ = run(truth, rows, shares=False)
+    values, gradients, computed = run(module, rows, shares=True)
+    unshared, unshared_gradients, all_tokens = run(module, rows, shares=False)
+    assert computed < all_tokens
+    assert relative_gap(values, expected) < 1.5 * relative_gap(unshared, expected) + 1e-3
+    for name, gradient in expected_gradients.items():
+        gap, usual = (relative_gap(g[name].float(), gradient) for g in (gradients, unshared_gradients))
+        assert gap < 1.5 * usual + 1e-2, name

@@ -9,7 +9,20 @@ from oxrl.types import Row
 
 
 def row(length, name="r", trained=1, **more):
-    return Row(name, np.arange(length), np.arange(length) >= length - trained, **more)
+    """Its tokens are its own, unless another has the same name."""
+    tokens = np.random.default_rng([*name.encode()]).integers(0, 1000, length)
+    return Row(name, tokens, np.arange(length) >= length - trained, **more)
+
+
+def answer(prompt, length, name="a"):
+    """A prompt of 20 tokens, which all rows with the same number share, and `length` trained ones."""
+    asked = np.random.default_rng(prompt).integers(0, 1000, 20)
+    said = row(length, name).tokens
+    return Row(f"{prompt}:{name}", np.concatenate([asked, said]), np.arange(20 + length) >= 20)
+
+
+def names(batches):
+    return [[r.id for item in batch for r in item] for batch in batches]
 
 
 lengths = st.lists(st.lists(st.integers(2, 40), min_size=1, max_size=2), min_size=1, max_size=30)
@@ -24,6 +37,44 @@ def test_every_item_lands_in_exactly_one_batch_that_keeps_to_the_budget(groups, 
         sizes = [len(r) for item in batch for r in item]
         cost = max(sizes) * len(sizes) if padded else sum(sizes)
         assert cost <= budget or len(batch) == 1
+
+
+def test_answers_to_one_prompt_meet_in_one_batch_and_pay_for_it_once():
+    items = [(answer(prompt, 5, name),) for name in "abcd" for prompt in (1, 2, 3)]
+    assert names(pack(items, 40)) == [[f"{prompt}:{name}" for name in "abcd"] for prompt in (1, 2, 3)]
+
+
+def test_a_stranger_does_not_drive_a_group_apart():
+    """Item by item, the stranger would sit down beside the long answer and leave no room for the last short one."""
+    items = [(answer(1, 30, "a"),), (row(30),), *((answer(1, 2, name),) for name in "bcd")]
+    assert names(pack(items, 85)) == [["1:a", "1:b", "1:c", "1:d"], ["r"]]
+
+
+def test_a_group_over_the_budget_is_split_and_each_part_pays_for_the_prompt():
+    items = [(answer(1, 5, name),) for name in "abcdef"]
+    assert names(pack(items, 39)) == [["1:a", "1:b", "1:c"], ["1:d", "1:e", "1:f"]]
+
+
+def test_the_rows_of_a_pair_share_their_prompt_and_may_have_two():
+    alike, unlike = (answer(1, 5, "a"), answer(1, 5, "b")), (answer(1, 5, "c"), answer(2, 5, "d"))
+    assert len(pack([alike, unlike], 60)) == 1
+    assert len(pack([alike, unlike], 59)) == 2
+    assert [len(batch) for batch in pack([alike] * 3, 49)] == [2, 1]
+
+
+def test_what_is_too_short_to_be_shared_is_paid_by_every_row():
+    items = [(Row(name, [1, 2, 3, 4, ord(name)], np.arange(5) > 3),) for name in "ab"]
+    assert [len(pack(items, budget)) for budget in (9, 10)] == [2, 1]
+
+
+def test_rows_that_run_padded_share_nothing():
+    items = [(answer(prompt, 5, name),) for name in "ab" for prompt in (1, 2)]
+    assert names(pack(items, 50, padded=True)) == [["1:a", "2:a"], ["1:b", "2:b"]]
+
+
+def test_an_item_over_the_budget_stands_alone():
+    items = [(answer(1, 50, "a"),), (answer(1, 5, "b"),), (row(3),)]
+    assert names(pack(items, 30)) == [["1:a"], ["1:b", "r"]]
 
 
 def test_packing_fills_bins_that_arrival_order_would_leave_open():
@@ -41,7 +92,7 @@ def test_a_pair_is_never_separated_or_reordered():
 def test_a_batch_lays_rows_end_to_end():
     streams = {"advantage": np.array([0, 1.5, 2.5], dtype=np.float32)}
     batch = collate([(row(3, "a", streams=streams, scalars={"reward": 2.0}),)] * 2)
-    assert batch.tokens.tolist() == [0, 1, 2, 0, 1, 2]
+    assert batch.tokens.tolist() == [*row(3, "a").tokens] * 2
     assert batch.positions.tolist() == [0, 1, 2, 0, 1, 2]
     assert batch.segments.tolist() == [0, 0, 0, 1, 1, 1]
     assert batch.borders == (0, 3, 6)
