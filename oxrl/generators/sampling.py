@@ -1,0 +1,139 @@
+"""Logits to drawn tokens: counter-based random numbers, cut-off rules, and one search per draw.
+
+A draw is a function of its own row of logits, its own rules and its own number, whatever runs beside it. Nothing here
+knows where logits come from or when a sequence ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from oxrl.types import GenerationConfig
+
+BLOCK = 256  # tokens whose probabilities are summed before they are searched
+LIKELIEST = 1024  # tokens that are sorted first; hardly any nucleus is larger, and a full sort takes ten times as long
+_WORD = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def stream_key(sampling_seed: int, request_seed: int) -> int:
+    """Where in the generator's 2^64 states the numbers of one request begin."""
+    outer = _mixed(np.array([sampling_seed & _WORD], dtype=np.uint64))
+    return int(_mixed(outer ^ np.uint64((request_seed + _GOLDEN) & _WORD))[0])
+
+
+def uniforms(keys: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
+    """One number in [0, 1) per (key, position), by splitmix64 (Steele, Lea, Flood 2014) as a counter."""
+    counters = np.array(positions, dtype=np.uint64) + np.uint64(1)
+    states = np.array(keys, dtype=np.uint64) + counters * np.uint64(_GOLDEN)
+    return np.asarray((_mixed(states) >> np.uint64(11)) * 2.0**-53, dtype=np.float64)
+
+
+def _mixed(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))
+
+
+class Drawn(NamedTuple):
+    """A token per row, its log-prob under the full softmax, and the probability that its rules cut off; `[B]` each."""
+
+    tokens: Tensor
+    logprobs: Tensor
+    cut_mass: Tensor
+
+
+def draw(logits: Tensor, rules: Sequence[GenerationConfig], numbers: NDArray[np.float64]) -> Drawn:
+    """One token per row of `[B, V]`, each by its own rules and number in [0, 1).
+
+    Temperature 0 is greedy, its log-prob that of temperature 1. Tokens below min-p go first, then all but the top-k;
+    top-p is a share of what these left, as in vLLM.
+    """
+    p = _probabilities(logits, rules)
+    tokens = torch.zeros(len(p), dtype=torch.int64, device=p.device)
+    cut_mass = torch.zeros(len(p), dtype=torch.float64, device=p.device)
+    thresholds = torch.from_numpy(numbers).to(p.device)
+    for rule in dict.fromkeys(rules):
+        own_rows = [row for row, each in enumerate(rules) if each == rule]
+        rows = slice(None) if len(own_rows) == len(p) else own_rows
+        own, own_thresholds = p[rows], thresholds[rows]
+        if rule.temperature == 0:
+            tokens[rows] = own.argmax(-1)
+        elif rule.top_k == 0 and rule.top_p >= 1.0 and rule.min_p == 0.0:
+            tokens[rows] = search(own, own_thresholds)
+        else:
+            tokens[rows], cut_mass[rows] = _draw_likely(own, rule, own_thresholds, max(LIKELIEST, rule.top_k))
+    return Drawn(tokens, p.gather(1, tokens[:, None])[:, 0].log(), cut_mass)
+
+
+def _probabilities(logits: Tensor, rules: Sequence[GenerationConfig]) -> Tensor:
+    temperatures = [rule.temperature or 1.0 for rule in rules]
+    logits = logits.float()
+    if any(temperature != 1.0 for temperature in temperatures):
+        logits = logits / torch.tensor(temperatures, device=logits.device)[:, None]
+    return logits.softmax(-1)
+
+
+def _draw_likely(p: Tensor, rule: GenerationConfig, numbers: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Tokens drawn from what the rule keeps, and the probability that it cuts off."""
+    kept, order = likeliest(p, rule, width)
+    tokens = order.gather(1, search(kept, numbers)[:, None])[:, 0]
+    cut_mass = (1.0 - kept.double().cumsum(-1)[:, -1]).clamp_min(0.0)
+    if kept.shape[1] < p.shape[1] and rule.top_k == 0:
+        too_flat = kept[:, -1] > 0  # the rule may keep more tokens than were sorted
+        if bool(too_flat.any()):
+            everything = _draw_likely(p[too_flat], rule, numbers[too_flat], p.shape[1])
+            tokens[too_flat], cut_mass[too_flat] = everything
+    return tokens, cut_mass
+
+
+def likeliest(p: Tensor, rule: GenerationConfig, width: int) -> tuple[Tensor, Tensor]:
+    """The `width` likeliest of each row, in order: probabilities, 0 where the rule cuts them, and their tokens."""
+    sorted_p, order = p.topk(min(width, p.shape[1]), dim=-1)
+    floor = rule.min_p * sorted_p[:, :1]
+    kept = sorted_p * (sorted_p >= floor)
+    if rule.top_k:
+        kept[:, rule.top_k :] = 0.0
+    if rule.top_p < 1.0:
+        sums = kept.double().cumsum(-1)
+        total = sums[:, -1:] if rule.top_k else _blocks(p * (p >= floor)).double().cumsum(-1)[:, -1:]
+        kept = kept * (sums - kept < rule.top_p * total)
+    return kept, order
+
+
+def search(weights: Tensor, numbers: Tensor) -> Tensor:
+    """Per row of `[B, V]` the first index at which the running share of the sum exceeds the number in [0, 1).
+
+    Blocks are summed in float32 and searched in float64, then the tokens of one block: float32 sums over a whole
+    vocabulary would starve its tail, float64 ones cost ten times as much. What weighs 0 is never found.
+    """
+    block, rest = _search_row(_blocks(weights), numbers)
+    indices = block[:, None] * BLOCK + torch.arange(BLOCK, device=weights.device)
+    inside = weights.gather(1, indices.clamp_max(weights.shape[1] - 1)) * (indices < weights.shape[1])
+    return (block * BLOCK + _search_row(inside, rest)[0]).clamp_max(weights.shape[1] - 1)  # where nothing is a number
+
+
+def _blocks(weights: Tensor) -> Tensor:
+    """Sums of `[B, V]` over blocks of the vocabulary; the same bits however many rows there are."""
+    rows, size = weights.shape
+    whole = size - size % BLOCK
+    blocks = weights[:, :whole].reshape(rows, whole // BLOCK, BLOCK).sum(-1)
+    return blocks if whole == size else torch.cat([blocks, weights[:, whole:].sum(-1, keepdim=True)], dim=1)
+
+
+def _search_row(weights: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """The place found, and how far into it the number reaches, again in [0, 1)."""
+    sums = weights.double().cumsum(-1)
+    total = sums[:, -1:]
+    # Rounding may lift a threshold to the very sum, which nothing exceeds.
+    thresholds = torch.minimum(numbers[:, None] * total, total.nextafter(torch.zeros_like(total)))
+    places = torch.searchsorted(sums, thresholds, right=True).clamp_max(weights.shape[1] - 1)
+    own = weights.double().gather(1, places)
+    reached = (thresholds - (sums.gather(1, places) - own)) / own
+    return places[:, 0], reached[:, 0].clamp(0.0, 1.0 - 2.0**-53)
