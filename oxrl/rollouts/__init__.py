@@ -1,0 +1,1 @@
+"""Prompts to scored answers: environments, collection, filters, and what waits to be trained on."""

@@ -1,0 +1,74 @@
+"""Rollouts to plain lists, for programs that bring their own trainer: the pure functions around a `RolloutBatch`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from oxrl.rewards.grade import AnyReward, grade
+from oxrl.types import Rollout
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutBatch:
+    """N answers as lists: `tokens[i]` is all that was seen and said, `loss_masks[i]` is 1 where it was said."""
+
+    tokens: list[list[int]]
+    loss_masks: list[list[float]]
+    rewards: list[float]
+    response_lengths: list[int]
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+def compute_reward(rollout: Rollout) -> float:
+    """Its score; without one, 1 or 0 as its metadata says `correct`."""
+    if rollout.score is not None:
+        return rollout.score.value
+    if "correct" in rollout.metadata:
+        return 1.0 if rollout.metadata["correct"] else 0.0
+    raise ValueError(f"rollout {rollout.id} was not graded{f': {rollout.error}' if rollout.error else ''}")
+
+
+def extract_sample_fields(
+    rollouts: Sequence[Rollout],
+) -> tuple[list[list[int]], list[list[float]], list[float]]:
+    """Tokens, loss masks and rewards."""
+    return (
+        [rollout.tokens for rollout in rollouts],
+        [rollout.loss_mask for rollout in rollouts],
+        [compute_reward(rollout) for rollout in rollouts],
+    )
+
+
+def compute_response_lengths(loss_masks: Sequence[Sequence[float]]) -> list[int]:
+    return [sum(1 for each in mask if each) for mask in loss_masks]
+
+
+def build_batch_metadata(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """What the answers have in common and what each of them says of itself."""
+    return {
+        "group_indices": [rollout.group_index for rollout in rollouts],
+        "rollout_log_probs": [rollout.rollout_log_probs for rollout in rollouts],
+        "versions": [rollout.version for rollout in rollouts],
+        "status": [rollout.status.value for rollout in rollouts],
+        "samples": [dict(rollout.metadata) for rollout in rollouts],
+    }
+
+
+def convert_to_batch(rollouts: Sequence[Rollout]) -> RolloutBatch:
+    """Answers that were graded; a greedy baseline is left out."""
+    trained = [rollout for rollout in rollouts if not rollout.greedy]
+    tokens, masks, rewards = extract_sample_fields(trained)
+    return RolloutBatch(tokens, masks, rewards, compute_response_lengths(masks), build_batch_metadata(trained))
+
+
+async def apply_sample_transforms(
+    rollouts: Sequence[Rollout],
+    *,
+    filter_fn: Callable[[Rollout], bool] = lambda _: True,
+    reward_fn: AnyReward | None = None,
+) -> list[Rollout]:
+    """Graded by `reward_fn`, then those that `filter_fn` keeps; what could not be graded carries its error."""
+    graded = list(rollouts) if reward_fn is None else await grade(rollouts, reward_fn)
+    return [rollout for rollout in graded if filter_fn(rollout)]

@@ -1,0 +1,344 @@
+"""Prompts to a batch of scored groups: over-sampled, filtered, stopped early, with nothing finished lost.
+
+A batch is collected in rounds. In a round every prompt is answered concurrently and graded as soon as its answers are
+there; when enough groups have finished, the others are aborted. Whether a group is good enough is decided between
+rounds, and what is missing is drawn in the next one. So the outcome depends on the order in which generations finish
+and never on how long a reward took.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import anyio
+
+from oxrl.concurrent import task_group
+from oxrl.rewards.grade import AnyReward, grade
+from oxrl.rollouts.batches import RolloutBatch, convert_to_batch
+from oxrl.rollouts.buffer import Group, age_of
+from oxrl.rollouts.envs import Talker, mixed_seed, single_turn
+from oxrl.rollouts.filters import keep_all
+from oxrl.rollouts.record import rollout_from_json, rollout_to_json
+from oxrl.types import (
+    DataSource,
+    EnvFn,
+    FilterFn,
+    Generation,
+    GenerationConfig,
+    Generator,
+    Render,
+    Request,
+    Rollout,
+    Sample,
+    Status,
+    Weights,
+)
+
+logger = logging.getLogger(__name__)
+
+GenerateFn: TypeAlias = Callable[[Group], Any]
+"""The answers to one prompt, some or all of them still to be given, to the same with turns; at once or awaited."""
+GradeFn: TypeAlias = Callable[[Group], Awaitable[Sequence[Rollout]]]
+SelectFn: TypeAlias = Callable[[Sequence[Group], int], Any]
+"""More groups than wanted, and how many are: which ones to keep; at once or awaited."""
+
+
+async def nothing_to_abort() -> None:
+    """For generate functions that cannot be interrupted."""
+
+
+def first_in_prompt_order(groups: Sequence[Group], count: int) -> Sequence[Group]:
+    return groups[:count]
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutConfig:
+    """`RolloutConfig(batch_size=8, n_samples_per_prompt=4, generate_fn=..., reward_fn=...)`.
+
+    `over_sampling_factor` 1.5 starts 12 prompts where 8 are wanted and aborts the slowest 4. What was aborted starts
+    anew in the next batch, or, with `partial_rollouts`, goes on where it was, as long as no token is older than
+    `max_age` versions. `max_draws` bounds how many prompts one batch may cost when `filter_fn` refuses groups.
+    """
+
+    batch_size: int
+    n_samples_per_prompt: int = 1
+    over_sampling_factor: float = 1.0
+    generate_fn: GenerateFn | None = None
+    reward_fn: AnyReward | None = None
+    filter_fn: FilterFn = keep_all
+    select_fn: SelectFn = first_in_prompt_order
+    greedy: bool = False
+    least_answers: int = 1
+    max_draws: int | None = None
+    partial_rollouts: bool = False
+    max_age: int = 0
+    reward_time_limit: float = 30.0
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1 or self.n_samples_per_prompt < 1:
+            raise ValueError("batch_size and n_samples_per_prompt must be 1 or more")
+        if self.n_samples_per_prompt < self.least_answers:
+            raise ValueError(
+                f"the algorithm compares at least {self.least_answers} answers to a prompt; "
+                f"n_samples_per_prompt is {self.n_samples_per_prompt}"
+            )
+        if not (math.isfinite(self.over_sampling_factor) and self.over_sampling_factor >= 1):
+            raise ValueError(f"over_sampling_factor is {self.over_sampling_factor}; it must be 1 or more")
+
+    @property
+    def most_draws(self) -> int:
+        return self.max_draws or 10 * math.ceil(self.batch_size * self.over_sampling_factor)
+
+
+class Collected(NamedTuple):
+    """A batch: groups in prompt order with only what was graded, and what it took to get them."""
+
+    groups: list[Group]
+    counts: Mapping[str, float]
+
+
+@dataclass
+class AsyncRolloutManager:
+    """`await AsyncRolloutManager(samples, config).collect()`: batch after batch, resumable.
+
+    `partial_samples` are groups that older calls began and did not need; they are served first.
+    """
+
+    data_buffer: DataSource[Sample]
+    config: RolloutConfig
+    partial_samples: list[Group] = field(default_factory=list)
+    abort: Callable[[], Awaitable[None]] = nothing_to_abort
+    drawn: int = 0  # prompts so far; the next one gets this number
+
+    async def collect(self, version: int = 0) -> Collected:
+        """The next batch, for weights of this version."""
+        config = self.config
+        tally = dict.fromkeys(("drawn", "filtered_groups", "ungraded", "ungraded_groups", "expired", "wasted"), 0.0)
+        self._let_go_of_old(version, tally)
+        accepted: list[Group] = []
+        while (missing := config.batch_size - len(accepted)) > 0:
+            wanted = min(math.ceil(missing * config.over_sampling_factor), config.most_draws - int(tally["drawn"]))
+            if wanted < 1:
+                break
+            groups = self._next_groups(wanted)
+            tally["drawn"] += len(groups)
+            for group in await self._round(groups, missing):
+                if _unfinished(group):
+                    self.partial_samples.append(group)
+                elif (graded := await self._judge(group, tally)) is not None:
+                    accepted.append(graded)
+        accepted.sort(key=lambda group: group[0].group)
+        chosen = list(await _resolved(config.select_fn(accepted, config.batch_size)))
+        if config.select_fn is first_in_prompt_order:  # what a selection turned down must not come back
+            self.partial_samples += accepted[config.batch_size :]
+        self._check_enough(chosen, tally)
+        return Collected(chosen, {**tally, "carried": float(len(self.partial_samples))})
+
+    async def _round(self, groups: Sequence[Group], missing: int) -> list[Group]:
+        """All groups answered and graded, or aborted once `missing` of them have finished."""
+        results: dict[int, Group] = {}
+        finished = 0
+        stop_early = self.config.select_fn is first_in_prompt_order and missing < len(groups)
+
+        async def serve(place: int, group: Group) -> None:
+            nonlocal finished
+            if stop_early and finished >= missing:
+                results[place] = group
+                return
+            answered = await self._generate(group)
+            results[place] = answered
+            if _unfinished(answered):
+                return
+            finished += 1
+            if stop_early and finished == missing:
+                await self.abort()
+            results[place] = tuple(await self._grade(answered))
+
+        async with task_group() as tasks:
+            for place, group in enumerate(groups):
+                tasks.start_soon(serve, place, group)
+        return [results[place] for place in range(len(groups))]
+
+    async def _generate(self, group: Group) -> Group:
+        if self.config.generate_fn is None:
+            raise ValueError("RolloutConfig needs generate_fn: rollouts without turns in, with turns out")
+        if not _unfinished(group):
+            return group
+        return tuple(await _resolved(self.config.generate_fn(group)))
+
+    async def _grade(self, group: Group) -> Sequence[Rollout]:
+        if self.config.reward_fn is None:
+            return group
+        return await grade(group, self.config.reward_fn, time_limit=self.config.reward_time_limit)
+
+    async def _judge(self, group: Group, tally: dict[str, float]) -> Group | None:
+        """What was graded of the group if it is worth training on."""
+        failed = [rollout for rollout in group if rollout.error is not None]
+        graded = tuple(rollout for rollout in group if rollout.error is None)
+        if failed:
+            tally["ungraded"] += len(failed)
+            logger.warning("%d of %d answers ungraded: %s", len(failed), len(group), failed[0].error)
+        answers = [rollout for rollout in graded if not rollout.greedy]
+        if len(answers) < self.config.least_answers or (len(answers) == len(graded) and self.config.greedy):
+            tally["ungraded_groups"] += 1
+            return None
+        if not await _resolved(self.config.filter_fn(answers)):
+            tally["filtered_groups"] += 1
+            return None
+        return graded
+
+    def _next_groups(self, count: int) -> list[Group]:
+        """Those that were begun before, then new prompts."""
+        waiting, self.partial_samples = self.partial_samples[:count], self.partial_samples[count:]
+        fresh = self.data_buffer.get_prompts(count - len(waiting))
+        groups = waiting + [self._blank(self.drawn + place, sample) for place, sample in enumerate(fresh)]
+        self.drawn += len(fresh)
+        return groups
+
+    def _blank(self, number: int, sample: Sample) -> Group:
+        answers = self.config.n_samples_per_prompt
+        sampled = tuple(Rollout(sample, group=number, index=index) for index in range(answers))
+        return (*sampled, Rollout(sample, group=number, index=answers, greedy=True)) if self.config.greedy else sampled
+
+    def _let_go_of_old(self, version: int, tally: dict[str, float]) -> None:
+        """What was begun with other weights goes on only if that is wanted and it is not too old."""
+        for place, group in enumerate(self.partial_samples):
+            begun = [rollout for rollout in group if rollout.turns]
+            if not begun or age_of(begun, version) == 0:
+                continue
+            too_old = age_of(begun, version) > self.config.max_age
+            if too_old or not self.config.partial_rollouts:
+                tally["expired"] += too_old and self.config.partial_rollouts
+                tally["wasted"] += sum(len(turn.generation.token_ids) for each in begun for turn in each.turns)
+                self.partial_samples[place] = self._blank(group[0].group, group[0].sample)
+
+    def _check_enough(self, chosen: Sequence[Group], tally: Mapping[str, float]) -> None:
+        if len(chosen) >= self.config.batch_size:
+            return
+        why = f"{tally['filtered_groups']:.0f} were filtered out, {tally['ungraded_groups']:.0f} could not be graded"
+        if not chosen:
+            raise RuntimeError(f"none of {tally['drawn']:.0f} prompts gave a group to train on: {why}")
+        logger.warning(
+            "only %d of %d groups after %d prompts: %s", len(chosen), self.config.batch_size, tally["drawn"], why
+        )
+
+    async def generate_batch(self, reward_fn: AnyReward | None = None) -> RolloutBatch:
+        """The next batch as plain lists."""
+        if reward_fn is not None:
+            self.config = replace(self.config, reward_fn=reward_fn)
+        return convert_to_batch([rollout for group in (await self.collect()).groups for rollout in group])
+
+    def state(self) -> dict[str, Any]:
+        carried = [[rollout_to_json(rollout) for rollout in group] for group in self.partial_samples]
+        return {"data": self.data_buffer.state(), "drawn": self.drawn, "partial": carried}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.data_buffer.restore(state["data"])
+        self.drawn = state["drawn"]
+        self.partial_samples = [tuple(rollout_from_json(raw) for raw in group) for group in state["partial"]]
+
+
+def generate_rollout_batches(
+    data_buffer: DataSource[Sample], config: RolloutConfig, **rollout_kwargs: Any
+) -> Iterator[RolloutBatch]:
+    """Batches without end; `rollout_kwargs` are handed on to `config.generate_fn`."""
+    given = config.generate_fn
+    bound = replace(config, generate_fn=partial(given, **rollout_kwargs)) if given and rollout_kwargs else config
+    manager = AsyncRolloutManager(data_buffer, bound)
+    while True:
+        yield anyio.run(manager.generate_batch)
+
+
+def _unfinished(group: Group) -> bool:
+    return any(rollout.status in (Status.PENDING, Status.ABORTED) for rollout in group)
+
+
+async def _resolved(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
+
+
+class Answers:
+    """Answers prompts by a generator in an environment: the usual `generate_fn`, and the `abort` that belongs to it.
+
+    `Answers(generator, render, GenerationConfig(max_new_tokens=64), env=single_turn, seed=42)`
+    """
+
+    def __init__(
+        self,
+        generator: Generator,
+        render: Render,
+        sampling: GenerationConfig,
+        *,
+        env: EnvFn = single_turn,
+        seed: int = 0,
+    ) -> None:
+        self.generator, self.render, self.sampling, self.env, self.seed = generator, render, sampling, env, seed
+        self._door = _Door(generator)
+
+    async def __call__(self, group: Group) -> Group:
+        if self._door.closed:  # nobody asks after an abort but a new round
+            self._door = _Door(self.generator)
+        door, answers = self._door, list(group)
+
+        async def fill(place: int) -> None:
+            answers[place] = await self._answer(answers[place], door)
+
+        async with task_group() as tasks:
+            for place, rollout in enumerate(group):
+                if rollout.status in (Status.PENDING, Status.ABORTED):
+                    tasks.start_soon(fill, place)
+        return tuple(answers)
+
+    async def _answer(self, rollout: Rollout, door: Generator) -> Rollout:
+        sampling = self.sampling._replace(temperature=0.0) if rollout.greedy else self.sampling
+        seed = mixed_seed(self.seed, rollout.group, rollout.index)
+        talk = Talker(door, self.render, sampling, seed, recorded=rollout.turns)
+        try:
+            episode = await self.env(rollout.sample, talk)
+        except (RuntimeError, OSError) as error:  # the engine failed, again and again: an error, never a reward
+            return replace(rollout, error=f"generation failed: {type(error).__name__}: {error}")
+        turns = episode.turns
+        if len(turns) == 1 and turns[0].generation.finish_reason == "aborted" and not turns[0].generation.token_ids:
+            turns = ()  # its turn never came
+        return replace(rollout, turns=turns, score=episode.score, metadata=dict(episode.metadata))
+
+    async def abort(self) -> None:
+        """Everything under way returns with what it has, and nothing new begins in this round."""
+        self._door.closed = True
+        await self.generator.abort()
+
+
+class _Door:
+    """A generator that, once closed, answers at once with nothing: "aborted"."""
+
+    def __init__(self, generator: Generator) -> None:
+        self.generator, self.closed = generator, False
+
+    @property
+    def version(self) -> int:
+        return self.generator.version
+
+    async def generate(self, requests: Sequence[Request], sampling: GenerationConfig) -> list[Generation]:
+        if not self.closed:
+            return await self.generator.generate(requests, sampling)
+        return [request.begun or Generation((), (), "aborted", self.version) for request in requests]
+
+    async def abort(self) -> None:
+        await self.generator.abort()
+
+    async def update_weights(self, weights: Weights) -> None:
+        await self.generator.update_weights(weights)
+
+    async def close(self) -> None:
+        await self.generator.close()
+
+
+def sampling_manager(source: DataSource[Sample], answers: Answers, config: RolloutConfig) -> AsyncRolloutManager:
+    """A manager whose prompts are answered by `answers`."""
+    return AsyncRolloutManager(source, replace(config, generate_fn=answers), abort=answers.abort)

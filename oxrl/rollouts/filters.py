@@ -1,0 +1,78 @@
+"""The answers to one prompt to whether they are worth training on. A filter is a plain function; these have names."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from functools import partial
+from typing import Any
+
+from oxrl.rewards.length import sampled_tokens
+from oxrl.types import FilterFn, Rollout
+
+
+def check_reward_nonzero_std(rollouts: Sequence[Rollout]) -> bool:
+    """Not all rewards are equal: a group without variance teaches a group-relative algorithm nothing (DAPO)."""
+    rewards = _rewards(rollouts)
+    return bool(rewards) and min(rewards) != max(rewards)
+
+
+def check_min_reward(rollouts: Sequence[Rollout], *, min_reward: float = 0.0) -> bool:
+    """The mean reward reaches `min_reward`."""
+    rewards = _rewards(rollouts)
+    return bool(rewards) and sum(rewards) / len(rewards) >= min_reward
+
+
+def check_response_diversity(rollouts: Sequence[Rollout], *, min_distinct: float = 0.5) -> bool:
+    """At least this share of the answers differ from each other."""
+    texts = [rollout.response.strip() for rollout in rollouts]
+    return bool(texts) and len(set(texts)) >= min_distinct * len(texts)
+
+
+def check_reasonable_length(rollouts: Sequence[Rollout], *, min_length: int = 1, max_length: int = 1_000_000) -> bool:
+    """Every answer has at least `min_length` and at most `max_length` sampled tokens."""
+    return bool(rollouts) and all(min_length <= sampled_tokens(rollout) <= max_length for rollout in rollouts)
+
+
+def check_quality_and_diversity(
+    rollouts: Sequence[Rollout], *, min_reward: float = 0.0, min_distinct: float = 0.5
+) -> bool:
+    """Good enough on average, not all alike, and not all worth the same."""
+    return (
+        check_reward_nonzero_std(rollouts)
+        and check_min_reward(rollouts, min_reward=min_reward)
+        and check_response_diversity(rollouts, min_distinct=min_distinct)
+    )
+
+
+def keep_all(rollouts: Sequence[Rollout]) -> bool:  # noqa: ARG001 - the signature of a filter
+    return True
+
+
+FILTERS: Mapping[str, Callable[..., bool]] = {
+    each.__name__: each
+    for each in (
+        check_reward_nonzero_std,
+        check_min_reward,
+        check_response_diversity,
+        check_reasonable_length,
+        check_quality_and_diversity,
+    )
+}
+
+
+def named_filter(name: str, **parameters: Any) -> FilterFn:
+    """`named_filter("check_min_reward", min_reward=0.2)`."""
+    if name not in FILTERS:
+        near = get_close_matches(name, FILTERS, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ValueError(f"no filter is called {name!r}; {hint}There are: {', '.join(FILTERS)}")
+    known = [each for each in inspect.signature(FILTERS[name]).parameters if each != "rollouts"]
+    if wrong := [each for each in parameters if each not in known]:
+        raise ValueError(f"{name} has no parameter {wrong[0]}; it takes: {', '.join(known) or 'none'}")
+    return partial(FILTERS[name], **parameters)
+
+
+def _rewards(rollouts: Sequence[Rollout]) -> list[float]:
+    return [rollout.score.value for rollout in rollouts if rollout.score is not None]

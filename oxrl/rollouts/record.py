@@ -1,0 +1,98 @@
+"""Rollouts to plain JSON and back, whole: prompt, tokens, log-probs, scores. How they are logged, carried and saved."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from oxrl.types import Generation, Message, Rollout, Sample, Score, Turn
+
+
+def rollout_to_json(rollout: Rollout) -> dict[str, Any]:
+    score = rollout.score
+    return {
+        "sample": _sample_to_json(rollout.sample),
+        "turns": [_turn_to_json(turn) for turn in rollout.turns],
+        "group": rollout.group,
+        "index": rollout.index,
+        "score": None if score is None else {**score._asdict(), "parts": dict(score.parts)},
+        "error": rollout.error,
+        "greedy": rollout.greedy,
+        "kl_divergence": rollout.kl_divergence,
+        "metadata": dict(rollout.metadata),
+    }
+
+
+def rollout_from_json(raw: Mapping[str, Any]) -> Rollout:
+    score = raw["score"]
+    plain = {name: raw[name] for name in ("group", "index", "error", "greedy", "kl_divergence", "metadata")}
+    return Rollout(
+        sample=_sample_from_json(raw["sample"]),
+        turns=tuple(_turn_from_json(turn) for turn in raw["turns"]),
+        score=None if score is None else Score(**{**score, **_tuples(score, "per_turn", "per_token")}),
+        **plain,
+    )
+
+
+def digest_of(rollouts: Sequence[Rollout]) -> str:
+    """Equal for equal rollouts, to the last bit of their log-probs."""
+    told = json.dumps([rollout_to_json(rollout) for rollout in rollouts], sort_keys=True, default=str)
+    return hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
+
+
+def _turn_to_json(turn: Turn) -> dict[str, Any]:
+    return {
+        "prompt_ids": list(turn.prompt_ids),
+        "generation": turn.generation._asdict(),
+        "messages": _dicts(turn.messages),
+    }
+
+
+def _turn_from_json(raw: Mapping[str, Any]) -> Turn:
+    generation = raw["generation"]
+    return Turn(
+        tuple(raw["prompt_ids"]),
+        Generation(**{**generation, **_tuples(generation, "token_ids", "logprobs")}),
+        _messages(raw["messages"]),
+    )
+
+
+_CHATS = ("messages", "chosen", "rejected")
+_PLAIN = ("id", "text", "answer", "label")
+
+
+def _sample_to_json(sample: Sample) -> dict[str, Any]:
+    return {
+        **{name: getattr(sample, name) for name in _PLAIN},
+        **{name: _dicts(getattr(sample, name)) for name in _CHATS},
+        "responses": [_dicts(reply) for reply in sample.responses],
+        "rewards": list(sample.rewards),
+        "tools": [dict(tool) for tool in sample.tools],
+        "metadata": dict(sample.metadata),
+    }
+
+
+def _sample_from_json(raw: Mapping[str, Any]) -> Sample:
+    chats: dict[str, Any] = {name: _messages(raw[name]) for name in _CHATS}
+    return Sample(
+        **{name: raw[name] for name in _PLAIN},
+        **chats,
+        responses=tuple(_messages(reply) for reply in raw["responses"]),
+        rewards=tuple(raw["rewards"]),
+        tools=tuple(raw["tools"]),
+        metadata=raw["metadata"],
+    )
+
+
+def _dicts(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    return [message.to_dict() for message in messages]
+
+
+def _messages(raw: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
+    return tuple(Message.from_dict(message) for message in raw)
+
+
+def _tuples(raw: Mapping[str, Any], *names: str) -> dict[str, tuple[Any, ...] | None]:
+    return {name: None if raw[name] is None else tuple(raw[name]) for name in names}

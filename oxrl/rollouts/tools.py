@@ -1,0 +1,519 @@
+"""What a model wrote becomes tool calls, calls become results: parsers, execution, schemas, and a calculator.
+
+A parser is a function of the text; tools are plain Python functions. Whatever goes wrong with a call (broken JSON, an
+unknown tool, wrong arguments, an exception, too much time) is a result that the model gets to read, never an exception.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import math
+import operator
+import re
+import types
+import typing
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+
+import anyio
+
+from oxrl.concurrent import in_thread, run_blocking
+from oxrl.types import Message
+
+T = TypeVar("T")
+
+
+class ToolCall(NamedTuple):
+    """`ToolCall("calculator", {"expression": "2+2"})`; one that cannot be read has an `error` that says why."""
+
+    name: str
+    arguments: Mapping[str, Any] = {}
+    id: str = ""
+    error: str | None = None
+    written: str = ""  # the piece of text that it was read from
+
+    def to_dict(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        function = {"name": self.name, "arguments": dict(self.arguments)}
+        return {"type": "function", "id": self.id, "function": function}
+
+
+class ToolResult(NamedTuple):
+    """`ToolResult(call, "4")`; `error` names what went wrong: "malformed", "unknown tool", "time-out", ..."""
+
+    call: ToolCall
+    content: str
+    error: str | None = None
+
+    def to_message(self) -> Message:
+        known = {"name": self.call.name, "tool_call_id": self.call.id}
+        return Message("tool", self.content, {key: value for key, value in known.items() if value})
+
+
+Tool: TypeAlias = Callable[..., Any]
+ToolParser: TypeAlias = Callable[[str], Sequence[ToolCall]]
+ToolExecutor: TypeAlias = Callable[[Sequence[ToolCall], Mapping[str, Tool]], Any]
+"""Calls and the tools by name to one `ToolResult` per call, in order; at once or awaited."""
+ToolTracker: TypeAlias = Callable[[Sequence[ToolResult]], Mapping[str, Any]]
+"""All results of an episode to what its metadata says about them; plain JSON."""
+
+
+# Each form is a pattern whose groups are read by a function of the match; what it gives is a list of calls.
+
+_NAMES = ("name", "function", "tool")
+_ARGUMENTS = ("arguments", "parameters")
+_TAG = r"<(?P<tag>tool|function|invoke)(?:=|\s+name\s*=\s*)[\"']?(?P<name>[^\"'>\s]+)[\"']?\s*>"
+_TAGGED = re.compile(_TAG + r"(?P<body>.*?)(?:</(?P=tag)>|\Z)", re.DOTALL)
+_TOOL_CALL = re.compile(r"<tool_call>(?P<body>.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_PARAMETER = re.compile(
+    r"<(?P<tag>parameter|param|arg)(?:=|\s+name\s*=\s*)[\"']?(?P<key>[^\"'>\s]+)[\"']?\s*>(?P<value>.*?)</(?P=tag)>",
+    re.DOTALL,
+)
+_KEY_AND_VALUE = re.compile(r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>", re.DOTALL)
+_CHILD = re.compile(r"<(?P<key>\w+)>(?P<value>.*?)</(?P=key)>", re.DOTALL)
+_FENCED = re.compile(r"```(?:json|tool_call|tool)?[ \t]*\n(?P<body>.*?)(?:```|\Z)", re.DOTALL)
+_MISTRAL = re.compile(r"\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)?(?:\[ARGS\])?(?P<body>.*?)(?=\[TOOL_CALLS\]|\Z)", re.DOTALL)
+_DEEPSEEK = re.compile(
+    r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?(?P<name>[\w.-]+)(?:<｜tool▁sep｜>|\s)(?P<body>.*?)"
+    r"(?:<｜tool▁call▁end｜>|\Z)",
+    re.DOTALL,
+)
+_HARMONY = re.compile(
+    r"(?:<\|channel\|>\w+ )?to=functions\.(?P<name>[\w.-]+)[^<]*(?:<\|channel\|>[^<]*)?(?:<\|constrain\|>[^<]*)?"
+    r"<\|message\|>(?P<body>.*?)(?=<\|call\|>|<\|start\|>|\Z)",
+    re.DOTALL,
+)
+
+
+def parse_xml_tools(text: str) -> list[ToolCall]:
+    """`<tool_call>{"name": ..., "arguments": ...}</tool_call>`, `<tool name="f">`, `<function=f><parameter=x>`."""
+    calls = _numbered(call for found in _TOOL_CALL.finditer(text) for call in _in_tool_call(found))
+    return calls or _numbered(_tagged(found) for found in _TAGGED.finditer(text))
+
+
+def parse_json_tools(text: str) -> list[ToolCall]:
+    """A JSON object or list that names a function and its arguments: bare, fenced, or in OpenAI's form."""
+    fenced = [found for found in _FENCED.finditer(text) if _looks_like_a_call(found["body"])]
+    if fenced:
+        return _numbered(call for found in fenced for call in _from_json_text(found["body"], found[0]))
+    calls = _numbered(call for value, written in _json_values(text) for call in _from_json(value, written))
+    if not calls and text.lstrip().startswith(("{", "[")) and _looks_like_a_call(text):
+        return _numbered(_from_json_text(text, text))
+    return calls
+
+
+def parse_mistral_tools(text: str) -> list[ToolCall]:
+    """`[TOOL_CALLS] [{"name": ..., "arguments": ...}]` or `[TOOL_CALLS]name[ARGS]{...}`."""
+    return _numbered(
+        call
+        for found in _MISTRAL.finditer(text)
+        for call in ([_named(found)] if found["name"] else _from_json_text(found["body"], found[0]))
+    )
+
+
+def parse_deepseek_tools(text: str) -> list[ToolCall]:
+    """A name and its JSON between `<｜tool▁call▁begin｜>` and `<｜tool▁call▁end｜>`."""
+    return _numbered(_named(found) for found in _DEEPSEEK.finditer(text))
+
+
+def parse_harmony_tools(text: str) -> list[ToolCall]:
+    """`to=functions.name<|channel|>commentary json<|message|>{...}`."""
+    return _numbered(_named(found) for found in _HARMONY.finditer(text))
+
+
+def parse_tools(text: str) -> list[ToolCall]:
+    """Any of the forms, whichever is found first; plain JSON comes last."""
+    parsers = (parse_xml_tools, parse_mistral_tools, parse_deepseek_tools, parse_harmony_tools, parse_json_tools)
+    return next((calls for parser in parsers if (calls := parser(text))), [])
+
+
+_MARKS: Mapping[str, ToolParser] = {
+    "[TOOL_CALLS]": parse_mistral_tools,
+    "<｜tool▁call▁begin｜>": parse_deepseek_tools,
+    "<|channel|>": parse_harmony_tools,
+    "<tool_call>": parse_xml_tools,
+    "<function=": parse_xml_tools,
+    "<|python_tag|>": parse_json_tools,
+}
+
+
+def tool_parser_for(tokenizer: Any) -> ToolParser:
+    """The parser of the form in which a tokenizer's (or renderer's) chat template writes calls; any, if not known."""
+    template = getattr(getattr(tokenizer, "tokenizer", tokenizer), "chat_template", None) or ""
+    written = template if isinstance(template, str) else "".join(template.values())
+    return next((parser for mark, parser in _MARKS.items() if mark in written), parse_tools)
+
+
+def extract_tool_calls(text: str, tool_parser: ToolParser = parse_tools) -> list[ToolCall]:
+    """The calls in what a model wrote; what it only thought about does not count."""
+    return list(tool_parser(text.rpartition("</think>")[2]))
+
+
+def _numbered(calls: Iterator[ToolCall] | Sequence[ToolCall]) -> list[ToolCall]:
+    return [call if call.id else call._replace(id=f"call_{number}") for number, call in enumerate(calls)]
+
+
+def _in_tool_call(found: re.Match[str]) -> list[ToolCall]:
+    body = found["body"].strip()
+    if inner := list(_TAGGED.finditer(body)):
+        return [_tagged(each)._replace(written=found[0]) for each in inner]
+    if pairs := list(_KEY_AND_VALUE.finditer(body)):
+        name = body.split("<", 1)[0].strip()
+        return [ToolCall(name, {pair["key"].strip(): pair["value"].strip() for pair in pairs}, written=found[0])]
+    return _from_json_text(body, found[0])
+
+
+def _tagged(found: re.Match[str]) -> ToolCall:
+    body = found["body"].strip()
+    if body.startswith("{"):
+        return _named(found)
+    parameters = list(_PARAMETER.finditer(body)) or list(_CHILD.finditer(body))
+    if body and not parameters:
+        return ToolCall(found["name"], error="its parameters are neither tags nor a JSON object", written=found[0])
+    return ToolCall(found["name"], {each["key"]: each["value"].strip() for each in parameters}, written=found[0])
+
+
+def _named(found: re.Match[str]) -> ToolCall:
+    """The name stands beside its JSON arguments."""
+    body = _unfenced(found["body"])
+    try:
+        arguments = json.loads(body) if body else {}
+    except (ValueError, RecursionError) as error:
+        return ToolCall(found["name"], error=f"its arguments are not valid JSON ({error})", written=found[0])
+    if not isinstance(arguments, dict):
+        return ToolCall(found["name"], error="its arguments are not a JSON object", written=found[0])
+    return ToolCall(found["name"], arguments, written=found[0])
+
+
+def _from_json_text(body: str, written: str) -> list[ToolCall]:
+    try:
+        value = json.loads(_unfenced(body))
+    except (ValueError, RecursionError) as error:
+        return [ToolCall("", error=f"the call is not valid JSON ({error})", written=written)]
+    return _from_json(value, written) or [ToolCall("", error="the call names no function", written=written)]
+
+
+def _from_json(value: Any, written: str) -> list[ToolCall]:
+    """The calls in a JSON value; none if it is something else."""
+    if isinstance(value, list):
+        return [call for each in value for call in _from_json(each, written)]
+    if not isinstance(value, dict):
+        return []
+    if "tool_calls" in value:
+        return _from_json(value["tool_calls"], written)
+    inner = next((value[key] for key in ("function", "function_call") if isinstance(value.get(key), dict)), value)
+    name = next((inner[key] for key in _NAMES if isinstance(inner.get(key), str)), None)
+    given = [inner[key] for key in _ARGUMENTS if key in inner]
+    if name is None or (not given and inner is value):
+        return []
+    id = str(value.get("id") or "")
+    arguments = given[0] if given else {}
+    if isinstance(arguments, str):  # OpenAI's form: JSON inside JSON
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            return [ToolCall(name, id=id, error=f"its arguments are not valid JSON ({error})", written=written)]
+    if not isinstance(arguments, dict):
+        return [ToolCall(name, id=id, error="its arguments are not a JSON object", written=written)]
+    return [ToolCall(name, arguments, id, written=written)]
+
+
+def _json_values(text: str) -> Iterator[tuple[Any, str]]:
+    """Each JSON object, or list of objects, somewhere in the text."""
+    decoder = json.JSONDecoder()
+    end = 0
+    for start in re.finditer(r'\{\s*"|\[\s*\{', text):
+        if start.start() < end:
+            continue
+        try:
+            value, end = decoder.raw_decode(text, start.start())
+        except (ValueError, RecursionError):
+            continue
+        yield value, text[start.start() : end]
+
+
+def _looks_like_a_call(text: str) -> bool:
+    return '"name"' in text and any(f'"{key}"' in text for key in _ARGUMENTS)
+
+
+def _unfenced(text: str) -> str:
+    fenced = _FENCED.search(text)
+    return (fenced["body"] if fenced else text).strip()
+
+
+async def execute_functions(
+    calls: Sequence[ToolCall],
+    tools: Mapping[str, Tool] | Sequence[Tool],
+    *,
+    time_limit: float = 30.0,
+    max_chars: int = 8_000,
+) -> list[ToolResult]:
+    """One result per call, one after the other; `time_limit` in seconds for each.
+
+    Async functions are awaited, others run in a thread. One that does not come back is left alone in there: Python
+    cannot stop it.
+    """
+    known = by_name(tools)
+    return [await _execute(call, known, time_limit, max_chars) for call in calls]
+
+
+async def _execute(call: ToolCall, tools: Mapping[str, Tool], time_limit: float, max_chars: int) -> ToolResult:
+    if call.error is not None:
+        return ToolResult(call, f"error: {call.error}", "malformed")
+    if call.name not in tools:
+        there = ", ".join(tools) or "none"
+        return ToolResult(call, f"error: there is no tool {_short(call.name)}; there are: {there}", "unknown tool")
+    tool = tools[call.name]
+    try:
+        arguments = fitting_arguments(tool, call.arguments)
+    except ValueError as error:
+        return ToolResult(call, f"error: {error}", "wrong arguments")
+    try:
+        with anyio.move_on_after(time_limit) as scope:
+            value = await called(tool, **arguments)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a tool may raise anything, and the model is told
+        return ToolResult(call, _cut(f"error: {type(error).__name__}: {error}", max_chars), "exception")
+    if scope.cancelled_caught:
+        return ToolResult(call, f"error: {call.name} took longer than {time_limit:g} s", "time-out")
+    return ToolResult(call, _cut(_as_text(value), max_chars))
+
+
+async def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The function's value: awaited if it is async, from a thread that can be abandoned if it is not."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*args, **kwargs)
+    value = await in_thread(partial(function, *args, **kwargs))
+    return await value if inspect.isawaitable(value) else value
+
+
+def execute_tools(
+    calls: Sequence[ToolCall],
+    tools: Mapping[str, Tool] | Sequence[Tool] = (),
+    *,
+    tool_executor: ToolExecutor = execute_functions,
+) -> list[ToolResult]:
+    """Calls to results, from plain code; `execute_functions` is the same to be awaited."""
+    return run_blocking(execute_with, tool_executor, calls, by_name(tools))
+
+
+async def execute_with(
+    tool_executor: ToolExecutor, calls: Sequence[ToolCall], tools: Mapping[str, Tool]
+) -> list[ToolResult]:
+    """What the executor gives, checked: one result per call."""
+    value = tool_executor(calls, tools)
+    results = list(await value if inspect.isawaitable(value) else value)
+    if len(results) != len(calls):
+        raise ValueError(f"the tool_executor gave {len(results)} results for {len(calls)} calls; one each is expected")
+    return [
+        each if isinstance(each, ToolResult) else ToolResult(call, _as_text(each))
+        for call, each in zip(calls, results, strict=True)
+    ]
+
+
+def count_tool_calls(results: Sequence[ToolResult]) -> dict[str, Any]:
+    """`{"tool_calls": 2, "tool_errors": 1, "tools": {"calculator": 2}, "tool_error_kinds": {"time-out": 1}}`."""
+    errors = Counter(result.error for result in results if result.error is not None)
+    return {
+        "tool_calls": len(results),
+        "tool_errors": errors.total(),
+        "tools": dict(Counter(result.call.name for result in results)),
+        "tool_error_kinds": dict(errors),
+    }
+
+
+def track_tool_calls(results: Sequence[ToolResult], *, tool_tracker: ToolTracker = count_tool_calls) -> dict[str, Any]:
+    """What there is to say about these calls."""
+    return dict(tool_tracker(results))
+
+
+def execute_and_track_tools(
+    calls: Sequence[ToolCall],
+    tools: Mapping[str, Tool] | Sequence[Tool] = (),
+    *,
+    tool_executor: ToolExecutor = execute_functions,
+    tool_tracker: ToolTracker = count_tool_calls,
+) -> tuple[list[ToolResult], dict[str, Any]]:
+    results = execute_tools(calls, tools, tool_executor=tool_executor)
+    return results, track_tool_calls(results, tool_tracker=tool_tracker)
+
+
+def by_name(tools: Mapping[str, Tool] | Sequence[Tool]) -> dict[str, Tool]:
+    """`by_name([calculator]) == {"calculator": calculator}`."""
+    if isinstance(tools, Mapping):
+        return dict(tools)
+    named = {tool.__name__: tool for tool in tools}
+    if len(named) < len(tools):
+        raise ValueError(f"two tools have the same name ({', '.join(named)}); give a mapping from names to functions")
+    return named
+
+
+def tool_schema(tool: Tool, name: str = "") -> dict[str, Any]:
+    """The JSON schema of a function for chat templates, from its signature and docstring (`name: what it is` lines)."""
+    hints = _hints(tool)
+    about = inspect.getdoc(tool) or ""
+    properties, required = {}, []
+    for parameter in _named_parameters(tool):
+        described = re.search(rf"^\s*{parameter.name}\s*(?:\([^)]*\))?:\s*(.+)$", about, re.MULTILINE)
+        schema = _type_schema(hints.get(parameter.name, Any))
+        properties[parameter.name] = {**schema, "description": described[1].strip()} if described else schema
+        if parameter.default is parameter.empty:
+            required.append(parameter.name)
+    function = {
+        "name": name or tool.__name__,
+        "description": " ".join(about.split("\n\n")[0].split()),
+        "parameters": {"type": "object", "properties": properties, "required": required},
+    }
+    return {"type": "function", "function": function}
+
+
+_TYPES: Mapping[Any, str] = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    list: "array",
+    tuple: "array",
+    dict: "object",
+    type(None): "null",
+}
+
+
+def _type_schema(hint: Any) -> dict[str, Any]:
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return {"enum": list(inner)}
+    if origin in (typing.Union, types.UnionType):
+        given = [_type_schema(each) for each in inner if each is not type(None)]
+        return given[0] if len(given) == 1 else {"anyOf": given}
+    schema = {"type": _TYPES[origin or hint]} if (origin or hint) in _TYPES else {}
+    if schema.get("type") == "array" and inner and (items := _type_schema(inner[0])):
+        return {**schema, "items": items}
+    return schema
+
+
+def _named_parameters(tool: Tool) -> list[inspect.Parameter]:
+    fixed = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [parameter for parameter in inspect.signature(tool).parameters.values() if parameter.kind in fixed]
+
+
+def _hints(tool: Tool) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(tool)
+    except (NameError, TypeError):  # names that cannot be looked up, or an object that carries no annotations
+        return {}
+
+
+def fitting_arguments(tool: Tool, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments as the function's signature wants them; ValueError says what does not fit."""
+    given = {str(key): value for key, value in arguments.items()}
+    try:
+        inspect.signature(tool).bind(**given)
+    except TypeError as error:
+        takes = ", ".join(parameter.name for parameter in _named_parameters(tool)) or "nothing"
+        raise ValueError(f"wrong arguments: {error}; it takes: {takes}") from error
+    hints = _hints(tool)
+    return {key: _fitting(key, value, hints.get(key, Any)) for key, value in given.items()}
+
+
+def _fitting(key: str, value: Any, hint: Any) -> Any:
+    """`"3"` for a number is read as 3, as tags have no types; what is plainly something else is refused."""
+    either = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    kinds = [typing.get_origin(each) or each for each in either]
+    wanted = tuple(kind for kind in kinds if kind in _TYPES)
+    if len(wanted) < len(kinds):  # something that JSON has no name for: the function has to look itself
+        return value
+    if isinstance(value, str) and str not in wanted:
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            value = {"true": True, "false": False}.get(value.strip().lower(), value)
+    allowed = (*wanted, *((int,) if float in wanted else ()), *((list,) if tuple in wanted else ()))
+    if isinstance(value, allowed) and (bool in wanted or not isinstance(value, bool)):
+        return value
+    names = " or ".join(_TYPES[kind] for kind in wanted)
+    raise ValueError(f"wrong arguments: {key} should be of type {names}, but is {_short(repr(value))}")
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        return str(value)
+
+
+def _cut(text: str, max_chars: int) -> str:
+    if len(text) <= max_chars:
+        return text
+    return f"{text[:max_chars]}\n[cut: {len(text) - max_chars} more characters]"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+_OPERATIONS: Mapping[type[ast.AST], Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+}
+_MAX_EXPRESSION = 300  # characters
+_MAX_BITS = 4_096  # of a number on the way
+_TOO_LARGE = "the number becomes too large"
+
+
+def calculator(expression: str) -> str:
+    """Computes an arithmetic expression with + - * / // % ** and parentheses.
+
+    expression: what to compute, for example "(3 + 4) * 12"
+    """
+    if len(expression) > _MAX_EXPRESSION:
+        raise ValueError(f"the expression has {len(expression)} characters; at most {_MAX_EXPRESSION} are allowed")
+    try:
+        tree = ast.parse(expression.strip(), mode="eval").body
+        value = _computed(tree)
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{_short(expression)!r} is not an arithmetic expression") from error
+    except ZeroDivisionError as error:
+        raise ValueError("division by zero") from error
+    except OverflowError as error:
+        raise ValueError(_TOO_LARGE) from error
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        return str(int(value))
+    return str(value) if isinstance(value, int) else f"{value:.12g}"
+
+
+def _computed(node: ast.AST) -> int | float:
+    value: int | float
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
+        value = node.value
+    elif isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATIONS:
+        value = _OPERATIONS[type(node.op)](_computed(node.operand))
+    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+        value = _power(_computed(node.left), _computed(node.right))
+    elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
+        value = _OPERATIONS[type(node.op)](_computed(node.left), _computed(node.right))
+    else:
+        raise ValueError(f"{ast.unparse(node)!r} is not allowed; use numbers, + - * / // % ** and parentheses")
+    if value.bit_length() > _MAX_BITS if isinstance(value, int) else not math.isfinite(value):
+        raise ValueError(_TOO_LARGE)
+    return value
+
+
+def _power(base: int | float, exponent: int | float) -> int | float:
+    if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * exponent > _MAX_BITS:
+        raise ValueError(_TOO_LARGE)
+    value = base**exponent
+    if isinstance(value, complex):
+        raise ValueError(f"{base} ** {exponent} is not a real number")
+    return value

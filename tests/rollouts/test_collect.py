@@ -1,0 +1,280 @@
+"""Collection: enough good groups, in prompt order, with nothing finished lost and nothing decided by the clock."""
+
+from collections import Counter
+from dataclasses import replace
+
+import anyio
+import pytest
+
+from oxrl.data.buffer import DataBuffer
+from oxrl.rollouts.collect import (
+    Answers,
+    AsyncRolloutManager,
+    RolloutConfig,
+    generate_rollout_batches,
+    sampling_manager,
+)
+from oxrl.rollouts.filters import check_reward_nonzero_std
+from oxrl.types import Generation, GenerationConfig, Score, Status, Turn
+from tests.rollouts.scripted import PlainRender, Scripted, question
+
+GREEDY = GenerationConfig(max_new_tokens=64)
+
+
+def asked(request) -> int:
+    """The number in the prompt `12?`."""
+    return int("".join(map(chr, request.tokens[:-1])))
+
+
+def manager_of(generator, samples=40, **config):
+    source = DataBuffer([question(number) for number in range(samples)], shuffle=False)
+    answers = Answers(generator, PlainRender(), GREEDY, seed=1)
+    config.setdefault("batch_size", 4)
+    config.setdefault("reward_fn", lambda rollout: float(rollout.index))
+    return sampling_manager(source, answers, RolloutConfig(**config))
+
+
+def numbers(groups) -> list[int]:
+    return [group[0].group for group in groups]
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_a_batch_has_n_graded_answers_to_each_prompt_in_prompt_order(backend):
+    generator = Scripted(lambda request: [7] * (10 - asked(request)))  # the last prompt is the quickest
+    collected = anyio.run(manager_of(generator, n_samples_per_prompt=3).collect, backend=backend)
+    assert numbers(collected.groups) == [0, 1, 2, 3]
+    assert [[rollout.reward for rollout in group] for group in collected.groups] == [[0.0, 1.0, 2.0]] * 4
+    seeds = [request.seed for request in generator.requests]
+    assert len(set(seeds)) == 12, "each answer has random numbers of its own"
+
+
+def test_random_numbers_are_those_of_prompt_and_answer_and_not_of_the_order():
+    once, again = Scripted(lambda request: [7]), Scripted(lambda request: [7])
+    anyio.run(manager_of(once, batch_size=4).collect)
+
+    async def in_two_batches():
+        manager = manager_of(again, batch_size=2)
+        await manager.collect()
+        await manager.collect()
+
+    anyio.run(in_two_batches)
+    assert [request.seed for request in once.requests] == [request.seed for request in again.requests]
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_over_sampling_stops_when_enough_have_finished_and_carries_the_rest(backend):
+    slow = {1, 3}
+    generator = Scripted(lambda request: [7] * (500 if asked(request) in slow else 3))
+    manager = manager_of(generator, batch_size=4, over_sampling_factor=1.5)
+    collected = anyio.run(manager.collect, backend=backend)
+    assert numbers(collected.groups) == [0, 2, 4, 5]
+    assert numbers(manager.partial_samples) == [1, 3]
+    assert all(rollout.status is Status.ABORTED for group in manager.partial_samples for rollout in group)
+    assert generator.ticks < 100, "the slow ones were aborted"
+    assert collected.counts["carried"] == 2
+
+
+def test_what_was_carried_comes_first_and_goes_on_where_it_was_with_its_version():
+    def reply(request):
+        return range(100, 100 + (40 if asked(request) in (1, 3) else 3))
+
+    generator = Scripted(reply)
+    manager = manager_of(generator, batch_size=4, over_sampling_factor=1.5, partial_rollouts=True, max_age=1)
+
+    async def two_batches():
+        await manager.collect(version=0)
+        begun = {group[0].group: group[0].turns[0].generation.token_ids for group in manager.partial_samples}
+        generator.version = 1
+        manager.config = replace(manager.config, over_sampling_factor=1.0, batch_size=2)
+        return begun, await manager.collect(version=1)
+
+    begun, second = anyio.run(two_batches)
+    assert numbers(second.groups) == [1, 3]
+    for group in second.groups:
+        said = group[0].generation.token_ids
+        assert said[: len(begun[group[0].group])] == begun[group[0].group] != ()
+        assert said == tuple(range(100, 140)) and group[0].version == 0 and group[0].reward == 0.0
+
+
+def test_without_partial_rollouts_the_next_weights_answer_anew():
+    generator = Scripted(lambda request: [7] * (500 if asked(request) == 0 and generator.version == 0 else 3))
+    manager = manager_of(generator, batch_size=1, over_sampling_factor=2)
+
+    async def two_batches():
+        first = await manager.collect(version=0)
+        generator.version = 1
+        return first, await manager.collect(version=1)
+
+    first, second = anyio.run(two_batches)
+    assert numbers(first.groups) == [1] and numbers(second.groups) == [0]
+    assert second.groups[0][0].version == 1, "no token of older weights is left"
+    assert second.counts["wasted"] > 0
+
+
+def test_what_grew_too_old_begins_anew_and_is_counted():
+    generator = Scripted(lambda request: [7] * (500 if asked(request) == 0 and generator.version < 2 else 3))
+    manager = manager_of(generator, batch_size=1, over_sampling_factor=2, partial_rollouts=True, max_age=1)
+
+    async def batches():
+        for version in (0, 1, 2):
+            generator.version = version
+            last = await manager.collect(version)
+        return last
+
+    last = anyio.run(batches)
+    assert numbers(last.groups) == [0] and last.groups[0][0].version == 2
+    assert last.counts["expired"] == 1
+
+
+def test_groups_that_the_filter_refuses_are_replaced_and_counted():
+    generator = Scripted(lambda request: [7])
+    reward = lambda rollout: float(rollout.index if int(rollout.sample.answer) % 2 else 0)  # noqa: E731
+    manager = manager_of(
+        generator, n_samples_per_prompt=2, reward_fn=reward, filter_fn=check_reward_nonzero_std, batch_size=4
+    )
+    collected = anyio.run(manager.collect)
+    assert numbers(collected.groups) == [1, 3, 5, 7]
+    assert collected.counts["filtered_groups"] == 4 and collected.counts["drawn"] == 8
+
+
+def test_the_search_for_good_groups_is_bounded_and_says_why_it_failed():
+    manager = manager_of(Scripted(lambda request: [7]), filter_fn=lambda group: False, max_draws=9)
+    with pytest.raises(RuntimeError, match="none of 9 prompts .* 9 were filtered out"):
+        anyio.run(manager.collect)
+
+
+def test_a_batch_that_stays_short_at_the_bound_is_used_and_said_aloud(caplog):
+    good = lambda group: group[0].group == 2  # noqa: E731
+    manager = manager_of(Scripted(lambda request: [7]), filter_fn=good, max_draws=8)
+    assert numbers(anyio.run(manager.collect).groups) == [2]
+    assert "only 1 of 4 groups after 8 prompts" in caplog.text
+
+
+def test_an_ungraded_answer_is_left_out_and_counted_never_a_zero():
+    def reward(rollout):
+        if rollout.index == 1:
+            raise ZeroDivisionError("oops")
+        return 1.0
+
+    manager = manager_of(Scripted(lambda request: [7]), n_samples_per_prompt=3, reward_fn=reward, least_answers=2)
+    collected = anyio.run(manager.collect)
+    assert [[rollout.index for rollout in group] for group in collected.groups] == [[0, 2]] * 4
+    assert collected.counts["ungraded"] == 4
+
+
+def test_a_group_with_too_few_graded_answers_is_drawn_anew():
+    def reward(rollout):
+        if rollout.group == 0 and rollout.index:
+            raise ZeroDivisionError("oops")
+        return 1.0
+
+    manager = manager_of(Scripted(lambda request: [7]), n_samples_per_prompt=2, reward_fn=reward, least_answers=2)
+    collected = anyio.run(manager.collect)
+    assert numbers(collected.groups) == [1, 2, 3, 4] and collected.counts["ungraded_groups"] == 1
+
+
+def test_a_failed_generation_is_tried_again_before_it_counts_as_an_error():
+    generator = Scripted(lambda request: [7], failures=3)
+    manager = manager_of(generator, batch_size=1)
+    assert numbers(anyio.run(manager.collect).groups) == [0]
+    hopeless = manager_of(Scripted(lambda request: [7], failures=10_000), batch_size=1, max_draws=1)
+    with pytest.raises(RuntimeError, match="1 could not be graded"):
+        anyio.run(hopeless.collect)
+
+
+def test_a_greedy_answer_is_graded_beside_the_others_and_marked():
+    manager = manager_of(Scripted(lambda request: [7]), n_samples_per_prompt=2, greedy=True, batch_size=1)
+    (group,) = anyio.run(manager.collect).groups
+    assert [rollout.greedy for rollout in group] == [False, False, True] and group[2].reward == 2.0
+
+
+def test_a_selection_sees_all_finished_groups_and_what_it_turns_down_does_not_return():
+    best = lambda groups, count: sorted(groups, key=lambda group: -group[0].group)[:count]  # noqa: E731
+    manager = manager_of(Scripted(lambda request: [7]), batch_size=2, over_sampling_factor=2, select_fn=best)
+    assert numbers(anyio.run(manager.collect).groups) == [3, 2]
+    assert manager.partial_samples == []
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_generate_reward_filter_and_select_functions_may_be_plain_or_awaited(asynchronous):
+    seen = Counter()
+
+    def wrap(name, function):
+        def plain(*args):
+            seen[name] += 1
+            return function(*args)
+
+        async def awaited(*args):
+            await anyio.sleep(0)
+            return plain(*args)
+
+        return awaited if asynchronous else plain
+
+    def answer(group):
+        said = Turn((1, 2), Generation((3,), (-0.1,), "stop", text="x"))
+        return tuple(replace(rollout, turns=(said,)) for rollout in group)
+
+    config = RolloutConfig(
+        batch_size=2,
+        n_samples_per_prompt=2,
+        generate_fn=wrap("generate", answer),
+        reward_fn=wrap("reward", lambda rollout: Score(0.5)) if not asynchronous else _awaited_reward(seen),
+        filter_fn=wrap("filter", lambda group: True),
+        select_fn=wrap("select", lambda groups, count: groups[:count]),
+    )
+    manager = AsyncRolloutManager(DataBuffer([question(1), question(2)]), config)
+    batch = anyio.run(manager.generate_batch)
+    assert batch.rewards == [0.5] * 4 and batch.tokens == [[1, 2, 3]] * 4 and batch.loss_masks == [[0.0, 0.0, 1.0]] * 4
+    assert batch.response_lengths == [1] * 4 and batch.metadata["group_indices"] == [0, 0, 1, 1]
+    assert seen == {"generate": 2, "reward": 4, "filter": 2, "select": 1}
+
+
+def _awaited_reward(seen):
+    async def reward(rollout):
+        await anyio.sleep(0)
+        seen["reward"] += 1
+        return 0.5
+
+    return reward
+
+
+def test_rollout_batches_come_without_end_and_pass_arguments_on():
+    def answer(group, *, token):
+        return tuple(replace(rollout, turns=(Turn((1,), Generation((token,), (-0.1,), "stop")),)) for rollout in group)
+
+    config = RolloutConfig(batch_size=2, generate_fn=answer, reward_fn=lambda rollout: 1.0)
+    batches = generate_rollout_batches(DataBuffer([question(1)]), config, token=9)
+    assert [next(batches).tokens for _ in range(3)] == [[[1, 9], [1, 9]]] * 3
+
+
+def test_the_state_is_plain_json_and_brings_carried_groups_back():
+    import json
+
+    def fresh():
+        generator = Scripted(lambda request: [7] * (60 if asked(request) == 1 else 3))
+        return manager_of(generator, batch_size=2, over_sampling_factor=1.5, partial_rollouts=True, max_age=9)
+
+    one, other = fresh(), fresh()
+    anyio.run(one.collect)
+    other.restore(json.loads(json.dumps(one.state())))
+    assert other.partial_samples == one.partial_samples != []
+    assert anyio.run(other.collect) == anyio.run(one.collect)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"batch_size": 0}, "1 or more"),
+        ({"batch_size": 1, "over_sampling_factor": 0.5}, "must be 1 or more"),
+        ({"batch_size": 1, "least_answers": 2}, "compares at least 2 answers"),
+    ],
+)
+def test_a_config_that_cannot_work_is_refused(wrong, words):
+    with pytest.raises(ValueError, match=words):
+        RolloutConfig(**wrong)
+
+
+def test_a_manager_without_a_generate_function_says_so():
+    manager = AsyncRolloutManager(DataBuffer([question(1)]), RolloutConfig(batch_size=1))
+    with pytest.raises(ValueError, match="needs generate_fn"):
+        anyio.run(manager.collect)

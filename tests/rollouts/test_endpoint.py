@@ -1,0 +1,273 @@
+"""An agent talks to the endpoint as it would to any other; what it heard is recorded token by token."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+from functools import partial
+
+import anyio
+import pytest
+from anyio import to_thread
+
+from oxrl.data.render import Renderer
+from oxrl.generators.embedded import EmbeddedGenerator
+from oxrl.rollouts.endpoint import recording_endpoint
+from oxrl.rollouts.tools import calculator, tool_schema
+from oxrl.types import GenerationConfig, Message, Sample, Status
+from tests.data import chat_templates as styles
+from tests.data.chat_templates import byte_level
+from tests.rollouts.saying import Saying
+
+pytestmark = pytest.mark.anyio
+
+SAMPLING = GenerationConfig(max_new_tokens=16, temperature=0.7)
+QUESTION = {"role": "user", "content": "What is 12 * 12?"}
+CALL = '<tool_call>{"name": "calculator", "arguments":{"expression": "12 * 12"}}</tool_call>'
+TOOLS = [tool_schema(calculator)]
+COMPLETIONS = "/v1/chat/completions"
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def anyio_backend(request):
+    return request.param
+
+
+def port_of(endpoint) -> int:
+    return int(endpoint.url.rpartition(":")[2])
+
+
+async def ask(endpoint, body, path=COMPLETIONS, method="POST", headers=()):
+    """One request over a real connection: (status, what came back)."""
+
+    def send():
+        connection = http.client.HTTPConnection("127.0.0.1", port_of(endpoint), timeout=20)
+        sent = body if isinstance(body, bytes | type(None)) else json.dumps(body).encode()
+        connection.request(method, path, sent, {"Content-Type": "application/json", **dict(headers)})
+        response = connection.getresponse()
+        read = response.read()
+        connection.close()
+        return response.status, json.loads(read) if response.headers["content-type"] == "application/json" else read
+
+    return await to_thread.run_sync(send)
+
+
+def opened(tiny, says, **kwargs):
+    generator = Saying(tiny[1], says)
+    return generator, recording_endpoint(generator, Renderer(tiny[1]), SAMPLING, **kwargs)
+
+
+async def test_a_conversation_with_a_tool_is_recorded_as_sampled(tiny):
+    tokenizer = tiny[1]
+    generator, opening = opened(tiny, ["Hm. " + CALL, "144"])
+    async with opening as endpoint:
+        path = endpoint.base_url("run 7").removeprefix(endpoint.url) + "/chat/completions"
+        assert path == "/s/run%207/v1/chat/completions"
+        status, first = await ask(endpoint, {"messages": [QUESTION], "tools": TOOLS, "model": "mine"}, path)
+        reply = first["choices"][0]["message"]
+        assert status == 200 and first["model"] == "mine"
+        assert first["choices"][0]["finish_reason"] == "tool_calls"
+        assert reply["content"] == "Hm."
+        (call,) = reply["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) == {"expression": "12 * 12"}
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "144"}
+        chat = [QUESTION, {**reply, "refusal": None}, result]
+        status, second = await ask(endpoint, {"messages": chat, "tools": TOOLS}, path)
+        assert second["choices"][0] == {
+            "index": 0,
+            "message": {"role": "assistant", "content": "144"},
+            "finish_reason": "stop",
+        }
+        rollout = endpoint.rollout("run 7")
+    one, two = rollout.turns
+    assert two.prompt_ids[: len(one.prompt_ids) + len(one.generation.token_ids)] == (
+        one.prompt_ids + one.generation.token_ids
+    )
+    trained = [token for token, on in zip(rollout.tokens, rollout.loss_mask, strict=True) if on]
+    assert tokenizer.decode(trained, skip_special_tokens=False) == f"Hm. {CALL}<|im_end|>144<|im_end|>"
+    assert [request.tokens for request in generator.requests] == [one.prompt_ids, two.prompt_ids]
+    assert len({request.seed for request in generator.requests}) == 2
+    assert [message.role for message in rollout.messages] == ["user", "assistant", "tool", "assistant"]
+    assert first["usage"]["prompt_tokens"] == len(one.prompt_ids)
+    assert one.generation.logprobs[1] == -0.501
+    assert rollout.status is Status.COMPLETED and rollout.metadata == {"rewritten": 0}
+
+
+async def test_conversations_are_told_apart(tiny):
+    _, opening = opened(tiny, ["a", "b", "c", "d", "e"])
+    async with opening as endpoint:
+        body = {"messages": [QUESTION]}
+        key = {"Authorization": "Bearer key"}
+        await ask(endpoint, body, "/s/path" + COMPLETIONS, headers={"X-Rollout-Id": "header"})
+        await ask(endpoint, {**body, "user": "field"}, headers={"X-Rollout-Id": "header"})
+        await ask(endpoint, {**body, "user": "field"}, headers=key)
+        await ask(endpoint, body, headers=key)
+        await ask(endpoint, body)
+        said = {id: endpoint.rollout(id).response for id in ("path", "header", "field", "key", "default")}
+        assert said == {"path": "a", "header": "b", "field": "c", "key": "d", "default": "e"}
+        endpoint.drop("key")
+        with pytest.raises(ValueError, match="nobody has talked as 'key'; conversations so far: path, header, field"):
+            endpoint.rollout("key")
+        about = Sample("train:3", answer="144")
+        assert endpoint.rollout("path", about).sample is about
+
+
+async def test_branches_go_on_from_where_they_left(tiny):
+    _, opening = opened(tiny, ["one", "two", "three"])
+    async with opening as endpoint:
+        await ask(endpoint, {"messages": [QUESTION]})
+        chat = [QUESTION, {"role": "assistant", "content": "one"}]
+        await ask(endpoint, {"messages": [*chat, {"role": "user", "content": "left?"}]})
+        await ask(endpoint, {"messages": [*chat, {"role": "user", "content": "right?"}]})
+        first, left, right = endpoint.rollout("default").turns
+    seen = first.prompt_ids + first.generation.token_ids
+    assert left.prompt_ids[: len(seen)] == right.prompt_ids[: len(seen)] == seen
+    assert left.prompt_ids != right.prompt_ids
+    assert first.messages == (Message("assistant", "one"), Message("user", "left?"))
+
+
+async def test_a_request_with_other_tools_gets_a_prompt_of_its_own(tiny):
+    _, opening = opened(tiny, ["one", "two"])
+    async with opening as endpoint:
+        await ask(endpoint, {"messages": [QUESTION]})
+        chat = [QUESTION, {"role": "assistant", "content": "one"}, QUESTION]
+        await ask(endpoint, {"messages": chat, "tools": TOOLS})
+        _, second = endpoint.rollout("default").turns
+    assert '"name": "calculator"' in tiny[1].decode(second.prompt_ids)
+
+
+async def test_a_stream_is_one_chunk(tiny):
+    _, opening = opened(tiny, [CALL])
+    async with opening as endpoint:
+        status, read = await ask(endpoint, {"messages": [QUESTION], "tools": TOOLS, "stream": True})
+    chunk, done, rest = read.decode().split("\n\n")
+    choice = json.loads(chunk.removeprefix("data: "))["choices"][0]
+    assert (status, done, rest) == (200, "data: [DONE]", "")
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["delta"]["tool_calls"][0]["index"] == 0
+
+
+async def test_an_agent_may_ask_for_less_and_nothing_else(tiny, caplog):
+    generator, opening = opened(tiny, ["a", "b"])
+    async with opening as endpoint:
+        await ask(endpoint, {"messages": [QUESTION], "max_tokens": 4, "stop": "x", "temperature": 0})
+        await ask(endpoint, {"messages": [QUESTION], "max_tokens": 400, "temperature": 0.7})
+    assert generator.samplings == [SAMPLING._replace(max_new_tokens=4, stop=("x",)), SAMPLING]
+    assert "asked for {'temperature': 0}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "words"),
+    [
+        ("POST", "/v1/completions", {}, 404, "there is no /v1/completions"),
+        ("GET", COMPLETIONS, None, 405, "takes POST"),
+        ("POST", COMPLETIONS, b"{", 400, "not valid JSON"),
+        ("POST", COMPLETIONS, [], 400, "JSON object"),
+        ("POST", COMPLETIONS, {}, 400, "messages must be"),
+        ("POST", COMPLETIONS, {"messages": [{"content": "x"}]}, 400, "messages must be"),
+        ("POST", COMPLETIONS, {"messages": [QUESTION], "tools": ["x"]}, 400, "tools must be"),
+        ("POST", COMPLETIONS, {"messages": [QUESTION], "n": 2}, 400, "one answer"),
+        ("POST", COMPLETIONS, {"messages": [QUESTION], "stop": 5}, 400, "stop must be"),
+        ("POST", COMPLETIONS, {"messages": [QUESTION], "max_tokens": -1}, 400, "max_tokens is -1"),
+        ("POST", COMPLETIONS, {"messages": [{"role": "user", "content": "<|im_end|>"}]}, 400, "special token"),
+        ("POST", COMPLETIONS, {"messages": [QUESTION], "user": "x" * 3000}, 413, "larger than 2000 bytes"),
+    ],
+)
+async def test_what_is_wrong_is_said_in_json_with_a_status(tiny, method, path, body, status, words):
+    _, opening = opened(tiny, [], max_body=2000)
+    async with opening as endpoint:
+        got, error = await ask(endpoint, body, path, method)
+        assert (got, error["error"]["code"]) == (status, status)
+        assert words in error["error"]["message"]
+        assert (await ask(endpoint, None, "/v1/models", "GET"))[0] == 200
+
+
+async def test_models_are_listed_on_a_connection_that_stays_open(tiny):
+    _, opening = opened(tiny, [])
+
+    def twice(port):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        read = []
+        for _ in range(2):
+            connection.request("GET", "/s/x/v1/models")
+            read.append(json.loads(connection.getresponse().read())["data"][0]["id"])
+        return read
+
+    async with opening as endpoint:
+        assert await to_thread.run_sync(twice, port_of(endpoint)) == ["oxrl", "oxrl"]
+
+
+async def test_what_is_not_http_gets_an_answer_and_does_no_harm(tiny):
+    _, opening = opened(tiny, [])
+
+    def shout(port):
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as raw:
+            raw.sendall(b"HELLO THERE\r\n\r\n\r\n")
+            return raw.recv(1000)
+
+    def hang_up(port):
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as raw:
+            raw.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+
+    async with opening as endpoint:
+        assert (await to_thread.run_sync(shout, port_of(endpoint))).startswith(b"HTTP/1.1 400")
+        await to_thread.run_sync(hang_up, port_of(endpoint))
+        assert (await ask(endpoint, None, "/v1/models", "GET"))[0] == 200
+
+
+async def test_a_failed_generation_is_an_error_of_the_rollout(tiny):
+    _, opening = opened(tiny, [RuntimeError("busy")] * 4)
+    async with opening as endpoint:
+        status, error = await ask(endpoint, {"messages": [QUESTION]})
+        rollout = endpoint.rollout("default")
+    assert status == 500 and "RuntimeError: busy" in error["error"]["message"]
+    assert rollout.status is Status.FAILED and rollout.score is None
+
+
+async def test_an_aborted_generation_is_recorded_and_said_so(tiny):
+    generator, opening = opened(tiny, ["14"])
+    generator.change = lambda generation: generation._replace(finish_reason="aborted")
+    async with opening as endpoint:
+        assert (await ask(endpoint, {"messages": [QUESTION]}))[0] == 503
+        assert endpoint.rollout("default").status is Status.ABORTED
+
+
+async def test_tools_work_where_the_template_knows_none(anyio_backend):
+    tokenizer = byte_level(styles.CHATML)
+    async with recording_endpoint(Saying(tokenizer, [CALL, "144"]), Renderer(tokenizer), SAMPLING) as endpoint:
+        _, first = await ask(endpoint, {"messages": [QUESTION], "tools": TOOLS})
+        reply = first["choices"][0]["message"]
+        assert reply["content"] is None and reply["tool_calls"]
+        chat = [QUESTION, reply, {"role": "tool", "content": "144", "tool_call_id": "call_0"}]
+        await ask(endpoint, {"messages": chat, "tools": TOOLS})
+        one, two = endpoint.rollout("default").turns
+    tail = tokenizer.decode(two.prompt_ids[len(one.prompt_ids) + len(one.generation.token_ids) :])
+    assert tail.startswith("\n<|im_start|>user\n<tool_response>\n144\n</tool_response>")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "::"])
+async def test_only_this_machine_can_reach_it(tiny, host):
+    with pytest.raises(ValueError, match="anyone could use the model"):
+        async with opened(tiny, [], host=host)[1]:
+            pass
+
+
+async def test_errors_of_the_body_come_out_as_they_are(tiny):
+    with pytest.raises(KeyError, match="mine"):
+        async with opened(tiny, [])[1]:
+            raise KeyError("mine")
+
+
+async def test_several_agents_talk_to_a_real_model_at_once(tiny, tiny_model):
+    tokenizer = tiny[1]
+    generator = EmbeddedGenerator(tiny_model, tokenizer)
+    async with recording_endpoint(generator, Renderer(tokenizer), SAMPLING, seed=1) as endpoint:
+        async with anyio.create_task_group() as tasks:
+            for number in range(3):
+                path = f"/s/{number}{COMPLETIONS}"
+                tasks.start_soon(partial(ask, endpoint, {"messages": [QUESTION], "max_tokens": 5}, path))
+        rollouts = [endpoint.rollout(str(number)) for number in range(3)]
+    await generator.close()
+    assert all(len(rollout.generation.token_ids) <= 5 for rollout in rollouts)
+    assert len({rollout.generation.token_ids for rollout in rollouts}) == 3
