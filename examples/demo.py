@@ -72,7 +72,7 @@ def answer(weights: str, rows: list[dict[str, str]]) -> list[str]:
     render, speaker = Renderer(tokenizer), EmbeddedGenerator(load_model(weights), tokenizer)
     prompts = [render.prompt([Message("user", row["prompt"])]) for row in rows]
     greedy = GenerationConfig(max_new_tokens=48, temperature=0)
-    batches = [speaker.generate(prompts[start : start + 16], greedy) for start in range(0, len(prompts), 16)]
+    batches = [speaker.complete(prompts[start : start + 16], greedy) for start in range(0, len(prompts), 16)]
     return [generation.text for batch in batches for generation in batch]
 
 

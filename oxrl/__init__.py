@@ -12,8 +12,9 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "oxrl.types": (
-        "Algorithm Backend Batch Conversation DataSource Generation GenerationConfig ImmediateTrainFuture Item Losses "
-        "Message MetricsLogger ModelConfig Outputs Row Sample Term TrainFuture TrainingBackend TrainingState Weights"
+        "Algorithm Backend Batch Conversation DataSource Episode Generation GenerationConfig Generator "
+        "ImmediateTrainFuture Item Losses Message MetricsLogger ModelConfig Online Outputs Request Rollout Row Sample "
+        "Score Status Talk Term TrainFuture TrainingBackend TrainingState Turn Weights"
     ),
     "oxrl.algorithms": "ALGORITHMS algorithm",
     "oxrl.backends.local": ("NonFiniteError PyTorchTrainingBackend create_cross_entropy_loss create_pytorch_backend"),
@@ -24,23 +25,57 @@ _HOMES = {
     "oxrl.data.render": "Renderer compute_loss_mask tokenize_conversation",
     "oxrl.data.sources": "load_samples",
     "oxrl.generators.embedded": "EmbeddedGenerator",
-    "oxrl.loops.evaluate": "evaluate_offline",
+    "oxrl.loops.evaluate": "evaluate_offline evaluate_online",
     "oxrl.loops.offline": "OfflineConfig SFTTrainingConfig run_offline run_sft_training",
+    "oxrl.loops.online": "OnlineConfig RLTrainingConfig prepare_grpo_batch run_online run_rl_training",
     "oxrl.loops.step": "train_step",
     "oxrl.metrics": "JSONLLogger log_to_console",
     "oxrl.models.load": "load_hf_model load_model load_model_and_ref load_tokenizer",
     "oxrl.models.lora": "attach_lora merge_adapter save_adapter save_merged",
+    "oxrl.models.reward_model": "compute_reward_model_score load_reward_model",
     "oxrl.models.reference": (
         "create_ema_updater create_periodic_updater create_reference_model update_reference_model"
     ),
-    "oxrl.primitives": (
+    "oxrl.primitives.algorithms": (
         "AlgorithmConfig compute_advantages compute_batch_kl compute_dapo_loss compute_dapo_pairs compute_forward_kl "
         "compute_grpo_advantages compute_grpo_loss compute_loss_by_algorithm compute_per_token_kl "
-        "compute_ppo_advantages compute_ppo_loss compute_reverse_kl compute_value_loss create_adaptive_kl "
-        "create_algorithm_config create_truncated_kl get_reference_logprobs grpo_loss ppo_loss"
+        "compute_ppo_advantages compute_ppo_loss compute_reverse_kl compute_value_loss create_algorithm_config "
+        "get_reference_logprobs grpo_loss ppo_loss"
+    ),
+    "oxrl.primitives": "create_adaptive_kl create_truncated_kl",
+    "oxrl.primitives.inference": (
+        "apply_chat_template batch_generate create_batch_rollouts create_multiturn_rollout create_rollout generate "
+        "generate_conversation_turn generate_with_logprobs"
+    ),
+    "oxrl.primitives.training": (
+        "PolicyState TrainingStats create_training_state quick_start_training train training_iteration training_step"
+    ),
+    "oxrl.rewards": (
+        "REWARDS Reward check_samples grade group_reward judge_reward reasoning_gym_samples reward weighted"
+    ),
+    "oxrl.rewards.primitives": (
+        "aggregate_vector_rewards apply_reward_shaping compute_batch_rewards compute_scalar_reward "
+        "compute_vector_reward normalize_rewards weighted_sum"
+    ),
+    "oxrl.rollouts.agents": "rollout_from_messages",
+    "oxrl.rollouts.batches": (
+        "RolloutBatch apply_sample_transforms build_batch_metadata compute_response_lengths compute_reward "
+        "convert_to_batch extract_sample_fields"
+    ),
+    "oxrl.rollouts.buffer": "ReplayBuffer",
+    "oxrl.rollouts.collect": "Answers AsyncRolloutManager RolloutConfig generate_rollout_batches sampling_manager",
+    "oxrl.rollouts.endpoint": "recording_endpoint",
+    "oxrl.rollouts.envs": "dialogue gym_env single_turn with_tools",
+    "oxrl.rollouts.filters": (
+        "check_min_reward check_quality_and_diversity check_reasonable_length check_response_diversity "
+        "check_reward_nonzero_std"
+    ),
+    "oxrl.rollouts.tools": (
+        "calculator execute_and_track_tools execute_functions execute_tools extract_tool_calls parse_json_tools "
+        "parse_xml_tools track_tool_calls"
     ),
     "oxrl.tensors": "token_logprobs",
-    "oxrl.wiring": "RunResult train_run",
+    "oxrl.wiring": "RunResult run_rl run_sft train_run",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 

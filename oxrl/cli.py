@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +15,7 @@ import typer
 
 if TYPE_CHECKING:
     from oxrl.config import Config
+    from oxrl.wiring import RunResult
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -24,6 +25,8 @@ app = typer.Typer(
 )
 data_app = typer.Typer(no_args_is_help=True, help="Look at data before training on it.")
 app.add_typer(data_app, name="data")
+rewards_app = typer.Typer(no_args_is_help=True, help="What answers can be paid for.")
+app.add_typer(rewards_app, name="rewards")
 
 
 def main() -> None:
@@ -61,6 +64,9 @@ def train(
     ] = None,
     data: Annotated[str | None, typer.Option(help="Training rows: JSONL, Parquet, CSV or a hub id.")] = None,
     val: Annotated[str | None, typer.Option(help="Held-out rows for evaluation.")] = None,
+    reward: Annotated[
+        str | None, typer.Option(help="What an answer is worth: a name from `oxrl rewards list`, or FILE.py:FUNCTION.")
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="The run's folder.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps per pass, instead of all the data.")] = None,
@@ -80,6 +86,8 @@ def train(
 
     oxrl train --model smollm2-135m --algorithm sft --data rows.jsonl --output runs/first
 
+    oxrl train --model smollm2-135m --algorithm grpo --data prompts.jsonl --reward number_match --output runs/rl
+
     oxrl train --output runs/first --resume
     """
     flags = {
@@ -87,6 +95,7 @@ def train(
         "train.alg_name": algorithm,
         "data.train_files_path": data,
         "data.val_files_path": val,
+        "reward.reward_func": reward,
         "train.total_number_of_epochs": epochs,
         "train.train_steps_per_epoch": steps,
         "train.train_batch_size_per_gpu": batch_size,
@@ -96,24 +105,26 @@ def train(
     }
     overrides = [f"{key}={json.dumps(value)}" for key, value in flags.items() if value is not None]
     with _mistakes_end_here():
-        from oxrl.wiring import prepare_run
+        from oxrl.wiring import run_stages
 
-        prepared = prepare_run(_config(config, output, resume, [*overrides, *(set_ or [])]), output, resume=resume)
-    _train_and_tell(prepared, json_)
-
-
-def _config(path: Path | None, output: Path | None, resume: bool, overrides: list[str]) -> Config:
-    from oxrl.config import load_config
-
-    if path is None and resume:
-        if output is None or not (output / "config.yaml").exists():
-            where = "--output names the run to resume" if output is None else f"there is nothing to resume in {output}"
-            raise ValueError(where)
-        path = output / "config.yaml"
-    return load_config(path, overrides)
+        stages = _stages(config, output, resume, [*overrides, *(set_ or [])])
+        run_stages(stages, output, resume=resume, train=lambda prepared: _train_and_tell(prepared, json_))
 
 
-def _train_and_tell(prepared: Any, as_json: bool) -> None:
+def _stages(path: Path | None, output: Path | None, resume: bool, overrides: list[str]) -> dict[str, Config]:
+    from oxrl.config import load_stages
+    from oxrl.runs import recorded_stages
+
+    if path is not None or not resume:
+        return load_stages(path, overrides)
+    if output is None:
+        raise ValueError("--output names the run to resume")
+    if not (output / "stages.yaml").exists() and not (output / "config.yaml").exists():
+        raise ValueError(f"there is nothing to resume in {output}")
+    return recorded_stages(output) or load_stages(output / "config.yaml", overrides)
+
+
+def _train_and_tell(prepared: Any, as_json: bool) -> RunResult:
     from oxrl.wiring import train_prepared
 
     try:
@@ -130,10 +141,12 @@ def _train_and_tell(prepared: Any, as_json: bool) -> None:
     last = result.history[-1] if result.history else {}
     if as_json:
         typer.echo(json.dumps({"folder": str(result.folder), "checkpoint": str(result.checkpoint), "last": last}))
-        return
-    shown = {key: last[key] for key in ("step", "loss", "eval_loss", "eval_token_accuracy") if key in last}
+        return result
+    telling = ("step", "reward", "loss", "eval_reward", "eval_loss", "eval_token_accuracy")
+    shown = {key: last[key] for key in telling if key in last}
     typer.echo("  ".join(f"{key} {value:.4g}" for key, value in shown.items()) or "nothing was left to do")
     typer.echo(f"model: {result.checkpoint}\ntalk to it: oxrl chat {result.folder}")
+    return result
 
 
 @app.command()
@@ -161,7 +174,7 @@ def chat(
         sampling = GenerationConfig(max_new_tokens, temperature, seed=seed + turn)
         typer.echo("model> ", nl=False)
         try:
-            answer = speaker.generate([render.prompt(history)], sampling, on_token=_Typewriter(speaker.tokenizer))[0]
+            answer = speaker.complete([render.prompt(history)], sampling, on_token=_Typewriter(speaker.tokenizer))[0]
         except ValueError as mistake:  # something the template cannot say: the talk goes on without it
             typer.secho(str(mistake), fg="red", err=True)
             history.pop()
@@ -189,8 +202,8 @@ def _open(model: str) -> tuple[Any, Any]:
     from oxrl.data.render import Renderer
     from oxrl.generators.embedded import EmbeddedGenerator
     from oxrl.models.load import check_model, load_model, load_tokenizer
+    from oxrl.runs import resolve_weights
     from oxrl.types import ModelConfig
-    from oxrl.wiring import resolve_weights
 
     place = resolve_weights(model)
     check_model(ModelConfig(place))
@@ -219,7 +232,7 @@ def generate(
     for start in range(0, len(ids), 16):
         part = slice(start, start + 16)
         sampling = GenerationConfig(max_new_tokens, temperature, seed=seed + start)
-        for conversation, answer in zip(conversations[part], speaker.generate(ids[part], sampling), strict=True):
+        for conversation, answer in zip(conversations[part], speaker.complete(ids[part], sampling), strict=True):
             asked = conversation[-1].content
             if json_:
                 typer.echo(json.dumps({"prompt": asked, "text": answer.text, "finish_reason": answer.finish_reason}))
@@ -258,8 +271,8 @@ def data_show(
 ) -> None:
     """Print what would be trained on: trained tokens in colour, lengths, problems."""
     with _mistakes_end_here():
+        from oxrl.runs import resolve_weights
         from oxrl.show import inspect_data, print_report
-        from oxrl.wiring import resolve_weights
 
         pairs = [each.partition("=") for each in column or []]
         if wrong := [left for left, equals, right in pairs if not (left and equals and right)]:
@@ -288,6 +301,29 @@ def algorithms(
         else:
             card = explain(name)
             typer.echo(json.dumps(card._asdict()) if json_ else str(card))
+
+
+@rewards_app.command("list")
+def rewards_list(json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
+    """List the reward functions: what each pays for, what it reads of a row, its parameters."""
+    from oxrl.rewards import describe_rewards
+
+    cards = describe_rewards()
+    if json_:
+        told = {
+            card.name: {"explanation": card.explanation, "reads": card.reads, "parameters": _written(card.parameters)}
+            for card in cards.values()
+        }
+        typer.echo(json.dumps(told))
+        return
+    for card in cards.values():
+        typer.echo(f"{card.name:20} {card.explanation.splitlines()[0]}")
+        if card.parameters:
+            typer.echo(f"{'':20} " + ", ".join(f"{each} {value}" for each, value in _written(card.parameters).items()))
+
+
+def _written(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: "(needed)" if default is ... else default for name, default in parameters.items()}
 
 
 @app.command()

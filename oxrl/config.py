@@ -61,6 +61,11 @@ class Train(_Section):
     checkpoint_every: int = Field(0, ge=0, description="steps between checkpoints; 0 only at the end and at a new best")
     keep_last: int = Field(2, ge=1, description="checkpoints kept besides the best")
     log_every: int = Field(1, ge=1)
+    iterations: int = Field(1, ge=1, description="passes over each batch of rollouts")
+    mini_batches: int = Field(1, ge=1, description="optimizer steps per pass over a batch of rollouts")
+    max_logprob_gap: float | None = Field(
+        None, gt=0, description="between sampler and trainer on the same weights; default 0.05, in half precision 2"
+    )
 
     @field_validator("alg_name")
     @classmethod
@@ -86,6 +91,9 @@ class Model(_Section):
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     gradient_checkpointing: bool = Field(False, description="less memory for about a third more time")
     ref_model: str | None = Field(None, description="what the policy is compared with; default the model as it starts")
+    ref_update: Literal["fixed", "ema", "periodic"] = Field("fixed", description="whether the reference follows")
+    ref_decay: float = Field(0.99, ge=0, le=1, description="ema: the share of the old reference that stays each step")
+    ref_every: int = Field(10, ge=1, description="periodic: steps between two resets to the policy")
     teacher: str | None = Field(None, description="the model to learn from, for kd and opd")
     revision: str | None = Field(None, description="branch, tag or commit of a hub model")
     trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
@@ -98,6 +106,45 @@ class Lora(_Section):
     alpha: int = Field(32, gt=0)
     dropout: float = Field(0.0, ge=0, lt=1)
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
+
+
+class Reward(_Section):
+    """What an answer is worth, for algorithms that sample."""
+
+    reward_func: str | dict[str, float] | None = Field(
+        None, description="name from the table, module:function, FILE.py:function, or several with their weights"
+    )
+    params: dict[str, Any] = Field({}, description="its parameters")
+    model: str | None = Field(None, description="a reward model, trained by `rm` or any sequence classifier")
+    judge: str | None = Field(None, description="a model that grades answers when asked to")
+    rubric: str | None = Field(None, description="what the judge is asked to look at")
+    normalize: Literal["none", "batch"] = Field("none", description="batch: mean 0 and std 1 over each step")
+    time_limit: float = Field(30.0, gt=0, description="seconds before an answer counts as ungraded")
+
+
+class Rollout(_Section):
+    """How answers are sampled; a step takes `train_batch_size_per_gpu x gradient_accumulation_steps` prompts."""
+
+    n_samples: int = Field(8, ge=1, description="answers per prompt")
+    max_tokens: int = Field(256, ge=1, description="new tokens per answer, or per turn of it")
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0, description="0: no limit")
+    min_p: float = Field(0.0, ge=0, lt=1)
+    stop: list[str] = Field([], description="texts that end an answer")
+    eval_temperature: float = Field(0.0, ge=0, description="for held-out prompts; 0 takes the likeliest token")
+    over_sampling_factor: float = Field(1.0, ge=1, description="prompts begun per prompt wanted; the slowest wait")
+    partial_rollouts: bool = Field(False, description="what was aborted goes on with the next weights, else anew")
+    filter: str | None = Field(None, description="which groups are worth training on, such as check_min_reward")
+    filter_params: dict[str, Any] = {}
+    max_draws: int | None = Field(None, ge=1, description="most prompts one step may cost; default ten times a batch")
+    lag: int = Field(0, ge=0, description="versions that sampling may be behind training; 0 is on-policy")
+    mode: Literal["shrinking", "fixed"] = Field("shrinking", description="fixed: bits do not depend on the company")
+    slots: int = Field(64, ge=1, description="answers that are sampled side by side")
+    env: Literal["single_turn", "tools"] = Field("single_turn")
+    tools: list[str] = Field([], description="functions the model may call: module:function or FILE.py:function")
+    max_turns: int = Field(8, ge=1, description="with tools")
+    log_samples: int = Field(4, ge=0, description="answers per step that are written to rollouts.jsonl")
 
 
 class Data(_Section):
@@ -146,6 +193,17 @@ class Config(_Section):
     run: Run = Run.model_validate({})
     train: Train = Train.model_validate({})
     lora: Lora = Lora.model_validate({})
+    reward: Reward = Reward.model_validate({})
+    rollout: Rollout = Rollout.model_validate({})
+
+    @model_validator(mode="after")
+    def _reference_can_follow(self) -> Config:
+        if self.model.ref_update != "fixed" and self.lora.enabled and self.model.ref_model is None:
+            raise ValueError(
+                "the reference of an adapter is its base, which cannot follow the policy: set model.ref_model to have "
+                "a copy that can, or model.ref_update: fixed"
+            )
+        return self
 
 
 class ConfigError(ValueError):
@@ -154,11 +212,42 @@ class ConfigError(ValueError):
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     """A YAML file (or nothing), with overrides such as `train.lr=1e-4` laid over it."""
-    text = "" if path is None else _read(Path(path))
-    raw, lines = _parse(text, str(path))
+    stages = load_stages(path, overrides)
+    if list(stages) != [""]:
+        raise ConfigError(f"{path} has the stages {', '.join(stages)}: use load_stages")
+    return stages[""]
+
+
+STAGES = {"sft": {}, "rl": {"train": {"alg_name": "sgrpo"}}}
+"""Sections that make a run of several stages, and what is different in each unless the file says otherwise."""
+
+
+def load_stages(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[str, Config]:
+    """The stages of a file in the order they run; a file without `sft:` or `rl:` has one, called "".
+
+    A stage's section holds sections of its own (`rl: {train: ..., reward: ...}`), laid over those of the whole file.
+    """
+    raw, lines = _parse("" if path is None else _read(Path(path)), str(path))
     for override in overrides:
         _lay_over(raw, override)
-    return check_config(raw, lines)
+    shared = {section: keys for section, keys in raw.items() if section not in STAGES}
+    stages: dict[str, Config] = {}
+    for name in [stage for stage in STAGES if stage in raw] or [""]:
+        own = raw.get(name) or {}
+        if not isinstance(own, dict):
+            raise ConfigError(f"{name} must hold sections such as `train:` and `data:`, not {own!r}")
+        own_lines = {place[1:]: line for place, line in lines.items() if place[0] == name}
+        stages[name] = check_config(_merged(_merged(shared, STAGES.get(name, {})), own), {**lines, **own_lines})
+    return stages
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Section by section, `above` wins."""
+    merged = dict(below)
+    for section, keys in above.items():
+        both = isinstance(keys, dict) and isinstance(merged.get(section), dict)
+        merged[section] = {**merged[section], **keys} if both else keys
+    return merged
 
 
 def check_config(raw: Mapping[str, Any], lines: Mapping[tuple[str, ...], int] | None = None) -> Config:

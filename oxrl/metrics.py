@@ -10,7 +10,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -28,7 +28,7 @@ class JSONLLogger:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if keep_until is not None and self.path.exists():
-            _drop_lines_after(self.path, keep_until)
+            drop_lines_after(self.path, keep_until)
 
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
         line = json.dumps({"step": step, **{name: _readable(value) for name, value in metrics.items()}})
@@ -49,7 +49,7 @@ def read_metrics(path: str | Path) -> list[dict[str, float]]:
     return rows
 
 
-def _drop_lines_after(path: Path, step: int) -> None:
+def drop_lines_after(path: Path, step: int) -> None:
     kept = "".join(json.dumps(row) + "\n" for row in read_metrics(path) if row["step"] <= step)
     draft = path.with_suffix(".tmp")
     draft.write_text(kept, encoding="utf-8")
@@ -94,6 +94,7 @@ class LiveConsole:
         self.console = Console(stderr=True)
         self.total, self.first, self.plain_every = total_steps, first_step, plain_every
         self.started = time.monotonic()
+        self.curve: list[float] = []
         self.progress: Progress | None = None
         self.task: TaskID | None = None
 
@@ -114,8 +115,9 @@ class LiveConsole:
         shown = {name: metrics[name] for name in _HEADLINES if name in metrics}
         evaluated = {name: value for name, value in metrics.items() if name.startswith("eval_")}
         shown |= evaluated
+        self.curve.append(metrics.get("reward", metrics.get("loss", math.nan)))
         if self.progress is not None and self.task is not None:
-            self.progress.update(self.task, completed=step, numbers=_line(step, shown))
+            self.progress.update(self.task, completed=step, numbers=f"{sparkline(self.curve)}  {_line(step, shown)}")
             if evaluated:  # stays above the bar
                 self.progress.console.print(_line(step, shown), highlight=False)
         elif step % self.plain_every == 0 or step in (self.first + 1, self.total) or evaluated:
@@ -126,7 +128,26 @@ class LiveConsole:
     log = __call__
 
 
-_HEADLINES = ("loss", "lr", "tokens_per_second", "memory_gib")
+_HEADLINES = (
+    "reward",
+    "loss",
+    "length",
+    "entropy",
+    "lr",
+    "tokens_per_second",
+    "generated_per_second",
+    "memory_gib",
+)
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(values: Sequence[float], width: int = 32) -> str:
+    """`sparkline([0, 1, 2]) == "▁▅█"`: the last values as a small curve, from their lowest to their highest."""
+    shown = [value for value in values if math.isfinite(value)][-width:]
+    if not shown:
+        return ""
+    low, span = min(shown), max(shown) - min(shown)
+    return "".join(_BARS[round((value - low) / span * (len(_BARS) - 1)) if span else 0] for value in shown)
 
 
 def _progress(console: Any) -> Progress:

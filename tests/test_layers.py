@@ -9,16 +9,24 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = [
-    {"types"},
+    {"types", "imports", "concurrent"},
     {"tensors"},
-    {"algorithms", "data"},
+    {"algorithms", "data", "rewards"},
     {"models", "generators", "backends"},
+    {"rollouts"},
     {"loops", "checkpoint", "metrics"},
     {"config"},
+    {"runs"},
+    {"inputs"},
     {"wiring", "plot", "show", "explain", "primitives"},
     {"cli"},
 ]
-STRANGERS = [("models", "generators"), ("models", "backends"), ("generators", "backends")]
+STRANGERS = [
+    ("models", "generators"),
+    ("models", "backends"),
+    ("generators", "backends"),
+    *(("rollouts", holder) for holder in ("models", "generators", "backends")),
+]
 FILES = sorted((ROOT / "oxrl").rglob("*.py"))
 
 

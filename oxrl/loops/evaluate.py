@@ -1,14 +1,18 @@
-"""Held-out items to numbers that can be compared between runs: loss, perplexity, accuracy."""
+"""Held-out items or prompts to numbers that can be compared between runs: loss and accuracy, or reward."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from oxrl.concurrent import task_group
 from oxrl.data.pack import collate, count_units, pack
 from oxrl.loops.step import credit_step
+from oxrl.rewards.grade import AnyReward, grade
+from oxrl.rewards.length import sampled_tokens
+from oxrl.rollouts.collect import Answers
 from oxrl.tensors import correct
-from oxrl.types import Algorithm, Backend, Item, Memory, Read
+from oxrl.types import Algorithm, Backend, Item, Memory, Read, Rollout, Sample, Status, Term, merge_metrics
 
 
 async def evaluate_offline(
@@ -19,14 +23,66 @@ async def evaluate_offline(
     credited = await credit_step(backend, algorithm, items, budget, dict(memory or {}))
     counts = count_units(credited)
     sums: dict[str, float] = {}
+    reported: list[Mapping[str, Term]] = []
     for part in pack(credited, budget, padded=backend.padded):
         batch = collate(part)
         (outputs,) = await backend.logprobs([batch], reads={**algorithm.reads, "correct": Read(correct)})
         losses = algorithm.loss(outputs, batch)
         shares = {name: float(term.total) / counts[term.unit] for name, term in losses.terms.items()}
-        reported = {name: float(term.total) / counts[term.unit] for name, term in losses.metrics.items()}
-        for name, share in {"loss": sum(shares.values()), **shares, **reported}.items():
+        for name, share in {"loss": sum(shares.values()), **shares}.items():
             sums[name] = sums.get(name, 0.0) + share
+        reported.append(losses.metrics)
+    sums |= merge_metrics(reported, counts)
     if "nll" in sums:
         sums["perplexity"] = math.exp(min(sums["nll"], 700.0))
     return {f"eval_{name}": value for name, value in sums.items()}
+
+
+async def evaluate_online(
+    answers: Answers, samples: Sequence[Sample], reward: AnyReward | None, *, time_limit: float = 30.0
+) -> dict[str, float]:
+    """The mean reward of one answer to each held-out prompt, with its 95 % confidence interval: `eval_reward`, ...
+
+    What could not be graded is counted and left out.
+    """
+    rollouts = await answer_all(answers, samples, reward, time_limit=time_limit)
+    graded = [rollout for rollout in rollouts if rollout.score is not None]
+    if not graded:
+        raise RuntimeError(f"none of {len(samples)} held-out answers could be graded: {rollouts[0].error}")
+    rewards = [rollout.score.value for rollout in graded if rollout.score is not None]
+    low, high = confidence_interval(rewards)
+    return {
+        "eval_reward": sum(rewards) / len(rewards),
+        "eval_reward_low": low,
+        "eval_reward_high": high,
+        "eval_length": sum(map(sampled_tokens, graded)) / len(graded),
+        "eval_truncated": sum(rollout.status is Status.TRUNCATED for rollout in graded) / len(graded),
+        "eval_ungraded": float(len(rollouts) - len(graded)),
+    }
+
+
+async def answer_all(
+    answers: Answers, samples: Sequence[Sample], reward: AnyReward | None, *, time_limit: float = 30.0
+) -> list[Rollout]:
+    """One graded answer to each prompt, in order."""
+    rollouts = [Rollout(sample, group=number) for number, sample in enumerate(samples)]
+
+    async def serve(place: int) -> None:
+        (answered,) = await answers((rollouts[place],))
+        (rollouts[place],) = [answered] if reward is None else await grade([answered], reward, time_limit=time_limit)
+
+    async with task_group() as tasks:
+        for place in range(len(samples)):
+            tasks.start_soon(serve, place)
+    return rollouts
+
+
+def confidence_interval(rewards: Sequence[float]) -> tuple[float, float]:
+    """95 %: Wilson's for rewards that are all 0 or 1, the normal approximation for others."""
+    count, mean, z = len(rewards), sum(rewards) / len(rewards), 1.96
+    if set(rewards) <= {0.0, 1.0}:
+        centre = (mean + z * z / (2 * count)) / (1 + z * z / count)
+        half = z / (1 + z * z / count) * math.sqrt(mean * (1 - mean) / count + z * z / (4 * count * count))
+        return max(0.0, centre - half), min(1.0, centre + half)
+    spread = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / max(1, count - 1))
+    return mean - z * spread / math.sqrt(count), mean + z * spread / math.sqrt(count)

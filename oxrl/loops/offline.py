@@ -48,6 +48,11 @@ class Best(NamedTuple):
     best_step: int | None = None
     evaluations_since: int = 0
 
+    @classmethod
+    def of(cls, state: TrainingState) -> Best:
+        """As a checkpoint remembers it."""
+        return cls(**{name: state.cursor[name] for name in cls._fields}) if state.cursor else cls()
+
     def after(self, loss: float, step: int) -> Best:
         if self.best_loss is None or loss < self.best_loss:
             return Best(loss, step)
@@ -86,37 +91,39 @@ async def run_offline(
     """Train from `state` to `config.num_steps`; returns what was logged. A function of the step switches algorithms."""
     algorithm_at: AlgorithmAt = (lambda _: algorithm) if isinstance(algorithm, Algorithm) else algorithm
     history: list[dict[str, float]] = []
-    best, memory = _resume(source, state)
+    best, memory = Best.of(state), dict(state.cursor.get("memory", {}))
+    if state.cursor:
+        source.restore(state.cursor["data"])
     reached = state
     for step in range(state.step + 1, config.num_steps + 1):
-        await _stop_here_if_interrupted(reached, state, best, save)
+        await stop_here_if_interrupted(reached, state, best, save)
         items = source.get_prompts(config.batch_size)
         current = algorithm_at(step)
         metrics = await train_step(backend, current, items, config.micro_batch_tokens, memory)
-        if step > 1 and _differs(current, algorithm_at(step - 1)):
+        if step > 1 and differs(current, algorithm_at(step - 1)):
             logger.info("step %d: from here on %s %s", step, current.name, dict(current.parameters))
             metrics["algorithm_switched"] = 1.0
         if metrics["grad_norm"] == 0:
             logger.warning("step %d taught nothing: its gradient is zero (are all rewards of a group equal?)", step)
         last = step == config.num_steps
-        if _due(step, config.eval_every) or (last and config.eval_every):
+        if due(step, config.eval_every) or (last and config.eval_every):
             metrics |= await evaluate(memory)
             if current.judged_by is not None:
                 best = best.after(metrics[f"eval_{current.judged_by}"], step)
             last = last or 0 < config.patience <= best.evaluations_since
-        if last or _due(step, config.log_every) or "eval_loss" in metrics or "algorithm_switched" in metrics:
+        if last or due(step, config.log_every) or "eval_loss" in metrics or "algorithm_switched" in metrics:
             log(step, metrics)
             history.append({"step": step, **metrics})
-        cursor = {"data": source.state(), "memory": memory, **best._asdict()}
+        cursor = {"data": source.state(), "memory": memory, "finished": last, **best._asdict()}
         reached = TrainingState(step, state.version + step - state.step, state.seed, cursor)
-        if last or _due(step, config.checkpoint_every) or best.best_step == step:
+        if last or due(step, config.checkpoint_every) or best.best_step == step:
             await save(reached, best.best_step)
         if last:
             break
     return history
 
 
-async def _stop_here_if_interrupted(reached: TrainingState, start: TrainingState, best: Best, save: SaveFn) -> None:
+async def stop_here_if_interrupted(reached: TrainingState, start: TrainingState, best: Best, save: SaveFn) -> None:
     """Between two steps is the moment to be interrupted: nothing is half done, and what is done is saved."""
     try:
         await anyio.lowlevel.checkpoint()
@@ -127,18 +134,11 @@ async def _stop_here_if_interrupted(reached: TrainingState, start: TrainingState
         raise
 
 
-def _resume(source: DataSource[Item], state: TrainingState) -> tuple[Best, Memory]:
-    if not state.cursor:
-        return Best(), {}
-    source.restore(state.cursor["data"])
-    return Best(**{name: state.cursor[name] for name in Best._fields}), dict(state.cursor["memory"])
-
-
-def _differs(one: Algorithm, other: Algorithm) -> bool:
+def differs(one: Algorithm, other: Algorithm) -> bool:
     return (one.name, one.parameters) != (other.name, other.parameters)
 
 
-def _due(step: int, every: int) -> bool:
+def due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 

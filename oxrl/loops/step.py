@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 from oxrl.data.pack import collate, count_units, pack
 from oxrl.metrics import memory_gib
-from oxrl.types import Algorithm, Backend, Batch, Item, Memory, Outputs, Row
+from oxrl.types import Algorithm, Backend, Batch, Item, Memory, Outputs, Row, TrainFuture
 
 
 async def train_step(
@@ -18,18 +18,32 @@ async def train_step(
     """One optimizer step over `items`. How they are split into micro-batches does not change the result."""
     started = time.monotonic()
     credited = await credit_step(backend, algorithm, items, budget, {} if memory is None else memory)
+    metrics = await update(backend, algorithm, credited, budget)
+    seconds = time.monotonic() - started
+    return metrics | {"tokens_per_second": metrics["tokens"] / seconds, "step_seconds": seconds}
+
+
+def step_optimizer(backend: Backend) -> TrainFuture[dict[str, float]]:
+    return backend.optim_step()
+
+
+async def update(
+    backend: Backend,
+    algorithm: Algorithm,
+    credited: Sequence[Item],
+    budget: int,
+    optimizer_step: Callable[[Backend], TrainFuture[dict[str, float]]] = step_optimizer,
+) -> dict[str, float]:
+    """New weights from rows that carry all that the loss asks for."""
     counts = count_units(credited)
     if not counts["token"]:
-        raise ValueError(f"none of the {len(items)} items of this step has a trained token: the loss mask is empty")
+        raise ValueError(f"none of the {len(credited)} items of this step has a trained token: the loss mask is empty")
     batches = [collate(part) for part in pack(credited, budget, padded=backend.padded)]
     metrics = await backend.forward_backward(batches, algorithm, counts)
-    metrics |= await backend.optim_step()
-    seconds = time.monotonic() - started
+    metrics |= await optimizer_step(backend)
     return metrics | {
         "tokens": float(sum(batch.num_tokens for batch in batches)),
         "trained_tokens": counts["token"],
-        "tokens_per_second": sum(batch.num_tokens for batch in batches) / seconds,
-        "step_seconds": seconds,
         "memory_gib": memory_gib(),
     }
 
@@ -40,7 +54,8 @@ async def credit_step(
     """The rows of a step as its loss will see them: what the algorithm needs is on them."""
     arranged = algorithm.arrange(list(items))
     for which in algorithm.needs:
-        arranged = await stamp(backend, arranged, which, budget)
+        known = which == "sampler" and all("sampler_logprob" in row.streams for item in arranged for row in item)
+        arranged = arranged if known else await stamp(backend, arranged, which, budget)
     return algorithm.credit(arranged, memory)
 
 
@@ -49,7 +64,7 @@ async def stamp(backend: Backend, items: Sequence[Item], which: str, budget: int
     stamped: dict[int, Item] = {}
     for part in pack(items, budget, padded=backend.padded):
         batch = collate(part)
-        (outputs,) = await backend.logprobs([batch], which)
+        (outputs,) = await backend.logprobs([batch], "policy" if which == "sampler" else which)
         rows = iter(_stamp_rows([row for item in part for row in item], batch, outputs, which))
         for item in part:
             stamped[id(item)] = tuple(next(rows) for _ in item)

@@ -1,7 +1,7 @@
-"""Plain functions by category, every one with extension points: thin doors to the functions that the trainer uses.
+"""KL, advantages and losses as plain functions of tensors: thin doors to the functions of the algorithm table.
 
-A door takes plain tensors and records and returns a number; what is replaced by passing another function is named in
-its signature. Nothing is computed here that is not computed by the table's own functions.
+What is replaced by passing another function is named in a door's signature. Nothing is computed here that is not
+computed by the table's own functions.
 """
 
 from __future__ import annotations
@@ -16,21 +16,10 @@ from oxrl.algorithms import algorithm, find, kl, policy, preference
 from oxrl.algorithms import credit as crediting
 from oxrl.algorithms.assemble import best_and_worst
 from oxrl.algorithms.kl import Estimator
-from oxrl.algorithms.kl import adaptive_kl as create_adaptive_kl
-from oxrl.algorithms.kl import truncated_kl as create_truncated_kl
 from oxrl.algorithms.policy import Policy
 from oxrl.algorithms.preference import Pairs
 from oxrl.backends._forward import LanguageModel, prepare_layout
-from oxrl.checkpoint import load_checkpoint, save_checkpoint
 from oxrl.data.pack import collate
-from oxrl.metrics import log_to_console
-from oxrl.models.load import load_model, load_tokenizer
-from oxrl.models.reference import (
-    create_ema_updater,
-    create_periodic_updater,
-    create_reference_model,
-    update_reference_model,
-)
 from oxrl.types import Item, Row
 
 if TYPE_CHECKING:
@@ -203,33 +192,3 @@ def _from_logits(logits: Tensor, labels: Tensor, loss_mask: Tensor, advantages: 
     segment = torch.arange(len(labels), device=labels.device)[:, None].expand_as(mask).reshape(-1)
     flat = logprob.reshape(-1)
     return Policy(flat, flat.detach(), advantages[segment], mask.reshape(-1), segment, len(labels))
-
-
-CATEGORIES: Mapping[str, tuple[Callable[..., Any], ...]] = {
-    "inference": (load_model, load_tokenizer),
-    "kl divergence": (
-        compute_forward_kl,
-        compute_reverse_kl,
-        compute_per_token_kl,
-        compute_batch_kl,
-        create_reference_model,
-        update_reference_model,
-        get_reference_logprobs,
-        create_truncated_kl,
-        create_adaptive_kl,
-        create_ema_updater,
-        create_periodic_updater,
-    ),
-    "algorithms": (
-        compute_grpo_advantages,
-        compute_grpo_loss,
-        compute_ppo_advantages,
-        compute_ppo_loss,
-        compute_value_loss,
-        compute_dapo_pairs,
-        compute_dapo_loss,
-        create_algorithm_config,
-        compute_loss_by_algorithm,
-    ),
-    "training loop": (log_to_console, save_checkpoint, load_checkpoint),
-}

@@ -1,0 +1,272 @@
+"""A `Config` to what it names, read and checked before a weight is loaded: data, prompts, rewards, environments."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from oxrl.algorithms import algorithm
+from oxrl.config import Config, ConfigError
+from oxrl.data.assemble import assemble
+from oxrl.data.buffer import DataBuffer, MixedBuffer
+from oxrl.data.render import Renderer
+from oxrl.data.sources import Loaded, load_samples
+from oxrl.imports import import_object
+from oxrl.models.load import check_model, load_tokenizer
+from oxrl.rewards import Reward, check_samples, reward, weighted
+from oxrl.rollouts.collect import RolloutConfig
+from oxrl.rollouts.envs import single_turn, with_tools
+from oxrl.rollouts.filters import check_reward_nonzero_std, keep_all, named_filter
+from oxrl.runs import resolve_weights
+from oxrl.types import Algorithm, DataSource, EnvFn, GenerationConfig, Item, ModelConfig, Sample
+
+logger = logging.getLogger(__name__)
+
+
+class Inputs(NamedTuple):
+    """All that a config names, read and checked, before a weight is loaded.
+
+    An online run draws prompts (`Sample`) and has a reward; any other draws rows that lie ready (`Item`).
+    """
+
+    tokenizer: Any
+    source: DataSource[Any]
+    held_out: list[Any]
+    num_steps: int
+    online: bool
+
+
+def read_inputs(config: Config) -> Inputs:
+    """Wrong input ends here, as a ValueError in words."""
+    from oxrl.loops.offline import scheduled
+
+    check_model(model_config(config))
+    tokenizer = load_tokenizer(model_config(config))
+    _check_others(config, tokenizer)
+    loaded = {name: _load(config, path) for name, path in config.data.train_files.items()}
+    online = learns_from_samples(config, [sample for part in loaded.values() for sample in part.samples])
+    if online:
+        check_reward(config)
+        rollout_config(config, None)
+        chosen_env(config)
+    scheduled(algorithm_schedule(config))
+    read = _prompts if online else _items
+    parts = {name: read(config, part, tokenizer, name) for name, part in loaded.items()}
+    held_out: list[Any] = []
+    for name, path in config.data.val_files.items():
+        held_out += read(config, _load(config, path), tokenizer, f"{name}, held out")
+    rows = sum(map(len, parts.values()))
+    if config.train.batch_size > rows:
+        logger.warning("a step of %d rows repeats the %d rows there are", config.train.batch_size, rows)
+    steps_per_epoch = config.train.train_steps_per_epoch or -(-rows // config.train.batch_size)
+    num_steps = config.train.total_number_of_epochs * steps_per_epoch
+    return Inputs(tokenizer, _source(config, parts), held_out, num_steps, online)
+
+
+def _check_others(config: Config, tokenizer: Any) -> None:
+    for role, name in other_models(config).items():
+        check_model(model_config(config)._replace(name=name, revision=None))
+        if load_tokenizer(name).get_vocab() != tokenizer.get_vocab():
+            raise ConfigError(f"the {role} model {name} has another tokenizer: its tokens mean something else")
+
+
+def learns_from_samples(config: Config, samples: Sequence[Sample]) -> bool:
+    """Whether the run samples for itself; replies that were recorded and scored before are learnt from as they are."""
+    recorded = any(sample.responses or sample.chosen or sample.label is not None for sample in samples)
+    return chosen_algorithm(config).online is not None and not recorded
+
+
+def _load(config: Config, path: str) -> Loaded:
+    data = config.data
+    return load_samples(path, columns=data.columns, format=data.format, bad_rows=data.bad_rows)
+
+
+def _items(config: Config, loaded: Loaded, tokenizer: Any, name: str) -> list[Item]:
+    data = config.data
+    rendered = assemble(
+        loaded.samples,
+        chosen_algorithm(config),
+        Renderer(tokenizer, max_len=data.max_seq_len),
+        max_len=data.max_seq_len,
+        overlong=data.overlong,
+        bad_rows=data.bad_rows,
+        track=_progress_bar(f"reading {name}"),
+    )
+    unread = [f"{where}: {reason}" for where, reason in loaded.skipped]
+    logger.info("%s: %s", name, rendered._replace(skipped=[*unread, *rendered.skipped]).describe())
+    return rendered.items
+
+
+def _prompts(config: Config, loaded: Loaded, tokenizer: Any, name: str) -> list[Sample]:
+    """Prompts that leave room for an answer and that the reward can grade."""
+    data, render = config.data, Renderer(tokenizer, max_len=config.data.max_seq_len)
+    room = None if data.max_seq_len is None else data.max_seq_len - config.rollout.max_tokens
+    fitting: list[Sample] = []
+    for sample in map(_as_prompt, _progress_bar(f"reading {name}")(loaded.samples)):
+        length = len(render.prompt(sample.messages, tools=sample.tools))
+        if room is None or length <= room:
+            fitting.append(sample)
+        elif data.overlong == "error":
+            raise ConfigError(
+                f"{sample.id}: a prompt of {length} tokens leaves no room for rollout.max_tokens="
+                f"{config.rollout.max_tokens} in data.max_seq_len={data.max_seq_len}"
+            )
+    if not fitting:
+        raise ConfigError(
+            f"{name}: no prompt leaves room for rollout.max_tokens={config.rollout.max_tokens} in "
+            f"data.max_seq_len={data.max_seq_len}: raise the one or lower the other"
+        )
+    if config.reward.reward_func is not None:
+        check_samples(chosen_reward(config), fitting)
+    left_out = len(loaded.samples) - len(fitting)
+    logger.info("%s: %d prompts%s", name, len(fitting), f", {left_out} left out as over-long" if left_out else "")
+    return fitting
+
+
+def _as_prompt(sample: Sample) -> Sample:
+    """A conversation that ends with a reply becomes its prompt, and the reply what is known to be right."""
+    if not sample.messages or sample.messages[-1].role != "assistant":
+        return sample
+    reply = str(sample.messages[-1].content)
+    return replace(sample, messages=sample.messages[:-1], answer=reply if sample.answer is None else sample.answer)
+
+
+def _progress_bar(title: str) -> Callable[[Iterable[Sample]], Iterable[Sample]]:
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    return partial(track, description=title, console=console, transient=True, disable=not console.is_terminal)
+
+
+def _source(config: Config, parts: dict[str, list[Any]]) -> DataSource[Any]:
+    buffers = {name: DataBuffer(items, seed=config.run.seed) for name, items in parts.items()}
+    if len(buffers) == 1:
+        return next(iter(buffers.values()))
+    ratios = config.data.train_ratios or {name: float(len(items)) for name, items in parts.items()}
+    return MixedBuffer(buffers, ratios=ratios)
+
+
+def model_config(config: Config) -> ModelConfig:
+    model = config.model
+    return ModelConfig(
+        name=resolve_weights(model.name),
+        dtype=model.dtype,
+        attn_implementation=model.attn_implementation,
+        gradient_checkpointing=model.gradient_checkpointing,
+        trust_remote_code=model.trust_remote_code,
+        device=model.device,
+        revision=model.revision,
+    )
+
+
+def chosen_algorithm(config: Config) -> Algorithm:
+    return algorithm(config.train.alg_name, **config.train.alg_params)
+
+
+def algorithm_schedule(config: Config) -> dict[int, Algorithm]:
+    """First step -> algorithm; most runs have one entry."""
+    later = {each.step: algorithm(each.alg_name, **each.alg_params) for each in config.train.alg_schedule}
+    return {1: chosen_algorithm(config), **dict(sorted(later.items()))}
+
+
+def other_models(config: Config) -> dict[str, str]:
+    """The models that the algorithms compare with, by role; the reference of an adapter is its base, already there."""
+    roles = set().union(*(each.others for each in algorithm_schedule(config).values()))
+    models: dict[str, str] = {}
+    if "teacher" in roles:
+        if config.model.teacher is None:
+            raise ConfigError(f"{config.train.alg_name} learns from a teacher: set model.teacher to its name")
+        models["teacher"] = config.model.teacher
+    if "ref" in roles and (config.model.ref_model is not None or not config.lora.enabled):
+        models["ref"] = config.model.ref_model or config.model.name
+    return models
+
+
+def chosen_reward(config: Config) -> Reward:
+    """The reward function that the config names, or several of them with their weights."""
+    named = config.reward.reward_func
+    assert named is not None, "asked for only where a function is named"
+    if isinstance(named, dict):
+        if config.reward.params:
+            raise ConfigError(
+                "reward.params belong to one reward_func; several take theirs from a function of your own"
+            )
+        return weighted(named)
+    return reward(named, **config.reward.params)
+
+
+def check_reward(config: Config) -> None:
+    """One source of rewards, and the one that the algorithm asks for."""
+    online = chosen_algorithm(config).online
+    assert online is not None, "asked for only where the run samples"
+    keys = {"reward": "reward_func", "reward model": "model", "judge": "judge"}
+    given = [key for key in keys.values() if getattr(config.reward, key) is not None]
+    if len(given) > 1:
+        raise ConfigError(f"reward: {' and '.join(given)} are set; an answer is graded by one of them")
+    if online.graded_by is None:
+        return
+    if online.graded_by != "reward" and given != [keys[online.graded_by]]:
+        raise ConfigError(
+            f"{config.train.alg_name} is graded by a {online.graded_by}: set reward.{keys[online.graded_by]}"
+        )
+    if not given:
+        raise ConfigError(
+            f"{config.train.alg_name} learns from rewards: set reward.reward_func (`oxrl rewards list` shows them; "
+            "FILE.py:FUNCTION is one of your own), reward.model or reward.judge"
+        )
+    if given == ["reward_func"]:
+        chosen_reward(config)
+    else:
+        check_model(
+            model_config(config)._replace(name=resolve_weights(getattr(config.reward, given[0])), revision=None)
+        )
+
+
+def grader(config: Config, name: str) -> ModelConfig:
+    """A model that grades and is not trained."""
+    return model_config(config)._replace(name=resolve_weights(name), revision=None, gradient_checkpointing=False)
+
+
+def chosen_env(config: Config) -> EnvFn:
+    rollout = config.rollout
+    if rollout.env == "single_turn":
+        return single_turn
+    if not rollout.tools:
+        raise ConfigError("rollout.env: tools needs rollout.tools, functions such as oxrl.rollouts.tools:calculator")
+    return with_tools([import_object(place) for place in rollout.tools], max_turns=rollout.max_turns)
+
+
+def rollout_config(config: Config, graded_by: Reward | None) -> RolloutConfig:
+    rollout, online = config.rollout, chosen_algorithm(config).online
+    assert online is not None, "asked for only where the run samples"
+    filter_fn = check_reward_nonzero_std if online.informative else keep_all
+    return RolloutConfig(
+        batch_size=config.train.batch_size,
+        n_samples_per_prompt=rollout.n_samples,
+        over_sampling_factor=rollout.over_sampling_factor,
+        reward_fn=graded_by,
+        filter_fn=filter_fn if rollout.filter is None else named_filter(rollout.filter, **rollout.filter_params),
+        greedy=online.greedy,
+        least_answers=online.least_answers,
+        max_draws=rollout.max_draws,
+        partial_rollouts=rollout.partial_rollouts,
+        max_age=rollout.lag + rollout.partial_rollouts,
+        reward_time_limit=config.reward.time_limit,
+    )
+
+
+def sampling_of(config: Config) -> GenerationConfig:
+    rollout = config.rollout
+    return GenerationConfig(
+        max_new_tokens=rollout.max_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        stop=tuple(rollout.stop),
+        seed=config.run.seed,
+    )

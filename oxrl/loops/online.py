@@ -1,0 +1,433 @@
+"""Prompts to new weights: generate, score, credit, train, sync. Reinforcement learning and its relatives are this loop.
+
+A producer collects batches of scored groups and a consumer trains on them; they share `lag + 1` permits. With `lag=0`
+they take turns and every batch is on-policy; with more, an engine that has weights of its own samples the next batches
+while this one is trained on. The embedded engine speaks with the trainer's weights, so there they always take turns.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeAlias
+
+import anyio
+import numpy as np
+
+from oxrl.algorithms import algorithm as named_algorithm
+from oxrl.concurrent import task_group
+from oxrl.loops.offline import (
+    AlgorithmAt,
+    Best,
+    SaveFn,
+    differs,
+    due,
+    no_checkpoint,
+    stop_here_if_interrupted,
+)
+from oxrl.loops.step import credit_step, update
+from oxrl.metrics import Sink, log_to_console
+from oxrl.rewards.length import sampled_tokens
+from oxrl.rewards.primitives import normalize_rewards
+from oxrl.rollouts.buffer import Group, ReplayBuffer, age_of
+from oxrl.rollouts.collect import AsyncRolloutManager
+from oxrl.rollouts.filters import check_reward_nonzero_std
+from oxrl.types import (
+    Algorithm,
+    Backend,
+    DataSource,
+    Generator,
+    Item,
+    Memory,
+    Render,
+    Rollout,
+    Sample,
+    Status,
+    TrainingState,
+)
+
+logger = logging.getLogger(__name__)
+
+EvaluateFn: TypeAlias = Callable[[], Awaitable[Mapping[str, float]]]
+ObserveFn: TypeAlias = Callable[[int, Sequence[Group]], None]
+"""(step, its groups): for logs of what was said."""
+ShapeFn: TypeAlias = Callable[[Sequence[Group]], Sequence[Group]]
+"""The groups of a step to the same with other scores, for what depends on the whole step."""
+ReferenceFn: TypeAlias = Callable[[int], Awaitable[None]]
+"""(step): moves the reference where it is not fixed."""
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineConfig:
+    """`OnlineConfig(num_steps=100)`; `*_every=0` means never. A step is one batch of rollouts."""
+
+    num_steps: int
+    lag: int = 0
+    sync_every: int = 1
+    iterations: int = 1  # passes over each batch
+    mini_batches: int = 1  # optimizer steps per pass
+    log_every: int = 1
+    checkpoint_every: int = 0
+    eval_every: int = 0
+    patience: int = 0
+    micro_batch_tokens: int = 1024
+    max_logprob_gap: float = 0.05  # between sampler and trainer, on the same weights
+    max_age: int | None = None  # versions between a token and its update; default `lag`
+
+    @property
+    def oldest(self) -> int:
+        return self.lag if self.max_age is None else self.max_age
+
+    def __post_init__(self) -> None:
+        if self.lag < 0 or min(self.sync_every, self.iterations, self.mini_batches) < 1:
+            raise ValueError("lag is 0 or more; sync_every, iterations and mini_batches are 1 or more")
+        if self.sync_every > self.lag + 1:
+            raise ValueError(
+                f"sync_every={self.sync_every} trains on samples that are {self.sync_every - 1} versions old; "
+                f"lag={self.lag} does not allow that: raise lag or sync every step"
+            )
+
+
+class Produced(NamedTuple):
+    """What a batch took to collect, and the collector's state behind it; its groups wait in the buffer."""
+
+    groups: int
+    counts: Mapping[str, float]
+    seconds: float
+    after: Mapping[str, Any]
+
+
+class Ready(NamedTuple):
+    """A batch to train on: groups, their age, and what it took to collect them."""
+
+    groups: list[Group]
+    version: int
+    produced: Produced
+
+
+class _NoText:
+    """For algorithms whose rows are what was sampled, and nothing else."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ValueError(f"this algorithm renders text ({name}): pass render=Renderer(tokenizer)")
+
+
+NO_TEXT: Any = _NoText()
+
+
+async def no_evaluation() -> Mapping[str, float]:
+    return {}
+
+
+async def fixed_reference(step: int) -> None:
+    """The reference stays what it was."""
+
+
+def as_graded(groups: Sequence[Group]) -> Sequence[Group]:
+    return groups
+
+
+def normalised(groups: Sequence[Group]) -> Sequence[Group]:
+    """Rewards with mean 0 and standard deviation 1 over the whole step."""
+    values = normalize_rewards([rollout.reward for group in groups for rollout in group])
+    left = iter(values)
+    return [tuple(_rescored(rollout, next(left)) for rollout in group) for group in groups]
+
+
+def _rescored(rollout: Rollout, value: float | None) -> Rollout:
+    if rollout.score is None or value is None:
+        return rollout
+    if rollout.score.per_turn is not None or rollout.score.per_token is not None:
+        raise ValueError("rewards by turn or token cannot be normalised over a step: set reward.normalize: none")
+    return replace(rollout, score=rollout.score._replace(value=value))
+
+
+def nothing_observed(step: int, groups: Sequence[Group]) -> None:
+    """For runs whose samples nobody reads."""
+
+
+async def run_online(
+    backend: Backend,
+    algorithm: Algorithm | AlgorithmAt,
+    manager: AsyncRolloutManager,
+    generators: Sequence[Generator],
+    render: Render,
+    config: OnlineConfig,
+    *,
+    state: TrainingState = TrainingState(),  # noqa: B008 - immutable
+    taking_turns: bool = True,
+    shape: ShapeFn = as_graded,
+    evaluate: EvaluateFn = no_evaluation,
+    move_reference: ReferenceFn = fixed_reference,
+    observe: ObserveFn = nothing_observed,
+    log: Sink = log_to_console,
+    save: SaveFn = no_checkpoint,
+) -> list[dict[str, float]]:
+    """Train from `state` to `config.num_steps`; returns what was logged. A function of the step switches algorithms.
+
+    `taking_turns` is for generators that speak with the trainer's own weights.
+    """
+    if taking_turns and config.sync_every > 1:
+        raise ValueError("an engine that speaks with the trainer's own weights is always in sync: set sync_every to 1")
+    algorithm_at: AlgorithmAt = (lambda _: algorithm) if isinstance(algorithm, Algorithm) else algorithm
+    history: list[dict[str, float]] = []
+    best, memory = Best.of(state), dict(state.cursor.get("memory", {}))
+    ahead = _Ahead(manager, generators[0], config, taking_turns)
+    if state.cursor:
+        await ahead.restore(state.cursor)
+    await _sync(backend, generators)
+    reached = state
+    async with _producing(ahead, config.num_steps - state.step):
+        for step in range(state.step + 1, config.num_steps + 1):
+            await stop_here_if_interrupted(reached, state, best, save)
+            current = algorithm_at(step)
+            ready = await ahead.next(backend)
+            metrics = rollout_metrics(ready) | {"expired_groups": float(ahead.buffer.expired)}
+            items = rollout_items(current, shape(ready.groups), render)
+            last = step == config.num_steps
+            metrics |= await train_batch(backend, current, items, config, memory)
+            _check_gap(metrics, config.max_logprob_gap)
+            await move_reference(step)
+            if due(step, config.sync_every) or last:
+                await _sync(backend, generators)
+            if due(step, config.eval_every) or (last and config.eval_every):
+                metrics |= await evaluate()
+                best = best.after(-metrics["eval_reward"], step)
+                last = last or 0 < config.patience <= best.evaluations_since
+            ahead.release()
+            if step > 1 and differs(current, algorithm_at(step - 1)):
+                logger.info("step %d: from here on %s %s", step, current.name, dict(current.parameters))
+                metrics["algorithm_switched"] = 1.0
+            if metrics["grad_norm"] == 0:
+                logger.warning("step %d taught nothing: its gradient is zero (are all rewards of a group equal?)", step)
+            observe(step, ready.groups)
+            if last or due(step, config.log_every) or "eval_reward" in metrics or "algorithm_switched" in metrics:
+                log(step, metrics)
+                history.append({"step": step, **metrics})
+            cursor = {**ahead.state(ready.produced), "memory": memory, "finished": last, **best._asdict()}
+            reached = TrainingState(step, (await backend.get_weights()).version, state.seed, cursor)
+            if last or due(step, config.checkpoint_every) or best.best_step == step:
+                await save(reached, best.best_step)
+            if last:
+                break
+    return history
+
+
+class _Ahead:
+    """Batches that were collected before they are needed: at most `lag + 1` between the first token and its update."""
+
+    def __init__(
+        self, manager: AsyncRolloutManager, generator: Generator, config: OnlineConfig, taking_turns: bool
+    ) -> None:
+        self.manager, self.generator = manager, generator
+        self.permits = anyio.Semaphore(config.lag + 1)
+        # Who trains on the weights that the producer speaks with waits until it has used up its permits and rests.
+        self.enough = config.lag + 1 if taking_turns else 1
+        self.to_come = 0
+        self.buffer = ReplayBuffer(max_age=config.oldest)
+        self.waiting: deque[Produced] = deque()
+        self.arrived = anyio.Event()
+
+    async def produce(self) -> None:
+        while self.to_come:
+            await self.permits.acquire()
+            started, version = time.monotonic(), self.generator.version
+            groups, counts = await self.manager.collect(version)
+            self.buffer.add(groups, version)
+            self.waiting.append(Produced(len(groups), counts, time.monotonic() - started, self.manager.state()))
+            self.to_come -= 1
+            self.arrived.set()
+
+    async def next(self, backend: Backend) -> Ready:
+        while len(self.waiting) < self.enough and self.to_come:
+            self.arrived = anyio.Event()
+            await self.arrived.wait()
+        produced = self.waiting.popleft()
+        version = (await backend.get_weights()).version
+        groups = self.buffer.take(produced.groups, version)
+        if not groups:
+            raise RuntimeError(
+                f"all {produced.groups} groups of a batch are more than {self.buffer.max_age} versions old: raise lag"
+            )
+        return Ready(groups, version, produced)
+
+    def release(self) -> None:
+        """The engine has confirmed a new version: another batch may be begun."""
+        self.permits.release()
+
+    def state(self, trained: Produced) -> dict[str, Any]:
+        """What is collected but not trained on yet, and where to go on collecting; what is in flight is drawn again."""
+        newest = self.waiting[-1] if self.waiting else trained
+        waiting = [each._asdict() for each in self.waiting]
+        return {"collector": newest.after, "waiting": waiting, "buffer": self.buffer.state()}
+
+    async def restore(self, cursor: Mapping[str, Any]) -> None:
+        self.manager.restore(cursor["collector"])
+        self.buffer.restore(cursor["buffer"])
+        for produced in cursor["waiting"]:  # their permits are taken
+            await self.permits.acquire()
+            self.waiting.append(Produced(**produced))
+
+
+@asynccontextmanager
+async def _producing(ahead: _Ahead, steps: int) -> AsyncIterator[None]:
+    ahead.to_come = steps - len(ahead.waiting)
+    async with task_group() as tasks:
+        tasks.start_soon(ahead.produce)
+        yield
+        tasks.cancel_scope.cancel()
+
+
+async def _sync(backend: Backend, generators: Sequence[Generator]) -> None:
+    """Every engine speaks with the newest weights; returns when all have said so."""
+    weights = await backend.get_weights()
+    async with task_group() as tasks:
+        for generator in generators:
+            tasks.start_soon(generator.update_weights, weights)
+
+
+def rollout_items(algorithm: Algorithm, groups: Sequence[Group], render: Render) -> list[Item]:
+    if algorithm.online is None:
+        raise ValueError(f"{algorithm.name} learns from files; it has no way to learn from its own samples")
+    items = [item for group in groups for item in algorithm.online.items(group, render)]
+    if not any(row.mask.any() for item in items for row in item):
+        raise RuntimeError(f"{algorithm.name} found nothing to train on in the {len(groups)} groups of this step")
+    return items
+
+
+async def train_batch(
+    backend: Backend, algorithm: Algorithm, items: Sequence[Item], config: OnlineConfig, memory: Memory
+) -> dict[str, float]:
+    """Credit once, over the whole batch; then one or more optimizer steps. Gaps are those of the first of them."""
+    if config.iterations * config.mini_batches > 1 and not (algorithm.online and algorithm.online.reuses):
+        raise ValueError(
+            f"{algorithm.name} is exact for fresh samples only, so it takes one optimizer step per batch: set "
+            "iterations and mini_batches to 1, or choose an algorithm with a ratio, such as grpo"
+        )
+    started = time.monotonic()
+    credited = await credit_step(backend, algorithm, items, config.micro_batch_tokens, memory)
+    parts = [part.tolist() for part in np.array_split(np.arange(len(credited)), config.mini_batches)]
+    metrics: dict[str, float] = {}
+    for _ in range(config.iterations):
+        for part in parts:
+            latest = await update(backend, algorithm, [credited[index] for index in part], config.micro_batch_tokens)
+            first_seen = {name: metrics[name] for name in ("logprob_gap",) if name in metrics}
+            metrics |= latest | first_seen
+    return metrics | {"train_seconds": time.monotonic() - started}
+
+
+def _check_gap(metrics: Mapping[str, float], allowed: float) -> None:
+    """On the same weights, sampler and trainer say the same; where they do not, every ratio of the run is wrong."""
+    gap = metrics.get("logprob_gap", 0.0)
+    if metrics["age"] == 0 and not gap <= allowed:
+        raise RuntimeError(
+            f"logprob_gap: sampler and trainer differ by {gap:.3g} in a token's log-prob on the same weights, and "
+            f"{allowed:g} is allowed; the engine speaks with other weights, another precision or another temperature"
+        )
+
+
+def rollout_metrics(ready: Ready) -> dict[str, float]:
+    """What a batch of rollouts says about itself: worth, length, variety, age, and what it took to get it."""
+    groups, version, produced = ready
+    answers = [rollout for group in groups for rollout in group if not rollout.greedy]
+    rewards = np.array([rollout.score.value for rollout in answers if rollout.score is not None])
+    lengths = np.array([sampled_tokens(rollout) for rollout in answers])
+    logprobs = [x for rollout in answers for turn in rollout.turns for x in turn.generation.logprobs]
+    drawn = sum(sampled_tokens(rollout) for group in groups for rollout in group)
+    metrics = {
+        "entropy": -float(np.mean(logprobs)) if logprobs else 0.0,  # of the sampler, estimated from what it drew
+        "length": float(lengths.mean()),
+        "longest": float(lengths.max()),
+        "truncated": float(np.mean([rollout.status is Status.TRUNCATED for rollout in answers])),
+        "age": float(max(age_of(group, version) for group in groups)),
+        "turns": float(np.mean([len(rollout.turns) for rollout in answers])),
+        "groups": float(len(groups)),
+        "generated_tokens": float(drawn),
+        "generate_seconds": produced.seconds,
+        "generated_per_second": drawn / max(produced.seconds, 1e-9),
+        **_cut_mass(answers),
+        **produced.counts,
+    }
+    if not len(rewards):
+        return metrics
+    flat = sum(not check_reward_nonzero_std(group) for group in groups)
+    spread = {"reward_std": float(rewards.std()), "flat_groups": float(flat)}
+    return {"reward": float(rewards.mean()), **spread, **_reward_parts(answers), **metrics}
+
+
+def _cut_mass(answers: Sequence[Rollout]) -> dict[str, float]:
+    cut = float(np.mean([turn.generation.cut_mass for rollout in answers for turn in rollout.turns]))
+    return {"cut_mass": cut} if cut else {}
+
+
+def _reward_parts(answers: Sequence[Rollout]) -> dict[str, float]:
+    parts: dict[str, list[float]] = {}
+    for rollout in answers:
+        for name, value in (rollout.score.parts if rollout.score is not None else {}).items():
+            parts.setdefault(name, []).append(value)
+    return {f"reward_{name}": float(np.mean(values)) for name, values in parts.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class RLTrainingConfig:
+    """`RLTrainingConfig(num_steps=100, baseline=0.5)`: the policy gradient with the advantage reward - `baseline`."""
+
+    num_steps: int
+    sync_every: int = 1
+    baseline: float = 0.0
+    log_every: int = 1
+    checkpoint_every: int = 0
+
+
+async def run_rl_training(
+    backend: Backend,
+    data_buffer: DataSource[Sample],
+    rollout_manager: AsyncRolloutManager,
+    inference_engines: Sequence[Generator],
+    config: RLTrainingConfig,
+    metrics_logger: Sink = log_to_console,
+    *,
+    algorithm: Algorithm | None = None,
+    render: Render = NO_TEXT,
+    taking_turns: bool = True,
+    save: SaveFn = no_checkpoint,
+) -> list[dict[str, float]]:
+    """Generate, train, sync. Without an `algorithm` of its own: REINFORCE with the config's baseline."""
+    rollout_manager.data_buffer = data_buffer
+    return await run_online(
+        backend,
+        algorithm or against_baseline(config.baseline),
+        rollout_manager,
+        inference_engines,
+        render,
+        OnlineConfig(
+            num_steps=config.num_steps,
+            lag=config.sync_every - 1,
+            sync_every=config.sync_every,
+            log_every=config.log_every,
+            checkpoint_every=config.checkpoint_every,
+        ),
+        taking_turns=taking_turns,
+        log=metrics_logger,
+        save=save,
+    )
+
+
+def against_baseline(baseline: float) -> Algorithm:
+    """REINFORCE with the advantage reward - `baseline`."""
+    from oxrl.algorithms.advantages import group_credit
+
+    return replace(named_algorithm("reinforce"), credit=group_credit(lambda rewards: rewards - baseline))
+
+
+def prepare_grpo_batch(rollouts: Sequence[Rollout], baseline: float | None = None) -> list[Item]:
+    """Graded answers to rows with advantages on them: GRPO's within each group, or reward - `baseline`."""
+    algorithm = named_algorithm("grpo") if baseline is None else against_baseline(baseline)
+    groups: dict[int, list[Rollout]] = {}
+    for rollout in rollouts:
+        groups.setdefault(rollout.group, []).append(rollout)
+    return algorithm.credit(rollout_items(algorithm, [tuple(group) for group in groups.values()], NO_TEXT), {})

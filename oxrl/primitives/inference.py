@@ -1,0 +1,373 @@
+"""Inference and rollouts as plain functions for scripts and notebooks, every one with extension points.
+
+A door takes a model and a tokenizer, waits until it is done, and returns records. What samples, how chats are written
+and how calls are read is replaced by passing another function. Training uses the same pieces through `collect`, which
+answers many prompts at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from oxrl.algorithms import kl
+from oxrl.algorithms.kl import Estimator
+from oxrl.concurrent import run_blocking
+from oxrl.data.render import Renderer
+from oxrl.rewards.grade import AnyReward, grade
+from oxrl.rollouts.envs import StopCondition, Talker, never, said_message, with_tools
+from oxrl.rollouts.tools import (
+    Tool,
+    ToolExecutor,
+    ToolParser,
+    ToolTracker,
+    called,
+    count_tool_calls,
+    extract_tool_calls,
+    tool_parser_for,
+)
+from oxrl.rollouts.transcript import begin
+from oxrl.types import (
+    Conversation,
+    EnvFn,
+    Generation,
+    GenerationConfig,
+    Message,
+    Request,
+    Rollout,
+    Row,
+    Sample,
+    Turn,
+    Weights,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Chat: TypeAlias = Conversation | Sequence[Message | Mapping[str, Any]]
+Prompt: TypeAlias = str | Chat | Sequence[int]
+"""A text to continue, a chat to answer, or token ids."""
+GenerateFn: TypeAlias = Callable[
+    ["PreTrainedModel", "PreTrainedTokenizerBase", Sequence[Sequence[int]], GenerationConfig], list[Generation]
+]
+"""(model, tokenizer, token ids of each prompt, config) to one generation per prompt."""
+TemplateFn: TypeAlias = Callable[
+    ["PreTrainedTokenizerBase", list[dict[str, Any]], Sequence[Mapping[str, Any]], bool], str
+]
+"""(tokenizer, messages, tools, whether an answer comes next) to the text that the model sees."""
+LogprobExtractor: TypeAlias = Callable[["PreTrainedModel", Sequence[int], Generation], list[float]]
+
+
+def embedded_generator(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    config: GenerationConfig,
+) -> list[Generation]:
+    """By the model itself, in this process."""
+    from oxrl.generators.embedded import EmbeddedGenerator
+
+    return EmbeddedGenerator(model, tokenizer).complete(prompts, config)
+
+
+def tokenizer_template(
+    tokenizer: PreTrainedTokenizerBase, chat: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], asked: bool
+) -> str:
+    """The tokenizer's own chat template."""
+    text: str = tokenizer.apply_chat_template(
+        chat, tools=[dict(tool) for tool in tools] or None, add_generation_prompt=asked, tokenize=False
+    )
+    return text
+
+
+def sampled_logprobs(model: PreTrainedModel, prompt_ids: Sequence[int], generation: Generation) -> list[float]:  # noqa: ARG001
+    """Those that the generator saw when it drew the tokens."""
+    return list(generation.logprobs)
+
+
+def apply_chat_template(
+    tokenizer: PreTrainedTokenizerBase,
+    conversation: Chat,
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    add_generation_prompt: bool = True,
+    template_fn: TemplateFn = tokenizer_template,
+) -> str:
+    return template_fn(tokenizer, [each.to_dict() for each in _messages(conversation)], tools, add_generation_prompt)
+
+
+def generate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Prompt,
+    config: GenerationConfig,
+    *,
+    generator: GenerateFn = embedded_generator,
+    template_fn: TemplateFn = tokenizer_template,
+) -> Generation:
+    """What the model says to one prompt."""
+    return batch_generate(model, tokenizer, [prompt], config, generator=generator, template_fn=template_fn)[0]
+
+
+def batch_generate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    config: GenerationConfig,
+    *,
+    generator: GenerateFn = embedded_generator,
+    template_fn: TemplateFn = tokenizer_template,
+) -> list[Generation]:
+    """One generation per prompt, side by side."""
+    return generator(model, tokenizer, [_prompt_ids(tokenizer, prompt, template_fn) for prompt in prompts], config)
+
+
+def generate_with_logprobs(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Prompt,
+    config: GenerationConfig,
+    *,
+    generator: GenerateFn = embedded_generator,
+    template_fn: TemplateFn = tokenizer_template,
+    logprob_extractor: LogprobExtractor = sampled_logprobs,
+) -> tuple[Generation, list[float]]:
+    """What the model says, and the log-prob of each of its tokens."""
+    ids = _prompt_ids(tokenizer, prompt, template_fn)
+    (generation,) = generator(model, tokenizer, [ids], config)
+    return generation, logprob_extractor(model, ids, generation)
+
+
+def generate_conversation_turn(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    conversation: Chat,
+    config: GenerationConfig,
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    generator: GenerateFn = embedded_generator,
+    template_fn: TemplateFn = tokenizer_template,
+    tool_parser: ToolParser | None = None,
+) -> tuple[Conversation, Generation]:
+    """The conversation with the assistant's next message, its calls read by the chat template's parser or the given."""
+    given = _messages(conversation)
+    ids = _ids(tokenizer, apply_chat_template(tokenizer, given, tools=tools, template_fn=template_fn))
+    (generation,) = generator(model, tokenizer, [ids], config)
+    before = begin(Renderer(tokenizer), given, tools=tools)
+    words = before.said(generation)
+    cut_off = generation.finish_reason != "stop"
+    calls = [] if cut_off else extract_tool_calls(words, tool_parser or tool_parser_for(tokenizer))
+    return Conversation((*given, said_message(words, calls, before))), generation
+
+
+def create_rollout(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Prompt | Sample,
+    gen_config: GenerationConfig,
+    *,
+    ref_model: PreTrainedModel | None = None,
+    reward_fn: AnyReward | None = None,
+    tools: Mapping[str, Tool] | Sequence[Tool] = (),
+    tool_parser: ToolParser | None = None,
+    tool_executor: ToolExecutor | None = None,
+    generator: GenerateFn = embedded_generator,
+    kl_fn: Estimator = kl.k3,
+) -> Rollout:
+    """One answer to one prompt, graded by `reward_fn`; with `ref_model`, `kl_divergence` is its mean over the tokens.
+
+    A `tool_parser` alone reads calls; with `tools` or a `tool_executor` they are executed and answered. A `Sample` as
+    prompt brings the answer that a reward may look at.
+    """
+    acts = bool(tools) or tool_executor is not None
+    if not acts and tool_parser is None:
+        return create_batch_rollouts(
+            model,
+            tokenizer,
+            [prompt],
+            gen_config,
+            ref_model=ref_model,
+            reward_fn=reward_fn,
+            generator=generator,
+            kl_fn=kl_fn,
+        )[0]
+    return create_multiturn_rollout(
+        model,
+        tokenizer,
+        prompt,
+        gen_config,
+        tools=tools,
+        tool_parser=tool_parser,
+        tool_executor=tool_executor,
+        max_turns=8 if acts else 1,
+        ref_model=ref_model,
+        reward_fn=reward_fn,
+        generator=generator,
+        kl_fn=kl_fn,
+    )
+
+
+def create_batch_rollouts(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt | Sample],
+    gen_config: GenerationConfig,
+    *,
+    n_samples_per_prompt: int = 1,
+    ref_model: PreTrainedModel | None = None,
+    reward_fn: AnyReward | None = None,
+    generator: GenerateFn = embedded_generator,
+    kl_fn: Estimator = kl.k3,
+) -> list[Rollout]:
+    """The answers to each prompt, one prompt after the other; `group` is the prompt's number."""
+    blank = [
+        Rollout(_sample(prompt, number), group=number, index=index)
+        for number, prompt in enumerate(prompts)
+        for index in range(n_samples_per_prompt)
+    ]
+    ids = [_prompt_ids(tokenizer, prompt, tokenizer_template, chat=True) for prompt in prompts]
+    seen = [ids[rollout.group] for rollout in blank]
+    rollouts = [
+        replace(rollout, turns=(Turn(tuple(prompt_ids), generation, (Message("assistant", generation.text),)),))
+        for rollout, prompt_ids, generation in zip(
+            blank, seen, generator(model, tokenizer, seen, gen_config), strict=True
+        )
+    ]
+    return _finished(rollouts, model, ref_model, reward_fn, kl_fn)
+
+
+def create_multiturn_rollout(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    conversation: Prompt | Sample,
+    gen_config: GenerationConfig,
+    *,
+    tools: Mapping[str, Tool] | Sequence[Tool] = (),
+    tool_parser: ToolParser | None = None,
+    tool_executor: ToolExecutor | None = None,
+    tool_tracker: ToolTracker = count_tool_calls,
+    stop_condition: StopCondition = never,
+    max_turns: int = 8,
+    ref_model: PreTrainedModel | None = None,
+    reward_fn: AnyReward | None = None,
+    generator: GenerateFn = embedded_generator,
+    kl_fn: Estimator = kl.k3,
+    env: EnvFn | None = None,
+) -> Rollout:
+    """The model in an environment: with tools, or in any other `env`, until it is done or `stop_condition` holds."""
+    played_in = env or with_tools(
+        tools,
+        max_turns=max_turns,
+        tool_parser=tool_parser,
+        tool_executor=tool_executor,
+        tool_tracker=tool_tracker,
+        stop_condition=stop_condition,
+    )
+    speaker = _Function(model, tokenizer, generator)
+    rollout = run_blocking(_played, played_in, _sample(conversation, 0), Renderer(tokenizer), speaker, gen_config)
+    return _finished([rollout], model, ref_model, reward_fn, kl_fn)[0]
+
+
+class _Function:
+    """A generate function as a `Generator`, one request at a time."""
+
+    version = 0
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, function: GenerateFn) -> None:
+        self.model, self.tokenizer, self.function = model, tokenizer, function
+
+    async def generate(self, requests: Sequence[Request], sampling: GenerationConfig) -> list[Generation]:
+        generations: list[Generation] = []
+        for request in requests:
+            config = sampling._replace(seed=request.seed)
+            generations += await called(self.function, self.model, self.tokenizer, [request.tokens], config)
+        return generations
+
+    async def abort(self) -> None: ...
+
+    async def update_weights(self, weights: Weights) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+async def _played(
+    env: EnvFn, sample: Sample, render: Renderer, generator: _Function, sampling: GenerationConfig
+) -> Rollout:
+    episode = await env(sample, Talker(generator, render, sampling, sampling.seed, pauses=()))
+    return Rollout(sample, episode.turns, score=episode.score, metadata=dict(episode.metadata))
+
+
+def _finished(
+    rollouts: Sequence[Rollout],
+    model: PreTrainedModel,
+    ref_model: PreTrainedModel | None,
+    reward_fn: AnyReward | None,
+    kl_fn: Estimator,
+) -> list[Rollout]:
+    if ref_model is not None:
+        rollouts = [replace(each, kl_divergence=_mean_kl(each, model, ref_model, kl_fn)) for each in rollouts]
+    if reward_fn is None:
+        return list(rollouts)
+    groups: dict[int, list[Rollout]] = {}
+    for rollout in rollouts:
+        groups.setdefault(rollout.group, []).append(rollout)
+    return [graded for group in groups.values() for graded in run_blocking(grade, group, reward_fn)]
+
+
+def _mean_kl(rollout: Rollout, model: PreTrainedModel, ref_model: PreTrainedModel, kl_fn: Estimator) -> float:
+    """Over all that was sampled, each turn in the context in which it was said, at temperature 1."""
+    import torch
+
+    from oxrl.primitives.algorithms import get_reference_logprobs
+
+    rows = []
+    for turn in rollout.turns:
+        tokens = [*turn.prompt_ids, *turn.generation.token_ids]
+        rows.append(Row(rollout.id, np.array(tokens), np.arange(len(tokens)) >= len(turn.prompt_ids)))
+    was_training = model.training, ref_model.training
+    own, ref = (torch.cat(get_reference_logprobs(each, rows)) for each in (model, ref_model))
+    model.train(was_training[0])
+    ref_model.train(was_training[1])
+    return float(kl_fn(own, ref).mean())
+
+
+def _messages(chat: Chat) -> tuple[Message, ...]:
+    given = chat.messages if isinstance(chat, Conversation) else chat
+    return tuple(each if isinstance(each, Message) else Message.from_dict(each) for each in given)
+
+
+def _sample(prompt: Any, number: int) -> Sample:
+    if isinstance(prompt, Sample):
+        return prompt
+    if isinstance(prompt, str):
+        return Sample(f"prompt:{number}", messages=(Message("user", prompt),))
+    return Sample(f"prompt:{number}", messages=() if _are_ids(prompt) else _messages(prompt))
+
+
+def _prompt_ids(
+    tokenizer: PreTrainedTokenizerBase, prompt: Any, template_fn: TemplateFn, *, chat: bool = False
+) -> list[int]:
+    """Token ids of a prompt; with `chat`, a text is what a user says, if the model can chat."""
+    if isinstance(prompt, Sample):
+        prompt = prompt.messages
+    if isinstance(prompt, str):
+        if not (chat and tokenizer.chat_template):
+            return _ids(tokenizer, prompt)
+        prompt = [Message("user", prompt)]
+    if _are_ids(prompt):
+        return [int(token) for token in prompt]
+    return _ids(tokenizer, apply_chat_template(tokenizer, prompt, template_fn=template_fn))
+
+
+def _are_ids(prompt: Any) -> bool:
+    return not isinstance(prompt, Conversation) and len(prompt) > 0 and isinstance(prompt[0], int | np.integer)
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """With the beginning-of-text token that the tokenizer adds, unless a template wrote it already."""
+    begun = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
+    ids: list[int] = tokenizer(text, add_special_tokens=not begun, verbose=False)["input_ids"]
+    return ids

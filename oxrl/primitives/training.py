@@ -1,0 +1,230 @@
+"""The training loop as plain functions for scripts and notebooks: a step, an iteration, a run, and a quick start.
+
+What they carry from one call to the next is a `PolicyState`. Everything a run is made of, from where prompts come from
+to how the reference follows, is a function that can be replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from oxrl.algorithms import algorithm
+from oxrl.backends.local import PyTorchTrainingBackend, create_pytorch_backend
+from oxrl.concurrent import run_blocking
+from oxrl.data.buffer import DataBuffer
+from oxrl.data.render import Renderer
+from oxrl.generators.embedded import EmbeddedGenerator
+from oxrl.loops.online import Produced, Ready, rollout_items, rollout_metrics
+from oxrl.loops.step import credit_step, step_optimizer, update
+from oxrl.metrics import Sink, log_to_console
+from oxrl.models.load import load_model, load_tokenizer
+from oxrl.models.reference import UpdateFn, frozen_copy, keep_reference
+from oxrl.primitives.algorithms import AlgorithmConfig, create_algorithm_config
+from oxrl.rewards.grade import AnyReward
+from oxrl.rollouts.buffer import Group
+from oxrl.rollouts.collect import Answers, RolloutConfig, sampling_manager
+from oxrl.types import Algorithm, Backend, GenerationConfig, Message, Sample, TrainFuture, TrainingState
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Prompts: TypeAlias = Sequence[str | Sample]
+PromptLoader: TypeAlias = Callable[[int], Prompts]
+"""(iteration, from 1 on) -> the prompts to answer in it."""
+OptimizerStepFn: TypeAlias = Callable[[Backend], TrainFuture[dict[str, float]]]
+AlgorithmAt: TypeAlias = Callable[[int], AlgorithmConfig]
+
+
+class PolicyState(NamedTuple):
+    """Where training stands: the plain numbers, and handles to what holds weights."""
+
+    backend: PyTorchTrainingBackend
+    generator: EmbeddedGenerator
+    render: Renderer
+    state: TrainingState
+
+    @property
+    def policy(self) -> PreTrainedModel:
+        return self.backend.model
+
+    @property
+    def reference(self) -> PreTrainedModel | None:
+        return self.backend.others["ref"].model if "ref" in self.backend.others else None
+
+    @property
+    def optimizer(self) -> Any:
+        return self.backend.optimizer
+
+
+class TrainingStats(NamedTuple):
+    """`stats.reward`, `stats.loss`, and all other numbers of a step in `stats.metrics`."""
+
+    reward: float
+    loss: float
+    metrics: Mapping[str, float]
+
+
+def create_training_state(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    lr: float = 1e-5,
+    ref_model: PreTrainedModel | None = None,
+    seed: int = 0,
+    **backend: Any,
+) -> PolicyState:
+    """A model before its first step. `backend` takes what `create_pytorch_backend` takes."""
+    others = {} if ref_model is None else {"ref": ref_model}
+    return PolicyState(
+        create_pytorch_backend(model, lr=lr, others=others, **backend),
+        EmbeddedGenerator(model, tokenizer),
+        Renderer(tokenizer),
+        TrainingState(seed=seed),
+    )
+
+
+def training_step(
+    state: PolicyState,
+    groups: Sequence[Group],
+    algorithm_config: AlgorithmConfig,
+    *,
+    optimizer_step_fn: OptimizerStepFn = step_optimizer,
+    micro_batch_tokens: int = 1024,
+) -> tuple[PolicyState, TrainingStats]:
+    """New weights from graded answers to some prompts."""
+    return run_blocking(
+        partial(_training_step, state, groups, _built(algorithm_config), optimizer_step_fn, micro_batch_tokens)
+    )
+
+
+async def _training_step(
+    state: PolicyState, groups: Sequence[Group], chosen: Algorithm, optimizer_step_fn: OptimizerStepFn, budget: int
+) -> tuple[PolicyState, TrainingStats]:
+    backend, plain = state.backend, state.state
+    memory = dict(plain.cursor.get("memory", {}))
+    credited = await credit_step(backend, chosen, rollout_items(chosen, groups, state.render), budget, memory)
+    told = rollout_metrics(Ready(list(groups), backend.version, Produced(len(groups), {}, 0.0, {})))
+    metrics = told | await update(backend, chosen, credited, budget, optimizer_step_fn)
+    await state.generator.update_weights(await backend.get_weights())
+    after = plain._replace(step=plain.step + 1, version=backend.version, cursor={**plain.cursor, "memory": memory})
+    return state._replace(state=after), TrainingStats(metrics.get("reward", 0.0), metrics["loss"], metrics)
+
+
+def training_iteration(
+    state: PolicyState,
+    prompts: Prompts,
+    gen_config: GenerationConfig,
+    algorithm_config: AlgorithmConfig,
+    reward_fn: AnyReward,
+    *,
+    n_samples_per_prompt: int = 8,
+    optimizer_step_fn: OptimizerStepFn = step_optimizer,
+    ref_model_update_fn: UpdateFn = keep_reference,
+    micro_batch_tokens: int = 1024,
+) -> tuple[PolicyState, TrainingStats]:
+    """Answer, grade, train, and let the reference follow."""
+    chosen = _built(algorithm_config)
+    assert chosen.online is not None, "_built refuses what does not sample"
+    state.backend.set_temperature(gen_config.temperature)
+    samples = [_sample(prompt, number) for number, prompt in enumerate(prompts)]
+    seeded = gen_config._replace(seed=state.state.seed + state.state.step)
+    manager = sampling_manager(
+        DataBuffer(samples, shuffle=False),
+        Answers(state.generator, state.render, seeded, seed=state.state.seed + state.state.step),
+        RolloutConfig(
+            batch_size=len(samples),
+            n_samples_per_prompt=n_samples_per_prompt,
+            reward_fn=reward_fn,
+            greedy=chosen.online.greedy,
+            least_answers=min(chosen.online.least_answers, n_samples_per_prompt),
+        ),
+    )
+    groups = run_blocking(partial(manager.collect, state.backend.version)).groups
+    state, stats = training_step(
+        state,
+        groups,
+        algorithm_config,
+        optimizer_step_fn=optimizer_step_fn,
+        micro_batch_tokens=micro_batch_tokens,
+    )
+    if state.reference is not None:
+        state.backend.others["ref"].model = ref_model_update_fn(state.reference, state.policy)
+    return state, stats
+
+
+def train(
+    initial_state: PolicyState,
+    prompt_loader: PromptLoader,
+    num_iterations: int,
+    gen_config: GenerationConfig,
+    algorithm_config: AlgorithmConfig | AlgorithmAt,
+    reward_fn: AnyReward,
+    *,
+    n_samples_per_prompt: int = 8,
+    optimizer_step_fn: OptimizerStepFn = step_optimizer,
+    ref_model_update_fn: UpdateFn = keep_reference,
+    checkpoint_fn: Callable[[PolicyState], None] = lambda _: None,
+    eval_fn: Callable[[PolicyState], Mapping[str, float]] = lambda _: {},
+    logger: Sink = log_to_console,
+) -> PolicyState:
+    """Iteration after iteration; a function of the iteration in place of `algorithm_config` switches algorithms."""
+    state = initial_state
+    for iteration in range(1, num_iterations + 1):
+        config = algorithm_config if isinstance(algorithm_config, AlgorithmConfig) else algorithm_config(iteration)
+        state, stats = training_iteration(
+            state,
+            prompt_loader(iteration),
+            gen_config,
+            config,
+            reward_fn,
+            n_samples_per_prompt=n_samples_per_prompt,
+            optimizer_step_fn=optimizer_step_fn,
+            ref_model_update_fn=ref_model_update_fn,
+        )
+        logger(state.state.step, {**stats.metrics, **eval_fn(state)})
+        checkpoint_fn(state)
+    return state
+
+
+def quick_start_training(
+    model_name: str,
+    prompts: Prompts,
+    reward_fn: AnyReward,
+    num_iterations: int,
+    *,
+    algorithm_config: AlgorithmConfig | None = None,
+    gen_config: GenerationConfig = GenerationConfig(max_new_tokens=64),  # noqa: B008 - immutable
+    prompts_per_iteration: int = 8,
+    lr: float = 1e-5,
+    seed: int = 0,
+    **options: Any,
+) -> PolicyState:
+    """From a name and some prompts to a trained model: GRPO unless told otherwise. `options` go to `train`."""
+    chosen = algorithm_config or create_algorithm_config("grpo")
+    built = _built(chosen)
+    model, tokenizer = load_model(model_name), load_tokenizer(model_name)
+    ref_model = frozen_copy(model) if "ref" in built.others else None
+    state = create_training_state(model, tokenizer, lr=lr, ref_model=ref_model, seed=seed, heads=built.heads)
+    source = DataBuffer(list(prompts), seed=seed)
+    return train(
+        state,
+        lambda _: source.get_prompts(prompts_per_iteration),
+        num_iterations,
+        gen_config,
+        chosen,
+        reward_fn,
+        **options,
+    )
+
+
+def _built(config: AlgorithmConfig) -> Algorithm:
+    built = algorithm(config.name, **config.parameters)
+    if built.online is None:
+        raise ValueError(f"{config.name} learns from files; here prompts are answered by the model itself")
+    return built
+
+
+def _sample(prompt: str | Sample, number: int) -> Sample:
+    return prompt if isinstance(prompt, Sample) else Sample(f"prompt {number}", (Message("user", prompt),))

@@ -1,0 +1,137 @@
+"""Run folders: where a run goes, whether it can go on there, and what is written beside its checkpoints."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from oxrl.checkpoint import best_checkpoint, latest_checkpoint
+from oxrl.config import Config, ConfigError, check_config
+from oxrl.metrics import drop_lines_after
+from oxrl.rollouts.buffer import Group
+from oxrl.rollouts.record import digest_of
+from oxrl.types import Rollout
+
+logger = logging.getLogger(__name__)
+
+
+def run_folder(config: Config, output: str | Path | None) -> Path:
+    root = config.run.checkpoint_dir or os.environ.get("OXRL_CHECKPOINT_DIR") or "checkpoints"
+    return Path(output) if output is not None else Path(root) / config.run.experiment_id
+
+
+def starting_point(folder: Path, resume: bool) -> Path | None:
+    newest = latest_checkpoint(folder / "checkpoints")
+    if resume and newest is None:
+        if not (folder / "config.yaml").exists():
+            raise ConfigError(f"there is nothing to resume in {folder}: it has no run")
+        logger.warning("%s has no checkpoint yet: starting over", folder)
+    if not resume and (folder / "metrics.jsonl").exists():
+        raise ConfigError(f"{folder} already holds a run: pass --resume to go on with it, or another --output")
+    return newest if resume else None
+
+
+def check_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the run's folder {folder} cannot be made: {error.strerror}") from error
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"the run's folder {folder} cannot be written to")
+
+
+def check_resumable(config: Config, path: Path) -> None:
+    """Weights of one shape cannot go on in another."""
+    if not path.exists():
+        return
+    before = yaml.safe_load(path.read_text(encoding="utf-8"))
+    now = config.model_dump(mode="json")
+    for section, key in (("model", "name"), ("lora", "enabled"), ("lora", "r"), ("train", "alg_name")):
+        was, wanted = before[section][key], now[section][key]
+        if was != wanted:
+            raise ConfigError(
+                f"this run has {section}.{key} {was!r} and cannot be resumed with {wanted!r}: "
+                "start a new run from its checkpoint instead"
+            )
+
+
+def save_suspects(folder: Path, error: Any) -> Path:
+    """The rows of a batch that gave no number, as token ids and mask, for a person to look into."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "batch.jsonl"
+    with file.open("w", encoding="utf-8") as out:
+        for batch in error.batches:
+            for row, (start, end) in enumerate(zip(batch.borders, batch.borders[1:], strict=False)):
+                tokens, mask = batch.tokens[start:end].tolist(), batch.mask[start:end].int().tolist()
+                out.write(json.dumps({"id": batch.ids[row], "tokens": tokens, "mask": mask}) + "\n")
+    return file
+
+
+def record_config(config: Config, path: Path, *, resuming: bool) -> None:
+    """What a resume will be held against; a change is said aloud."""
+    now = config.model_dump(mode="json")
+    if resuming and path.exists():
+        before = yaml.safe_load(path.read_text(encoding="utf-8"))
+        for section, keys in now.items():
+            for key, value in keys.items():
+                if (old := before.get(section, {}).get(key)) != value:
+                    logger.warning("resuming with another %s.%s: %r instead of %r", section, key, value, old)
+    path.write_text(yaml.safe_dump(now, sort_keys=False), encoding="utf-8")
+
+
+def record_stages(stages: Mapping[str, Config], home: Path) -> None:
+    """So that a run which was interrupted in its first stage knows what comes next."""
+    home.mkdir(parents=True, exist_ok=True)
+    dumped = {name: config.model_dump(mode="json") for name, config in stages.items()}
+    (home / "stages.yaml").write_text(yaml.safe_dump(dumped, sort_keys=False), encoding="utf-8")
+
+
+def recorded_stages(home: Path) -> dict[str, Config]:
+    file = home / "stages.yaml"
+    raw = yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return {name: check_config(config) for name, config in raw.items()}
+
+
+def resolve_weights(name: str) -> str:
+    """The folder to load for a run folder (its best checkpoint) or anything that `load_model` takes."""
+    best = best_checkpoint(Path(name) / "checkpoints") if Path(name).is_dir() else None
+    return str(best) if best is not None else name
+
+
+class RolloutLog:
+    """What was said, one line a step in `path`: a digest of all rollouts, and some of them in full.
+
+    On a resumed run, lines of steps that will be done again are dropped.
+    """
+
+    def __init__(self, path: Path, samples: int, *, keep_until: int) -> None:
+        self.path, self.samples = path, samples
+        if path.exists():
+            drop_lines_after(path, keep_until)
+
+    def __call__(self, step: int, groups: Sequence[Group]) -> None:
+        rollouts = [rollout for group in groups for rollout in group]
+        record = {
+            "step": step,
+            "digest": digest_of(rollouts),
+            "samples": [_told(rollout) for rollout in rollouts[: self.samples]],
+        }
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def _told(rollout: Rollout) -> dict[str, Any]:
+    return {
+        "id": rollout.id,
+        "prompt": rollout.prompt,
+        "response": rollout.response,
+        "answer": rollout.sample.answer,
+        "reward": rollout.reward,
+        "status": rollout.status.value,
+    }

@@ -1,0 +1,193 @@
+"""The doors for scripts: the same pieces as in training, behind plain functions."""
+
+import anyio
+import pytest
+import torch
+
+from oxrl.data.render import Renderer
+from oxrl.models.load import load_model
+from oxrl.models.reference import create_reference_model
+from oxrl.primitives.inference import (
+    apply_chat_template,
+    batch_generate,
+    create_batch_rollouts,
+    create_multiturn_rollout,
+    create_rollout,
+    generate,
+    generate_conversation_turn,
+    generate_with_logprobs,
+)
+from oxrl.rollouts.envs import dialogue
+from oxrl.rollouts.tools import calculator, execute_functions, execute_tools, parse_xml_tools, tool_schema
+from oxrl.types import Conversation, GenerationConfig, Message, Request, Sample, Status
+from tests.rollouts.saying import Saying
+
+CONFIG = GenerationConfig(max_new_tokens=6, seed=5)
+CHAT = Conversation((Message("user", "What is 12 * 12?"),))
+CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "12 * 12"}}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model("tiny")
+
+
+def saying(*texts):
+    """A generate function that says these texts, one after the other."""
+    left = list(texts)
+
+    def generator(model, tokenizer, prompts, config):
+        speaker = Saying(tokenizer, [left.pop(0) for _ in prompts])
+        return anyio.run(speaker.generate, [Request(tuple(prompt)) for prompt in prompts], config)
+
+    return generator
+
+
+def test_a_text_a_chat_and_ids_are_all_prompts(model, tiny):
+    tokenizer = tiny[1]
+    written = apply_chat_template(tokenizer, CHAT)
+    ids = Renderer(tokenizer).prompt(CHAT.messages)
+    answers = batch_generate(model, tokenizer, [written, CHAT, CHAT.to_dicts(), ids], CONFIG._replace(temperature=0))
+    assert len({answer.token_ids for answer in answers}) == 1
+    assert generate(model, tokenizer, CHAT, CONFIG).token_ids == generate(model, tokenizer, written, CONFIG).token_ids
+    assert generate(model, tokenizer, "12", CONFIG).token_ids != generate(model, tokenizer, "13", CONFIG).token_ids
+
+
+def test_generator_template_and_extractor_are_replaceable(model, tiny):
+    seen = []
+
+    def generator(model, tokenizer, prompts, config):
+        seen.extend(tokenizer.decode(prompt) for prompt in prompts)
+        return saying("hi")(model, tokenizer, prompts, config)
+
+    def template(tokenizer, chat, tools, asked):
+        return "|".join(message["content"] for message in chat) + ("?" if asked else "")
+
+    assert generate(model, tiny[1], CHAT, CONFIG, generator=generator, template_fn=template).text == "hi"
+    assert seen == ["What is 12 * 12??"]
+    assert apply_chat_template(tiny[1], CHAT, template_fn=template, add_generation_prompt=False) == "What is 12 * 12?"
+    _, logprobs = generate_with_logprobs(
+        model, tiny[1], CHAT, CONFIG, logprob_extractor=lambda model, prompt_ids, generation: [float(len(prompt_ids))]
+    )
+    assert logprobs == [len(Renderer(tiny[1]).prompt(CHAT.messages))]
+
+
+def test_log_probs_are_those_of_the_sampled_tokens(model, tiny):
+    generation, logprobs = generate_with_logprobs(model, tiny[1], CHAT, CONFIG)
+    ids = [*Renderer(tiny[1]).prompt(CHAT.messages).tolist(), *generation.token_ids]
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([ids])).logits[0, -len(logprobs) - 1 : -1]
+    chosen = logits.log_softmax(-1).gather(1, torch.tensor(generation.token_ids)[:, None])[:, 0]
+    assert logprobs == pytest.approx(chosen.tolist(), abs=1e-4)
+
+
+def test_a_turn_is_added_to_the_conversation(model, tiny):
+    longer, generation = generate_conversation_turn(
+        model, tiny[1], CHAT, CONFIG, tools=[tool_schema(calculator)], generator=saying("So: " + CALL)
+    )
+    said = longer.messages[-1]
+    assert longer.messages[:-1] == CHAT.messages
+    assert said.content == "So:"
+    assert said.extra["tool_calls"][0]["function"] == {"name": "calculator", "arguments": {"expression": "12 * 12"}}
+    assert CALL in generation.text
+
+
+def test_a_rollout_is_answered_graded_and_compared(model, tiny):
+    tokenizer = tiny[1]
+    sample = Sample("sum", messages=CHAT.messages, answer="144")
+
+    def correct(rollout):
+        return float(rollout.response == rollout.sample.answer)
+
+    assert create_rollout(model, tokenizer, sample, CONFIG, reward_fn=correct, generator=saying("144")).reward == 1.0
+    failed = create_rollout(model, tokenizer, sample, CONFIG, reward_fn=lambda rollout: 1 / 0)
+    assert failed.reward is None and "ZeroDivisionError" in failed.error
+    plain = create_rollout(model, tokenizer, "What is 12 * 12?", CONFIG)
+    assert list(plain.turns[0].prompt_ids) == Renderer(tokenizer).prompt(CHAT.messages).tolist()
+    assert plain.kl_divergence is None and plain.reward is None and plain.prompt == "What is 12 * 12?"
+
+
+def test_the_divergence_is_the_mean_over_sampled_tokens(tiny):
+    tokenizer, model = tiny[1], load_model("tiny").train()
+    ref = create_reference_model(model)
+    same = create_rollout(model, tokenizer, CHAT, CONFIG, ref_model=ref)
+    assert same.kl_divergence == pytest.approx(0, abs=1e-6)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(3)
+    other = create_rollout(model, tokenizer, CHAT, CONFIG, ref_model=ref, kl_fn=lambda own, ref: own - ref)
+    ids = torch.tensor([other.tokens])
+    count = len(other.generation.token_ids)
+    with torch.no_grad():
+        logprobs = [each(input_ids=ids).logits[0, -count - 1 : -1].log_softmax(-1) for each in (model, ref)]
+    own, theirs = (each.gather(1, ids[0, -count:, None]).mean().item() for each in logprobs)
+    assert abs(own - theirs) > 1e-4
+    assert other.kl_divergence == pytest.approx(own - theirs, abs=1e-5)
+    assert model.training and not ref.training
+
+
+def test_a_batch_has_n_answers_to_each_prompt(model, tiny):
+    def best_first(rollouts):
+        return [float(rollout.index == 0) for rollout in rollouts]
+
+    rollouts = create_batch_rollouts(
+        model, tiny[1], ["one", "two"], CONFIG, n_samples_per_prompt=3, reward_fn=best_first
+    )
+    assert [(rollout.group, rollout.index, rollout.reward) for rollout in rollouts] == [
+        (group, index, float(index == 0)) for group in range(2) for index in range(3)
+    ]
+    assert len({rollout.generation.token_ids for rollout in rollouts}) == 6
+    again = create_batch_rollouts(model, tiny[1], ["one", "two"], CONFIG, n_samples_per_prompt=3)
+    assert [each.tokens for each in again] == [each.tokens for each in rollouts]
+
+
+@pytest.mark.parametrize("executor", [None, execute_functions, execute_tools])
+def test_tools_are_called_until_the_model_is_done(model, tiny, executor):
+    rollout = create_multiturn_rollout(
+        model,
+        tiny[1],
+        CHAT,
+        CONFIG,
+        tools=[calculator],
+        tool_parser=parse_xml_tools,
+        tool_executor=executor,
+        generator=saying(CALL, "144"),
+        reward_fn=lambda rollout: rollout.metadata["tool_calls"],
+    )
+    assert [message.role for message in rollout.messages] == ["user", "assistant", "tool", "assistant"]
+    assert (rollout.reward, rollout.status, rollout.metadata["ended"]) == (1.0, Status.COMPLETED, "answered")
+    same = create_rollout(model, tiny[1], CHAT, CONFIG, tools=[calculator], generator=saying(CALL, "144"))
+    assert same.tokens == rollout.tokens
+
+
+def test_a_parser_alone_reads_calls_and_executes_none(model, tiny):
+    rollout = create_rollout(model, tiny[1], CHAT, CONFIG, tool_parser=parse_xml_tools, generator=saying(CALL))
+    assert len(rollout.turns) == 1
+    assert rollout.messages[-1].extra["tool_calls"]
+
+
+def test_a_stop_condition_ends_it_and_any_environment_will_do(model, tiny):
+    stopped = create_multiturn_rollout(
+        model,
+        tiny[1],
+        CHAT,
+        CONFIG,
+        tools=[calculator],
+        stop_condition=lambda conversation: "DONE" in conversation.messages[-1].content,
+        generator=saying(CALL, "DONE " + CALL, "x"),
+    )
+    assert stopped.metadata["ended"] == "stop_condition" and len(stopped.turns) == 2
+    talked = create_multiturn_rollout(
+        model, tiny[1], CHAT, CONFIG, env=dialogue(lambda conversation: "Why?", max_turns=2), generator=saying("a", "b")
+    )
+    assert talked.response == "a\nb"
+
+
+def test_turns_of_the_real_model_are_drawn_from_seeds_of_their_own(model, tiny):
+    env = dialogue(lambda conversation: "Go on.", max_turns=3)
+    config = CONFIG._replace(stop_token_ids=tuple(range(256)), max_new_tokens=4)  # any byte ends a turn
+    rollout = create_multiturn_rollout(model, tiny[1], CHAT, config, env=env)
+    again = create_multiturn_rollout(model, tiny[1], CHAT, config, env=env)
+    assert len(rollout.turns) == 3 and rollout.tokens == again.tokens
+    assert sum(rollout.loss_mask) == sum(len(turn.generation.token_ids) for turn in rollout.turns)
+    other = create_multiturn_rollout(model, tiny[1], CHAT, config._replace(seed=6), env=env)
+    assert other.tokens != rollout.tokens
