@@ -42,6 +42,7 @@ class Inputs(NamedTuple):
 def read_inputs(config: Config) -> Inputs:
     """Wrong input ends here, as a ValueError in words."""
     from oxrl.loops.offline import scheduled
+    from oxrl.loops.online import check_reuse
 
     check_model(model_config(config))
     tokenizer = load_tokenizer(model_config(config))
@@ -50,6 +51,7 @@ def read_inputs(config: Config) -> Inputs:
     online = learns_from_samples(config, [sample for part in loaded.values() for sample in part.samples])
     if online:
         check_reward(config)
+        check_reuse(chosen_algorithm(config), config.train.iterations * config.train.mini_batches)
         rollout_config(config, None)
         chosen_env(config)
     scheduled(algorithm_schedule(config))
@@ -180,9 +182,9 @@ def other_models(config: Config) -> dict[str, str]:
     if "teacher" in roles:
         if config.model.teacher is None:
             raise ConfigError(f"{config.train.alg_name} learns from a teacher: set model.teacher to its name")
-        models["teacher"] = config.model.teacher
+        models["teacher"] = resolve_weights(config.model.teacher)
     if "ref" in roles and (config.model.ref_model is not None or not config.lora.enabled):
-        models["ref"] = config.model.ref_model or config.model.name
+        models["ref"] = resolve_weights(config.model.ref_model or config.model.name)
     return models
 
 

@@ -185,7 +185,7 @@ class _Projection(torch.autograd.Function):
         matrix = _for_products(weight)
         for part in plan.chunks():
             # The last chunk is kept: a step that fits into one, as most do, then projects once instead of twice.
-            ctx.kept = None
+            block = ctx.kept = None  # let go of one chunk before the next is made
             ctx.kept = _scaled_logits(hidden[part], matrix, bias, plan.scale)
             for block in plan.blocks(part, ctx.kept):
                 values[:, block.place] = torch.stack(plan.values(block.logits, block))
@@ -208,13 +208,14 @@ class _Projection(torch.autograd.Function):
                 # Gradients of raw logits have the scale as a factor, which is cheaper to put on the [S, C] here.
                 _become_gradient(block, plan, values[:, block.place], grads[0][:, block.place] * plan.scale)
             d_logits = scaled.to(matrix.dtype)
-            del scaled, block
+            del scaled, block  # the half-precision copy goes on alone
             if grad_hidden is not None:
                 grad_hidden[part] = (d_logits @ matrix).to(hidden.dtype)
             if grad_weight is not None:
                 _add_product(grad_weight, d_logits.T, hidden[part].to(matrix.dtype))
             if grad_bias is not None:
                 grad_bias += d_logits.sum(0)
+            del d_logits  # before the next chunk is made
         return (
             grad_hidden,
             grad_weight if grad_weight is None else grad_weight.to(weight.dtype),

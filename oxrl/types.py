@@ -514,6 +514,10 @@ class Weights(NamedTuple):
     version: int
 
 
+Layout: TypeAlias = Literal["shared", "packed", "padded"]
+"""Rows run end to end, what they begin with in common computed once or in each; or side by side with padding."""
+
+
 class Backend(Protocol):
     """Holds a model and its optimizer. Every call returns a future; the calls of one step run in order."""
 
@@ -540,8 +544,8 @@ class Backend(Protocol):
     def load(self, path: Path) -> TrainFuture[None]: ...
 
     @property
-    def padded(self) -> bool:
-        """Whether rows run side by side with padding, which decides how they are best packed."""
+    def layout(self) -> Layout:
+        """How rows run, which decides what a micro-batch costs."""
         ...
 
 

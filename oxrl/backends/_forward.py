@@ -18,7 +18,7 @@ from functools import cache
 from itertools import groupby, pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,12 +26,11 @@ from torch import Tensor, nn
 
 from oxrl.data.pack import collate, worth_sharing
 from oxrl.tensors import Head, Other, Statistic, token_logprobs
-from oxrl.types import Batch, IntArray, Outputs, Row
+from oxrl.types import Batch, IntArray, Layout, Outputs, Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Layout = Literal["packed", "padded"]
 HEADS = "heads.safetensors"
 PACKED = {"sdpa": "oxrl_sdpa", "eager": "oxrl_eager"}
 
@@ -52,7 +51,6 @@ class LanguageModel(nn.Module):
         self.model = model
         self.temperature = temperature
         self.layout: Layout = "padded"  # always right; `prepare_layout` finds out whether packed is too
-        self.shares = False  # likewise: whether what packed rows begin with in common is computed once
         width = self.inner.get_output_embeddings().weight.shape[1]
         # Zero is a fair first guess of a value or score, and the same one on every machine.
         self.heads = nn.ModuleDict({name: _zero_linear(width).to(model.device) for name in heads})
@@ -77,7 +75,7 @@ class LanguageModel(nn.Module):
         body = getattr(self.inner, self.inner.base_model_prefix)
         if self.layout == "padded":
             return _padded_hidden(body, batch)
-        return _packed_hidden(body, _share(batch) if self.shares else _one_by_one(batch))
+        return _packed_hidden(body, _share(batch) if self.layout == "shared" else _one_by_one(batch))
 
     def _read_heads(self, hidden: Tensor, batch: Batch) -> dict[str, Tensor]:
         """A value before each trained token and after each row; a score at the last token of each row."""
@@ -395,13 +393,16 @@ def prepare_layout(model: LanguageModel) -> Probed:
         if reason is not None:
             inner.set_attn_implementation(attention)
         unshared = reason or _why_not_shared(inner, batch, single, attention)
-    model.layout = "packed" if reason is None else "padded"
-    model.shares = unshared is None
     model.train(was_training)
+    packed = f"rows run packed ({attention} attention, row by row)"
     if reason is not None:
-        return Probed("padded", f"rows run with padding: {reason}")
-    prompts = "shared prompts once" if unshared is None else f"shared prompts in each of their rows: {unshared}"
-    return Probed("packed", f"rows run packed ({attention} attention, row by row), {prompts}")
+        probed = Probed("padded", f"rows run with padding: {reason}")
+    elif unshared is not None:
+        probed = Probed("packed", f"{packed}, shared prompts in each of their rows: {unshared}")
+    else:
+        probed = Probed("shared", f"{packed}, shared prompts once")
+    model.layout = probed.layout
+    return probed
 
 
 def _honest_attention(inner: PreTrainedModel) -> str:

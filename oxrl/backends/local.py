@@ -81,7 +81,7 @@ class PyTorchTrainingBackend:
         self.max_grad_norm = max_grad_norm
         self.version = 0
         probed = prepare_layout(self.module)
-        self.padded = probed.layout == "padded"
+        self.layout = probed.layout
         self._unstepped: list[Batch] = []
         logger.info("%s", probed.reason)
 

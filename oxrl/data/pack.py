@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from oxrl.types import Batch, Counts, Item, Row
+from oxrl.types import Batch, Counts, Item, Layout, Row
 
 if TYPE_CHECKING:
     import torch
@@ -22,10 +22,15 @@ def count_units(items: Sequence[Item]) -> Counts:
     return {
         "token": float(sum(int(row.mask.sum()) for rows in trained for row in rows)),
         "chosen_token": float(sum(int(item[0].mask.sum()) for item in items if len(item) == 2)),
-        "sequence": float(len({row.sequence or row.id for rows in trained for row in rows})),
+        "sequence": float(_sequences([row for rows in trained for row in rows])),
         "pair": float(sum(len(rows) == 2 for rows in trained)),
         "constant": 1.0,
     }
+
+
+def _sequences(rows: Sequence[Row]) -> int:
+    """A row that does not say which sequence it belongs to is one, also where the same row comes twice."""
+    return len({row.sequence for row in rows if row.sequence}) + sum(not row.sequence for row in rows)
 
 
 def worth_sharing(common: int, length: int) -> bool:
@@ -33,14 +38,16 @@ def worth_sharing(common: int, length: int) -> bool:
     return common >= max(8, length // 32)
 
 
-def pack(items: Sequence[Item], budget: int, *, padded: bool = False) -> list[list[Item]]:
+def pack(items: Sequence[Item], budget: int, *, layout: Layout = "shared") -> list[list[Item]]:
     """Divide a step's items into micro-batches of at most `budget` tokens; an item that is larger stands alone.
 
-    First-fit decreasing. Items with the same prompt stay together as far as the budget allows, and a micro-batch pays
-    for a prompt once, for it is computed once.
+    First-fit decreasing. Where prompts are shared, items with the same one stay together as far as the budget allows,
+    and a micro-batch pays for it once, for it is computed once.
     """
-    if padded:
+    if layout == "padded":
         return _pack_padded(items, budget)
+    if layout == "packed":
+        return [part.items for part in _first_fit([_Part([i], frozenset(), sum(map(len, i))) for i in items], budget)]
     bundles: dict[bytes | int, list[_Part]] = {}
     for index, item in enumerate(items):
         bundles.setdefault(_prompt(item[0]) or index, []).append(_part(item))

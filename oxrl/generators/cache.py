@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache
 
 ATTENTION = "oxrl_slots"
 STEP = 64  # cache lengths are multiples of it
+ALIGNED = 16  # float32 numbers in a cache line
 
 
 def reach(length: int) -> int:
@@ -136,7 +137,7 @@ class Continue:
 
     def __init__(self, cache: SlotCache, first: int, positions: Tensor, ends: Sequence[int], *, exact: bool) -> None:
         self.windows = 0
-        self.first, self.positions, self.runs = first, positions, runs_of(ends, exact=exact)
+        self.first, self.positions, self.runs, self.exact = first, positions, runs_of(ends, exact=exact), exact
         rows = torch.arange(first, first + len(positions), device=positions.device)
         self.targets = (rows[:, None] * cache.length + positions).flatten()
         self.masks: dict[tuple[int, int | None], Tensor | None] = {}
@@ -152,7 +153,8 @@ class Continue:
         for index, run in enumerate(self.runs):
             own = slice(run.start, run.end)
             k, v = (each[own, :, : run.length] for each in (key, value))
-            parts.append(attention(query[own], k, v, self._mask(index, window, query), options))
+            mask = self._mask(index, window, query)
+            parts.append(attention(query[own], k, v, mask, options, exact=self.exact))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _mask(self, index: int, window: int | None, query: Tensor) -> Tensor | None:
@@ -182,25 +184,30 @@ def additive_mask(at: Tensor, length: int, window: int | None, dtype: torch.dtyp
     return torch.zeros(seen.shape, dtype=dtype, device=at.device).masked_fill(~seen, float("-inf"))[:, None]
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any], *, exact: bool = False
+) -> Tensor:
     """`[B, heads, T, dim]`; without a mask several queries are causal and a single one sees everything."""
     if options.get("softcap"):
         return _capped_attention(query, key, value, mask, options)
-    groups = query.shape[1] // key.shape[1]
-    one = query.shape[2] == 1
-    shape = query.shape
-    if one and groups > 1 and query.is_cuda:  # its masked kernels know no shared heads, but take them as queries
+    shape, groups = query.shape, query.shape[1] // key.shape[1]
+    single = shape[2] == 1
+    # Heads that share a key become queries of one head: masked CUDA kernels know no shared heads.
+    folded = single and (exact or (query.is_cuda and groups > 1))
+    if folded:
         query = query.reshape(shape[0], key.shape[1], groups, shape[3])
+    if exact:  # threads work in equally aligned memory then; where they do not, the CPU's products differ in their bits
+        query = nn.functional.pad(query, (0, 0, 0, -query.shape[2] % ALIGNED))
     attended = nn.functional.scaled_dot_product_attention(
         query,
         key,
         value,
         attn_mask=mask,
-        is_causal=mask is None and not one,
+        is_causal=mask is None and not single,
         scale=options.get("scaling"),
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return attended.reshape(*shape[:3], -1)
+    return attended[:, :, :groups].reshape(*shape[:3], -1) if folded else attended
 
 
 def _capped_attention(

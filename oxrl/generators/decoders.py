@@ -47,17 +47,22 @@ class SlotDecoder:
     """Sequences in the rows of one `SlotCache`.
 
     Shrinking: whole prompts in one pass, decoding as wide as there are rows. Fixed: prompts one by one in padded chunks
-    of one size, decoding always `slots` wide; every product has the same shape then, whatever else is under way.
+    of one size, decoding always `width` wide; every product has the same shape then, whatever else is under way.
     """
 
     late_entry = True
 
     def __init__(self, model: PreTrainedModel, slots: int, mode: Mode) -> None:
-        self.model, self.slots, self.fixed = model, slots, mode == "fixed"
+        self.model, self.fixed = model, mode == "fixed"
+        self.slots = self.width = slots  # the width may be larger, where that makes all rows equal
         self.shrinks = not self.fixed
         self.configs = attention_configs(model)
         self.cache = SlotCache()
         self.lengths = [0] * slots
+
+    def widen(self, width: int) -> None:
+        self.width = width
+        self.clear()
 
     def enter(self, rows: Sequence[int], contexts: Sequence[Sequence[int]]) -> Tensor:
         places: dict[tuple[int, ...], list[int]] = {}  # each prompt once
@@ -71,13 +76,15 @@ class SlotDecoder:
         return logits[[order[tuple(context)] for context in contexts]]
 
     def next_logits(self, tokens: Sequence[int | None]) -> Tensor:
+        rows = len(tokens)
+        tokens = [*tokens, *[None] * (self.width - rows)] if self.fixed else tokens
         starts = [0 if token is None else self.lengths[row] for row, token in enumerate(tokens)]
         ends = [start + 1 for start in starts]
         self.lengths[: len(tokens)] = ends
         self._reserve(len(tokens), max(ends))
         positions = torch.tensor(starts, device=self.model.device)[:, None]
         step = Continue(self.cache, 0, positions, ends, exact=self.fixed)
-        return self._pass(_column(tokens, self.model.device), positions, step, 1)[:, -1]
+        return self._pass(_column(tokens, self.model.device), positions, step, 1)[:rows, -1]
 
     def move(self, source: int, target: int) -> None:
         self.cache.copy(source, target, self.lengths[source])
@@ -85,11 +92,11 @@ class SlotDecoder:
 
     def clear(self) -> None:
         self.cache.clear()
-        self.lengths = [0] * self.slots
+        self.lengths = [0] * self.width
 
     def _reserve(self, rows: int, length: int) -> None:
         if self.fixed:
-            self.cache.reserve(self.slots, reach(-(-length // CHUNK) * CHUNK))
+            self.cache.reserve(self.width, reach(-(-length // CHUNK) * CHUNK))
         elif rows > self.cache.rows or length > self.cache.length:
             # A little ahead, so that growth costs little; memory that is never touched costs nothing on a CPU.
             ahead = -(-(length + length // 4) // STEP) * STEP if length > self.cache.length else 0
@@ -195,10 +202,30 @@ def choose_decoder(model: PreTrainedModel, slots: int, mode: Mode) -> Decoder:
     """Slots where a probe shows that they give the model's own logits, else padded waves, and why in the log."""
     reason = _why_no_slots(model, mode)
     if reason is None:
-        return SlotDecoder(model, slots, mode)
+        decoder = SlotDecoder(model, slots, mode)
+        if mode == "fixed":
+            _make_rows_equal(decoder)
+        return decoder
     promise = "; bits will depend on companions" if mode == "fixed" else ""
     logger.warning("generation runs in padded waves, which is slower: %s%s", reason, promise)
     return PaddedDecoder(model)
+
+
+def _make_rows_equal(decoder: SlotDecoder) -> None:
+    """Find a width at which one sequence gets the same bits in every row.
+
+    Products are split among threads by rows, and a thread that is left with a single row adds up in another order.
+    """
+    for width in (decoder.slots, *(-(-decoder.slots // step) * step for step in (4, 8, 16, 32, 64))):
+        decoder.widen(width)
+        rows = list(range(width))
+        decoder.enter(rows, [[1, 2, 3]] * width)
+        logits = decoder.next_logits([4] * width)
+        decoder.clear()
+        if bool((logits == logits[:1]).all()):
+            logger.info("fixed mode runs %d rows wide for %d slots", width, decoder.slots)
+            return
+    logger.warning("on this machine a sequence's bits depend on its slot; fewer threads or other slots may help")
 
 
 def _why_no_slots(model: PreTrainedModel, mode: Mode) -> str | None:

@@ -24,7 +24,7 @@ async def evaluate_offline(
     counts = count_units(credited)
     sums: dict[str, float] = {}
     reported: list[Mapping[str, Term]] = []
-    for part in pack(credited, budget, padded=backend.padded):
+    for part in pack(credited, budget, layout=backend.layout):
         batch = collate(part)
         (outputs,) = await backend.logprobs([batch], reads={**algorithm.reads, "correct": Read(correct)})
         losses = algorithm.loss(outputs, batch)

@@ -303,11 +303,7 @@ async def train_batch(
     backend: Backend, algorithm: Algorithm, items: Sequence[Item], config: OnlineConfig, memory: Memory
 ) -> dict[str, float]:
     """Credit once, over the whole batch; then one or more optimizer steps. Gaps are those of the first of them."""
-    if config.iterations * config.mini_batches > 1 and not (algorithm.online and algorithm.online.reuses):
-        raise ValueError(
-            f"{algorithm.name} is exact for fresh samples only, so it takes one optimizer step per batch: set "
-            "iterations and mini_batches to 1, or choose an algorithm with a ratio, such as grpo"
-        )
+    check_reuse(algorithm, config.iterations * config.mini_batches)
     started = time.monotonic()
     credited = await credit_step(backend, algorithm, items, config.micro_batch_tokens, memory)
     parts = [part.tolist() for part in np.array_split(np.arange(len(credited)), config.mini_batches)]
@@ -318,6 +314,14 @@ async def train_batch(
             first_seen = {name: metrics[name] for name in ("logprob_gap",) if name in metrics}
             metrics |= latest | first_seen
     return metrics | {"train_seconds": time.monotonic() - started}
+
+
+def check_reuse(algorithm: Algorithm, updates: int) -> None:
+    if updates > 1 and not (algorithm.online and algorithm.online.reuses):
+        raise ValueError(
+            f"{algorithm.name} is exact for fresh samples only, so it takes one optimizer step per batch: set "
+            "iterations and mini_batches to 1, or choose an algorithm with a ratio, such as grpo"
+        )
 
 
 def _check_gap(metrics: Mapping[str, float], allowed: float) -> None:

@@ -30,7 +30,7 @@ class Bigram:
 class BigramBackend:
     """As much of a `Backend` as a step's credit asks for, and the gradient of a step."""
 
-    padded = False
+    layout = "packed"
 
     def __init__(self, vocabulary):
         roles = ("policy", "ref", "teacher")

@@ -95,7 +95,7 @@ def test_packed_and_shuffled_rows_equal_single_ones_in_value_and_gradient(shape,
 
     model.set_attn_implementation(attention)
     module = LanguageModel(model)
-    assert prepare_layout(module).layout == "packed"
+    assert prepare_layout(module).layout == "shared"
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
@@ -154,7 +154,7 @@ def test_generation_through_transformers_still_works_after_packing():
 
 def test_preparing_twice_changes_nothing():
     model = build("llama")
-    assert [prepare_layout(LanguageModel(model)).layout for _ in range(2)] == ["packed", "packed"]
+    assert [prepare_layout(LanguageModel(model)).layout for _ in range(2)] == ["shared", "shared"]
 
 
 def test_a_head_that_does_something_unknown_is_refused():
@@ -180,9 +180,9 @@ def families(vocabulary=120):
     return [Row(str(i), tokens[i], np.arange(len(tokens[i])) > 0) for i in order]
 
 
-def run(module, rows, shares):
+def run(module, rows, layout):
     """Log-probs, gradients, and how many tokens went through the model."""
-    module.shares = shares
+    module.layout = layout
     counted = []
     hook = module.inner.get_input_embeddings().register_forward_hook(lambda *call: counted.append(call[1][0].numel()))
     module.zero_grad()
@@ -217,8 +217,8 @@ def test_a_shared_beginning_is_computed_once_and_changes_nothing(shape, attentio
         module.model.gradient_checkpointing_enable({"use_reentrant": False})
     module.train()
     rows = families()
-    values, gradients, computed = run(module, rows, shares=True)
-    expected, expected_gradients, all_tokens = run(module, rows, shares=False)
+    values, gradients, computed = run(module, rows, "shared")
+    expected, expected_gradients, all_tokens = run(module, rows, "packed")
     assert all_tokens == sum(map(len, rows))
     # Saved: the group's prompt 3 times and one of its rows, the pairs' prompt 3 times, a whole row, all but its last
     assert computed == all_tokens - 3 * 11 - 17 - 3 * 9 - 14 - 12
@@ -234,8 +234,8 @@ def test_shared_beginnings_train_an_adapter_alike(tiny_model):
             torch.nn.init.normal_(parameter, std=0.1)
     module = LanguageModel(model)
     prepare_layout(module)
-    values, gradients, computed = run(module, families(), shares=True)
-    expected, expected_gradients, all_tokens = run(module, families(), shares=False)
+    values, gradients, computed = run(module, families(), "shared")
+    expected, expected_gradients, all_tokens = run(module, families(), "packed")
     assert computed < all_tokens
     torch.testing.assert_close(values, expected, atol=2e-5, rtol=1e-5)
     assert gradients.keys() == expected_gradients.keys() != set()
@@ -309,9 +309,9 @@ def test_the_kernel_of_a_gpu_lets_rows_share_their_beginning(shape):
     assert "shared prompts once" in probed.reason, probed.reason
     rows = families()
     truth = LanguageModel(exact)  # padded, float32, transformers' own attention
-    expected, expected_gradients, _ = run(truth, rows, shares=False)
-    values, gradients, computed = run(module, rows, shares=True)
-    unshared, unshared_gradients, all_tokens = run(module, rows, shares=False)
+    expected, expected_gradients, _ = run(truth, rows, "padded")
+    values, gradients, computed = run(module, rows, "shared")
+    unshared, unshared_gradients, all_tokens = run(module, rows, "packed")
     assert computed < all_tokens
     assert relative_gap(values, expected) < 1.5 * relative_gap(unshared, expected) + 1e-3
     for name, gradient in expected_gradients.items():

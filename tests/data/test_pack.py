@@ -31,7 +31,7 @@ lengths = st.lists(st.lists(st.integers(2, 40), min_size=1, max_size=2), min_siz
 @given(lengths, st.integers(10, 100), st.booleans())
 def test_every_item_lands_in_exactly_one_batch_that_keeps_to_the_budget(groups, budget, padded):
     items = [tuple(row(n, f"{i}.{j}") for j, n in enumerate(group)) for i, group in enumerate(groups)]
-    batches = pack(items, budget, padded=padded)
+    batches = pack(items, budget, layout="padded" if padded else "packed")
     assert sorted(item[0].id for batch in batches for item in batch) == sorted(item[0].id for item in items)
     for batch in batches:
         sizes = [len(r) for item in batch for r in item]
@@ -69,7 +69,7 @@ def test_what_is_too_short_to_be_shared_is_paid_by_every_row():
 
 def test_rows_that_run_padded_share_nothing():
     items = [(answer(prompt, 5, name),) for name in "ab" for prompt in (1, 2)]
-    assert names(pack(items, 50, padded=True)) == [["1:a", "2:a"], ["1:b", "2:b"]]
+    assert names(pack(items, 50, layout="padded")) == [["1:a", "2:a"], ["1:b", "2:b"]]
 
 
 def test_an_item_over_the_budget_stands_alone():
@@ -110,6 +110,16 @@ def test_units_are_counted_only_where_something_is_trained():
     empty = Row("e", np.arange(4), np.zeros(4, bool))
     items = [(row(5, trained=2),), (empty,), (row(4, "c"), row(4, "d")), (row(4, "f"), empty)]
     assert count_units(items) == {"token": 5, "chosen_token": 2, "sequence": 4, "pair": 1, "constant": 1}
+
+
+def test_a_row_that_comes_twice_in_a_step_counts_twice():
+    assert count_units([(row(4, "a"),), (row(4, "a"),)])["sequence"] == 2
+
+
+def test_where_prompts_are_computed_in_every_row_they_are_paid_for_in_every_row():
+    items = [(Row(str(i), np.zeros(20), np.arange(20) >= 16),) for i in range(4)]
+    assert len(pack(items, 40, layout="shared")) == 1
+    assert len(pack(items, 40, layout="packed")) == 2
 
 
 def test_rows_of_one_rollout_count_as_one_sequence():

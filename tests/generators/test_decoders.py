@@ -107,8 +107,17 @@ def test_models_that_remember_in_their_own_way_run_in_waves_and_the_log_says_so(
     assert largest_gap(model, generations) < 1e-4
 
 
+@pytest.fixture(scope="module", params=[1, 2], ids=["one thread", "two threads"])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
-def fixed(tiny):
+def fixed(tiny, threads):
+    """Five slots: with two threads one of them would get a single row, and other bits, unless the batch is widened."""
     return EmbeddedGenerator(load_model(tiny[0]), tiny[1], slots=5, mode="fixed")
 
 
@@ -167,7 +176,7 @@ def test_in_fixed_mode_cut_off_draws_depend_on_nobody_either(fixed, rules):
     assert run_engine(fixed, {0: [*crowd, (WATCHED, mine)]}) == run_engine(fixed, {0: [(WATCHED, mine)]})
 
 
-def test_in_fixed_mode_the_real_models_bits_depend_on_nobody(smollm2):
+def test_in_fixed_mode_the_real_models_bits_depend_on_nobody(smollm2, threads):
     config, tokenizer = smollm2
     speaker = EmbeddedGenerator(load_model(config), tokenizer, slots=3, mode="fixed")
     short = SAMPLING._replace(max_new_tokens=4)

@@ -1,0 +1,122 @@
+"""Learning to use a tool: calls are parsed, executed and answered, the answers are masked, and the reward rises."""
+
+import re
+from dataclasses import replace
+
+import anyio
+import numpy as np
+import pytest
+
+from oxrl.algorithms import algorithm
+from oxrl.algorithms.rows import rows_of
+from oxrl.backends.local import create_pytorch_backend
+from oxrl.data.assemble import assemble
+from oxrl.data.buffer import DataBuffer
+from oxrl.data.render import Renderer
+from oxrl.generators.embedded import EmbeddedGenerator
+from oxrl.loops.offline import OfflineConfig, run_offline
+from oxrl.loops.online import OnlineConfig, run_online
+from oxrl.models.load import load_model
+from oxrl.rollouts.collect import Answers, RolloutConfig, sampling_manager
+from oxrl.rollouts.envs import with_tools
+from oxrl.rollouts.tools import ToolCall, calculator, tool_schema
+from oxrl.types import GenerationConfig, Message, Rollout, Sample, Score
+
+CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "%s"}}</tool_call>'
+SHORT_CALL = "[%s]"  # what a model of a million parameters can learn to write in seconds
+TOOLS = (tool_schema(calculator),)
+
+
+def in_brackets(text):
+    return [ToolCall("calculator", {"expression": found}) for found in re.findall(r"\[(.+?)\]", text)]
+
+
+def asked(number):
+    return (Message("user", f"{number % 5}+{number % 3}?"),)
+
+
+def demonstrations():
+    """Every question answered once by a guess and once by a call."""
+    for number in range(15):
+        sum_of = asked(number)[0].content[:-1]
+        for reply in (SHORT_CALL % sum_of, "I guess 3."):
+            yield Sample(f"d{number}{reply[0]}", (*asked(number), Message("assistant", reply)), tools=TOOLS)
+
+
+def used_the_tool(rollout) -> float:
+    results = [message for message in rollout.messages if message.role == "tool"]
+    return float(any(message.content.strip().lstrip("-").isdigit() for message in results))
+
+
+@pytest.fixture(scope="module")
+def beginner(tiny):
+    """`tiny` after a few demonstrations: it sometimes calls."""
+    model, render = load_model(tiny[0]), Renderer(tiny[1])
+    sft = algorithm("sft")
+    items = assemble(list(demonstrations()), sft, render).items
+    backend = create_pytorch_backend(model, lr=3e-3)
+    config = OfflineConfig(num_steps=60, batch_size=6, micro_batch_tokens=8192)
+    anyio.run(lambda: run_offline(backend, sft, DataBuffer(items), config, log=lambda step, metrics: None))
+    return model
+
+
+def test_the_reward_for_using_the_tool_rises(beginner, tiny):
+    render = Renderer(tiny[1])
+    backend = create_pytorch_backend(beginner, lr=5e-4, weight_decay=0.0)
+    generator = EmbeddedGenerator(beginner, tiny[1])
+    env = with_tools([calculator], max_turns=2, tool_parser=in_brackets)
+    answers = Answers(generator, render, GenerationConfig(max_new_tokens=16), env=env)
+    samples = [Sample(f"q{number}", asked(number)) for number in range(15)]
+    config = RolloutConfig(batch_size=4, n_samples_per_prompt=6, reward_fn=used_the_tool, least_answers=2)
+    seen = []
+    history = anyio.run(
+        lambda: run_online(
+            backend,
+            algorithm("grpo"),
+            sampling_manager(DataBuffer(samples), answers, config),
+            [generator],
+            render,
+            OnlineConfig(num_steps=10),
+            observe=lambda step, groups: seen.extend(groups),
+            log=lambda step, metrics: None,
+        )
+    )
+    first, last = history[0]["reward"], np.mean([line["reward"] for line in history[-2:]])
+    assert 0.05 < first < 0.8 and last > first + 0.2
+    assert max(line["logprob_gap"] for line in history) < 1e-4, "what was sampled is what is trained, turn by turn"
+    two_turns = next(rollout for group in seen for rollout in group if len(rollout.turns) == 2 and rollout.reward)
+    _check_masks(two_turns, tiny[1])
+
+
+def _check_masks(rollout, tokenizer):
+    (row,) = rows_of(rollout)
+    trained = tokenizer.decode(row.tokens[row.mask])
+    result = next(message.content for message in rollout.messages if message.role == "tool")
+    assert "[" in trained and f"tool\n{result}" in tokenizer.decode(row.tokens)
+    assert "<|im_start|>" not in trained, "neither the tool's answer nor the template is trained"
+    sampled = [token for turn in rollout.turns for token in turn.generation.token_ids]
+    assert row.tokens[row.mask].tolist() == sampled
+
+
+def test_a_real_chat_model_meets_the_tool(smollm2):
+    """SmolLM2 has no tools in its template: it is told of them in words; a call that it writes is answered."""
+    config, tokenizer = smollm2
+    model = load_model(config)
+    render = Renderer(tokenizer)
+    call = CALL % "17+25"
+    shown = Message("user", f"Repeat exactly, and nothing else: {call}")
+    answers = Answers(
+        EmbeddedGenerator(model, tokenizer),
+        render,
+        GenerationConfig(max_new_tokens=48, temperature=0.0),
+        env=with_tools([calculator], max_turns=2),
+    )
+
+    (rollout,) = anyio.run(answers, (Rollout(Sample("s", (shown,))),))
+    assert rollout.turns and rollout.error is None
+    (row, *_) = rows_of(replace(rollout, score=Score(1.0)))
+    assert row.tokens[row.mask].tolist()[: len(rollout.turns[0].generation.token_ids)] == list(
+        rollout.turns[0].generation.token_ids
+    )
+    if len(rollout.turns) == 2:
+        assert any("42" in str(message.content) for message in rollout.messages)

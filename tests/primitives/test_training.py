@@ -1,0 +1,104 @@
+"""The training loop as plain functions: they learn, and everything in them can be replaced."""
+
+import anyio
+import pytest
+
+import oxrl
+from oxrl import GenerationConfig, create_algorithm_config, quick_start_training, train
+from oxrl.models.reference import create_ema_updater, frozen_copy
+from oxrl.primitives.training import create_training_state, training_iteration
+from tests.loops.test_online import small_letters
+
+PROMPTS = [f"say {number}" for number in range(16)]
+SHORT = GenerationConfig(max_new_tokens=4)
+
+
+def fresh(**options):
+    model, tokenizer = oxrl.load_model("tiny"), oxrl.load_tokenizer("tiny")
+    return create_training_state(model, tokenizer, lr=3e-3, weight_decay=0.0, **options)
+
+
+def test_a_quick_start_learns():
+    rewards = []
+    state = quick_start_training(
+        "tiny",
+        PROMPTS,
+        small_letters,
+        num_iterations=20,
+        gen_config=SHORT,
+        lr=3e-3,
+        logger=lambda step, metrics: rewards.append(metrics["reward"]),
+    )
+    assert len(rewards) == 20 and state.state.step == 20
+    assert rewards[-1] > 0.5 > 0.2 > rewards[0]
+
+
+def test_everything_in_a_run_is_a_function_that_can_be_replaced():
+    seen = {"loaded": [], "stepped": 0, "followed": 0, "saved": [], "evaluated": 0, "logged": []}
+
+    def prompt_loader(iteration):
+        seen["loaded"].append(iteration)
+        return PROMPTS[:4]
+
+    def optimizer_step(backend):
+        seen["stepped"] += 1
+        return backend.optim_step()
+
+    follow = create_ema_updater(decay=0.5)
+
+    def update_reference(ref, policy):
+        seen["followed"] += 1
+        return follow(ref, policy)
+
+    def evaluate(state):
+        seen["evaluated"] += 1
+        return {"eval_reward": 0.5}
+
+    def algorithm_at(iteration):
+        if iteration < 3:
+            return create_algorithm_config("grpo", {"kl_coef": 0.2})
+        return create_algorithm_config("dapo", {"beta": 0.1})
+
+    start = fresh(ref_model=frozen_copy(oxrl.load_model("tiny")))
+    final = train(
+        initial_state=start,
+        prompt_loader=prompt_loader,
+        num_iterations=4,
+        gen_config=SHORT,
+        algorithm_config=algorithm_at,
+        reward_fn=small_letters,
+        optimizer_step_fn=optimizer_step,
+        ref_model_update_fn=update_reference,
+        checkpoint_fn=lambda state: seen["saved"].append(state.state.step),
+        eval_fn=evaluate,
+        logger=lambda step, metrics: seen["logged"].append((step, metrics["eval_reward"])),
+    )
+    assert seen == {
+        "loaded": [1, 2, 3, 4],
+        "stepped": 4,
+        "followed": 4,
+        "saved": [1, 2, 3, 4],
+        "evaluated": 4,
+        "logged": [(1, 0.5), (2, 0.5), (3, 0.5), (4, 0.5)],
+    }
+    assert final.state.version == 4 and final.policy is start.policy and final.reference is not None
+
+
+def test_an_iteration_compares_at_the_sampling_temperature():
+    _, stats = training_iteration(
+        fresh(), PROMPTS[:4], GenerationConfig(4, temperature=0.5), create_algorithm_config("grpo"), small_letters
+    )
+    assert stats.metrics["logprob_gap"] < 1e-5 and stats.reward == stats.metrics["reward"]
+
+
+def test_the_loop_also_runs_inside_a_running_event_loop():
+    async def notebook():
+        return training_iteration(fresh(), PROMPTS[:2], SHORT, create_algorithm_config("grpo"), small_letters)
+
+    _, stats = anyio.run(notebook)
+    assert stats.metrics["grad_norm"] >= 0
+
+
+def test_what_learns_from_files_only_is_refused():
+    with pytest.raises(ValueError, match="sft learns from files"):
+        training_iteration(fresh(), PROMPTS[:2], SHORT, create_algorithm_config("sft"), small_letters)
