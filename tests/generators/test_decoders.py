@@ -7,7 +7,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from oxrl.generators.cache import runs_of
+from oxrl.generators.cache import attention, runs_of
 from oxrl.generators.decoders import CHUNK, PaddedDecoder, SlotDecoder
 from oxrl.generators.embedded import EmbeddedGenerator
 from oxrl.models.load import load_model
@@ -65,7 +65,7 @@ PROMPTS = [list(range(5, 14)), [3, 4], list(range(40, 40 + CHUNK + 3)), [3, 4], 
 
 def build(name, more, attention="eager"):
     torch.manual_seed(1)
-    config = getattr(transformers, name)(**SMALL, **more)
+    config = getattr(transformers, name)(**{**SMALL, **more})
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     for parameter in model.parameters():  # zero biases and unit gains would hide a forgotten one
         torch.nn.init.normal_(parameter, std=0.2)
@@ -107,17 +107,8 @@ def test_models_that_remember_in_their_own_way_run_in_waves_and_the_log_says_so(
     assert largest_gap(model, generations) < 1e-4
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one thread", "two threads"])
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
-def fixed(tiny, threads):
-    """Five slots: with two threads one of them would get a single row, and other bits, unless the batch is widened."""
+def fixed(tiny):
     return EmbeddedGenerator(load_model(tiny[0]), tiny[1], slots=5, mode="fixed")
 
 
@@ -176,12 +167,45 @@ def test_in_fixed_mode_cut_off_draws_depend_on_nobody_either(fixed, rules):
     assert run_engine(fixed, {0: [*crowd, (WATCHED, mine)]}) == run_engine(fixed, {0: [(WATCHED, mine)]})
 
 
-def test_in_fixed_mode_the_real_models_bits_depend_on_nobody(smollm2, threads):
+def test_in_fixed_mode_the_real_models_bits_depend_on_nobody(smollm2):
     config, tokenizer = smollm2
     speaker = EmbeddedGenerator(load_model(config), tokenizer, slots=3, mode="fixed")
     short = SAMPLING._replace(max_new_tokens=4)
     crowd = {0: [(Request((500, 600)), short)], 2: [(WATCHED, short), (Request((7,) * 70, seed=3), short)]}
     assert run_engine(speaker, crowd) == run_engine(speaker, {0: [(WATCHED, short)]})
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_in_fixed_mode_it_does_not_matter_which_thread_serves_a_slot(tiny, two_threads):
+    """Of five rows, the second thread gets a single one, and adds up in another order unless the batch is widened."""
+    model = build("LlamaConfig", {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3})
+    for parameter in model.parameters():  # attention to one token alone, or a nearly certain answer, would hide much
+        torch.nn.init.normal_(parameter, std=0.04)
+    speaker = EmbeddedGenerator(model, tiny[1], slots=5, mode="fixed")
+    short = SAMPLING._replace(max_new_tokens=12)
+    alone = run_engine(speaker, {0: [(WATCHED, short)]})
+    crowd = [(Request((index,)), short) for index in range(4)]
+    assert run_engine(speaker, {0: [*crowd, (WATCHED, short)]}) == alone
+
+
+@pytest.mark.parametrize(("heads", "shared"), [(9, 3), (4, 4), (4, 2), (7, 1)])
+def test_exact_attention_gives_equal_rows_equal_bits_on_every_thread(two_threads, heads, shared):
+    random = torch.Generator().manual_seed(0)
+    mask = torch.zeros(4, 1, 1, 64).index_fill_(-1, torch.arange(40, 64), float("-inf"))
+    for _ in range(5):
+        query = torch.randn(1, heads, 1, 64, generator=random).repeat(4, 1, 1, 1)
+        key, value = (torch.randn(1, shared, 64, 64, generator=random).repeat(4, 1, 1, 1) for _ in range(2))
+        rows = attention(query, key, value, mask, {}, exact=True)
+        assert torch.equal(rows, rows[:1].expand_as(rows))
+        plain = attention(query, key, value, mask, {})
+        torch.testing.assert_close(rows, plain, atol=1e-6, rtol=1e-5)
 
 
 def test_in_shrinking_mode_log_probs_agree_whoever_is_there(tiny):
