@@ -24,15 +24,6 @@ import oxrl
 
 RATE = 1e-6  # so small that both sides go on saying much the same, for as long
 TOPICS = ("an ox", "a lighthouse", "a night train", "two brothers", "first snow", "a lost key", "an island", "a mill")
-    "an ox",
-    "a lighthouse",
-    "a night train",
-    "two brothers",
-    "the first snow",
-    "a lost key",
-    "an island",
-    "a mill",
-)
 
 
 def prompts(count: int) -> list[str]:

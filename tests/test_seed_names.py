@@ -46,8 +46,6 @@ NAMES = {
             "compute_per_token_kl",
             "compute_batch_kl",
             "get_reference_logprobs",
-            "create_truncated_kl",
-            "create_adaptive_kl",
             "compute_grpo_advantages",
             "compute_grpo_loss",
             "compute_ppo_advantages",
@@ -61,8 +59,80 @@ NAMES = {
             "grpo_loss",
             "ppo_loss",
         ],
-        "oxrl.primitives",
+        "oxrl.primitives.algorithms",
     ),
+    "create_truncated_kl": "oxrl.primitives",
+    "create_adaptive_kl": "oxrl.primitives",
+    **dict.fromkeys(
+        [
+            "generate",
+            "generate_with_logprobs",
+            "batch_generate",
+            "apply_chat_template",
+            "generate_conversation_turn",
+            "create_rollout",
+            "create_batch_rollouts",
+            "create_multiturn_rollout",
+        ],
+        "oxrl.primitives.inference",
+    ),
+    **dict.fromkeys(
+        ["training_step", "training_iteration", "train", "quick_start_training", "TrainingStats"],
+        "oxrl.primitives.training",
+    ),
+    **dict.fromkeys(
+        [
+            "extract_tool_calls",
+            "execute_tools",
+            "track_tool_calls",
+            "execute_and_track_tools",
+            "parse_xml_tools",
+            "execute_functions",
+        ],
+        "oxrl.rollouts.tools",
+    ),
+    **dict.fromkeys(
+        [
+            "compute_scalar_reward",
+            "compute_vector_reward",
+            "aggregate_vector_rewards",
+            "compute_batch_rewards",
+            "normalize_rewards",
+            "apply_reward_shaping",
+            "weighted_sum",
+        ],
+        "oxrl.rewards.primitives",
+    ),
+    **dict.fromkeys(["load_reward_model", "compute_reward_model_score"], "oxrl.models.reward_model"),
+    "Rollout": "oxrl.types",
+    # reinforcement learning
+    "Status": "oxrl.types",
+    **dict.fromkeys(["run_rl_training", "RLTrainingConfig", "prepare_grpo_batch"], "oxrl.loops.online"),
+    **dict.fromkeys(["AsyncRolloutManager", "RolloutConfig", "generate_rollout_batches"], "oxrl.rollouts.collect"),
+    **dict.fromkeys(
+        [
+            "RolloutBatch",
+            "apply_sample_transforms",
+            "convert_to_batch",
+            "extract_sample_fields",
+            "compute_response_lengths",
+            "build_batch_metadata",
+            "compute_reward",
+        ],
+        "oxrl.rollouts.batches",
+    ),
+    **dict.fromkeys(
+        [
+            "check_reward_nonzero_std",
+            "check_min_reward",
+            "check_response_diversity",
+            "check_reasonable_length",
+            "check_quality_and_diversity",
+        ],
+        "oxrl.rollouts.filters",
+    ),
+    **dict.fromkeys(["run_sft", "run_rl"], "oxrl.wiring"),
+    "ReplayBuffer": "oxrl.rollouts.buffer",
     **dict.fromkeys(
         ["create_reference_model", "update_reference_model", "create_ema_updater", "create_periodic_updater"],
         "oxrl.models.reference",
@@ -70,6 +140,8 @@ NAMES = {
     # capabilities whose class became a function or another noun
     "PromptResponseDataset": "dropped: load_samples reads prompt and response files, assemble makes rows",
     "MixedRatioSampler": "dropped: MixedBuffer draws by ratio",
+    "PromptOnlyDataset": "dropped: load_samples reads files of prompts",
+    "RolloutManager": "dropped: AsyncRolloutManager, and generate_rollout_batches for plain iteration",
 }
 
 
@@ -102,3 +174,21 @@ def test_extension_points_take_plain_functions():
     oxrl.load_model("tiny", model_loader=model_loader)
     oxrl.load_tokenizer("tiny", tokenizer_loader=tokenizer_loader)
     assert asked == ["model", "tokenizer"]
+
+
+def test_a_rollout_has_the_fields_that_samples_and_rollouts_had():
+    turn = oxrl.Turn((1, 2), oxrl.Generation((3, 4), (-0.5, -0.25), "stop", version=2, text="4"))
+    asked = oxrl.Sample("a", (oxrl.Message("user", "2+2?"),))
+    rollout = oxrl.Rollout(asked, (turn,), group=7, score=oxrl.Score(1.0, {"right": 1.0, "short": 0.5}))
+    assert (rollout.prompt, rollout.response, rollout.generation.text) == ("2+2?", "4", "4")
+    assert (rollout.tokens, rollout.loss_mask) == ([1, 2, 3, 4], [0.0, 0.0, 1.0, 1.0])
+    assert rollout.rollout_log_probs == [0.0, 0.0, -0.5, -0.25]
+    assert (rollout.reward, rollout.rewards, rollout.group_index) == (1.0, [1.0, 0.5], 7)
+    assert rollout.status is oxrl.Status.COMPLETED and rollout.kl_divergence is None
+
+
+def test_the_fields_of_the_rl_configs_keep_their_names():
+    config = oxrl.RLTrainingConfig(num_steps=1, sync_every=1, baseline=0.5, log_every=3, checkpoint_every=4)
+    assert (config.num_steps, config.sync_every, config.baseline) == (1, 1, 0.5)
+    rollouts = oxrl.RolloutConfig(batch_size=4, n_samples_per_prompt=2, over_sampling_factor=1.5)
+    assert (rollouts.generate_fn, rollouts.reward_fn) == (None, None) and rollouts.filter_fn([])

@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 
 ATTENTION = "oxrl_slots"
 STEP = 64  # cache lengths are multiples of it
-ALIGNED = 1  # float32 numbers in a cache line
+ALIGNED = 16  # float32 numbers in a cache line
 
 
 def reach(length: int) -> int:
