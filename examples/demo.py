@@ -1,124 +1,170 @@
-"""Teach a real 135M chat model to turn an order in plain words into one line of JSON, and show that it learned.
+"""Teach a real 135M chat model to find the lowest of three prices, by rewards alone, and show that it learned.
 
-Two minutes of supervised fine-tuning on two CPU cores. The model is told the keys it should write and still gets almost
-none of the orders right before; the held-out orders use sentences, goods and cities that training never shows.
+Minutes of GRPO on two CPU cores. Nobody shows the model an answer: it samples eight per price list, those with the
+right number earn a reward, and that is all it learns from. Held-out lists have goods and prices that training never
+shows. Before and after are scored alike and leniently (the first or the last number said counts, whatever is around
+it), so learning to answer briefly would not count.
+
+    python examples/demo.py [--seed 0] [--steps 30] [--shuffle-rewards]
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import shutil
 import time
 from pathlib import Path
 
+import anyio
 from rich.console import Console
 from rich.table import Table
 
-from oxrl import EmbeddedGenerator, GenerationConfig, Message, Renderer, load_model, load_tokenizer
+from oxrl import (
+    Answers,
+    EmbeddedGenerator,
+    GenerationConfig,
+    Renderer,
+    Rollout,
+    load_model,
+    load_samples,
+    load_tokenizer,
+)
 from oxrl.config import check_config
+from oxrl.loops.evaluate import answer_all, confidence_interval
+from oxrl.metrics import read_metrics, sparkline
+from oxrl.rewards.numbers import numbers_in
 from oxrl.wiring import train_run
 
-FOLDER = Path("runs/demo")
-MODEL = "smollm2-135m"
-ASK = "Write this order as JSON with the keys quantity, colour, item, city and day.\n"
-
-SEEN = {
-    "sentence": [
-        "Please send {quantity} {colour} {item} to {city} by {day}.",
-        "We need {quantity} {colour} {item} in {city}, {day} at the latest.",
-        "Hi! My shop in {city} is out of stock: {quantity} {colour} {item}, please, for {day}.",
-        "{day} delivery to {city}, {quantity} {colour} {item}. Thanks!",
-        "Could you get {quantity} {item} (the {colour} ones) to our {city} office before {day}?",
-    ],
-    "item": """mugs lamps chairs scarves bottles clocks bags plates forks rugs desks pens notebooks shelves umbrellas
-        blankets teapots hammers ladders drums kettles stools jackets boots gloves hats ropes buckets brooms tents
-        trays vases whistles zippers magnets globes kites puzzles ribbons sponges""".split(),
-    "colour": "red blue green black white yellow brown grey pink beige silver golden".split(),
-    "city": """Oslo Lima Cairo Paris Kyoto Quito Boston Delhi Vienna Lagos Sydney Warsaw Toronto Athens Seoul Havana
-        Accra Porto Geneva Dallas Manila Riga Tunis Bogota""".split(),
-    "day": ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday"],
-}
-HELD_OUT = {
-    "sentence": [
-        "{quantity} {colour} {item} for {city}. They must arrive on {day}.",
-        "Hello, the {city} branch would like {quantity} {colour} {item} delivered on {day}.",
-    ],
-    "item": ["towels", "candles", "baskets", "mirrors", "spoons", "pillows"],
-    "colour": ["purple", "orange", "turquoise", "red"],
-    "city": ["Rome", "Nairobi", "Dublin", "Hanoi", "Madrid", "Chicago"],
-    "day": ["Monday", "Wednesday", "Saturday", "Sunday"],
-}
+FOLDER, MODEL = Path("runs/demo"), "smollm2-135m"
+SEEN = "lamp kettle chair bike clock tent drum rug desk coat mug scarf vase kite stool".split()
+HELD_OUT = "pillow guitar mirror helmet basket".split()
 
 
-def make_order(words: dict[str, list[str]], chance: random.Random) -> dict[str, str]:
-    order: dict[str, object] = {"quantity": chance.randint(2, 99)}
-    order |= {key: chance.choice(words[key]) for key in ("colour", "item", "city", "day")}
-    return {"prompt": ASK + chance.choice(words["sentence"]).format(**order), "response": json.dumps(order)}
+def price_list(goods: list[str], prices: list[int]) -> dict[str, str]:
+    lines = "\n".join(f"{item}: ${price}" for item, price in zip(goods, prices, strict=True))
+    asked = f"{lines}\nWhat is the lowest price?"
+    return {"system": "Answer with a number.", "prompt": asked, "answer": str(min(prices))}
 
 
-def is_right(text: str, expected: str) -> bool:
-    """Lenient: the first JSON object anywhere in the text counts, and so does "12" for 12."""
-    start, end = text.find("{"), text.find("}")
-    try:
-        found = json.loads(text[start : end + 1])
-    except ValueError:
-        return False
-    return {k: str(v) for k, v in found.items()} == {k: str(v) for k, v in json.loads(expected).items()}
+def make_lists(goods: list[str], count: int, chance: random.Random, taken: set[frozenset[int]]) -> list[dict[str, str]]:
+    """`count` lists whose prices, in any order, are not among those `taken`."""
+    lists = []
+    while len(lists) < count:
+        prices = chance.sample(range(10, 100), 3)
+        if frozenset(prices) not in taken:
+            lists.append((chance.sample(goods, 3), prices))
+    taken.update(frozenset(prices) for _, prices in lists)
+    return [price_list(*each) for each in lists]
 
 
-def answer(weights: str, rows: list[dict[str, str]]) -> list[str]:
+def is_right(rollout: Rollout) -> float:
+    """Lenient: the first or the last number that was said."""
+    said = numbers_in(rollout.response)
+    return float(bool(said) and int(rollout.sample.answer) in (said[0], said[-1]))
+
+
+def ask(weights: str, rows: list[dict[str, str]]) -> list[Rollout]:
     tokenizer = load_tokenizer(weights)
-    render, speaker = Renderer(tokenizer), EmbeddedGenerator(load_model(weights), tokenizer)
-    prompts = [render.prompt([Message("user", row["prompt"])]) for row in rows]
-    greedy = GenerationConfig(max_new_tokens=48, temperature=0)
-    batches = [speaker.complete(prompts[start : start + 16], greedy) for start in range(0, len(prompts), 16)]
-    return [generation.text for batch in batches for generation in batch]
+    generator = EmbeddedGenerator(load_model(weights), tokenizer)
+    answers = Answers(generator, Renderer(tokenizer), GenerationConfig(max_new_tokens=24, temperature=0.0))
+    return anyio.run(answer_all, answers, load_samples(rows).samples, is_right)
 
 
-def write_rows(path: Path, rows: list[dict[str, str]]) -> str:
+def write_rows(name: str, rows: list[dict[str, str]]) -> str:
+    path = FOLDER / name
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(path)
 
 
-def main() -> None:
-    console, chance = Console(), random.Random(7)
-    shutil.rmtree(FOLDER, ignore_errors=True)
-    FOLDER.mkdir(parents=True)
-    training = [make_order(SEEN, chance) for _ in range(256)]
-    held_out = [make_order(HELD_OUT, chance) for _ in range(64)]
-    config = check_config(
+def config_of(training: list[dict[str, str]], watched: list[dict[str, str]], arguments: argparse.Namespace) -> object:
+    return check_config(
         {
+            "run": {"seed": arguments.seed},
             "model": {"name": MODEL},
             "data": {
-                "train_files_path": write_rows(FOLDER / "train.jsonl", training),
-                "val_files_path": write_rows(FOLDER / "held_out.jsonl", held_out[:16]),
+                "train_files_path": write_rows("train.jsonl", training),
+                "val_files_path": write_rows("watched.jsonl", watched),
             },
-            "train": {"lr": 1e-4, "train_steps_per_epoch": 28, "eval_every": 14},
+            "train": {
+                "alg_name": "grpo",
+                "lr": 3e-5,
+                "lr_scheduler": "constant",
+                "train_steps_per_epoch": arguments.steps,
+                "eval_every": 10,
+                "micro_batch_tokens": 2048,
+                "keep_last": 1,
+            },
+            "reward": {"reward_func": "number_match"},
+            "rollout": {"n_samples": 8, "max_tokens": 8},
         }
     )
-    console.print(f"[bold]{MODEL}[/] before training, on {len(held_out)} orders it will never train on ...")
-    before = answer(MODEL, held_out)
-    console.print(f"training on {len(training)} orders ...")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--shuffle-rewards", action="store_true", help="a control: answers are paid for at random")
+    arguments = parser.parse_args()
+    console, chance, taken = Console(), random.Random(arguments.seed), set[frozenset[int]]()
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    FOLDER.mkdir(parents=True)
+    held_out = make_lists(HELD_OUT, 64, chance, taken)
+    watched = make_lists(SEEN, 32, chance, taken)
+    training = make_lists(SEEN, 1000, chance, taken)
+    if arguments.shuffle_rewards:
+        wrong = [row["answer"] for row in training]
+        chance.shuffle(wrong)
+        training = [{**row, "answer": answer} for row, answer in zip(training, wrong, strict=True)]
+    console.print(f"[bold]{MODEL}[/] before training, on {len(held_out)} price lists it will never see in training ...")
+    before = ask(MODEL, held_out)
+    console.print(f"learning from rewards on {len(training)} other lists ...")
     started = time.monotonic()
-    result = train_run(config, FOLDER / "run")
+    result = train_run(config_of(training, watched, arguments), FOLDER / "run")
     seconds = time.monotonic() - started
-    after = answer(str(result.checkpoint), held_out)
-    show(console, held_out, before, after, seconds)
+    after = ask(str(result.checkpoint), held_out)
+    show(console, before, after)
+    tell(console, before, after, seconds, arguments)
     console.print(f"\nTalk to it: [bold]oxrl chat {result.folder}[/]    Its curves: [bold]oxrl plot {result.folder}[/]")
 
 
-def show(console: Console, rows: list[dict[str, str]], before: list[str], after: list[str], seconds: float) -> None:
-    table = Table("order", "before", "after", show_lines=True)
-    for row, old, new in list(zip(rows, before, after, strict=True))[:4]:
-        colour = "green" if is_right(new, row["response"]) else "red"
-        table.add_row(row["prompt"].removeprefix(ASK), old.strip()[:160], f"[{colour}]{new.strip()[:160]}[/]")
+def show(console: Console, before: list[Rollout], after: list[Rollout]) -> None:
+    table = Table("price list", "right", "before", "after", show_lines=True)
+    for old, new in list(zip(before, after, strict=True))[:5]:
+        colour = "green" if new.reward else "red"
+        said = [rollout.response.strip().replace("\n", " ")[:60] for rollout in (old, new)]
+        asked = old.prompt.removesuffix("\nWhat is the lowest price?")
+        table.add_row(asked, str(old.sample.answer), said[0], f"[{colour}]{said[1]}[/]")
     console.print(table)
-    scores = [sum(map(is_right, texts, [row["response"] for row in rows])) / len(rows) for texts in (before, after)]
-    summary = Table("held-out orders", "accuracy before", "accuracy after", "training")
-    summary.add_row(str(len(rows)), f"{scores[0]:.0%}", f"[bold green]{scores[1]:.0%}[/]", f"{seconds:.0f} s")
+
+
+def tell(
+    console: Console, before: list[Rollout], after: list[Rollout], seconds: float, arguments: argparse.Namespace
+) -> None:
+    history = read_metrics(FOLDER / "run" / "metrics.jsonl")
+    scores = [[rollout.reward or 0.0 for rollout in side] for side in (before, after)]
+    intervals = [confidence_interval(side) for side in scores]
+    means = [sum(side) / len(side) for side in scores]
+    written = [
+        f"{mean:.0%}  (95%: {low:.0%} to {high:.0%})" for mean, (low, high) in zip(means, intervals, strict=True)
+    ]
+    summary = Table("held-out lists", "accuracy before", "accuracy after", "training", "sampled tokens")
+    tokens = sum(line["generated_tokens"] for line in history)
+    summary.add_row(str(len(after)), written[0], f"[bold green]{written[1]}[/]", f"{seconds:.0f} s", f"{tokens:,.0f}")
     console.print(summary)
-    record = {"accuracy_before": scores[0], "accuracy_after": scores[1], "n": len(rows), "train_seconds": seconds}
+    console.print(f"reward, step by step  {sparkline([line['reward'] for line in history], width=len(history))}")
+    record = {
+        "accuracy_before": means[0],
+        "accuracy_after": means[1],
+        "interval_before": intervals[0],
+        "interval_after": intervals[1],
+        "n": len(after),
+        "train_seconds": seconds,
+        "steps": len(history),
+        "seed": arguments.seed,
+    }
     (FOLDER / "result.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
 
 
