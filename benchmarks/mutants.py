@@ -3,7 +3,7 @@
 Every mutant is one edit of the syntax tree (a sign flipped, an operator swapped, a clip, mask or stop-gradient dropped,
 a constant or comparison changed), imported in a forked process in place of the module, whose own test file then runs.
 
-    python benchmarks/mutants.py [preference policy ...] [--list]
+    python benchmarks/mutants.py [preference policy ...] [--jobs 2] [--list]
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -121,6 +123,7 @@ def survives(module: str, code: str) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("modules", nargs="*", default=MODULES, metavar="module")
+    parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
     parser.add_argument("--list", action="store_true", help="count them, run nothing")
     arguments = parser.parse_args()
     sys.path.insert(0, str(ROOT))
@@ -129,8 +132,10 @@ def main() -> None:
         plain = ast.unparse(ast.parse(source)).splitlines()
         made = list(mutants(source))
         alive = 0
-        for description, code in [] if arguments.list else made:
-            if survives(module, code):
+        with ThreadPoolExecutor(arguments.jobs) as pool:
+            fates = list(pool.map(partial(survives, module), [] if arguments.list else [code for _, code in made]))
+        for (description, code), survived in zip(made, fates, strict=False):
+            if survived:
                 alive += 1
                 changed = [line for line in difflib.ndiff(plain, code.splitlines()) if line[0] == "+"]
                 print(f"  {module} survived: {description}: {changed[0][1:].strip() if changed else ''}", flush=True)

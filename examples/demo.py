@@ -5,7 +5,7 @@ right number earn a reward, and that is all it learns from. Held-out lists have 
 shows. Before and after are scored alike and leniently (the first or the last number said counts, whatever is around
 it), so learning to answer briefly would not count.
 
-    python examples/demo.py [--seed 0] [--steps 30] [--shuffle-rewards]
+    python examples/demo.py [--seed 0] [--steps 28] [--shuffle-rewards]
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from oxrl import (
     GenerationConfig,
     Renderer,
     Rollout,
+    Status,
     load_model,
     load_samples,
     load_tokenizer,
@@ -59,10 +60,17 @@ def make_lists(goods: list[str], count: int, chance: random.Random, taken: set[f
     return [price_list(*each) for each in lists]
 
 
-def is_right(rollout: Rollout) -> float:
-    """Lenient: the first or the last number that was said."""
+def earned(rollout: Rollout) -> float:
+    """What training pays for: the right number said last, and half as much if the answer was cut off."""
     said = numbers_in(rollout.response)
-    return float(bool(said) and int(rollout.sample.answer) in (said[0], said[-1]))
+    right = bool(said) and said[-1] == int(str(rollout.sample.answer))
+    return right * (1.0 if rollout.status is Status.COMPLETED else 0.5)
+
+
+def is_right(rollout: Rollout) -> float:
+    """How before and after are scored: the first or the last number said counts, however long the answer is."""
+    said = numbers_in(rollout.response)
+    return float(bool(said) and int(str(rollout.sample.answer)) in (said[0], said[-1]))
 
 
 def ask(weights: str, rows: list[dict[str, str]]) -> list[Rollout]:
@@ -96,8 +104,8 @@ def config_of(training: list[dict[str, str]], watched: list[dict[str, str]], arg
                 "micro_batch_tokens": 2048,
                 "keep_last": 1,
             },
-            "reward": {"reward_func": "number_match"},
-            "rollout": {"n_samples": 8, "max_tokens": 8},
+            "reward": {"reward_func": f"{__file__}:earned"},
+            "rollout": {"n_samples": 8, "max_tokens": 10},
         }
     )
 
@@ -105,7 +113,7 @@ def config_of(training: list[dict[str, str]], watched: list[dict[str, str]], arg
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=28)
     parser.add_argument("--shuffle-rewards", action="store_true", help="a control: answers are paid for at random")
     arguments = parser.parse_args()
     console, chance, taken = Console(), random.Random(arguments.seed), set[frozenset[int]]()
@@ -147,9 +155,7 @@ def tell(
     scores = [[rollout.reward or 0.0 for rollout in side] for side in (before, after)]
     intervals = [confidence_interval(side) for side in scores]
     means = [sum(side) / len(side) for side in scores]
-    written = [
-        f"{mean:.0%}  (95%: {low:.0%} to {high:.0%})" for mean, (low, high) in zip(means, intervals, strict=True)
-    ]
+    written = [f"{mean:.0%} (95%: {low:.0%} to {high:.0%})" for mean, (low, high) in zip(means, intervals, strict=True)]
     summary = Table("held-out lists", "accuracy before", "accuracy after", "training", "sampled tokens")
     tokens = sum(line["generated_tokens"] for line in history)
     summary.add_row(str(len(after)), written[0], f"[bold green]{written[1]}[/]", f"{seconds:.0f} s", f"{tokens:,.0f}")

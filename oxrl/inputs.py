@@ -48,7 +48,8 @@ def read_inputs(config: Config) -> Inputs:
     tokenizer = load_tokenizer(model_config(config))
     _check_others(config, tokenizer)
     loaded = {name: _load(config, path) for name, path in config.data.train_files.items()}
-    online = learns_from_samples(config, [sample for part in loaded.values() for sample in part.samples])
+    samples = [sample for part in loaded.values() for sample in part.samples]
+    online = learns_from_samples(chosen_algorithm(config), samples)
     if online:
         check_reward(config)
         check_reuse(chosen_algorithm(config), config.train.iterations * config.train.mini_batches)
@@ -75,10 +76,10 @@ def _check_others(config: Config, tokenizer: Any) -> None:
             raise ConfigError(f"the {role} model {name} has another tokenizer: its tokens mean something else")
 
 
-def learns_from_samples(config: Config, samples: Sequence[Sample]) -> bool:
+def learns_from_samples(algorithm: Algorithm, samples: Sequence[Sample]) -> bool:
     """Whether the run samples for itself; replies that were recorded and scored before are learnt from as they are."""
     recorded = any(sample.responses or sample.chosen or sample.label is not None for sample in samples)
-    return chosen_algorithm(config).online is not None and not recorded
+    return algorithm.online is not None and not recorded
 
 
 def _load(config: Config, path: str) -> Loaded:
@@ -107,7 +108,7 @@ def _prompts(config: Config, loaded: Loaded, tokenizer: Any, name: str) -> list[
     data, render = config.data, Renderer(tokenizer, max_len=config.data.max_seq_len)
     room = None if data.max_seq_len is None else data.max_seq_len - config.rollout.max_tokens
     fitting: list[Sample] = []
-    for sample in map(_as_prompt, _progress_bar(f"reading {name}")(loaded.samples)):
+    for sample in map(as_prompt, _progress_bar(f"reading {name}")(loaded.samples)):
         length = len(render.prompt(sample.messages, tools=sample.tools))
         if room is None or length <= room:
             fitting.append(sample)
@@ -128,7 +129,7 @@ def _prompts(config: Config, loaded: Loaded, tokenizer: Any, name: str) -> list[
     return fitting
 
 
-def _as_prompt(sample: Sample) -> Sample:
+def as_prompt(sample: Sample) -> Sample:
     """A conversation that ends with a reply becomes its prompt, and the reply what is known to be right."""
     if not sample.messages or sample.messages[-1].role != "assistant":
         return sample

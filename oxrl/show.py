@@ -13,15 +13,17 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 from rich.console import Console
 from rich.text import Text
 
 from oxrl.algorithms import algorithm
-from oxrl.data.assemble import assemble
+from oxrl.data.assemble import Assembled, assemble
 from oxrl.data.render import Renderer
 from oxrl.data.sources import load_samples
+from oxrl.inputs import as_prompt, learns_from_samples
 from oxrl.models.load import load_tokenizer
-from oxrl.types import Row
+from oxrl.types import Item, Row, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,6 +50,7 @@ class Report:
     rows: list[Row]  # what would be trained on
     overlong: list[Row]  # what would not, because of its length
     tokenizer: PreTrainedTokenizerBase
+    asks: bool = False  # the rows are prompts: what is trained is still to be sampled
 
     def statistics(self) -> dict[str, Any]:
         """Numbers for programs. Only the lengths count over-long rows too, because they help to choose a limit."""
@@ -80,7 +83,9 @@ def inspect_data(file: str, model: str, algorithm_name: str, max_len: int | None
     chosen = algorithm(algorithm_name)
     loaded = load_samples(file, columns=columns, bad_rows="skip")
     tokenizer = load_tokenizer(model)
-    rendered = assemble(loaded.samples, chosen, Renderer(tokenizer, max_len=max_len), bad_rows="skip")
+    render = Renderer(tokenizer, max_len=max_len)
+    asks = learns_from_samples(chosen, loaded.samples)
+    rendered = _prompts(loaded.samples, render) if asks else assemble(loaded.samples, chosen, render, bad_rows="skip")
     fits = [max_len is None or max(map(len, item)) <= max_len for item in rendered.items]
     unread = [f"{where}: {reason}" for where, reason in loaded.skipped]
     return Report(
@@ -94,7 +99,21 @@ def inspect_data(file: str, model: str, algorithm_name: str, max_len: int | None
         rows=[row for item, fit in zip(rendered.items, fits, strict=True) if fit for row in item],
         overlong=[row for item, fit in zip(rendered.items, fits, strict=True) if not fit for row in item],
         tokenizer=tokenizer,
+        asks=asks,
     )
+
+
+def _prompts(samples: Sequence[Sample], render: Renderer) -> Assembled:
+    """What the model will be asked; nothing of it is trained, for what is trained is still to be sampled."""
+    items: list[Item] = []
+    skipped: list[str] = []
+    for sample in map(as_prompt, samples):
+        try:
+            ids = render.prompt(sample.messages, tools=sample.tools)
+            items.append((Row(sample.id, ids, np.zeros(len(ids), dtype=np.bool_)),))
+        except ValueError as error:
+            skipped.append(f"{sample.id}: {error}")
+    return Assembled(items, skipped, 0, 0, 0)
 
 
 def _line_number(reason: str) -> int:
@@ -233,7 +252,7 @@ def problems(report: Report) -> list[str]:
         found.append(f"skipped: {len(report.skipped)} (see above; training stops there unless data.bad_rows is skip)")
     suspects = {
         f"longer than {report.max_len} tokens, left out unless data.overlong is truncate": report.overlong,
-        "no more than one trained token": [row for row in report.rows if row.mask.sum() <= 1],
+        "no more than one trained token": [row for row in report.rows if not report.asks and row.mask.sum() <= 1],
         "the same tokens as an earlier row": report.duplicates(),
     }
     return found + [f"{what}: {len(rows)} ({_places(rows)})" for what, rows in suspects.items() if rows]

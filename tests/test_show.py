@@ -196,3 +196,11 @@ def test_the_command_prints_rows_and_answers_a_wrong_file_in_words(tmp_path: Pat
     wrong = CliRunner().invoke(app, ["data", "show", str(tmp_path / "dat.jsonl"), "--model", "tiny"])
     assert wrong.exit_code == 2
     assert "did you mean data.jsonl?" in wrong.stderr
+
+
+def test_prompts_to_be_answered_are_shown_as_what_the_model_will_be_asked(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "2+2?", "answer": "4"}\n')
+    report = inspect_data(str(file), "tiny", "grpo", 2048, {})
+    assert [len(report.rows), report.statistics()["trained_tokens"]] == [1, 0]
+    assert "trained" not in " ".join(problems(report))

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
-import anyio
 import numpy as np
 
 from oxrl.algorithms import algorithm as named_algorithm
 from oxrl.concurrent import task_group
+from oxrl.loops.ahead import Ahead, producing
 from oxrl.loops.offline import (
     AlgorithmAt,
     Best,
@@ -31,11 +29,10 @@ from oxrl.loops.offline import (
 )
 from oxrl.loops.step import credit_step, update
 from oxrl.metrics import Sink, log_to_console
-from oxrl.rewards.length import sampled_tokens
 from oxrl.rewards.primitives import normalize_rewards
-from oxrl.rollouts.buffer import Group, ReplayBuffer, age_of
+from oxrl.rollouts.buffer import Group
 from oxrl.rollouts.collect import AsyncRolloutManager
-from oxrl.rollouts.filters import check_reward_nonzero_std
+from oxrl.rollouts.report import rollout_metrics
 from oxrl.types import (
     Algorithm,
     Backend,
@@ -46,7 +43,6 @@ from oxrl.types import (
     Render,
     Rollout,
     Sample,
-    Status,
     TrainingState,
 )
 
@@ -90,23 +86,6 @@ class OnlineConfig:
                 f"sync_every={self.sync_every} trains on samples that are {self.sync_every - 1} versions old; "
                 f"lag={self.lag} does not allow that: raise lag or sync every step"
             )
-
-
-class Produced(NamedTuple):
-    """What a batch took to collect, and the collector's state behind it; its groups wait in the buffer."""
-
-    groups: int
-    counts: Mapping[str, float]
-    seconds: float
-    after: Mapping[str, Any]
-
-
-class Ready(NamedTuple):
-    """A batch to train on: groups, their age, and what it took to collect them."""
-
-    groups: list[Group]
-    version: int
-    produced: Produced
 
 
 class _NoText:
@@ -176,17 +155,17 @@ async def run_online(
     algorithm_at: AlgorithmAt = (lambda _: algorithm) if isinstance(algorithm, Algorithm) else algorithm
     history: list[dict[str, float]] = []
     best, memory = Best.of(state), dict(state.cursor.get("memory", {}))
-    ahead = _Ahead(manager, generators[0], config, taking_turns)
+    ahead = Ahead(manager, generators[0], lag=config.lag, oldest=config.oldest, taking_turns=taking_turns)
     if state.cursor:
         await ahead.restore(state.cursor)
     await _sync(backend, generators)
     reached = state
-    async with _producing(ahead, config.num_steps - state.step):
+    async with producing(ahead, config.num_steps - state.step):
         for step in range(state.step + 1, config.num_steps + 1):
             await stop_here_if_interrupted(reached, state, best, save)
             current = algorithm_at(step)
             ready = await ahead.next(backend)
-            metrics = rollout_metrics(ready) | {"expired_groups": float(ahead.buffer.expired)}
+            metrics = rollout_metrics(ready.groups, ready.version) | ready.costs()
             items = rollout_items(current, shape(ready.groups), render)
             last = step == config.num_steps
             metrics |= await train_batch(backend, current, items, config, memory)
@@ -215,71 +194,6 @@ async def run_online(
             if last:
                 break
     return history
-
-
-class _Ahead:
-    """Batches that were collected before they are needed: at most `lag + 1` between the first token and its update."""
-
-    def __init__(
-        self, manager: AsyncRolloutManager, generator: Generator, config: OnlineConfig, taking_turns: bool
-    ) -> None:
-        self.manager, self.generator = manager, generator
-        self.permits = anyio.Semaphore(config.lag + 1)
-        # Who trains on the weights that the producer speaks with waits until it has used up its permits and rests.
-        self.enough = config.lag + 1 if taking_turns else 1
-        self.to_come = 0
-        self.buffer = ReplayBuffer(max_age=config.oldest)
-        self.waiting: deque[Produced] = deque()
-        self.arrived = anyio.Event()
-
-    async def produce(self) -> None:
-        while self.to_come:
-            await self.permits.acquire()
-            started, version = time.monotonic(), self.generator.version
-            groups, counts = await self.manager.collect(version)
-            self.buffer.add(groups, version)
-            self.waiting.append(Produced(len(groups), counts, time.monotonic() - started, self.manager.state()))
-            self.to_come -= 1
-            self.arrived.set()
-
-    async def next(self, backend: Backend) -> Ready:
-        while len(self.waiting) < self.enough and self.to_come:
-            self.arrived = anyio.Event()
-            await self.arrived.wait()
-        produced = self.waiting.popleft()
-        version = (await backend.get_weights()).version
-        groups = self.buffer.take(produced.groups, version)
-        if not groups:
-            raise RuntimeError(
-                f"all {produced.groups} groups of a batch are more than {self.buffer.max_age} versions old: raise lag"
-            )
-        return Ready(groups, version, produced)
-
-    def release(self) -> None:
-        """The engine has confirmed a new version: another batch may be begun."""
-        self.permits.release()
-
-    def state(self, trained: Produced) -> dict[str, Any]:
-        """What is collected but not trained on yet, and where to go on collecting; what is in flight is drawn again."""
-        newest = self.waiting[-1] if self.waiting else trained
-        waiting = [each._asdict() for each in self.waiting]
-        return {"collector": newest.after, "waiting": waiting, "buffer": self.buffer.state()}
-
-    async def restore(self, cursor: Mapping[str, Any]) -> None:
-        self.manager.restore(cursor["collector"])
-        self.buffer.restore(cursor["buffer"])
-        for produced in cursor["waiting"]:  # their permits are taken
-            await self.permits.acquire()
-            self.waiting.append(Produced(**produced))
-
-
-@asynccontextmanager
-async def _producing(ahead: _Ahead, steps: int) -> AsyncIterator[None]:
-    ahead.to_come = steps - len(ahead.waiting)
-    async with task_group() as tasks:
-        tasks.start_soon(ahead.produce)
-        yield
-        tasks.cancel_scope.cancel()
 
 
 async def _sync(backend: Backend, generators: Sequence[Generator]) -> None:
@@ -332,48 +246,6 @@ def _check_gap(metrics: Mapping[str, float], allowed: float) -> None:
             f"logprob_gap: sampler and trainer differ by {gap:.3g} in a token's log-prob on the same weights, and "
             f"{allowed:g} is allowed; the engine speaks with other weights, another precision or another temperature"
         )
-
-
-def rollout_metrics(ready: Ready) -> dict[str, float]:
-    """What a batch of rollouts says about itself: worth, length, variety, age, and what it took to get it."""
-    groups, version, produced = ready
-    answers = [rollout for group in groups for rollout in group if not rollout.greedy]
-    rewards = np.array([rollout.score.value for rollout in answers if rollout.score is not None])
-    lengths = np.array([sampled_tokens(rollout) for rollout in answers])
-    logprobs = [x for rollout in answers for turn in rollout.turns for x in turn.generation.logprobs]
-    drawn = sum(sampled_tokens(rollout) for group in groups for rollout in group)
-    metrics = {
-        "entropy": -float(np.mean(logprobs)) if logprobs else 0.0,  # of the sampler, estimated from what it drew
-        "length": float(lengths.mean()),
-        "longest": float(lengths.max()),
-        "truncated": float(np.mean([rollout.status is Status.TRUNCATED for rollout in answers])),
-        "age": float(max(age_of(group, version) for group in groups)),
-        "turns": float(np.mean([len(rollout.turns) for rollout in answers])),
-        "groups": float(len(groups)),
-        "generated_tokens": float(drawn),
-        "generate_seconds": produced.seconds,
-        "generated_per_second": drawn / max(produced.seconds, 1e-9),
-        **_cut_mass(answers),
-        **produced.counts,
-    }
-    if not len(rewards):
-        return metrics
-    flat = sum(not check_reward_nonzero_std(group) for group in groups)
-    spread = {"reward_std": float(rewards.std()), "flat_groups": float(flat)}
-    return {"reward": float(rewards.mean()), **spread, **_reward_parts(answers), **metrics}
-
-
-def _cut_mass(answers: Sequence[Rollout]) -> dict[str, float]:
-    cut = float(np.mean([turn.generation.cut_mass for rollout in answers for turn in rollout.turns]))
-    return {"cut_mass": cut} if cut else {}
-
-
-def _reward_parts(answers: Sequence[Rollout]) -> dict[str, float]:
-    parts: dict[str, list[float]] = {}
-    for rollout in answers:
-        for name, value in (rollout.score.parts if rollout.score is not None else {}).items():
-            parts.setdefault(name, []).append(value)
-    return {f"reward_{name}": float(np.mean(values)) for name, values in parts.items()}
 
 
 @dataclass(frozen=True, slots=True)

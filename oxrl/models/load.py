@@ -11,6 +11,7 @@ import copy
 import difflib
 import json
 import logging
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
@@ -296,12 +297,15 @@ def _nearest(name: str, candidates: Iterable[str]) -> str:
 
 def _load_weights(source: Source, config: ModelConfig) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
     dtype = resolve_dtype(config.dtype, resolve_device(config.device))
     if source.kind == "gguf":
         from oxrl.models.gguf import load_gguf_model
 
         return load_gguf_model(Path(source.where), dtype=dtype, attn_implementation=config.attn_implementation)
+    if not sys.stderr.isatty():
+        disable_progress_bar()  # a log file is no place for bars
     model, report = AutoModelForCausalLM.from_pretrained(
         prepare_builtin(source.where) if source.kind == "builtin" else source.where,
         dtype=dtype,

@@ -16,7 +16,7 @@ from oxrl.concurrent import run_blocking
 from oxrl.data.buffer import DataBuffer
 from oxrl.data.render import Renderer
 from oxrl.generators.embedded import EmbeddedGenerator
-from oxrl.loops.online import Produced, Ready, rollout_items, rollout_metrics
+from oxrl.loops.online import rollout_items
 from oxrl.loops.step import credit_step, step_optimizer, update
 from oxrl.metrics import Sink, log_to_console
 from oxrl.models.load import load_model, load_tokenizer
@@ -25,6 +25,7 @@ from oxrl.primitives.algorithms import AlgorithmConfig, create_algorithm_config
 from oxrl.rewards.grade import AnyReward
 from oxrl.rollouts.buffer import Group
 from oxrl.rollouts.collect import Answers, RolloutConfig, sampling_manager
+from oxrl.rollouts.report import rollout_metrics
 from oxrl.types import Algorithm, Backend, GenerationConfig, Message, Sample, TrainFuture, TrainingState
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ async def _training_step(
     backend, plain = state.backend, state.state
     memory = dict(plain.cursor.get("memory", {}))
     credited = await credit_step(backend, chosen, rollout_items(chosen, groups, state.render), budget, memory)
-    told = rollout_metrics(Ready(list(groups), backend.version, Produced(len(groups), {}, 0.0, {})))
+    told = rollout_metrics(groups, backend.version)
     metrics = told | await update(backend, chosen, credited, budget, optimizer_step_fn)
     await state.generator.update_weights(await backend.get_weights())
     after = plain._replace(step=plain.step + 1, version=backend.version, cursor={**plain.cursor, "memory": memory})

@@ -1,0 +1,50 @@
+"""A batch of rollouts to numbers that show what silence would hide."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from oxrl.rewards.length import sampled_tokens
+from oxrl.rollouts.buffer import Group, age_of
+from oxrl.rollouts.filters import check_reward_nonzero_std
+from oxrl.types import Rollout, Status
+
+
+def rollout_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
+    """Worth, length, variety and age of a batch, for weights of this version."""
+    answers = [rollout for group in groups for rollout in group if not rollout.greedy]
+    rewards = np.array([rollout.score.value for rollout in answers if rollout.score is not None])
+    lengths = np.array([sampled_tokens(rollout) for rollout in answers])
+    logprobs = [x for rollout in answers for turn in rollout.turns for x in turn.generation.logprobs]
+    drawn = sum(sampled_tokens(rollout) for group in groups for rollout in group)
+    metrics = {
+        "entropy": -float(np.mean(logprobs)) if logprobs else 0.0,  # of the sampler, estimated from what it drew
+        "length": float(lengths.mean()),
+        "longest": float(lengths.max()),
+        "truncated": float(np.mean([rollout.status is Status.TRUNCATED for rollout in answers])),
+        "age": float(max(age_of(group, version) for group in groups)),
+        "turns": float(np.mean([len(rollout.turns) for rollout in answers])),
+        "groups": float(len(groups)),
+        "generated_tokens": float(drawn),
+        **_cut_mass(answers),
+    }
+    if not len(rewards):
+        return metrics
+    flat = sum(not check_reward_nonzero_std(group) for group in groups)
+    spread = {"reward_std": float(rewards.std()), "flat_groups": float(flat)}
+    return {"reward": float(rewards.mean()), **spread, **_reward_parts(answers), **metrics}
+
+
+def _cut_mass(answers: Sequence[Rollout]) -> dict[str, float]:
+    cut = float(np.mean([turn.generation.cut_mass for rollout in answers for turn in rollout.turns]))
+    return {"cut_mass": cut} if cut else {}
+
+
+def _reward_parts(answers: Sequence[Rollout]) -> dict[str, float]:
+    parts: dict[str, list[float]] = {}
+    for rollout in answers:
+        for name, value in (rollout.score.parts if rollout.score is not None else {}).items():
+            parts.setdefault(name, []).append(value)
+    return {f"reward_{name}": float(np.mean(values)) for name, values in parts.items()}
