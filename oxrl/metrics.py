@@ -127,6 +127,10 @@ class LiveConsole:
 
     log = __call__
 
+    def say(self, line: str) -> None:
+        """A line for the person who watches, above the bar."""
+        self.console.print(line, highlight=False, markup=False, style="dim")
+
 
 _HEADLINES = (
     "reward",

@@ -25,11 +25,12 @@ from oxrl.inputs import (
     rollout_config,
     sampling_of,
 )
-from oxrl.metrics import JSONLLogger, LiveConsole, Sink, all_of
+from oxrl.metrics import JSONLLogger, LiveConsole, all_of
 from oxrl.models.load import check_tokenizer, load_model, load_tokenizer
 from oxrl.models.lora import LoraSettings, attach_lora, save_adapter
 from oxrl.rewards import Reward, judge_reward
 from oxrl.rewards.judge import RUBRIC
+from oxrl.rollouts.buffer import Group
 from oxrl.runs import (
     RolloutLog,
     check_resumable,
@@ -211,7 +212,7 @@ def _backend(config: Config, inputs: Inputs) -> Any:
     return backend
 
 
-async def _run(prepared: Prepared, backend: Any, console: Sink) -> list[dict[str, float]]:
+async def _run(prepared: Prepared, backend: Any, console: LiveConsole) -> list[dict[str, float]]:
     from oxrl.backends.local import NonFiniteError
 
     config, folder = prepared.config, prepared.folder
@@ -226,7 +227,7 @@ async def _run(prepared: Prepared, backend: Any, console: Sink) -> list[dict[str
         await save_checkpoint(folder / "checkpoints", backend, reached, keep=best_step, **keep)
 
     log = all_of(JSONLLogger(folder / "metrics.jsonl", keep_until=state.step), console)
-    run = _run_online if prepared.inputs.online else _run_offline
+    run = partial(_run_online, say=console.say) if prepared.inputs.online else _run_offline
     try:
         return await run(prepared, backend, state=state, log=log, save=save)
     except NonFiniteError as error:
@@ -302,9 +303,23 @@ async def _run_online(prepared: Prepared, backend: Any, *, state: TrainingState,
         ),
         shape=normalised if config.reward.normalize == "batch" else as_graded,
         move_reference=partial(_move_reference, config, backend),
-        observe=RolloutLog(prepared.folder / "rollouts.jsonl", rollout.log_samples, keep_until=state.step),
+        observe=_observer(prepared, state.step, say),
         **rest,
     )
+
+
+def _observer(prepared: Prepared, done: int, say: Callable[[str], None]) -> Callable[[int, Sequence[Group]], None]:
+    """What was said goes to a file, and now and then to whoever watches."""
+    write = RolloutLog(prepared.folder / "rollouts.jsonl", prepared.config.rollout.log_samples, keep_until=done)
+
+    def observe(step: int, groups: Sequence[Group]) -> None:
+        write(step, groups)
+        if step == done + 1 or step % 10 == 0:
+            first = groups[0][0]
+            asked, said = (" ".join(text.split()) for text in (first.prompt[-60:], first.response[:100]))
+            say(f"  sample: {asked!r} -> {said!r}, reward {first.reward}")
+
+    return observe
 
 
 async def _move_reference(config: Config, backend: Any, step: int) -> None:

@@ -39,10 +39,12 @@ def group_credit(
     overlong_buffer: int = 0,
     max_length: int = 1024,
     length_penalty: float = 0.0,
+    kl_in_reward: float = 0.0,
 ) -> CreditFn:
     """One advantage per rollout from the rewards of its group, on all that it sampled.
 
-    A rollout's reward is its whole one, wherever it was earned, less DAPO's penalty for the last `overlong_buffer` of
+    A rollout's reward is its whole one, wherever it was earned, less `kl_in_reward` times its KL to the reference (the
+    sum of log p - log p_ref over its tokens, as RLOO has it), less DAPO's penalty for the last `overlong_buffer` of
     `max_length` tokens, plus `length_penalty` times Kimi's preference for short answers (correct: a reward above 0).
     What `advantage` asks for besides rewards, by name, is a scalar of the group's rows or `step_mean`.
     """
@@ -55,6 +57,8 @@ def group_credit(
         if overlong_buffer:
             penalty = crediting.soft_overlong_penalty(lengths, max_length=max_length, buffer=overlong_buffer)
             rewards = rewards + penalty
+        if kl_in_reward:
+            rewards = rewards - kl_in_reward * torch.stack([_kl(rows).sum() for rows in rollouts])
         if length_penalty:
             rewards = rewards + length_penalty * crediting.length_penalty(lengths, rewards > 0)
         return rewards
@@ -73,12 +77,18 @@ def group_credit(
     return credit
 
 
-def step_credit(over_step: Callable[[list[Tensor]], list[Tensor]]) -> CreditFn:
-    """Advantages per token that depend on the whole step, from rewards on the tokens that earned them."""
+def step_credit(over_step: Callable[[list[Tensor]], list[Tensor]], *, kl_in_reward: float = 0.0) -> CreditFn:
+    """Advantages per token that depend on the whole step, from rewards on the tokens that earned them.
+
+    `kl_in_reward` times log p - log p_ref is taken off at each token.
+    """
+
+    def shaped(rows: Item) -> Tensor:
+        return _rewards(rows) - kl_in_reward * _kl(rows) if kl_in_reward else _rewards(rows)
 
     def credit(items: list[Item], memory: Memory) -> list[Item]:  # noqa: ARG001 - the signature of credit
         rollouts = [rows for group in items for rows in rollouts_in(group)]
-        advantages = over_step([_rewards(rows) for rows in rollouts])
+        advantages = over_step([shaped(rows) for rows in rollouts])
         return _numbered([_laid(rows, advantage=each) for rows, each in zip(rollouts, advantages, strict=True)])
 
     return credit
@@ -122,6 +132,12 @@ def _rewards(rows: Item) -> Tensor:
     if "reward" in rows[0].streams:
         return _stream(rows, "reward")
     return crediting.place(rows[-1].scalars["reward"], torch.ones(_trained(rows), dtype=torch.bool))
+
+
+def _kl(rows: Item) -> Tensor:
+    """Per trained token, from who sampled it to the reference."""
+    own = "sampler_logprob" if "sampler_logprob" in rows[0].streams else "policy_logprob"
+    return kl.k1(_stream(rows, own), _stream(rows, "ref_logprob"))
 
 
 def _spread(rows: Item, advantage: float) -> Item:

@@ -119,8 +119,8 @@ def policy_gradient(
 def _needs(parameters: Parameters) -> tuple[str, ...]:
     """A correction compares the sampler with the trainer of before the step; the exact KL is read inside the pass."""
     own = "sampler" if parameters["correction"] == "none" else "policy"
-    reference = parameters["kl_coef"] and parameters["kl_estimator"] != "full"
-    return (own, "ref") if reference else (own,)
+    in_loss = parameters["kl_coef"] and parameters["kl_estimator"] != "full"
+    return (own, "ref") if in_loss or parameters.get("kl_in_reward") else (own,)
 
 
 def _reads(parameters: Parameters) -> dict[str, Read]:

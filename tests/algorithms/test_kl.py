@@ -251,3 +251,13 @@ def test_kl_in_the_loss_lets_nothing_through_from_untrained_tokens_or_to_the_ref
         losses = kl_penalty_loss(logprob, ref_logprob, mask, kl_coef=1.0, estimator=k2)
         gradients = torch.autograd.grad(losses.sum(), (logprob, ref_logprob), allow_unused=True)
         assert losses.tolist() == [0.5, 0.0] and gradients[0].tolist() == [1.0, 0.0] and gradients[1] is None
+
+
+def test_what_the_reference_says_of_untrained_tokens_does_not_matter():
+    logprob = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
+    mask = torch.tensor([True, False, True])
+    rubbish = torch.tensor([-1.5, float("nan"), -2.5])
+    penalty = kl_penalty_loss(logprob, rubbish, mask, kl_coef=1.0)
+    penalty.sum().backward()
+    assert penalty.isfinite().all() and logprob.grad.isfinite().all()
+    assert penalty[1] == 0 and logprob.grad[1] == 0

@@ -178,6 +178,32 @@ async def test_group_credit_is_over_rollouts_and_on_all_of_their_tokens(render):
     assert found == [[[0.5] * 2], [[-0.5] * 2, [-0.5] * 3], [[0.0] * 4, [0.0] * 4]]
 
 
+@pytest.mark.parametrize("name", ["rloo", "reinforce_pp"])
+async def test_the_kl_can_be_part_of_the_reward(name, render):
+    """RLOO: of the whole answer, summed; REINFORCE++: of each token, which then reaches those before it."""
+    built = algorithm(name, kl_in_reward=0.5)
+    assert built.needs == ("sampler", "ref")
+    groups = [a_group(0), a_group(1)]
+    credited = await credit_step(BigramBackend(320), built, items_of(built, groups, render), 10_000, {})
+    rows = [row for item in credited for row in item]
+    gaps = [(r.streams["sampler_logprob"] - r.streams["ref_logprob"])[r.mask].astype(float) for r in rows]
+    if name == "rloo":
+        shaped = np.array([row.scalars["reward"] - 0.5 * gap.sum() for row, gap in zip(rows, gaps, strict=True)])
+        by_group = shaped.reshape(2, 3)
+        expected = (by_group - (by_group.sum(1, keepdims=True) - by_group) / 2).reshape(-1)
+        found = [row.streams["advantage"][row.mask][0] for row in rows]
+    else:
+        returns = []
+        for row, gap in zip(rows, gaps, strict=True):
+            earned = -0.5 * gap
+            earned[-1] += row.scalars["reward"]
+            returns.append(earned[::-1].cumsum()[::-1])
+        every = np.concatenate(returns)
+        expected = (every - every.mean()) / every.std(ddof=1)
+        found = np.concatenate([row.streams["advantage"][row.mask] for row in rows])
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
 async def test_penalties_for_length_are_part_of_the_reward(render):
     group = a_group(0, (1.0, 1.0, 0.0))  # 2, 5 and 8 tokens
     overlong = await advantages_of("dr_grpo", group, render, overlong_buffer=4, max_length=8)

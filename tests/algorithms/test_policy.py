@@ -486,3 +486,15 @@ def test_a_cap_that_is_not_positive_is_refused():
     assert weights_of(truncated_importance, cap=0.5).max() == pytest.approx(0.5)
     with pytest.raises(ValueError, match="positive"):
         weights_of(truncated_importance, cap=0.0)
+
+
+@pytest.mark.parametrize("size", [0.05, 1.0])
+def test_clips_for_one_side_follow_the_sign_of_the_advantage_however_small(size):
+    """Ratio e^2 with A > 0 and dual_clip: the usual clip, not the dual one; gmpo: the upper clip, not the lower."""
+    up = Policy(
+        torch.tensor([2.0]), torch.zeros(1), torch.tensor([size]), torch.ones(1).bool(), torch.zeros(1).long(), 1
+    )
+    assert clipped(up, dual_clip=3.0).item() == pytest.approx(-1.2 * size)
+    assert gmpo(up).item() == pytest.approx(-size * math.exp(0.4))
+    down = up._replace(logprob=torch.tensor([-2.0]))
+    assert gmpo(down).item() == pytest.approx(-size * math.exp(-2.0))
