@@ -266,7 +266,9 @@ async def _run_offline(prepared: Prepared, backend: Any, **rest: Any) -> list[di
     )
 
 
-async def _run_online(prepared: Prepared, backend: Any, *, state: TrainingState, **rest: Any) -> list[dict[str, float]]:
+async def _run_online(
+    prepared: Prepared, backend: Any, *, state: TrainingState, say: Callable[[str], None], **rest: Any
+) -> list[dict[str, float]]:
     from oxrl.generators.embedded import EmbeddedGenerator
     from oxrl.loops.evaluate import evaluate_online
     from oxrl.loops.offline import scheduled

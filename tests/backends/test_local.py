@@ -228,3 +228,23 @@ async def test_a_future_can_be_awaited_either_way():
 def test_a_model_without_trainable_parameters_is_refused():
     with pytest.raises(ValueError, match="nothing to train"):
         create_adamw_optimizer(load_model("tiny").requires_grad_(False))
+
+
+def test_a_reference_that_follows_is_part_of_the_checkpoint(tmp_path):
+    model, reference = load_model("tiny"), load_model("tiny")
+    backend = create_pytorch_backend(model, others={"ref": reference})
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(1.0)
+    backend.update_reference(0.75)  # ref <- 0.75 ref + 0.25 policy
+    moved = {name: weight.clone() for name, weight in reference.named_parameters()}
+    start = dict(load_model("tiny").named_parameters())
+    for name, weight in moved.items():
+        torch.testing.assert_close(weight, start[name] + 0.25)
+    backend.save(tmp_path)
+    other = create_pytorch_backend(load_model("tiny"), others={"ref": load_model("tiny")})
+    other.load(tmp_path)
+    for name, weight in other.others["ref"].model.named_parameters():
+        assert weight.equal(moved[name])
+    with pytest.raises(ValueError, match="no reference model"):
+        create_pytorch_backend(load_model("tiny")).update_reference(0.5)
