@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from itertools import pairwise
 
 import anyio
+from beside_trl import clock, in_own_process, peak_gib
 
 import oxrl
 
@@ -66,19 +65,10 @@ def run_oxrl(arguments: argparse.Namespace) -> dict[str, object]:
 
 def run_trl(arguments: argparse.Namespace) -> dict[str, object]:
     import datasets
-    from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     stamps: list[float] = []
     drawn: list[float] = []
-
-    class Clock(TrainerCallback):  # type: ignore[misc]
-        def on_step_begin(self, *_: object, **__: object) -> None:
-            if not stamps:
-                stamps.append(time.monotonic())
-
-        def on_step_end(self, *_: object, **__: object) -> None:
-            stamps.append(time.monotonic())
 
     def reward(completions: list[list[dict[str, str]]], completion_ids: list[list[int]], **_: object) -> list[float]:
         drawn.append(float(sum(map(len, completion_ids))))
@@ -113,7 +103,7 @@ def run_trl(arguments: argparse.Namespace) -> dict[str, object]:
             args=config,
             train_dataset=datasets.Dataset.from_list(rows),
             processing_class=oxrl.load_tokenizer(arguments.model),
-            callbacks=[Clock()],
+            callbacks=[clock(stamps)],
         )
         trainer.train()
     return _result(stamps, drawn)
@@ -125,18 +115,11 @@ def _result(stamps: list[float], generated: list[float]) -> dict[str, object]:
         "seconds_per_step": statistics.mean(seconds),
         "tokens_per_second": sum(generated[1:]) / sum(seconds),
         "tokens_per_step": statistics.mean(generated),
-        "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "peak_gib": peak_gib(),
     }
 
 
 SIDES = {"oxrl": run_oxrl, "trl": run_trl}
-
-
-def in_own_process(side: str, given: list[str]) -> dict[str, float]:
-    done = subprocess.run([sys.executable, __file__, "--side", side, *given], capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(done.stderr)
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def main() -> None:
@@ -157,7 +140,7 @@ def main() -> None:
     results: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
     for round_ in range(arguments.rounds):
         for side in SIDES if round_ % 2 == 0 else reversed(SIDES):
-            results[side].append(in_own_process(side, sys.argv[1:]))
+            results[side].append(in_own_process(__file__, side, sys.argv[1:]))
             last = results[side][-1]
             detail = f"  generating {last['generating']:.2f} s, gap {last['gap']:.0e}" if "gap" in last else ""
             print(

@@ -11,9 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,6 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import anyio
+from beside_trl import clock, in_own_process, peak_gib
 
 import oxrl
 from oxrl.data.assemble import assemble
@@ -63,18 +62,9 @@ def run_oxrl(model_name: str, rows: list[dict[str, str]], steps: int) -> dict[st
 
 def run_trl(model_name: str, rows: list[dict[str, str]], steps: int) -> dict[str, object]:
     import datasets
-    from transformers import TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
     stamps: list[float] = []
-
-    class Clock(TrainerCallback):  # type: ignore[misc]
-        def on_step_begin(self, *_: object, **__: object) -> None:
-            if not stamps:
-                stamps.append(time.monotonic())
-
-        def on_step_end(self, *_: object, **__: object) -> None:
-            stamps.append(time.monotonic())
 
     items = render(model_name, rows)
     labels = [[int(t) if m else -100 for t, m in zip(row.tokens, row.mask, strict=True)] for (row,) in items]
@@ -104,7 +94,7 @@ def run_trl(model_name: str, rows: list[dict[str, str]], steps: int) -> dict[str
             args=config,
             train_dataset=datasets.Dataset.from_dict(columns),
             processing_class=oxrl.load_tokenizer(model_name),
-            callbacks=[Clock()],
+            callbacks=[clock(stamps)],
         )
         trained = [int(row.mask.sum()) for (row,) in items]
         trainer.train()
@@ -119,21 +109,13 @@ def _result(stamps: list[float], trained_tokens: list[float], losses: list[float
     return {
         "trained_tokens_per_second": sum(trained_tokens[1:]) / sum(seconds),
         "seconds_per_step": statistics.mean(seconds),
-        "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "peak_gib": peak_gib(),
         "trained_tokens": sum(trained_tokens),
         "losses": losses,
     }
 
 
 SIDES = {"oxrl": run_oxrl, "trl": run_trl}
-
-
-def in_own_process(side: str, arguments: argparse.Namespace) -> dict[str, float]:
-    command = [sys.executable, __file__, "--side", side, "--model", arguments.model, "--steps", str(arguments.steps)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(done.stderr)
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def main() -> None:
@@ -151,7 +133,7 @@ def main() -> None:
     results: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
     for round_ in range(arguments.rounds):
         for side in SIDES if round_ % 2 == 0 else reversed(SIDES):
-            results[side].append(in_own_process(side, arguments))
+            results[side].append(in_own_process(__file__, side, sys.argv[1:]))
             last = results[side][-1]
             print(
                 f"{side:5} {last['trained_tokens_per_second']:7.1f} trained tokens/s  "
