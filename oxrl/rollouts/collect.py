@@ -22,7 +22,7 @@ from oxrl.concurrent import task_group
 from oxrl.rewards.grade import AnyReward, grade
 from oxrl.rollouts.batches import RolloutBatch, convert_to_batch
 from oxrl.rollouts.buffer import Group, age_of
-from oxrl.rollouts.envs import Talker, mixed_seed, single_turn
+from oxrl.rollouts.envs import PAUSES, Talker, mixed_seed, single_turn
 from oxrl.rollouts.filters import keep_all
 from oxrl.rollouts.record import rollout_from_json, rollout_to_json
 from oxrl.types import (
@@ -81,6 +81,8 @@ class RolloutConfig:
     reward_time_limit: float = 30.0
 
     def __post_init__(self) -> None:
+        if self.select_fn is not first_in_prompt_order:
+            logger.warning("a selection among finished groups biases what is learnt towards what it prefers")
         if self.batch_size < 1 or self.n_samples_per_prompt < 1:
             raise ValueError("batch_size and n_samples_per_prompt must be 1 or more")
         if self.n_samples_per_prompt < self.least_answers:
@@ -122,6 +124,7 @@ class AsyncRolloutManager:
         tally = dict.fromkeys(("drawn", "filtered_groups", "ungraded", "ungraded_groups", "expired", "wasted"), 0.0)
         self._let_go_of_old(version, tally)
         accepted: list[Group] = []
+        failures: list[str] = []
         while (missing := config.batch_size - len(accepted)) > 0:
             wanted = min(math.ceil(missing * config.over_sampling_factor), config.most_draws - int(tally["drawn"]))
             if wanted < 1:
@@ -131,13 +134,13 @@ class AsyncRolloutManager:
             for group in await self._round(groups, missing):
                 if _unfinished(group):
                     self.partial_samples.append(group)
-                elif (graded := await self._judge(group, tally)) is not None:
+                elif (graded := await self._judge(group, tally, failures)) is not None:
                     accepted.append(graded)
         accepted.sort(key=lambda group: group[0].group)
         chosen = list(await _resolved(config.select_fn(accepted, config.batch_size)))
         if config.select_fn is first_in_prompt_order:  # what a selection turned down must not come back
             self.partial_samples += accepted[config.batch_size :]
-        self._check_enough(chosen, tally)
+        self._check_enough(chosen, tally, failures)
         return Collected(chosen, {**tally, "carried": float(len(self.partial_samples))})
 
     async def _round(self, groups: Sequence[Group], missing: int) -> list[Group]:
@@ -166,24 +169,31 @@ class AsyncRolloutManager:
         return [results[place] for place in range(len(groups))]
 
     async def _generate(self, group: Group) -> Group:
-        if self.config.generate_fn is None:
+        """What fails is tried again after growing pauses; what goes on failing is an error of its rollouts."""
+        generate = self.config.generate_fn
+        if generate is None:
             raise ValueError("RolloutConfig needs generate_fn: rollouts without turns in, with turns out")
         if not _unfinished(group):
             return group
-        return tuple(await _resolved(self.config.generate_fn(group)))
+        for pause in (*PAUSES, None):
+            try:
+                return tuple(await _resolved(generate(group)))
+            except (RuntimeError, OSError) as error:
+                if pause is None:
+                    return tuple(replace(rollout, error=_generation_failed(error)) for rollout in group)
+            await anyio.sleep(pause)
+        raise AssertionError("the last try returns")
 
     async def _grade(self, group: Group) -> Sequence[Rollout]:
         if self.config.reward_fn is None:
             return group
         return await grade(group, self.config.reward_fn, time_limit=self.config.reward_time_limit)
 
-    async def _judge(self, group: Group, tally: dict[str, float]) -> Group | None:
+    async def _judge(self, group: Group, tally: dict[str, float], failures: list[str]) -> Group | None:
         """What was graded of the group if it is worth training on."""
-        failed = [rollout for rollout in group if rollout.error is not None]
         graded = tuple(rollout for rollout in group if rollout.error is None)
-        if failed:
-            tally["ungraded"] += len(failed)
-            logger.warning("%d of %d answers ungraded: %s", len(failed), len(group), failed[0].error)
+        failures += [rollout.error for rollout in group if rollout.error is not None]
+        tally["ungraded"] += len(group) - len(graded)
         answers = [rollout for rollout in graded if not rollout.greedy]
         if len(answers) < self.config.least_answers or (len(answers) == len(graded) and self.config.greedy):
             tally["ungraded_groups"] += 1
@@ -218,12 +228,15 @@ class AsyncRolloutManager:
                 tally["wasted"] += sum(len(turn.generation.token_ids) for each in begun for turn in each.turns)
                 self.partial_samples[place] = self._blank(group[0].group, group[0].sample)
 
-    def _check_enough(self, chosen: Sequence[Group], tally: Mapping[str, float]) -> None:
+    def _check_enough(self, chosen: Sequence[Group], tally: Mapping[str, float], failures: Sequence[str]) -> None:
+        if failures:
+            logger.warning("%d answers ungraded; the first: %s", len(failures), failures[0])
         if len(chosen) >= self.config.batch_size:
             return
         why = f"{tally['filtered_groups']:.0f} were filtered out, {tally['ungraded_groups']:.0f} could not be graded"
         if not chosen:
-            raise RuntimeError(f"none of {tally['drawn']:.0f} prompts gave a group to train on: {why}")
+            first = f"; the first failure: {failures[0]}" if failures else ""
+            raise RuntimeError(f"none of {tally['drawn']:.0f} prompts gave a group to train on: {why}{first}")
         logger.warning(
             "only %d of %d groups after %d prompts: %s", len(chosen), self.config.batch_size, tally["drawn"], why
         )
@@ -257,6 +270,10 @@ def generate_rollout_batches(
 
 def _unfinished(group: Group) -> bool:
     return any(rollout.status in (Status.PENDING, Status.ABORTED) for rollout in group)
+
+
+def _generation_failed(error: Exception) -> str:
+    return f"generation failed: {type(error).__name__}: {error}"
 
 
 async def _resolved(value: Any) -> Any:
@@ -302,7 +319,7 @@ class Answers:
         try:
             episode = await self.env(rollout.sample, talk)
         except (RuntimeError, OSError) as error:  # the engine failed, again and again: an error, never a reward
-            return replace(rollout, error=f"generation failed: {type(error).__name__}: {error}")
+            return replace(rollout, error=_generation_failed(error))
         turns = episode.turns
         if len(turns) == 1 and turns[0].generation.finish_reason == "aborted" and not turns[0].generation.token_ids:
             turns = ()  # its turn never came

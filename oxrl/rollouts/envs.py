@@ -54,6 +54,7 @@ ReplyFn: TypeAlias = Callable[[Conversation], Any]
 """The conversation so far to what the user says: a text, a message, several, or None to end it; at once or awaited."""
 
 _MASK = (1 << 64) - 1
+PAUSES = (0.1, 0.2, 0.4)  # seconds, before a failed generation is tried again
 
 
 def mixed_seed(*numbers: int) -> int:
@@ -96,7 +97,7 @@ class Talker:
         seed: int,
         recorded: Sequence[Turn] = (),
         *,
-        pauses: Sequence[float] = (0.1, 0.2, 0.4),
+        pauses: Sequence[float] = PAUSES,
     ) -> None:
         self.generator, self.sampling, self.seed, self.pauses = generator, sampling, seed, pauses
         self._render = render

@@ -1,7 +1,6 @@
 """Learning to use a tool: calls are parsed, executed and answered, the answers are masked, and the reward rises."""
 
 import re
-from dataclasses import replace
 
 import anyio
 import numpy as np
@@ -18,9 +17,9 @@ from oxrl.loops.offline import OfflineConfig, run_offline
 from oxrl.loops.online import OnlineConfig, run_online
 from oxrl.models.load import load_model
 from oxrl.rollouts.collect import Answers, RolloutConfig, sampling_manager
-from oxrl.rollouts.envs import with_tools
+from oxrl.rollouts.envs import Talker, with_tools
 from oxrl.rollouts.tools import ToolCall, calculator, tool_schema
-from oxrl.types import GenerationConfig, Message, Rollout, Sample, Score
+from oxrl.types import Generation, GenerationConfig, Message, Rollout, Sample, Score, Turn
 
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "%s"}}</tool_call>'
 SHORT_CALL = "[%s]"  # what a model of a million parameters can learn to write in seconds
@@ -99,24 +98,20 @@ def _check_masks(rollout, tokenizer):
 
 
 def test_a_real_chat_model_meets_the_tool(smollm2):
-    """SmolLM2 has no tools in its template: it is told of them in words; a call that it writes is answered."""
+    """SmolLM2's template has no tools, so it is told of them in words. It is handed a call as the thing it said first:
+    the call is parsed and executed, the result is masked, and what the model says next is trained on."""
     config, tokenizer = smollm2
-    model = load_model(config)
-    render = Renderer(tokenizer)
-    call = CALL % "17+25"
-    shown = Message("user", f"Repeat exactly, and nothing else: {call}")
-    answers = Answers(
-        EmbeddedGenerator(model, tokenizer),
-        render,
-        GenerationConfig(max_new_tokens=48, temperature=0.0),
-        env=with_tools([calculator], max_turns=2),
-    )
-
-    (rollout,) = anyio.run(answers, (Rollout(Sample("s", (shown,))),))
-    assert rollout.turns and rollout.error is None
-    (row, *_) = rows_of(replace(rollout, score=Score(1.0)))
-    assert row.tokens[row.mask].tolist()[: len(rollout.turns[0].generation.token_ids)] == list(
-        rollout.turns[0].generation.token_ids
-    )
-    if len(rollout.turns) == 2:
-        assert any("42" in str(message.content) for message in rollout.messages)
+    generator, render = EmbeddedGenerator(load_model(config), tokenizer), Renderer(tokenizer)
+    sampling, env = GenerationConfig(max_new_tokens=12, temperature=0.0), with_tools([calculator], max_turns=2)
+    sample = Sample("s", (Message("user", "What is 1017 + 25?"),))
+    first = anyio.run(env, sample, Talker(generator, render, sampling._replace(max_new_tokens=1), 0)).turns[0]
+    assert "calculator" in tokenizer.decode(first.prompt_ids)
+    ids = (*tokenizer(CALL % "1017+25")["input_ids"], tokenizer.eos_token_id)
+    call = Generation(ids, (-1.0,) * len(ids), "stop", text=CALL % "1017+25")
+    recorded = (Turn(first.prompt_ids, call),)
+    episode = anyio.run(env, sample, Talker(generator, render, sampling, 0, recorded))
+    rollout = Rollout(sample, episode.turns, score=Score(1.0))
+    assert len(rollout.turns) == 2 and any("1042" in str(message.content) for message in rollout.messages[1:])
+    (row,) = rows_of(rollout)
+    assert row.tokens[row.mask].tolist() == [*ids, *rollout.turns[1].generation.token_ids]
+    assert "1042" in tokenizer.decode(row.tokens[~row.mask])

@@ -178,8 +178,24 @@ def test_a_failed_generation_is_tried_again_before_it_counts_as_an_error():
     manager = manager_of(generator, batch_size=1)
     assert numbers(anyio.run(manager.collect).groups) == [0]
     hopeless = manager_of(Scripted(lambda request: [7], failures=10_000), batch_size=1, max_draws=1)
-    with pytest.raises(RuntimeError, match="1 could not be graded"):
+    with pytest.raises(
+        RuntimeError, match="1 could not be graded; the first failure: generation failed: ConnectionError"
+    ):
         anyio.run(hopeless.collect)
+
+
+def test_a_generate_function_of_ones_own_is_tried_again_too():
+    tries = []
+
+    def flaky(group):
+        tries.append(len(group))
+        if len(tries) < 3:
+            raise TimeoutError("busy")
+        return tuple(replace(rollout, turns=(Turn((1,), Generation((2,), (-0.1,), "stop")),)) for rollout in group)
+
+    config = RolloutConfig(batch_size=1, generate_fn=flaky, reward_fn=lambda rollout: 1.0)
+    collected = anyio.run(AsyncRolloutManager(DataBuffer([question(1)]), config).collect)
+    assert len(tries) == 3 and len(collected.groups) == 1
 
 
 def test_a_greedy_answer_is_graded_beside_the_others_and_marked():
@@ -188,11 +204,11 @@ def test_a_greedy_answer_is_graded_beside_the_others_and_marked():
     assert [rollout.greedy for rollout in group] == [False, False, True] and group[2].reward == 2.0
 
 
-def test_a_selection_sees_all_finished_groups_and_what_it_turns_down_does_not_return():
+def test_a_selection_sees_all_finished_groups_and_what_it_turns_down_does_not_return(caplog):
     best = lambda groups, count: sorted(groups, key=lambda group: -group[0].group)[:count]  # noqa: E731
     manager = manager_of(Scripted(lambda request: [7]), batch_size=2, over_sampling_factor=2, select_fn=best)
     assert numbers(anyio.run(manager.collect).groups) == [3, 2]
-    assert manager.partial_samples == []
+    assert manager.partial_samples == [] and "biases" in caplog.text
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
