@@ -105,15 +105,14 @@ def train(
     }
     overrides = [f"{key}={json.dumps(value)}" for key, value in flags.items() if value is not None]
     with _mistakes_end_here():
-        from oxrl.wiring import run_stages
-
         stages = _stages(config, output, resume, [*overrides, *(set_ or [])])
+        from oxrl.wiring import run_stages  # torch comes with it, and wrong input is answered before that
+
         run_stages(stages, output, resume=resume, train=lambda prepared: _train_and_tell(prepared, json_))
 
 
 def _stages(path: Path | None, output: Path | None, resume: bool, overrides: list[str]) -> dict[str, Config]:
     from oxrl.config import load_stages
-    from oxrl.runs import recorded_stages
 
     if path is not None or not resume:
         return load_stages(path, overrides)
@@ -121,6 +120,8 @@ def _stages(path: Path | None, output: Path | None, resume: bool, overrides: lis
         raise ValueError("--output names the run to resume")
     if not (output / "stages.yaml").exists() and not (output / "config.yaml").exists():
         raise ValueError(f"there is nothing to resume in {output}")
+    from oxrl.runs import recorded_stages
+
     return recorded_stages(output) or load_stages(output / "config.yaml", overrides)
 
 

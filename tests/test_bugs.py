@@ -117,7 +117,9 @@ def test_no_config_key_is_a_promise_that_nobody_keeps():
     source = "".join(path.read_text() for path in (ROOT / "oxrl").rglob("*.py"))
     for name, section in Config.model_fields.items():
         for key in section.annotation.model_fields:
-            assert re.search(rf"\b(config|model|train|data|lora|run|self)\.({name}\.)?{key}\b", source), f"{name}.{key}"
+            assert re.search(
+                rf"\b(config|model|train|data|lora|reward|rollout|section|run|self)\.({name}\.)?{key}\b", source
+            ), f"{name}.{key}"
 
 
 def test_example_configs_load():

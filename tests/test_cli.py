@@ -185,7 +185,9 @@ def test_an_interrupted_run_saves_says_so_and_goes_on(tmp_path):
     out = tmp_path / "out"
     command = [sys.executable, "-m", "oxrl.cli", "train", "--output", str(out)]
     start = [*command, "--model", "tiny", "--data", str(data), "--epochs", "500"]
-    process = subprocess.Popen(start, stderr=subprocess.PIPE, text=True)
+    # A shell that runs the tests in the background lets its children ignore interrupts; this one must not.
+    heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+    process = subprocess.Popen(start, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
     deadline = time.monotonic() + 60
     while not (out / "metrics.jsonl").exists() and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -125,6 +125,10 @@ class _Columns:
         """The first of these names under which the row holds something."""
         return next((name for name in names if self._get(name) is not None), None)
 
+    def is_there(self, name: str) -> bool:
+        """Whether there is such a column, even if it holds nothing."""
+        return name in self._theirs
+
     def take(self, name: str) -> Any:
         return self.rest.pop(self._theirs[name], None) if name in self._theirs else None
 
@@ -169,6 +173,8 @@ def _prompt_answer(columns: _Columns) -> Sample:
 
 
 def _prompt_only(columns: _Columns) -> Sample:
+    if empty := [name for name in ("response", "completion", "answer") if columns.is_there(name)]:
+        raise BadRow(f"its columns ({columns}) fit no format: where prompts stand alone, leave {empty[0]} out")
     return _sample(columns, _prompt(columns, "prompt", "question"))
 
 
