@@ -5,7 +5,7 @@ right number earn a reward, and that is all it learns from. Held-out lists have 
 shows. Before and after are scored alike and leniently (the first or the last number said counts, whatever is around
 it), so learning to answer briefly would not count.
 
-    python examples/demo.py [--seed 0] [--steps 28] [--shuffle-rewards]
+    python examples/demo.py [--seed 0] [--steps 36] [--shuffle-rewards]
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def config_of(training: list[dict[str, str]], watched: list[dict[str, str]], arg
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=28)
+    parser.add_argument("--steps", type=int, default=36)
     parser.add_argument("--shuffle-rewards", action="store_true", help="a control: answers are paid for at random")
     arguments = parser.parse_args()
     console, chance, taken = Console(), random.Random(arguments.seed), set[frozenset[int]]()
