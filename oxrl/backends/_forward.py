@@ -468,6 +468,8 @@ def _single_hidden(inner: PreTrainedModel, batch: Batch) -> Tensor:
 
 def _check_projection(inner: PreTrainedModel, batch: Batch, hidden: Tensor) -> None:
     """Our log-probs from hidden states against the model's own logits."""
+    if not bool(hidden.isfinite().all()):
+        raise ValueError(f"the hidden states of {type(inner).__name__} are not finite; are its weights?")
     ours = token_logprobs(hidden, batch.tokens, batch.mask, head_of(inner))["logprob"]
     start, end = batch.borders[-2:]
     logits = inner(input_ids=batch.tokens[None, start:end], use_cache=False).logits[0].float()

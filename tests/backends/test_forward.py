@@ -165,6 +165,13 @@ def test_a_head_that_does_something_unknown_is_refused():
         prepare_layout(LanguageModel(model))
 
 
+def test_weights_that_are_no_numbers_are_called_that():
+    model = build("llama")
+    model.model.layers[1].mlp.up_proj.weight.data[3, 3] = float("nan")
+    with pytest.raises(ValueError, match="not finite"):
+        prepare_layout(LanguageModel(model))
+
+
 def families(vocabulary=120):
     """A group of four, two pairs of one prompt, rows without a partner, one that another begins with, a row twice."""
     random = np.random.default_rng(5)
