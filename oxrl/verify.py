@@ -15,10 +15,10 @@ import tempfile
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from oxrl import __version__
 from oxrl.checkpoint import environment
 from oxrl.config import Config, check_config
 from oxrl.models.catalog import Entry, Strategy
@@ -66,7 +66,7 @@ def verify_model(
     check_tokenizer(model, tokenizer)
     record: dict[str, Any] = {
         "date": datetime.now(UTC).date().isoformat(),
-        "environment": {"oxrl": __version__, **environment()},
+        "environment": {"oxrl": version("oxrl"), **environment()},
         "architecture": type(model).__name__,
         "parameters": sum(weight.numel() for weight in model.parameters()),
         "dtype": str(model.dtype).removeprefix("torch."),
