@@ -174,7 +174,8 @@ def test_rows_on_both_sides_of_a_change_of_angles_are_refused_together():
         "long_factor": [4.0] * 6,
         "original_max_position_embeddings": 16,
     }
-    config = transformers.Phi3Config(**SMALL, pad_token_id=0, rope_parameters=angles)
+    places = {"original_max_position_embeddings": 16, "rope_parameters": angles}
+    config = transformers.Phi3Config(**SMALL, pad_token_id=0, eos_token_id=0, **places)
     module = LanguageModel(AutoModelForCausalLM.from_config(config).eval())
     assert prepare_layout(module).layout == "shared"
     for lengths in ((9, 16), (17, 40)):
