@@ -18,7 +18,7 @@ LAYERS = [
     {"config"},
     {"runs"},
     {"inputs"},
-    {"wiring", "plot", "show", "explain", "primitives"},
+    {"wiring", "plot", "show", "explain", "primitives", "verify"},
     {"cli"},
 ]
 STRANGERS = [

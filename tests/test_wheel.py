@@ -48,6 +48,12 @@ def test_wrong_input_is_answered_without_torch_being_there_at_all(installed):
     assert "did you mean lr?" in done.stderr
 
 
+def test_the_wheel_brings_the_catalogue_and_its_records(installed):
+    python, folder = installed
+    listed = run(python.parent / "oxrl", "models", "list", cwd=folder).splitlines()
+    assert {line.split()[0] for line in listed if line.endswith(" verified")} >= {"tiny", "smollm2-135m"}
+
+
 def test_every_module_of_the_package_is_in_the_wheel(installed):
     python, _ = installed
     home = Path(run(python, "-c", "import oxrl; print(oxrl.__path__[0])", cwd=os.sep).strip())

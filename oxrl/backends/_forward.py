@@ -73,6 +73,7 @@ class LanguageModel(nn.Module):
 
     def hidden(self, batch: Batch) -> Tensor:
         body = getattr(self.inner, self.inner.base_model_prefix)
+        _check_rotation(self.inner, batch)
         if self.layout == "padded":
             return _padded_hidden(body, batch)
         return _packed_hidden(body, _share(batch) if self.layout == "shared" else _one_by_one(batch))
@@ -111,6 +112,20 @@ def _zero_linear(width: int) -> nn.Linear:
     layer = nn.Linear(width, 1, bias=False)
     nn.init.zeros_(layer.weight)
     return layer
+
+
+def _check_rotation(inner: PreTrainedModel, batch: Batch) -> None:
+    """longrope rotates a whole pass by the angles for long rows if one row is long, which falsifies the short ones."""
+    config = inner.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return
+    limit = rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
+    if len({end - start > limit for start, end in pairwise(batch.borders)}) > 1:
+        raise ValueError(
+            f"{type(inner).__name__} rotates rows of more than {limit} tokens by other angles than shorter ones, so "
+            f"they cannot run together: set data.max_seq_len to {limit}, or train.micro_batch_tokens to 1"
+        )
 
 
 def head_of(model: PreTrainedModel, temperature: float = 1.0) -> Head:
@@ -468,6 +483,8 @@ def _single_hidden(inner: PreTrainedModel, batch: Batch) -> Tensor:
 
 def _check_projection(inner: PreTrainedModel, batch: Batch, hidden: Tensor) -> None:
     """Our log-probs from hidden states against the model's own logits."""
+    if not bool(hidden.isfinite().all()):
+        raise ValueError(f"the hidden states of {type(inner).__name__} are not finite; are its weights?")
     ours = token_logprobs(hidden, batch.tokens, batch.mask, head_of(inner))["logprob"]
     start, end = batch.borders[-2:]
     logits = inner(input_ids=batch.tokens[None, start:end], use_cache=False).logits[0].float()

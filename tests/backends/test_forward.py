@@ -165,6 +165,35 @@ def test_a_head_that_does_something_unknown_is_refused():
         prepare_layout(LanguageModel(model))
 
 
+def test_rows_on_both_sides_of_a_change_of_angles_are_refused_together():
+    """Phi-3.5's longrope: transformers takes the angles of the longest row for all of them."""
+    angles = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 6,
+        "long_factor": [4.0] * 6,
+        "original_max_position_embeddings": 16,
+    }
+    places = {"original_max_position_embeddings": 16, "rope_parameters": angles}
+    config = transformers.Phi3Config(**SMALL, pad_token_id=0, eos_token_id=0, **places)
+    module = LanguageModel(AutoModelForCausalLM.from_config(config).eval())
+    assert prepare_layout(module).layout == "shared"
+    for lengths in ((9, 16), (17, 40)):
+        rows = some_rows(lengths)
+        values = by_row(module, rows)
+        for row in rows:
+            torch.testing.assert_close(values[row.id], naive_logprobs(module.inner, row), atol=2e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match="max_seq_len to 16"):
+        by_row(module, some_rows((9, 17)))
+
+
+def test_weights_that_are_no_numbers_are_called_that():
+    model = build("llama")
+    model.model.layers[1].mlp.up_proj.weight.data[3, 3] = float("nan")
+    with pytest.raises(ValueError, match="not finite"):
+        prepare_layout(LanguageModel(model))
+
+
 def families(vocabulary=120):
     """A group of four, two pairs of one prompt, rows without a partner, one that another begins with, a row twice."""
     random = np.random.default_rng(5)

@@ -1,0 +1,201 @@
+"""The models that oxRL knows by name (`catalog.toml`) to cards, example configs and a page of the documentation.
+
+A model counts as verified if the record of a run of `oxrl models verify` lies in `verified/` and names no problem;
+nothing else can make it so. Loading is left to `load`, verifying to `oxrl.verify`.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from oxrl.models.builtin import BUILTIN_MODELS
+
+RECORDS = Path(__file__).parent / "verified"
+BYTES_PER_WEIGHT = 16  # bf16 weight and gradient, float32 master weight and AdamW's two moments
+ONE_DEVICE = 80  # GB
+Strategy: TypeAlias = Literal["full", "lora"]
+
+
+class Task(NamedTuple):
+    """`Task("grpo", {"train_files_path": "gsm8k.jsonl"}, "number_match")`: how a run for it would begin."""
+
+    algorithm: str
+    data: Mapping[str, Any]  # the config's section
+    reward: str | dict[str, float] | None = None
+
+
+class Entry(NamedTuple):
+    """`Entry("qwen3-0.6b", hub="Qwen/Qwen3-0.6B", billions=0.596, architecture="Qwen3ForCausalLM", ...)`."""
+
+    name: str
+    hub: str | None
+    billions: float
+    active_billions: float  # that a token passes through; fewer than all in a mixture of experts
+    architecture: str  # the transformers class that it is loaded as
+    tasks: tuple[str, ...]
+    template: str  # the family of its chat template
+    licence: str
+    lora_targets: tuple[str, ...]
+    not_yet: str | None  # why oxRL cannot train it
+
+    @property
+    def source(self) -> str:
+        """What `model.name` is set to."""
+        return self.name if self.hub is None or self.name in BUILTIN_MODELS else self.hub
+
+    @property
+    def memory(self) -> float:
+        """GB for weights, gradients and optimizer when all of them are trained."""
+        return self.billions * BYTES_PER_WEIGHT
+
+    @property
+    def strategy(self) -> Strategy:
+        return "full" if self.memory <= ONE_DEVICE else "lora"
+
+    @property
+    def reason(self) -> str:
+        needed = f"{self.memory:.2g}" if self.memory < 10 else f"{self.memory:.0f}"
+        fits = "fit" if self.strategy == "full" else "do not fit"
+        return (
+            f"weights, gradients and optimizer of all of it take {needed} GB and {fits} on a device of {ONE_DEVICE} GB"
+        )
+
+    @property
+    def status(self) -> str:
+        record = record_of(self.name)
+        if self.not_yet is not None:
+            return "not yet"
+        return "verified" if record is not None and not record["problems"] else "config-ready"
+
+    @property
+    def size(self) -> str:
+        if self.billions < 0.2:
+            return f"{self.billions * 1000:.0f}M"
+        active = f" ({self.active_billions:g}B active)" if self.active_billions < self.billions else ""
+        return f"{self.billions:.{1 if self.billions < 1 else 3}g}B{active}"
+
+
+@cache
+def catalog() -> Mapping[str, Entry]:
+    """Every model by its name, smallest first."""
+    raw = _read()
+    entries = [_entry(name, fields, raw) for name, fields in raw["models"].items()]
+    return MappingProxyType({entry.name: entry for entry in sorted(entries, key=lambda entry: entry.billions)})
+
+
+def find_entry(name: str) -> Entry:
+    """By the catalogue's name or the hub's, without regard to case."""
+    known = {each.lower(): entry for entry in catalog().values() for each in (entry.hub or entry.name, entry.name)}
+    if name.lower() not in known:
+        near = get_close_matches(name.lower(), known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else "; `oxrl models list` shows them"
+        raise ValueError(f"there is no model {name} in the catalogue{hint} (a run takes any model, known here or not)")
+    return known[name.lower()]
+
+
+def record_of(name: str) -> dict[str, Any] | None:
+    """What `oxrl models verify` found, if it was run and its record kept."""
+    file = RECORDS / f"{name}.json"
+    if not file.is_file():
+        return None
+    record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return record
+
+
+def example_config(entry: Entry) -> dict[str, Any]:
+    """A config to begin with, for the model's first task."""
+    task = Task(**_read()["tasks"][entry.tasks[0]])
+    full = entry.strategy == "full"
+    rates = {"sft": (1e-5, 1e-4), "grpo": (1e-6, 1e-5)}  # an adapter takes larger steps than all weights do
+    config: dict[str, Any] = {
+        "model": {"name": entry.source, **({"gradient_checkpointing": True} if entry.billions > 1 else {})},
+        "data": dict(task.data),
+        "run": {"experiment_id": f"{entry.name}-{task.algorithm}"},
+        "train": {"alg_name": task.algorithm, "lr": rates[task.algorithm][0 if full else 1]},
+    }
+    if not full:
+        config["lora"] = {"enabled": True, "target_modules": list(entry.lora_targets)}
+    if task.reward is not None:
+        config["reward"] = {"reward_func": task.reward}
+        config["rollout"] = {"n_samples": 8, "max_tokens": 1024 if "reasoning" in entry.tasks else 512}
+    return config
+
+
+def as_yaml(config: Mapping[str, Any]) -> str:
+    import yaml
+
+    return yaml.safe_dump(dict(config), sort_keys=False)
+
+
+def document() -> str:
+    """The page `docs/models.md`."""
+    lines = [
+        "# Models",
+        "",
+        "Generated from the catalogue by `python -m oxrl.models.catalog`; `oxrl models show NAME` tells more, and "
+        "`oxrl models config NAME` prints a config to begin with. A run takes any causal language model that "
+        "transformers can load, whether it is listed here or not.",
+        "",
+        "- **verified**: `oxrl models verify NAME` was run with these very weights, and its record is in the "
+        "repository: SFT, DPO and GRPO, two steps each, with finite losses, weights that change, sampler and trainer "
+        "that agree, and a checkpoint from which a run goes on to the same end.",
+        "- **config-ready**: its config is checked, and a small random model of the same architecture goes through "
+        "the same in the tests; these weights themselves were not tried.",
+        "- **not yet**: it is known, but oxRL cannot train it; the card says why.",
+        "",
+        "| Model | Size | Architecture | Task | Strategy | Template | Licence | Status |",
+        "|:---|:---|:---|:---|:---|:---|:---|:---|",
+    ]
+    for entry in catalog().values():
+        cells = [entry.name, entry.size, entry.architecture, ", ".join(entry.tasks), entry.strategy, entry.template]
+        lines.append(f"| {' | '.join([*cells, entry.licence, entry.status])} |")
+    lines += ["", *(line for entry in catalog().values() for line in _verified_lines(entry))]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _verified_lines(entry: Entry) -> list[str]:
+    record = record_of(entry.name)
+    if record is None or entry.status != "verified":
+        return []
+    used = ", ".join(f"{name} {version}" for name, version in record["environment"].items() if name != "threads")
+    gap = max(record["grpo"]["logprob_gap"])
+    resumed = max(record[algorithm]["resume_gap"] for algorithm in ("sft", "dpo", "grpo"))
+    return [
+        f"`{entry.name}` was verified on {record['date']} in {record['dtype']}, {record['strategy']} "
+        f"({used}): rows run {record['layout']}, generation in {record['generation']}; sampler and trainer differ by "
+        f"at most {gap:.1e} in a log-prob, a resumed run and an unbroken one by {resumed:.2g} in a logit.",
+        "",
+    ]
+
+
+@cache
+def _read() -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_name("catalog.toml").read_text(encoding="utf-8"))
+
+
+def _entry(name: str, fields: Mapping[str, Any], raw: Mapping[str, Any]) -> Entry:
+    return Entry(
+        name,
+        hub=fields.get("hub"),
+        billions=fields["billions"],
+        active_billions=fields.get("active_billions", fields["billions"]),
+        architecture=fields["architecture"],
+        tasks=tuple(fields["tasks"]),
+        template=fields["template"],
+        licence=fields["licence"],
+        lora_targets=tuple(raw["lora_targets"][fields["architecture"]]),
+        not_yet=next((raw["not_yet"][task] for task in fields["tasks"] if task in raw["not_yet"]), None),
+    )
+
+
+if __name__ == "__main__":
+    import sys
+
+    sys.stdout.write(document())

@@ -1,0 +1,191 @@
+"""Small random models of every architecture that the catalogue names, through the public door, LoRA and full.
+
+Each trains for two steps of SFT, DPO and GRPO on the byte-level vocabulary of `tiny`; what `verify_model` measured is
+looked at here. The same function writes the records of real models.
+"""
+
+import shutil
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from oxrl.models.builtin import TINY_VOCABULARY
+from oxrl.models.catalog import catalog
+from oxrl.models.load import load_model
+from oxrl.models.lora import linear_layer_names
+from oxrl.verify import ALGORITHMS, _problems, verify_entry, verify_model
+
+SMALL = {
+    "vocab_size": TINY_VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 257,
+    "eos_token_id": 259,
+    "pad_token_id": 256,
+}
+WINDOW = 8  # shorter than every row
+ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 8}
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "head_dim": 8,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+SHARED_EXPERT = {**EXPERTS, "shared_expert_intermediate_size": 16}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [2.0, 3.0, 4.0, 5.0],
+    "original_max_position_embeddings": 256,
+}
+SHAPES = {
+    "llama": ("LlamaConfig", {}),  # and SmolLM, DeepSeek-R1-Distill-Llama
+    "llama 3": (
+        "LlamaConfig",
+        {
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),  # and DeepSeek-R1-Distill-Qwen
+    "qwen3": ("Qwen3Config", {"head_dim": 16}),
+    "qwen3 moe": ("Qwen3MoeConfig", {"head_dim": 8, **EXPERTS}),
+    "qwen3 next": ("Qwen3NextConfig", {**LINEAR, **SHARED_EXPERT}),
+    "qwen3.5": ("Qwen3_5TextConfig", LINEAR),
+    "qwen3.5 moe": ("Qwen3_5MoeTextConfig", {**LINEAR, **SHARED_EXPERT}),
+    "gemma 2": ("Gemma2Config", {**ALTERNATING, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma 3": ("Gemma3TextConfig", ALTERNATING),
+    "mistral": ("MistralConfig", {"sliding_window": WINDOW}),
+    "phi 3": ("Phi3Config", {"original_max_position_embeddings": 256, "rope_parameters": LONG_ROPE}),
+}
+STATEFUL = {"qwen3 next", "qwen3.5", "qwen3.5 moe"}
+
+
+def build(folder, shape, tokenizer):
+    torch.manual_seed(1)
+    name, more = SHAPES[shape]
+    model = AutoModelForCausalLM.from_config(getattr(transformers, name)(**{**SMALL, **more}))
+    for weight in model.parameters():  # zero biases and unit gains would hide a forgotten one
+        weight.data += 0.1 * torch.randn_like(weight)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return type(model).__name__
+
+
+@pytest.fixture(scope="module")
+def folder_of(tiny, tmp_path_factory):
+    home = tmp_path_factory.mktemp("architectures")
+    return {
+        shape: (home / shape.replace(" ", "-"), build(home / shape.replace(" ", "-"), shape, tiny[1]))
+        for shape in SHAPES
+    }
+
+
+@pytest.mark.parametrize("strategy", ["full", "lora"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_learns_samples_and_goes_on_from_its_checkpoint(folder_of, shape, strategy):
+    folder, architecture = folder_of[shape]
+    known = {entry.architecture: entry.lora_targets for entry in catalog().values()}
+    record = verify_model(str(folder), strategy, known.get(architecture, ()))
+    assert record["problems"] == []
+    assert record["architecture"] == architecture
+    for algorithm in ALGORITHMS:
+        numbers = record[algorithm]
+        assert len(numbers["loss"]) == 2
+        assert torch.tensor(numbers["loss"]).isfinite().all()
+        assert min(numbers["grad_norm"]) > 0
+        assert numbers["logit_change"] > 1e-4
+        assert numbers["resume_gap"] == 0
+    assert max(record["grpo"]["logprob_gap"]) < 1e-4
+    expected = ("padded", "padded waves") if shape in STATEFUL else ("shared", "slots")
+    assert (record["layout"], record["generation"]) == expected
+
+
+def test_every_architecture_that_can_be_trained_is_among_them(folder_of):
+    named = {entry.architecture for entry in catalog().values() if entry.not_yet is None}
+    assert named <= {architecture for _, architecture in folder_of.values()}
+
+
+def test_the_lora_targets_of_the_catalogue_are_all_linear_layers(folder_of):
+    """But for the scalar gate of the shared expert, which is too thin to need one."""
+    targets = {entry.architecture: set(entry.lora_targets) for entry in catalog().values()}
+    for folder, architecture in folder_of.values():
+        if architecture in targets:
+            linear = set(linear_layer_names(load_model(str(folder))))
+            assert targets[architecture] == linear - {"shared_expert_gate"}, architecture
+
+
+@pytest.mark.parametrize(
+    ("config", "text", "experts"),
+    [("Qwen3_5Config", "Qwen3_5ForCausalLM", {}), ("Qwen3_5MoeConfig", "Qwen3_5MoeForCausalLM", SHARED_EXPERT)],
+)
+def test_the_text_model_comes_out_of_a_folder_that_also_holds_eyes(tmp_path, tiny, config, text, experts):
+    """Qwen3.5 is published with its vision tower; what is trained is the text model, with every weight found."""
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    whole_config = getattr(transformers, config)(text_config={**SMALL, **LINEAR, **experts}, vision_config=vision)
+    whole = AutoModelForImageTextToText.from_config(whole_config).eval()
+    whole.save_pretrained(tmp_path / "whole")
+    tiny[1].save_pretrained(tmp_path / "whole")
+    record = verify_model(str(tmp_path / "whole"))
+    assert record["architecture"] == text
+    assert record["problems"] == []
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        expected = whole(input_ids=tokens).logits
+        found = load_model(str(tmp_path / "whole"))(input_ids=tokens).logits
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_model_that_is_broken_is_not_called_well(folder_of, tmp_path):
+    """One weight that is not a number, somewhere in the middle."""
+    folder, _ = folder_of["llama"]
+    broken = AutoModelForCausalLM.from_pretrained(folder)
+    broken.model.layers[1].mlp.up_proj.weight.data[3, 3] = float("nan")
+    shutil.copytree(folder, tmp_path / "broken")
+    broken.save_pretrained(tmp_path / "broken")
+    with pytest.raises(ValueError, match="not finite"):
+        verify_model(str(tmp_path / "broken"))
+
+
+WELL = {"loss": [1.0, 1.0], "grad_norm": [1.0, 1.0], "logit_change": 0.1, "resume_gap": 0.0, "logprob_gap": [1e-6]}
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"loss": [1.0, float("nan")]}, "loss is not finite"),
+        ({"grad_norm": [1.0, 0.0]}, "gradient is zero"),
+        ({"grad_norm": [float("inf"), 1.0]}, "gradient is zero or not finite"),
+        ({"logit_change": 0.0}, "did not change"),
+        ({"logit_change": float("nan")}, "did not change"),
+        ({"resume_gap": 1e-6}, "ended elsewhere"),
+        ({"logprob_gap": [1e-6, 0.01]}, "do not agree"),
+    ],
+)
+def test_each_number_that_is_wrong_is_called_a_problem(changed, problem):
+    assert _problems(WELL, "float32", exact=True) == []
+    (found,) = _problems({**WELL, **changed}, "float32", exact=True)
+    assert problem in found
+
+
+def test_a_record_cannot_be_made_with_other_weights(folder_of):
+    for shape in ("llama", "qwen2"):
+        with pytest.raises(ValueError, match="this is not tiny"):
+            verify_entry(catalog()["tiny"], str(folder_of[shape][0]))

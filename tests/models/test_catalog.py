@@ -1,0 +1,121 @@
+"""The catalogue tells the truth: every entry has a config that loads, and a status that a file stands behind."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from typer.testing import CliRunner
+
+from oxrl.algorithms import algorithm
+from oxrl.cli import app
+from oxrl.config import check_config, load_config
+from oxrl.models.catalog import RECORDS, as_yaml, catalog, document, example_config, find_entry, record_of
+
+ROOT = Path(__file__).parents[2]
+SEED_NAMES = """
+Qwen3-0.6B Qwen2.5-0.5B-Instruct Gemma-3-1b-it Qwen2.5-1.5B-Instruct Qwen2.5-Coder-1.5B-Instruct SmolLM2-1.7B-Instruct
+Qwen2.5-3B-Instruct DeepSeek-R1-Distill-Qwen-7B Qwen2.5-7B-Instruct Qwen2.5-Coder-7B-Instruct Mistral-7B-Instruct-v0.3
+Qwen2-Audio-7B-Instruct Qwen2-VL-7B-Instruct DeepSeek-R1-Distill-Llama-8B Qwen3.5-35B-A3B Qwen2.5-Coder-0.5B-Instruct
+Llama-3.2-1B-Instruct Qwen2.5-Math-1.5B-Instruct Qwen2-VL-2B-Instruct Qwen3-VL-2B-Instruct SmolVLM-Instruct
+Gemma-2-2b-it Qwen2.5-Coder-3B-Instruct Qwen2.5-VL-3B-Instruct Llama-3.2-3B-Instruct Phi-3.5-mini-instruct Qwen3-4B
+Qwen3-VL-4B-Instruct Qwen2.5-Math-7B-Instruct Qwen2.5-VL-7B-Instruct Qwen3-8B Llama-3.1-8B-Instruct Phi-4 Qwen3.5-27B
+""".split()
+FULL_UP_TO = 5  # billions
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize("name", SEED_NAMES)
+def test_it_is_in_the_catalogue(name):
+    entry = find_entry(name)
+    assert entry.hub.rpartition("/")[2].lower() == name.lower()
+    assert entry.strategy == ("full" if entry.billions < FULL_UP_TO else "lora")
+
+
+@pytest.mark.parametrize("name", catalog())
+def test_its_config_loads_and_trains_it_as_the_card_says(name, tmp_path):
+    entry = catalog()[name]
+    file = tmp_path / "config.yaml"
+    file.write_text(as_yaml(example_config(entry)))
+    config = load_config(file)
+    assert config.model.name == entry.source
+    assert config.lora.enabled == (entry.strategy == "lora")
+    assert not config.lora.enabled or set(config.lora.target_modules) == set(entry.lora_targets)
+    samples = algorithm(config.train.alg_name).online is not None
+    assert samples == (config.reward.reward_func is not None)
+
+
+def test_what_cannot_be_trained_is_exactly_what_is_no_causal_language_model():
+    loadable = set(MODEL_FOR_CAUSAL_LM_MAPPING._model_mapping.values())
+    for entry in catalog().values():
+        assert (entry.not_yet is None) == (entry.architecture in loadable), entry.name
+
+
+def test_verified_is_what_has_a_record_without_problems():
+    verified = {entry.name for entry in catalog().values() if entry.status == "verified"}
+    assert verified == {file.stem for file in RECORDS.glob("*.json")}
+    assert {"tiny", "smollm2-135m"} <= verified
+    for name in verified:
+        entry, record = catalog()[name], record_of(name)
+        assert record["problems"] == []
+        assert (record["name"], record["architecture"]) == (name, entry.architecture)
+        assert record["parameters"] == pytest.approx(entry.billions * 1e9, rel=0.01)
+        for algorithm_name in ("sft", "dpo", "grpo"):
+            assert len(record[algorithm_name]["loss"]) == 2
+            assert record[algorithm_name]["logit_change"] > 0
+
+
+def test_the_page_is_current():
+    page = ROOT / "docs" / "models.md"
+    assert page.read_text() == document(), "run: python -m oxrl.models.catalog > docs/models.md"
+
+
+def test_list_and_show_say_the_same_as_the_catalogue():
+    listed = json.loads(run("models", "list", "--json").stdout)
+    assert listed.keys() == catalog().keys()
+    assert listed["tiny"]["status"] == "verified"
+    lines = run("models", "list").stdout.splitlines()
+    assert [line.split()[0] for line in lines] == list(catalog())
+    assert "not yet" in next(line for line in lines if line.startswith("qwen2-audio"))
+    shown = json.loads(run("models", "show", "Qwen/Qwen3-0.6B", "--json").stdout)
+    assert shown == {**listed["qwen3-0.6b"], "record": None}
+    told = run("models", "show", "tiny").stdout
+    assert "LlamaForCausalLM" in told and "logprob_gap" in told
+
+
+def test_config_prints_what_train_takes():
+    done = run("models", "config", "phi-4")
+    config = check_config(yaml.safe_load(done.stdout))
+    assert config.model.name == "microsoft/phi-4"
+    assert config.lora.target_modules == ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+
+
+def test_verify_writes_its_record(tmp_path):
+    done = run("models", "verify", "tiny", "--output", tmp_path / "tiny.json")
+    assert done.exit_code == 0, done.output
+    record = json.loads((tmp_path / "tiny.json").read_text())
+    assert record["problems"] == []
+    assert record["source"] == "tiny"
+    kept = record_of("tiny")
+    assert record.keys() == kept.keys(), "the record in the repository is of another format: run verify again"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["show", "qwen3-0.6"], "did you mean qwen3-0.6b?"),
+        (["config", "gpt-4"], "no model gpt-4"),
+        (["verify", "qwen2-audio-7b-instruct"], "audio is not turned into tokens"),
+        (["verify", "qwen3-0.6b", "--model", "tiny"], "this is not qwen3-0.6b"),
+        (["verify", "tiny", "--model", "/nowhere"], "nowhere"),
+    ],
+)
+def test_wrong_input_is_answered_in_words(arguments, message, tmp_path):
+    done = run("models", *arguments, *(["--output", tmp_path / "x.json"] if arguments[0] == "verify" else []))
+    assert done.exit_code == 2, done.output
+    assert message in done.output
+    assert not list(tmp_path.iterdir())
