@@ -148,7 +148,9 @@ def _train_and_tell(prepared: Any, as_json: bool) -> RunResult:
     telling = ("step", "reward", "loss", "eval_reward", "eval_loss", "eval_token_accuracy")
     shown = {key: last[key] for key in telling if key in last}
     typer.echo("  ".join(f"{key} {value:.4g}" for key, value in shown.items()) or "nothing was left to do")
-    typer.echo(f"model: {result.checkpoint}\ntalk to it: oxrl chat {result.folder}")
+    typer.echo(f"model: {result.checkpoint}")
+    if prepared.config.train.alg_name != "rm":  # a reward model has nothing to say
+        typer.echo(f"talk to it: oxrl chat {result.folder}")
     return result
 
 

@@ -44,8 +44,8 @@ async def in_thread(function: Callable[[], T]) -> T:
     def work() -> None:
         try:
             outcome.set_result(function())
-        except StopIteration as error:  # which would silently end the coroutine that it is raised in
-            outcome.set_exception(RuntimeError(f"StopIteration: {error}"))
+        except (StopIteration, SystemExit) as error:  # which would silently end whoever waits
+            outcome.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
         except BaseException as error:  # noqa: BLE001 - raised again by the one who waits
             outcome.set_exception(error)
         with suppress(RuntimeError):  # nobody waits any more

@@ -146,6 +146,12 @@ class Rollout(_Section):
     max_turns: int = Field(8, ge=1, description="with tools")
     log_samples: int = Field(4, ge=0, description="answers per step that are written to rollouts.jsonl")
 
+    @model_validator(mode="after")
+    def _tools_have_their_environment(self) -> Rollout:
+        if self.tools and self.env != "tools":
+            raise ValueError("tools are given, but env is not tools: set rollout.env: tools to let the model call them")
+        return self
+
 
 class Data(_Section):
     train_files_path: str | dict[str, str] = Field(description="file or hub id, or one per name of train_dnames")

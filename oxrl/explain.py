@@ -126,7 +126,19 @@ def _needs(built: Algorithm) -> list[str]:
 
 def _example(built: Algorithm, name: str) -> str:
     lines = ["model:", "  name: smollm2-135m", *(["  teacher: smollm2-135m"] if "teacher" in built.others else [])]
-    lines += ["train:", f"  alg_name: {name}", "data:", "  train_files_path: rows.jsonl"]
+    lines += [
+        "train:",
+        f"  alg_name: {name}",
+        "data:",
+        f"  train_files_path: {'rows' if built.online is None else 'prompts'}.jsonl",
+    ]
+    graders = {
+        "reward": "  reward_func: number_match",
+        "reward model": "  model: runs/rm",
+        "judge": "  judge: smollm2-135m",
+    }
+    if built.online is not None and built.online.graded_by is not None:
+        lines += ["reward:", graders[built.online.graded_by]]
     return "\n".join(lines)
 
 

@@ -55,6 +55,8 @@ def read_inputs(config: Config) -> Inputs:
         check_reuse(chosen_algorithm(config), config.train.iterations * config.train.mini_batches)
         rollout_config(config, None)
         chosen_env(config)
+    elif any((config.reward.reward_func, config.reward.model, config.reward.judge)):
+        logger.warning("the reward section is not used: these replies were recorded and scored before")
     scheduled(algorithm_schedule(config))
     read = _prompts if online else _items
     parts = {name: read(config, part, tokenizer, name) for name, part in loaded.items()}
@@ -123,7 +125,10 @@ def _prompts(config: Config, loaded: Loaded, tokenizer: Any, name: str) -> list[
             f"data.max_seq_len={data.max_seq_len}: raise the one or lower the other"
         )
     if config.reward.reward_func is not None:
-        check_samples(chosen_reward(config), fitting)
+        try:
+            check_samples(chosen_reward(config), fitting)
+        except TypeError as error:
+            raise ConfigError(f"reward.params do not suit {config.reward.reward_func}: {error}") from error
     left_out = len(loaded.samples) - len(fitting)
     logger.info("%s: %d prompts%s", name, len(fitting), f", {left_out} left out as over-long" if left_out else "")
     return fitting

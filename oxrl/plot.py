@@ -25,6 +25,7 @@ Series: TypeAlias = list[tuple[float, float]]
 Range: TypeAlias = tuple[float, float]
 
 TELLING = ("loss", "eval_loss", "eval_token_accuracy", "grad_norm", "lr", "tokens_per_second")
+TELLING_OF_REWARDS = ("reward", "eval_reward", "length", "entropy", "flat_groups", "grad_norm")
 COLOURS = (("cyan", "tab:blue"), ("yellow", "tab:orange"))  # of a panel's first and second curve: terminal, picture
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # the bits of a Braille cell, four rows of two
 MARK = "●"
@@ -115,7 +116,8 @@ def _chosen(rows: Sequence[Mapping[str, float]], asked: Sequence[str]) -> list[s
         near = get_close_matches(unknown[0], names, n=1)
         hint = f"; did you mean {near[0]}?" if near else "."
         raise ValueError(f"the run has no metric {unknown[0]!r}{hint} It has: {', '.join(names)}")
-    return list(dict.fromkeys(asked)) or [name for name in TELLING if name in names] or names
+    telling = TELLING_OF_REWARDS if "reward" in names else TELLING
+    return list(dict.fromkeys(asked)) or [name for name in telling if name in names] or names
 
 
 def _panels(rows: Sequence[Mapping[str, float]], metrics: Sequence[str]) -> list[Panel]:

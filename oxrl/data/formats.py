@@ -145,8 +145,7 @@ class _Columns:
 
 def _chat(columns: _Columns, name: str) -> Sample:
     messages = _messages(columns.take(name), name)
-    awaits_reply = messages[-1].role != "assistant"
-    answer = _answer(columns) if awaits_reply and columns.first("answer") else None
+    answer = _answer(columns) if columns.first("answer") else None
     return _sample(columns, messages, answer=answer)
 
 

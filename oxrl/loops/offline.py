@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -96,7 +97,8 @@ async def run_offline(
         source.restore(state.cursor["data"])
     reached = state
     for step in range(state.step + 1, config.num_steps + 1):
-        await stop_here_if_interrupted(reached, state, best, save)
+        async with saved_if_interrupted(reached, state, best, save):
+            pass
         items = source.get_prompts(config.batch_size)
         current = algorithm_at(step)
         metrics = await train_step(backend, current, items, config.micro_batch_tokens, memory)
@@ -123,10 +125,14 @@ async def run_offline(
     return history
 
 
-async def stop_here_if_interrupted(reached: TrainingState, start: TrainingState, best: Best, save: SaveFn) -> None:
+@asynccontextmanager
+async def saved_if_interrupted(
+    reached: TrainingState, start: TrainingState, best: Best, save: SaveFn
+) -> AsyncIterator[None]:
     """Between two steps is the moment to be interrupted: nothing is half done, and what is done is saved."""
     try:
         await anyio.lowlevel.checkpoint()
+        yield
     except anyio.get_cancelled_exc_class():
         if reached.step > start.step:
             with anyio.CancelScope(shield=True):

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+import anyio
 import numpy as np
 
 from oxrl.algorithms import algorithm as named_algorithm
@@ -25,7 +26,7 @@ from oxrl.loops.offline import (
     differs,
     due,
     no_checkpoint,
-    stop_here_if_interrupted,
+    saved_if_interrupted,
 )
 from oxrl.loops.step import credit_step, update
 from oxrl.metrics import Sink, log_to_console
@@ -96,6 +97,7 @@ class _NoText:
 
 
 NO_TEXT: Any = _NoText()
+NOTHING_TAUGHT = {"loss": 0.0, "grad_norm": 0.0, "trained_tokens": 0.0}  # an algorithm made no rows of the batch
 
 
 async def no_evaluation() -> Mapping[str, float]:
@@ -162,19 +164,20 @@ async def run_online(
     reached = state
     async with producing(ahead, config.num_steps - state.step):
         for step in range(state.step + 1, config.num_steps + 1):
-            await stop_here_if_interrupted(reached, state, best, save)
             current = algorithm_at(step)
-            ready = await ahead.next(backend)
+            async with saved_if_interrupted(reached, state, best, save):
+                ready = await ahead.next(backend)
             metrics = rollout_metrics(ready.groups, ready.version) | ready.costs()
             items = rollout_items(current, shape(ready.groups), render)
             last = step == config.num_steps
-            metrics |= await train_batch(backend, current, items, config, memory)
+            metrics |= await train_batch(backend, current, items, config, memory) if items else NOTHING_TAUGHT
             _check_gap(metrics, config.max_logprob_gap)
             await move_reference(step)
             if due(step, config.sync_every) or last:
                 await _sync(backend, generators)
             if due(step, config.eval_every) or (last and config.eval_every):
-                metrics |= await evaluate()
+                with anyio.CancelScope(shield=True):  # between an update and its record there is no good moment to stop
+                    metrics |= await evaluate()
                 best = best.after(-metrics["eval_reward"], step)
                 last = last or 0 < config.patience <= best.evaluations_since
             ahead.release()
@@ -182,7 +185,9 @@ async def run_online(
                 logger.info("step %d: from here on %s %s", step, current.name, dict(current.parameters))
                 metrics["algorithm_switched"] = 1.0
             if metrics["grad_norm"] == 0:
-                logger.warning("step %d taught nothing: its gradient is zero (are all rewards of a group equal?)", step)
+                logger.warning(
+                    "step %d taught nothing: its gradient is zero (are rewards equal, or all too low?)", step
+                )
             observe(step, ready.groups)
             if last or due(step, config.log_every) or "eval_reward" in metrics or "algorithm_switched" in metrics:
                 log(step, metrics)
@@ -208,7 +213,7 @@ def rollout_items(algorithm: Algorithm, groups: Sequence[Group], render: Render)
     if algorithm.online is None:
         raise ValueError(f"{algorithm.name} learns from files; it has no way to learn from its own samples")
     items = [item for group in groups for item in algorithm.online.items(group, render)]
-    if not any(row.mask.any() for item in items for row in item):
+    if items and not any(row.mask.any() for item in items for row in item):
         raise RuntimeError(f"{algorithm.name} found nothing to train on in the {len(groups)} groups of this step")
     return items
 

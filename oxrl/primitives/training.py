@@ -139,7 +139,7 @@ def training_iteration(
             n_samples_per_prompt=n_samples_per_prompt,
             reward_fn=reward_fn,
             greedy=chosen.online.greedy,
-            least_answers=min(chosen.online.least_answers, n_samples_per_prompt),
+            least_answers=chosen.online.least_answers,
         ),
     )
     groups = run_blocking(partial(manager.collect, state.backend.version)).groups

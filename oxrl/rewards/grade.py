@@ -9,10 +9,12 @@ from __future__ import annotations
 import inspect
 import math
 import re
+import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Real
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import anyio
@@ -196,8 +198,8 @@ async def _call(name: str, function: Callable[..., Any], given: Any, time_limit:
         try:
             said = function(given) if _is_async(function) else await in_thread(partial(function, given))
             return await said if inspect.isawaitable(said) else said
-        except Exception as error:  # noqa: BLE001 - a user's function may raise anything, and that is data here
-            return _failed(name, f"{type(error).__name__}: {error}")
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's function may raise anything: that is data here
+            return _failed(name, f"{type(error).__name__}: {error}{_place_of(error)}")
     assert scope.cancelled_caught, "a call that was not cut short has returned"
     return _failed(name, f"no answer within {time_limit:g} s")
 
@@ -205,6 +207,12 @@ async def _call(name: str, function: Callable[..., Any], given: Any, time_limit:
 def _is_async(function: Any) -> bool:
     inner = _innermost(function)
     return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(getattr(inner, "__call__", None))  # noqa: B004
+
+
+def _place_of(error: BaseException) -> str:
+    """Where a user's function failed, for the user to look."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
 
 
 def _failed(name: str, why: str) -> Ungraded:

@@ -88,7 +88,7 @@ class RolloutConfig:
         if self.n_samples_per_prompt < self.least_answers:
             raise ValueError(
                 f"the algorithm compares at least {self.least_answers} answers to a prompt; "
-                f"n_samples_per_prompt is {self.n_samples_per_prompt}"
+                f"n_samples_per_prompt (rollout.n_samples) is {self.n_samples_per_prompt}"
             )
         if not (math.isfinite(self.over_sampling_factor) and self.over_sampling_factor >= 1):
             raise ValueError(f"over_sampling_factor is {self.over_sampling_factor}; it must be 1 or more")
@@ -136,6 +136,8 @@ class AsyncRolloutManager:
                     self.partial_samples.append(group)
                 elif (graded := await self._judge(group, tally, failures)) is not None:
                     accepted.append(graded)
+            if not accepted and tally["ungraded_groups"] == tally["drawn"]:
+                break  # a reward that fails on a whole batch will fail on the next one, too
         accepted.sort(key=lambda group: group[0].group)
         chosen = list(await _resolved(config.select_fn(accepted, config.batch_size)))
         if config.select_fn is first_in_prompt_order:  # what a selection turned down must not come back

@@ -29,7 +29,7 @@ GOOD_AND_BAD = {"chosen": (HELLO,), "rejected": (GO_AWAY,)}
         ({"messages": CHAT, "tools": [TOOL]}, "messages", {"messages": (HI, HELLO), "tools": (TOOL,)}),
         ({"messages": CHAT, "tools": json.dumps([TOOL])}, "messages", {"messages": (HI, HELLO), "tools": (TOOL,)}),
         ({"messages": PROMPT, "answer": 4}, "messages", {"messages": (HI,), "answer": "4"}),
-        ({"messages": CHAT, "answer": "4"}, "messages", {"messages": (HI, HELLO), "metadata": {"answer": "4"}}),
+        ({"messages": CHAT, "answer": "4"}, "messages", {"messages": (HI, HELLO), "answer": "4"}),
         ({"conversations": SHAREGPT}, "sharegpt", {"messages": (HI, HELLO)}),
         ({"conversations": SHAREGPT, "system": "Be brief."}, "sharegpt", {"messages": (BRIEF, HI, HELLO)}),
         ({"conversations": CHAT}, "sharegpt", {"messages": (HI, HELLO)}),

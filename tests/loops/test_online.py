@@ -328,3 +328,40 @@ def test_run_rl_training_rewards_minus_a_baseline():
     )
     assert logged == [8, 16, 24]
     assert history[-1]["reward"] > 0.6
+
+
+def test_an_interrupt_while_answers_are_awaited_saves_what_is_done():
+    setting = Setting(lr=1e-4)
+    saved = []
+
+    async def save(state, best_step):
+        saved.append(state.step)
+
+    async def go():
+        with anyio.CancelScope() as scope:
+
+            async def reward(rollout):
+                if rollout.group == 20:  # in the middle of the third batch of eight
+                    scope.cancel()
+                return 0.5
+
+            await run_online(
+                setting.backend,
+                setting.algorithm,
+                setting.manager(reward_fn=reward),
+                [setting.generator],
+                setting.render,
+                OnlineConfig(num_steps=50),
+                log=lambda step, metrics: None,
+                save=save,
+            )
+
+    anyio.run(go)
+    assert saved == [2]
+
+
+def test_a_batch_of_which_an_algorithm_makes_no_rows_is_passed_over(caplog):
+    setting = Setting("rft", threshold=2.0)
+    (line,) = setting.run(1)
+    assert line["trained_tokens"] == 0 and setting.backend.version == 0
+    assert "taught nothing" in caplog.text

@@ -84,7 +84,8 @@ async def test_an_exception_leaves_its_own_rollout_ungraded(reward):
     assert (first.reward, third.reward) == (-1.0, 1.0)
     assert second.score is None and second.reward is None
     assert second.status is Status.FAILED
-    assert second.error == f"reward {reward.__name__} failed: ZeroDivisionError: division by zero"
+    said = f"reward {reward.__name__} failed: ZeroDivisionError: division by zero (test_grade.py, line "
+    assert second.error.startswith(said)
 
 
 @pytest.mark.parametrize(
@@ -350,3 +351,16 @@ async def test_sync_rewards_may_run_event_loops_of_their_own():
         return anyio.run(by_index_later, rollout)
 
     assert [rollout.reward for rollout in await grade(group(), nested)] == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_reward_that_ends_the_program_is_ungraded_and_told_with_its_line(asynchronous):
+    def leaves(rollout):
+        raise SystemExit(3)
+
+    async def leaves_later(rollout):
+        raise SystemExit(3)
+
+    (graded,) = anyio.run(grade, [Rollout(a_sample())], leaves_later if asynchronous else leaves)
+    assert graded.score is None and "SystemExit: 3" in graded.error
+    assert asynchronous or "line" in graded.error
