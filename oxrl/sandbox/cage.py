@@ -11,11 +11,13 @@ import ctypes
 import json
 import os
 import resource
-import signal
 import sys
 import types
-from collections.abc import Mapping
-from typing import Any
+
+TYPE_CHECKING = False  # `typing` costs more to import than all the rest
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
 
 _NEW_NAMESPACES = 0x00020000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x40000000  # mounts, uts, ipc, user, net
 _PRIVATE_AND_BELOW = 0x4000 | 0x40000
@@ -23,8 +25,8 @@ _NO_SUID_DEV_EXEC = 0x2 | 0x4 | 0x8
 _SET_PDEATHSIG, _SET_DUMPABLE, _SET_SECCOMP, _SET_NO_NEW_PRIVS = 1, 4, 22, 38
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _ACCESS_BY_VERSION = {1: 0x1FFF, 2: 0x3FFF, 3: 0x7FFF, 4: 0x7FFF, 5: 0xFFFF}
-_READ_FILE, _READ_DIR = 0x4, 0x8
-_EVERYTHING_IN_SCRATCH = 0x1 << 1 | _READ_FILE | _READ_DIR | 0x1 << 4 | 0x1 << 5 | 0x1 << 7 | 0x1 << 8 | 0x1 << 14
+_READ_FILE, _READ_DIR, _WRITE_FILE, _TRUNCATE = 0x4, 0x8, 0x2, 0x4000
+_REMOVE_AND_MAKE = 0x10 | 0x20 | 0x80 | 0x100  # folders and plain files
 SCRATCH = "/tmp"  # noqa: S108 - mounted afresh for each program
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -58,8 +60,10 @@ def restrict_files(readable: list[str], writable: list[str]) -> None:
     ruleset = _must(_libc.syscall(_CREATE_RULESET, attributes, len(attributes), 0), "landlock ruleset")
     for path in readable:
         _allow(ruleset, path, _READ_FILE | _READ_DIR)
+    write = (_READ_FILE | _WRITE_FILE | _TRUNCATE) & handled
+    _allow(ruleset, "/dev/null", write)
     for path in writable:
-        _allow(ruleset, path, _EVERYTHING_IN_SCRATCH & handled)
+        _allow(ruleset, path, write | _READ_DIR | _REMOVE_AND_MAKE)
     _must(_libc.syscall(_RESTRICT_SELF, ruleset, 0), "landlock restrict")
     os.close(ruleset)
 
@@ -85,9 +89,10 @@ def drop_capabilities() -> None:
 def limit_resources(limits: Mapping[str, int]) -> None:
     for name, most in {"CORE": 0, "NPROC": 0, "MEMLOCK": 0, "MSGQUEUE": 0, **limits}.items():
         kind = getattr(resource, f"RLIMIT_{name}")
-        _, hard = resource.getrlimit(kind)
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(kind, (most, most))
+        hard = resource.getrlimit(kind)[1]
+        last = most + 1 if name == "CPU" else most  # SIGXCPU, which says why, a second before SIGKILL
+        last = last if hard == resource.RLIM_INFINITY else min(last, hard)
+        resource.setrlimit(kind, (min(most, last), last))
 
 
 def filter_calls(program: bytes) -> None:
@@ -111,7 +116,7 @@ def shut(job: Mapping[str, Any]) -> None:
         restrict_files(job["readable"], [SCRATCH] if has_scratch else [])
     drop_capabilities()
     _must(_libc.prctl(_SET_DUMPABLE, 0, 0, 0, 0), "dumpable")
-    _must(_libc.prctl(_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "death with the parent")
+    _must(_libc.prctl(_SET_PDEATHSIG, 9, 0, 0, 0), "death with the parent")
     if "mounts" not in layers and os.getppid() != job["parent"]:
         raise OSError("the parent is gone")
     limit_resources(job["limits"])

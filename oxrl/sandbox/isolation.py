@@ -30,7 +30,10 @@ _EXPLANATIONS: Mapping[Kind, str] = {
 
 
 class Isolation(NamedTuple):
-    """`Isolation("namespaces", {"bubblewrap": "bwrap is not installed"})`: the best that works here, and why no better."""
+    """`Isolation("namespaces", {"bubblewrap": "bwrap is not installed"})`: the best that works here.
+
+    `missing` says of the better ones why they do not work.
+    """
 
     kind: Kind
     missing: Mapping[str, str]
@@ -53,8 +56,11 @@ def refused(action):
     except OSError:
         return
     print("a wall is missing:", action.__name__)
-def reads_a_file(): open("/etc/hostname").close(); open("/etc/passwd").close()
-def writes_a_file(): open("/var/tmp/oxrl-sandbox-trial", "w").close()
+def reads_a_file(): open("/etc/passwd").close()
+def writes_a_file():
+    name = "/var/tmp/oxrl-sandbox-%d" % os.getpid()
+    open(name, "x").close()
+    os.unlink(name)
 def forks(): os.fork() or os._exit(0)
 def opens_a_socket(): socket.socket()
 def signals(): os.kill(os.getppid(), 0)
@@ -69,7 +75,9 @@ def available() -> Isolation:
     """The best kind of isolation that works here; tried once, which takes a fraction of a second."""
     if sys.platform != "linux" or platform.machine() not in MACHINES:
         where = f"{sys.platform} on {platform.machine()}"
-        return Isolation("none", {"all": f"programs are isolated on Linux ({', '.join(MACHINES)}) only, not on {where}"})
+        return Isolation(
+            "none", {"all": f"programs are isolated on Linux ({', '.join(MACHINES)}) only, not on {where}"}
+        )
     missing: dict[str, str] = {}
     bwrap = shutil.which("bwrap")
     kinds: tuple[Kind, ...] = ("bubblewrap", "namespaces", "landlock")
@@ -94,7 +102,8 @@ def try_isolation(isolation: Isolation) -> str | None:
             Job({"source": _TRIAL}), isolation.layers, limits, bwrap=isolation.bwrap, stdout=pipe, stderr=pipe
         ) as started:
             out, err = started.process.stdout, started.process.stderr
-            assert out is not None and err is not None, "both were asked for"
+            assert out is not None, "it was asked for"
+            assert err is not None, "it was asked for"
             wanted = {started.status: LONGEST_STATUS, out.fileno(): limits.output, err.fileno(): limits.output}
             said, _ = gather(wanted, time.monotonic() + limits.seconds)
             complaint = said[err.fileno()].decode(errors="replace").strip()[-300:]
@@ -110,6 +119,8 @@ def try_isolation(isolation: Isolation) -> str | None:
 def isolation_or_refusal(allow_unsandboxed: bool = False) -> Isolation:
     """What `available` says; without any isolation a ValueError, unless that is allowed."""
     isolation = available()
+    if sys.platform != "linux":
+        raise ValueError(isolation.missing["all"])
     if isolation.kind == "none" and not allow_unsandboxed:
         reasons = "; ".join(f"{kind}: {why}" for kind, why in isolation.missing.items())
         raise ValueError(

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+
+TYPE_CHECKING = False  # `typing` costs more to import than all the rest
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
 
 DEEPEST = 100
 _MOST_ITEMS = 100_000

@@ -31,7 +31,8 @@ LONGEST_STATUS = 4096
 class Limits(NamedTuple):
     """`Limits(seconds=2.0)`: what a program may use; it is always one process with one thread."""
 
-    seconds: float = 5.0  # of time, and rounded up of CPU
+    seconds: float = 5.0  # by the clock
+    cpu_seconds: float | None = None  # None: as many; both are rounded up here
     memory: int = 512 << 20  # bytes of address space
     output: int = 64 << 10  # bytes, each on stdout and stderr
     scratch: int = 16 << 20  # bytes in /tmp, where namespaces can be had; elsewhere nothing can be written
@@ -70,7 +71,7 @@ def readable_paths() -> list[str]:
     libraries = ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache"]
     own = [places["stdlib"], places["platstdlib"], str(sysconfig.get_config_var("LIBDIR") or "")]
     installed = [str(Path(sys.base_prefix) / "lib"), str(Path(sys.base_exec_prefix) / "lib")]
-    devices = ["/dev/null", "/dev/zero", "/dev/urandom"]
+    devices = ["/dev/zero", "/dev/urandom"]
     return [path for path in dict.fromkeys([*libraries, *own, *installed, *devices]) if path and Path(path).exists()]
 
 
@@ -136,7 +137,7 @@ def _order(job: Job, layers: Sequence[str], limits: Limits) -> dict[str, Any]:
         "scratch": limits.scratch,
         "parent": os.getpid(),
         "limits": {
-            "CPU": math.ceil(limits.seconds),
+            "CPU": math.ceil(limits.seconds if limits.cpu_seconds is None else limits.cpu_seconds),
             "AS": limits.memory,
             "FSIZE": min(limits.scratch, _LARGEST_FILE),
             "NOFILE": limits.open_files,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import time
 from typing import Literal, NamedTuple
 
-from oxrl.sandbox.isolation import isolation_or_refusal
+from oxrl.sandbox.isolation import Isolation, isolation_or_refusal
 from oxrl.sandbox.process import LONGEST_STATUS, Job, Limits, caged, gather, in_memory
 
 
@@ -25,13 +26,13 @@ class Outcome(NamedTuple):
 
 
 def run_program(
-    source: str, *, stdin: str = "", limits: Limits | None = None, allow_unsandboxed: bool = False
+    source: str, *, stdin: str = "", limits: Limits | None = None, isolation: Isolation | None = None
 ) -> Outcome:
     """Run Python source as `__main__` in a fresh process, with the standard library and nothing else.
 
-    Raises a ValueError where no isolation can be had, unless `allow_unsandboxed`.
+    Without `isolation` the best that works here; where there is none, a ValueError (`isolation_or_refusal`).
     """
-    isolation, limits = isolation_or_refusal(allow_unsandboxed), limits or Limits()
+    isolation, limits = isolation or isolation_or_refusal(), limits or Limits()
     started_at = time.monotonic()
     deadline = started_at + limits.seconds
     with (
@@ -47,7 +48,8 @@ def run_program(
         ) as started,
     ):
         process = started.process
-        assert process.stdout is not None and process.stderr is not None, "both were asked for"
+        assert process.stdout is not None, "it was asked for"
+        assert process.stderr is not None, "it was asked for"
         out, err = process.stdout.fileno(), process.stderr.fileno()
         said, reason = gather({started.status: LONGEST_STATUS, out: limits.output, err: limits.output}, deadline)
         if reason == "end":
@@ -62,6 +64,6 @@ def run_program(
     seconds = time.monotonic() - started_at
     if reason == "output":
         return Outcome("output", 9, *texts, seconds)
-    if reason == "time" or code is None or -code in (24,):
+    if reason == "time" or code is None or code == -signal.SIGXCPU:
         return Outcome("time", 9, *texts, seconds)
     return Outcome("exit" if code >= 0 else "signal", abs(code), *texts, seconds)

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any
 
 from oxrl.sandbox.literals import CannotTravelError, dumps, loads
+
+TYPE_CHECKING = False  # `typing` costs more to import than all the rest
+if TYPE_CHECKING:
+    from typing import Any
 
 
 def serve(sources: list[str], calls: int, answers: int) -> None:

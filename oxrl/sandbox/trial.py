@@ -10,7 +10,7 @@ import ast
 import builtins
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ class Tests(NamedTuple):
     statements: tuple[str, ...]
     setup: str = ""
     known: str = ""  # code that the task brings along, such as helpers in its prompt
-    remote: dict[str, str] = {}  # name in the tests -> name in the program
+    remote: Mapping[str, str] = {}  # name in the tests -> name in the program
 
 
 class Trial(NamedTuple):
@@ -61,8 +61,8 @@ def run_tests(sources: Sequence[str], tests: Tests, isolation: Isolation, limits
             "serve", {"sources": [*sources], "calls": incoming, "answers": outgoing}, limits, incoming, outgoing
         )
         ends = {"calls": call.fileno(), "answers": take_answer.fileno(), "verdict": verdict.fileno()}
-        task = {"known": tests.known, "setup": tests.setup, "tests": [*tests.statements], "remote": tests.remote}
-        patient = limits._replace(seconds=limits.seconds + _TIME_TO_CONCLUDE, memory=2 * limits.memory)
+        task = {"known": tests.known, "setup": tests.setup, "tests": [*tests.statements], "remote": {**tests.remote}}
+        patient = limits._replace(cpu_seconds=limits.seconds + _TIME_TO_CONCLUDE, memory=2 * limits.memory)
         judging = start("judge", {**task, **ends}, patient, *ends.values())
         for end in (take_call, call, take_answer, answer, verdict):
             end.close()
