@@ -19,8 +19,9 @@ from oxrl.rewards.grade import reads
 from oxrl.sandbox import Limits, Tests, isolation_or_refusal, names_of_program, run_tests
 from oxrl.types import Rollout, Sample
 
-_FENCED = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
-_UNFINISHED_FENCE = re.compile(r"^[ \t]*```[ \t]*(?:python|py|python3)?[ \t]*\n(.*)", re.DOTALL | re.MULTILINE)
+# Possessive (`*+`): what a model wrote must not make a regex try every split of a long line.
+_FENCED = re.compile(r"^[ \t]*+```[ \t]*+([\w+-]*+)[^\n]*+\n(.*?)^[ \t]*+```", re.DOTALL | re.MULTILINE)
+_UNFINISHED_FENCE = re.compile(r"^[ \t]*+```[ \t]*+(?:python3?|py)?[ \t]*+\n(.*)", re.DOTALL | re.MULTILINE)
 _PYTHON = ("", "python", "py", "python3")
 _CODE_BEGINS = re.compile(r"^(?:import|from|def|class|async|@)", re.MULTILINE)
 _LONGEST_WAIT = 60.0

@@ -116,9 +116,9 @@ def try_isolation(isolation: Isolation) -> str | None:
         return str(error)
 
 
-def isolation_or_refusal(allow_unsandboxed: bool = False) -> Isolation:
-    """What `available` says; without any isolation a ValueError, unless that is allowed."""
-    isolation = available()
+def isolation_or_refusal(allow_unsandboxed: bool = False, found: Isolation | None = None) -> Isolation:
+    """What was `found`, else what is `available`; without any isolation a ValueError, unless that is allowed."""
+    isolation = found or available()
     if sys.platform != "linux":
         raise ValueError(isolation.missing["all"])
     if isolation.kind == "none" and not allow_unsandboxed:

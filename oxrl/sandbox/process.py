@@ -57,7 +57,7 @@ class Caged(NamedTuple):
 
     def confirm(self, said: bytes) -> None:
         if said != b"ready":
-            raise SandboxError(f"the sandbox could not be shut: {said.decode(errors='replace') or 'no reason given'}")
+            raise SandboxError(f"the sandbox could not be shut: {said.decode(errors='replace') or 'it did not start'}")
 
 
 @cache

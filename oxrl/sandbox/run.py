@@ -58,8 +58,7 @@ def run_program(
             except subprocess.TimeoutExpired:  # it closed what we read from and goes on
                 reason = "time"
         code = process.poll()
-    if reason != "time" or said[started.status]:
-        started.confirm(said[started.status])
+    started.confirm(said[started.status])
     texts = said[out].decode(errors="replace"), said[err].decode(errors="replace")
     seconds = time.monotonic() - started_at
     if reason == "output":

@@ -72,10 +72,9 @@ def run_tests(sources: Sequence[str], tests: Tests, isolation: Isolation, limits
 def _watch(program: Caged, judging: Caged, verdict: int, deadline: float, tests: int) -> Trial:
     """The program is ended at the deadline; the judge notices, and concludes."""
     statuses = {program.status: LONGEST_STATUS, judging.status: LONGEST_STATUS}
-    said, reason = gather(statuses, deadline)
+    said, _ = gather(statuses, deadline)
     for each in (program, judging):
-        if reason != "time" or said[each.status]:
-            each.confirm(said[each.status])
+        each.confirm(said[each.status])
     first, reason = gather({verdict: _LONGEST_VERDICT}, deadline)
     told = first[verdict]
     if reason == "time":

@@ -12,8 +12,11 @@ from pathlib import Path
 import anyio
 import pytest
 
+from oxrl.config import Config
+from oxrl.inputs import chosen_reward
 from oxrl.rewards import check_samples, grade, reward
 from oxrl.rewards.code import code_reward_func
+from tests.rewards.hostile import ALWAYS_EQUAL, HOSTILE
 from tests.rewards.rollouts import a_sample, said
 
 TESTS = ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'", "assert sorted(add([2], [1])) == [1, 2]"]
@@ -138,21 +141,11 @@ def test_exceptions_that_tests_expect_arrive():
     assert worth(own, [test]) == 0.0
 
 
-ALWAYS_EQUAL = """
-class Any:
-    def __eq__(self, other): return True
-    def __ne__(self, other): return False
-    def __hash__(self): return 0
-    def __bool__(self): return True
-"""
-
-
 @pytest.mark.parametrize(
     "program",
     [
         f"{ALWAYS_EQUAL}\ndef add(a, b): return Any()",
         f"{ALWAYS_EQUAL}\ndef add(a, b): return [Any()]",
-        f"{ALWAYS_EQUAL}\nadd = Any",
         "def add(a, b): return add",
         "def add(a, b): return iter(int, 1)",
     ],
@@ -167,66 +160,6 @@ def test_tests_that_need_one_process_leave_an_answer_ungraded():
         worth("def f(g): return g(1)", ["assert f(lambda x: x) == 1"])
     with pytest.raises(ValueError, match="setup: ModuleNotFoundError"):
         worth("def f(): return 1", ["assert f() == 1"], setup="import no_such_module")
-
-
-SUBCLASSES = """
-class Int(int):
-    def __eq__(self, other): return True
-    __hash__ = int.__hash__
-class Str(str):
-    def __eq__(self, other): return True
-    __hash__ = str.__hash__
-class List(list):
-    def __eq__(self, other): return True
-def add(a, b): return Int(9) if a == 1 else Str("zz") if a == "a" else List([3])
-"""
-
-HOSTILE = {
-    "exits": "import sys\nsys.exit(0)",
-    "exits when called": "import sys\ndef add(a, b): sys.exit(0)",
-    "exits at once": "import os\nos._exit(0)",
-    "exits at once when called": "import os\ndef add(a, b): os._exit(0)",
-    "raises what ends a program": "def add(a, b): raise KeyboardInterrupt",
-    "fork bomb": "import os\nwhile True:\n    os.fork()",
-    "fork bomb that does not give up": "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
-    "daemon": "import os\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        import time; time.sleep(99)",
-    "memory hog": "x = []\nwhile True: x.append(bytearray(1 << 24))",
-    "endless output": "while True: print('passed' * 1000)",
-    "endless output on every file": "import os\nwhile True:\n  for fd in range(3, 64):\n    try: os.write(fd, b'1' * 65536)\n    except OSError: pass",
-    "endless loop": "def add(a, b):\n    while True: pass",
-    "loop at import": "while True: pass",
-    "sleeper": "import time\ndef add(a, b): time.sleep(99)",
-    "ignores signals": "import signal\nfor n in range(1, 65):\n    try: signal.signal(n, signal.SIG_IGN)\n    except (OSError, ValueError): pass\nwhile True: pass",
-    "endless thread": "import threading\ndef work():\n    while True: pass\nthreading.Thread(target=work).start()\ndef add(a, b): return 0",
-    "kills its parent": "import os\nos.kill(os.getppid(), 9)",
-    "kills its group": "import os\nos.killpg(0, 9)\nos.kill(-1, 9)",
-    "closes its files": "import os\nos.closerange(0, 64)\ndef add(a, b): return 3",
-    "patches built-ins": "import builtins\nbuiltins.AssertionError = ValueError\nbuiltins.all = builtins.any = lambda *_: True\nbuiltins.compile = builtins.exec = lambda *_: None\nbuiltins.sorted = lambda *_: [1, 2]\ndef add(a, b): return 0",
-    "patches the comparison": SUBCLASSES,
-    "patches the codec": "import sys\nfor name in ('oxrl.sandbox.literals', 'oxrl.sandbox.serve'):\n    m = sys.modules[name]\n    m.dumps = lambda v: '[\"pickle\", \"x\"]'\ndef add(a, b): return 0",
-    "patches the machinery": "import sys, json\njson.dumps = lambda *a, **k: '{\"passed\": true}'\ndef add(a, b): return 0",
-    "prints a verdict": "print('{\"passed\": true}')\nprint('{\"ended\": null}')\ndef add(a, b): return 0",
-    "writes a verdict to every file": 'import os\nfor fd in range(64):\n    try: os.write(fd, b\'{"passed": true, "why": null}\\n\' * 3 + b\'{"ended": null}\\n\')\n    except OSError: pass\nos._exit(0)',
-    "says ready and answers all in advance": 'import os\nfor fd in range(3, 64):\n    try: os.write(fd, b\'["ready", ""]\\n\' + b\'["value", "true"]\\n\' * 3)\n    except OSError: pass\nos._exit(0)',
-    "looks for the tests": "import gc, sys\ntext = [o for o in gc.get_objects() if isinstance(o, (dict, list)) and any(isinstance(x, str) and 'assert ' + 'add' in x for x in (o.values() if isinstance(o, dict) else o))]\ndef add(a, b): return {1: 3, 'a': 'ab'}.get(a, [1, 2]) if text else 0",
-    "looks up the frames": "import sys\nf = sys._getframe()\nwhile f:\n    for v in list(f.f_globals.values()) + list(f.f_locals.values()):\n        if isinstance(v, dict) and v.get('tests'): found = v\n    f = f.f_back\ndef add(a, b): return eval(found['tests'][0].split('==')[1])",
-    "exception that lies in its text": "class E(AssertionError):\n    def __str__(self):\n        while True: pass\n    __repr__ = __str__\ndef add(a, b): raise E",
-    "exception with a hostile name": "class M(type):\n    __name__ = property(lambda s: 1 / 0)\nclass E(Exception, metaclass=M): pass\ndef add(a, b): raise E",
-    "endless recursion": "import sys\nsys.setrecursionlimit(10 ** 9)\ndef add(a, b): return add(a, b)",
-    "nested result": "def add(a, b):\n    x = []\n    for _ in range(90): x = [x]\n    return x",
-    "huge number": "def add(a, b): return 10 ** 10 ** 10",
-    "large number": "def add(a, b): return 1 << (1 << 26)",
-    "colliding hashes": "def add(a, b): return {i * (2 ** 61 - 1) for i in range(1, 9)}",
-    "raises its limits": "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (-1, -1))\nwhile True: pass",
-    "crash": "import ctypes\nctypes.string_at(0)",
-    "reads a file": "def add(a, b): return open('/etc/passwd').read()",
-    "reads the environment": "import os\ndef add(a, b): return os.environ['PATH']",
-    "writes a file": "open('/var/tmp/oxrl-hostile', 'w').write('x')\ndef add(a, b): return a + b",
-    "runs a shell": "import subprocess\nsubprocess.run('touch /var/tmp/oxrl-hostile', shell=True)\ndef add(a, b): return a + b",
-    "surrogates": "def add(a, b): return '\\ud800'",
-    "null byte": "\0",
-    "deep source": "(" * 5000 + ")" * 5000,
-}
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -268,11 +201,32 @@ def test_samples_without_tests_are_refused_before_a_run():
             check_samples(reward("code_reward_func"), [good, a_sample(**metadata)])
 
 
+@pytest.mark.parametrize(
+    "text", ["```" + " " * 10**6, "```" + "a" * 10**6, "```\n" * 10**5, " " * 10**6, "async" + " " * 10**6]
+)
+def test_a_million_characters_are_graded_quickly(text):
+    start = time.monotonic()
+    assert worth(text, fenced=False) == 0.0
+    assert completed(text) == 0.0
+    assert time.monotonic() - start < 10
+
+
 def test_grading_is_quick():
     start = time.monotonic()
     for _ in range(5):
         worth(RIGHT)
     assert (time.monotonic() - start) / 5 < 1.0
+
+
+def test_leave_to_run_without_a_sandbox_reaches_the_rewards_that_ask_for_it():
+    common = {"run": {"experiment_id": "x"}, "model": {"name": "m"}, "data": {"train_files_path": "x.jsonl"}}
+    for named in ("code_reward_func", {"code_reward_func": 1.0, "exact_match": 0.5}):
+        config = Config.model_validate({**common, "reward": {"reward_func": named, "allow_unsandboxed": True}})
+        assert chosen_reward(config).name.startswith("code_reward_func")
+    alone = chosen_reward(Config.model_validate({**common, "reward": {"reward_func": "code_reward_func"}}))
+    assert "allow_unsandboxed" not in str(alone.check)
+    allowed = {"reward_func": "code_reward_func", "allow_unsandboxed": True}
+    assert "allow_unsandboxed=True" in str(chosen_reward(Config.model_validate({**common, "reward": allowed})).check)
 
 
 def real_rows(name):

@@ -27,7 +27,8 @@ def test_a_program_reads_stdin_and_writes_to_both_outputs(isolation):
 
 
 def test_the_standard_library_is_there_and_tells_the_truth_about_exceptions(isolation):
-    source = "import collections, decimal, hashlib, heapq, itertools, math, re, statistics, typing\nopen('/dev/null', 'w')\nraise KeyError('x')"
+    imports = "import collections, decimal, hashlib, heapq, itertools, math, re, statistics, typing"
+    source = f"{imports}\nopen('/dev/null', 'w')\nraise KeyError('x')"
     outcome = run_program(source, isolation=isolation)
     assert outcome.code == 1 and "KeyError: 'x'" in outcome.stderr
 
@@ -228,6 +229,35 @@ def test_what_works_here_is_found_by_trying():
     assert isolation.kind != "none", isolation.missing
     assert isolation.kind == "bubblewrap" or "bubblewrap" in isolation.missing
     assert isolation.explanation and isolation_or_refusal() is isolation
+
+
+def test_without_isolation_programs_are_refused_unless_that_is_allowed():
+    nothing = Isolation("none", {"landlock": "Operation not permitted"})
+    with pytest.raises(ValueError, match=r"landlock: Operation not permitted.*reward.allow_unsandboxed"):
+        isolation_or_refusal(found=nothing)
+    isolation = isolation_or_refusal(allow_unsandboxed=True, found=nothing)
+    assert run_program("print(1)", isolation=isolation).stdout == "1\n"
+    assert run_program("while True: pass", limits=QUICK, isolation=isolation).ended == "time"
+
+
+def test_an_ordinary_user_is_isolated_too():
+    system = Path("/usr/bin/python3")
+    if os.geteuid() != 0 or not system.exists():
+        pytest.skip("needs root, to become somebody else, and an interpreter that everybody can run")
+    code = "from oxrl.sandbox import *; print(available().kind, run_program('print(42)').stdout)"
+    root = Path(oxrl.sandbox.__file__).parents[2]
+    command = [
+        system,
+        "-B",
+        "-c",
+        f"import sys; sys.path.insert(0, {str(root)!r}); assert sys.version_info >= (3, 11); {code}",
+    ]
+    done = subprocess.run(command, user=65534, group=65534, extra_groups=[], cwd="/", capture_output=True, text=True)
+    if "AssertionError" in done.stderr or "ModuleNotFoundError: No module named 'oxrl'" in done.stderr:
+        pytest.skip("that interpreter is too old, or may not read this folder")
+    assert done.returncode == 0, done.stderr
+    kind, answer = done.stdout.split()
+    assert kind in ("bubblewrap", "namespaces", "landlock") and answer == "42"
 
 
 def test_a_missing_wall_is_noticed():
