@@ -58,6 +58,8 @@ def run_program(
             except subprocess.TimeoutExpired:  # it closed what we read from and goes on
                 reason = "time"
         code = process.poll()
+    if isolation.bwrap is not None and code is not None and code > 128:
+        code = 128 - code  # as bubblewrap reports a signal
     started.confirm(said[started.status])
     texts = said[out].decode(errors="replace"), said[err].decode(errors="replace")
     seconds = time.monotonic() - started_at

@@ -111,13 +111,19 @@ def test_a_whole_function_may_use_what_the_prompt_defines():
 
 def test_helpers_that_tests_use_are_the_prompts_own():
     """Or a program could make the expected values fit."""
-    cheat = "def twice(x): return 0\ndef total(xs):\n    xs[0]\n    return 6 if xs == [1, 2] else 0"
+    cheat = "def twice(x): return 0\ndef total(xs):\n    len(xs)\n    return 6 if xs == [1, 2] else 0"
     assert completed(cheat, fenced=True) == 0.0
 
 
 def test_tests_see_their_own_built_ins():
     cheat = "def abs(x): return 0\ndef sorted(x): return []\nimport builtins\nbuiltins.abs = abs\ndef f(x): return 99.0"
     assert worth(cheat, ["assert abs(f(1) - 1.0) < 1e-6", "assert sorted([f(1)]) == []"], partial=True) == 0.0
+
+
+def test_a_test_that_catches_everything_is_not_passed_by_ending():
+    test = "try:\n    add(1, 2)\nexcept:\n    pass"
+    assert worth(RIGHT, [test]) == 1.0
+    assert worth("import os\ndef add(a, b): os._exit(0)", [test, test]) == 0.0
 
 
 def test_a_function_may_be_called_like_a_built_in_one():

@@ -200,10 +200,12 @@ def children():
 
 def test_a_program_dies_with_the_process_that_started_it():
     starter = (
-        "from oxrl.sandbox import Limits, run_program\n"
+        "from oxrl.sandbox import Limits, available, run_program\n"
+        "available(); print('tried', flush=True)\n"
         "run_program('import time\\nwhile True: time.sleep(0.1)', limits=Limits(seconds=60.0))"
     )
-    parent = subprocess.Popen([sys.executable, "-c", starter], start_new_session=True)
+    parent = subprocess.Popen([sys.executable, "-c", starter], start_new_session=True, stdout=subprocess.PIPE)
+    assert parent.stdout.readline() == b"tried\n"
     children_of = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
@@ -212,7 +214,7 @@ def test_a_program_dies_with_the_process_that_started_it():
             break
         time.sleep(0.02)
     parent.kill()
-    parent.wait()
+    parent.communicate()
     while Path(f"/proc/{found[0]}").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not Path(f"/proc/{found[0]}").exists()
