@@ -120,6 +120,9 @@ class Reward(_Section):
     rubric: str | None = Field(None, description="what the judge is asked to look at")
     normalize: Literal["none", "batch"] = Field("none", description="batch: mean 0 and std 1 over each step")
     time_limit: float = Field(30.0, gt=0, description="seconds before an answer counts as ungraded")
+    allow_unsandboxed: bool = Field(
+        False, description="run programs that a model wrote even where they cannot be isolated (`code_reward_func`)"
+    )
 
 
 class Rollout(_Section):

@@ -17,6 +17,8 @@ from oxrl.data.sources import Loaded, load_samples
 from oxrl.imports import import_object
 from oxrl.models.load import check_model, load_tokenizer
 from oxrl.rewards import Reward, check_samples, reward, weighted
+from oxrl.rewards.grade import AnyReward, defaults_of
+from oxrl.rewards.table import find_reward
 from oxrl.rollouts.collect import RolloutConfig
 from oxrl.rollouts.envs import single_turn, with_tools
 from oxrl.rollouts.filters import check_reward_nonzero_std, keep_all, named_filter
@@ -203,8 +205,15 @@ def chosen_reward(config: Config) -> Reward:
             raise ConfigError(
                 "reward.params belong to one reward_func; several take theirs from a function of your own"
             )
-        return weighted(named)
-    return reward(named, **config.reward.params)
+        members: dict[AnyReward, float] = {reward(each, **_leave(config, each)): named[each] for each in named}
+        return weighted(members)
+    return reward(named, **{**_leave(config, named), **config.reward.params})
+
+
+def _leave(config: Config, name: str) -> dict[str, bool]:
+    """Leave to run programs without a sandbox, for the rewards that ask for it."""
+    asks = config.reward.allow_unsandboxed and ":" not in name and "allow_unsandboxed" in defaults_of(find_reward(name))
+    return {"allow_unsandboxed": True} if asks else {}
 
 
 def check_reward(config: Config) -> None:

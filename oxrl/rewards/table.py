@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from oxrl.imports import import_object
 from oxrl.rewards.choice import multiple_choice
+from oxrl.rewards.code import code_reward_func
 from oxrl.rewards.exact import contains, exact_match
 from oxrl.rewards.grade import Reward, as_reward, defaults_of, reads_of
 from oxrl.rewards.gym import reasoning_gym_score
@@ -29,6 +30,7 @@ _TABLE: tuple[Callable[..., Any], ...] = (
     length_target,
     overlong_penalty,
     reasoning_gym_score,
+    code_reward_func,
 )
 
 REWARDS: Mapping[str, Callable[..., Any]] = {function.__name__: function for function in _TABLE}

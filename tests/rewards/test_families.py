@@ -360,7 +360,7 @@ PARAMETERS = {
     "length_target": {"target": 100},
     "overlong_penalty": {"limit": 100, "margin": 10},
 }
-PURE = [name for name in REWARDS if name != "reasoning_gym_score"]
+PURE = [name for name in REWARDS if name not in ("reasoning_gym_score", "code_reward_func")]
 MILLION = 1_000_000
 LONG = {
     "letters": "a" * MILLION,

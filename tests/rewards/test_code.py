@@ -1,0 +1,277 @@
+"""A program is worth what its tests say; whatever a hostile one does, it earns nothing and the next is graded."""
+
+import gzip
+import json
+import os
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import anyio
+import pytest
+
+from oxrl.config import Config
+from oxrl.inputs import chosen_reward
+from oxrl.rewards import check_samples, grade, reward
+from oxrl.rewards.code import code_reward_func
+from tests.rewards.hostile import ALWAYS_EQUAL, HOSTILE
+from tests.rewards.rollouts import a_sample, said
+
+TESTS = ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'", "assert sorted(add([2], [1])) == [1, 2]"]
+RIGHT = "def add(a, b):\n    return a + b\n"
+
+
+def worth(program, tests=TESTS, *, setup="", entry_point=None, prompt="Add.", fenced=True, **options):
+    text = f"Here it is:\n```python\n{program}\n```\nDone." if fenced else program
+    rollout = said(text, prompt=prompt, tests=tests, setup=setup, entry_point=entry_point)
+    return code_reward_func(rollout, **{"timeout": 1.0, **options})
+
+
+def test_a_right_program_earns_1_and_a_wrong_one_nothing():
+    assert worth(RIGHT) == 1.0
+    assert worth("def add(a, b):\n    return a") == 0.0
+    assert worth("def add(a, b):\n    return a - b") == 0.0
+    assert worth("def plus(a, b):\n    return a + b") == 0.0
+    assert worth("def add(a, b) return") == 0.0
+    assert worth("raise ValueError") == 0.0
+
+
+def test_partial_credit_is_the_share_of_tests_passed():
+    only_numbers = "def add(a, b):\n    return a + b if isinstance(a, int) else None"
+    assert worth(only_numbers, partial=True) == pytest.approx(1 / 3)
+    assert worth(RIGHT, partial=True) == 1.0
+    hangs_later = "def add(a, b):\n    while not isinstance(a, int): pass\n    return a + b"
+    assert worth(hangs_later, partial=True) == pytest.approx(1 / 3)
+
+
+def test_the_last_python_block_counts_and_thoughts_do_not():
+    wrong = "```python\ndef add(a, b): return 0\n```"
+    shell = "```bash\npip install add\n```"
+    assert worth(f"{wrong}\nNo:\n```python\n{RIGHT}```\nRun\n{shell}", fenced=False) == 1.0
+    assert worth(f"```python\n{RIGHT}```\n{wrong}", fenced=False) == 0.0
+    assert worth(RIGHT, fenced=False) == 1.0
+    assert worth(f"```py\n{RIGHT}", fenced=False) == 1.0
+    assert worth(f"<think>```python\n{RIGHT}```", fenced=False) == 0.0
+    assert worth("", fenced=False) == 0.0
+
+
+PROMPT = '''from typing import List
+
+
+def twice(x: int) -> int:
+    """ Helper """
+    return 2 * x
+
+
+def total(xs: List[int]) -> int:
+    """ The sum of the doubled numbers
+    >>> total([1, 2])
+    6
+    """
+'''
+CHECK = """
+METADATA = {"author": "me"}
+
+def check(candidate):
+    assert candidate([1, 2]) == 6
+    assert candidate([]) == 0
+    for n in range(4):
+        assert candidate([n] * 3) == 3 * twice(n)
+    try:
+        candidate(None)
+        assert False
+    except TypeError:
+        pass
+"""
+
+
+def completed(text, **options):
+    fenced = options.pop("fenced", False)
+    options = {"setup": CHECK, "entry_point": "total", "prompt": PROMPT, **options}
+    return worth(text, ["check(total)"], fenced=fenced, **options)
+
+
+def test_a_completion_of_the_prompt_is_its_body():
+    assert completed("    return sum(twice(x) for x in xs)\n") == 1.0
+    assert completed("    return sum(twice(x) for x in xs)\n\nprint(total([1]))\nAnd so on, in words.") == 1.0
+    assert completed("return sum(twice(x) for x in xs)", fenced=True) == 1.0
+    assert completed("    return sum(xs)\n") == 0.0
+    assert completed("") == 0.0
+    wrapped = f"Complete this function.\n```python\n{PROMPT}```\nThanks."
+    assert completed("    return 2 * sum(xs)", prompt=wrapped) == 1.0
+    assert completed("    return 2 * sum(xs)", prompt=f"Complete this function:\n\n{PROMPT}") == 1.0
+
+
+def test_a_whole_function_may_use_what_the_prompt_defines():
+    whole = "from __future__ import annotations\ndef total(xs: List[int]):\n    return sum(map(twice, xs))"
+    assert completed(whole, fenced=True) == 1.0
+
+
+def test_helpers_that_tests_use_are_the_prompts_own():
+    """Or a program could make the expected values fit."""
+    cheat = "def twice(x): return 0\ndef total(xs):\n    len(xs)\n    return 6 if xs == [1, 2] else 0"
+    assert completed(cheat, fenced=True) == 0.0
+
+
+def test_tests_see_their_own_built_ins():
+    cheat = "def abs(x): return 0\ndef sorted(x): return []\nimport builtins\nbuiltins.abs = abs\ndef f(x): return 99.0"
+    assert worth(cheat, ["assert abs(f(1) - 1.0) < 1e-6", "assert sorted([f(1)]) == []"], partial=True) == 0.0
+
+
+def test_a_test_that_catches_everything_is_not_passed_by_ending():
+    test = "try:\n    add(1, 2)\nexcept:\n    pass"
+    assert worth(RIGHT, [test]) == 1.0
+    assert worth("import os\ndef add(a, b): os._exit(0)", [test, test]) == 0.0
+
+
+def test_a_function_may_be_called_like_a_built_in_one():
+    assert worth("def sum(a, b): return a * b", ["assert sum(2, 3) == 6"]) == 1.0
+
+
+def test_results_keep_their_types():
+    tests = ["assert f(0) == (1, 2)", "assert f(1) == {1: {2}}", "import math\nassert math.isclose(f(2), 0.1)"]
+    right = "import collections\ndef f(n): return [(1, 2), collections.defaultdict(set, {1: {2}}), 0.1][n]"
+    assert worth(right, tests) == 1.0
+    assert worth(right.replace("(1, 2)", "[1, 2]"), tests, partial=True) == pytest.approx(2 / 3)
+    assert worth("def f(): yield 1", ["assert list(f()) == [1]"]) == 1.0
+    assert worth("def f(n): return n ** n", ["assert f(3000) == 3000 ** 3000"]) == 1.0
+
+
+def test_exceptions_that_tests_expect_arrive():
+    test = "try:\n    f(-1)\nexcept ValueError:\n    pass\nelse:\n    raise AssertionError"
+    assert worth("def f(n):\n    raise ValueError(n)", [test]) == 1.0
+    assert worth("def f(n):\n    raise KeyError(n)", [test]) == 0.0
+    own = "class ValueError(Exception): pass\ndef f(n):\n    raise type('Mine', (BaseException,), {})"
+    assert worth(own, [test]) == 0.0
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        f"{ALWAYS_EQUAL}\ndef add(a, b): return Any()",
+        f"{ALWAYS_EQUAL}\ndef add(a, b): return [Any()]",
+        "def add(a, b): return add",
+        "def add(a, b): return iter(int, 1)",
+    ],
+)
+def test_objects_that_cannot_be_compared_outside_leave_an_answer_ungraded(program):
+    with pytest.raises(ValueError, match="cannot be compared outside"):
+        worth(program)
+
+
+def test_tests_that_need_one_process_leave_an_answer_ungraded():
+    with pytest.raises(ValueError, match="cannot be sent"):
+        worth("def f(g): return g(1)", ["assert f(lambda x: x) == 1"])
+    with pytest.raises(ValueError, match="setup: ModuleNotFoundError"):
+        worth("def f(): return 1", ["assert f() == 1"], setup="import no_such_module")
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_program_earns_nothing_does_no_harm_and_the_next_is_graded(name):
+    assert worth(HOSTILE[name], partial=True) == 0.0
+    assert worth(RIGHT) == 1.0
+    assert not Path("/var/tmp/oxrl-hostile").exists()
+    assert Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text() == ""
+
+
+def test_a_program_reaches_no_listener():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.2)
+        program = f"import socket\nsocket.create_connection(('127.0.0.1', {server.getsockname()[1]}))\n{RIGHT}"
+        assert worth(program) == 0.0
+        with pytest.raises(TimeoutError):
+            server.accept()
+
+
+def test_several_programs_are_graded_at_once_and_each_gets_its_own_worth():
+    programs = [RIGHT, "def add(a, b): return 0"] * 8
+    with ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(worth, programs)) == [1.0, 0.0] * 8
+
+
+def test_a_group_is_graded_by_name_and_what_cannot_be_graded_has_a_reason():
+    texts = [RIGHT, "def add(a, b): return 0", "def add(a, b): return add"]
+    rollouts = [said(text, tests=TESTS, setup="", entry_point=None, index=i) for i, text in enumerate(texts)]
+    graded = anyio.run(grade, rollouts, reward("code_reward_func", timeout=2.0))
+    assert [rollout.reward for rollout in graded] == [1.0, 0.0, None]
+    assert "cannot be compared outside" in graded[2].error
+
+
+def test_samples_without_tests_are_refused_before_a_run():
+    good = a_sample(tests=TESTS, setup="", entry_point=None)
+    check_samples(reward("code_reward_func"), [good])
+    for metadata in ({}, {"tests": []}, {"tests": "assert f(1)"}, {"tests": ["assert f("]}, {"tests": ["assert True"]}):
+        with pytest.raises(ValueError, match="cannot grade 1 of 2"):
+            check_samples(reward("code_reward_func"), [good, a_sample(**metadata)])
+
+
+@pytest.mark.parametrize(
+    "text", ["```" + " " * 10**6, "```" + "a" * 10**6, "```\n" * 10**5, " " * 10**6, "async" + " " * 10**6]
+)
+def test_a_million_characters_are_graded_quickly(text):
+    start = time.monotonic()
+    assert worth(text, fenced=False) == 0.0
+    assert completed(text) == 0.0
+    assert time.monotonic() - start < 10
+
+
+def test_grading_is_quick():
+    start = time.monotonic()
+    for _ in range(5):
+        worth(RIGHT)
+    assert (time.monotonic() - start) / 5 < 1.0
+
+
+def test_leave_to_run_without_a_sandbox_reaches_the_rewards_that_ask_for_it():
+    common = {"run": {"experiment_id": "x"}, "model": {"name": "m"}, "data": {"train_files_path": "x.jsonl"}}
+    for named in ("code_reward_func", {"code_reward_func": 1.0, "exact_match": 0.5}):
+        config = Config.model_validate({**common, "reward": {"reward_func": named, "allow_unsandboxed": True}})
+        assert chosen_reward(config).name.startswith("code_reward_func")
+    alone = chosen_reward(Config.model_validate({**common, "reward": {"reward_func": "code_reward_func"}}))
+    assert "allow_unsandboxed" not in str(alone.check)
+    allowed = {"reward_func": "code_reward_func", "allow_unsandboxed": True}
+    assert "allow_unsandboxed=True" in str(chosen_reward(Config.model_validate({**common, "reward": allowed})).check)
+
+
+def real_rows(name):
+    folder = os.environ.get("OXRL_TEST_DATA")
+    if not folder:
+        pytest.skip("OXRL_TEST_DATA does not say where real rows are")
+    with gzip.open(next(Path(folder).glob(f"*/{name}")), "rt") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def grade_all(programs):
+    with ThreadPoolExecutor(4) as pool:
+        return list(pool.map(lambda arguments: worth(**arguments, timeout=10.0), programs))
+
+
+def test_reference_solutions_of_mbpp_earn_1_and_empty_functions_nothing():
+    rows = real_rows("mbpp.jsonl.gz")[:200]
+    right = [{"program": r["code"], "tests": r["test_list"], "setup": r["test_setup_code"]} for r in rows]
+    assert grade_all(right) == [1.0] * 200
+    wrong = [{**each, "program": f"{each['program']}\ndef {name_in(each)}(*_): return 'no'"} for each in right[:40]]
+    assert grade_all(wrong) == [0.0] * 40
+
+
+def name_in(task):
+    return task["tests"][0].removeprefix("assert ").partition("(")[0].strip("( ")
+
+
+def test_reference_solutions_of_humaneval_earn_1_and_empty_bodies_nothing():
+    rows = real_rows("HumanEval.jsonl.gz")
+    tasks = [
+        {
+            "program": row["canonical_solution"],
+            "tests": [f"check({row['entry_point']})"],
+            "setup": row["test"],
+            "entry_point": row["entry_point"],
+            "prompt": row["prompt"],
+            "fenced": False,
+        }
+        for row in rows
+    ]
+    assert grade_all(tasks) == [1.0] * len(rows)
+    assert grade_all([{**task, "program": "    return 'no'"} for task in tasks[:40]]) == [0.0] * 40
