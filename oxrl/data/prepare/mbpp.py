@@ -14,7 +14,7 @@ def convert(row: Raw) -> list[Sample]:
     if not tests:
         raise BadRow("test_list is empty")
     code = text_of(row, "code").replace("\r\n", "\n")
-    name, signature = tested_function(code, tests[0])
+    name, signature = function_under_test(code, tests[0])
     setup = [*texts_of(row, "test_imports"), *str(row.get("test_setup_code") or "").splitlines()]
     metadata = {
         "tests": tests,
@@ -27,8 +27,8 @@ def convert(row: Raw) -> list[Sample]:
     return [Sample("", asked(text_of(row, "text", "prompt"), shown), metadata=metadata)]
 
 
-def tested_function(code: str, test: str) -> tuple[str, str]:
-    """`tested_function("def add(a, b): ...", "assert add(1, 2) == 3")` is `("add", "def add(a, b):")`."""
+def function_under_test(code: str, test: str) -> tuple[str, str]:
+    """`function_under_test("def add(a, b): ...", "assert add(1, 2) == 3")` is `("add", "def add(a, b):")`."""
     try:
         defined = {node.name: node for node in ast.parse(code).body if isinstance(node, ast.FunctionDef)}
         calls = [node.func for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Call)]

@@ -20,7 +20,7 @@ class Part(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """`Origin([Part("train", rows)], {"hub": "openai/gsm8k:main", ...}, "as published")`: rows, and words for the card."""
+    """`Origin([Part("train", rows)], {"hub": "openai/gsm8k:main", ...})`: rows, and what the card says of them."""
 
     parts: list[Part]
     told: dict[str, Any]

@@ -6,7 +6,8 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,16 +43,33 @@ def prepare(
     behind each question instead of the dataset's own (an empty one: nothing does); `size` is for reasoning-gym's tasks.
     The folder appears whole or not at all, and the same rows make the same bytes.
     """
-    from filelock import FileLock
-
     dataset = find_dataset(name, size)
-    folder = Path(output) if output is not None else data_dir() / dataset.name.replace(":", "-")
-    if folder.exists() and any(folder.iterdir()) and not (folder / CARD).exists():
-        raise ValueError(f"{folder} holds other things than a prepared dataset: choose another folder with --output")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.parent / f".{folder.name}.lock"):
+    folder = Path(output) if output is not None else _folder_of(dataset)
+    with _alone(folder):
+        _check_replaceable(folder, dataset)
         _write(folder, dataset, *prepare_samples(dataset, files, splits, instruction))
     return folder
+
+
+def _folder_of(dataset: Dataset) -> Path:
+    return data_dir() / dataset.name.replace(":", "-")
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """One process at a time; several ranks of a run may want the same dataset."""
+    from filelock import FileLock
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.parent / f".{folder.name}.lock"):
+        yield
+
+
+def _check_replaceable(folder: Path, dataset: Dataset) -> None:
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not (folder / CARD).is_file() or read_card(folder).get("name") != dataset.name:
+        raise ValueError(f"{folder} holds something else than {dataset.name}: choose another folder with --output")
 
 
 def _write(folder: Path, dataset: Dataset, samples: Mapping[str, Sequence[Sample]], card: dict[str, Any]) -> None:
@@ -103,10 +121,12 @@ def split_file(name: str, split: str = "train") -> Path:
     """The file of a split below `data_dir()`, prepared now if it was not before; one that was changed is refused."""
     dataset = find_dataset(name)
     check_splits(dataset, [split])
-    folder = data_dir() / dataset.name.replace(":", "-")
-    if not (folder / CARD).exists():
-        logger.info("preparing %s in %s", name, folder)
-        prepare(name)
+    folder = _folder_of(dataset)
+    with _alone(folder):
+        if not (folder / CARD).is_file():
+            logger.info("preparing %s in %s", name, folder)
+            _check_replaceable(folder, dataset)
+            _write(folder, dataset, *prepare_samples(dataset))
     entry = read_card(folder)["splits"].get(split)
     if entry is None:
         raise ValueError(f"{folder} was prepared without the split {split!r}; {local_copy(dataset)}")
