@@ -15,7 +15,6 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from oxrl.algorithms import algorithm, find
-from oxrl.data.prepare import find_dataset, only_for_evaluation
 
 
 class _Section(BaseModel):
@@ -165,8 +164,10 @@ class Data(_Section):
     @field_validator("dataset")
     @classmethod
     def _known(cls, name: str | None) -> str | None:
-        if name is not None and find_dataset(name).evaluation_only:
-            raise ValueError(only_for_evaluation(name))
+        from oxrl.data.prepare import check_splits, find_dataset
+
+        if name is not None:
+            check_splits(find_dataset(name), ["train"])
         return name
 
     @model_validator(mode="after")

@@ -236,9 +236,10 @@ def test_code_passes_its_tests_if_it_is_the_solution_and_not_otherwise(case):
         metadata, name = sample.metadata, sample.metadata["entry_point"]
         assert metadata["tests"] and all(test.startswith("assert ") for test in metadata["tests"])
         assert passes(metadata["solution"], metadata), metadata["task_id"]
-        wrong = f"{metadata['solution']}\ndef {name}(*_, **__): return object()"
-        for test in metadata["tests"]:
-            assert not passes(wrong, {**metadata, "tests": [test]}), (metadata["task_id"], test)
+        assert not passes(f"{metadata['solution']}\ndef {name}(*_, **__): return object()", metadata)
+        for test in metadata["tests"]:  # no test is passed by whoever is not there
+            absent = f"{metadata['solution']}\ndef {name}(*_, **__): raise NotImplementedError"
+            assert not passes(absent, {**metadata, "tests": [test]}), (metadata["task_id"], test)
         assert f"def {name}(" in str(sample.messages[0].content)
 
 
@@ -442,7 +443,7 @@ def test_a_mistake_is_answered_in_words(tmp_path, name, files, splits, words):
     with pytest.raises(ValueError) as caught:
         prepare(name, files=files, splits=splits, output=tmp_path / "out")
     assert words in str(caught.value)
-    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_failed_preparation_leaves_the_earlier_one_as_it_was(tmp_path):
@@ -483,7 +484,7 @@ def test_the_command_prepares_and_tells(tmp_path):
     plain = run("data", "prepare", "gsm8k", *files, "--output", tmp_path / "out", "--split", "test")
     assert "5 rows" in plain.stdout and "on real rows" in plain.stdout
     assert [path.name for path in (tmp_path / "out").glob("*.jsonl")] == ["test.jsonl"]
-    wrong = run("data", "prepare", "gsm8k", "--from", "rows.jsonl")
+    wrong = run("data", "prepare", "gsm8k", "--from", "rows.jsonl", "--output", tmp_path / "none")
     assert wrong.exit_code == 2 and "--from train=rows.jsonl" in wrong.output
 
 

@@ -4,12 +4,12 @@
 response, preferences, ...) needs none of this: `load_samples` reads it as it is.
 """
 
-from oxrl.data.prepare.build import only_for_evaluation, prepare_samples
+from oxrl.data.prepare.build import check_splits, prepare_samples
 from oxrl.data.prepare.recipe import Dataset
 from oxrl.data.prepare.store import check_trainable, data_dir, prepare, read_card, split_file
 from oxrl.data.prepare.table import DATASETS, find_dataset
 
 __all__ = [
-    "DATASETS", "Dataset", "check_trainable", "data_dir", "find_dataset", "only_for_evaluation", "prepare",
+    "DATASETS", "Dataset", "check_splits", "check_trainable", "data_dir", "find_dataset", "prepare",
     "prepare_samples", "read_card", "split_file",
 ]  # fmt: skip

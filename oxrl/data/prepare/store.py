@@ -45,9 +45,10 @@ def prepare(
     """
     dataset = find_dataset(name, size)
     folder = Path(output) if output is not None else _folder_of(dataset)
+    _check_replaceable(folder, dataset)
+    samples, card = prepare_samples(dataset, files, splits, instruction)
     with _alone(folder):
-        _check_replaceable(folder, dataset)
-        _write(folder, dataset, *prepare_samples(dataset, files, splits, instruction))
+        _write(folder, dataset, samples, card)
     return folder
 
 
@@ -124,8 +125,8 @@ def split_file(name: str, split: str = "train") -> Path:
     folder = _folder_of(dataset)
     with _alone(folder):
         if not (folder / CARD).is_file():
-            logger.info("preparing %s in %s", name, folder)
             _check_replaceable(folder, dataset)
+            logger.info("preparing %s in %s", name, folder)
             _write(folder, dataset, *prepare_samples(dataset))
     entry = read_card(folder)["splits"].get(split)
     if entry is None:
