@@ -315,6 +315,7 @@ def test_instructions_and_what_they_are_about_are_one_message():
     assert alpaca["Correct the sentence.\n\nHe go home."] == "He goes home."
     dolly = {str(s.messages[0].content): s.messages[1].content for s in all_of("dolly")}
     assert dolly["What is a fjord?"] == "A long, narrow arm of the sea between cliffs."
+    assert dolly["Who founded the town?\n\nThe town was founded by a miller called Ada in 1512."] == "Ada, a miller."
     seeds = [(str(s.messages[0].content), s.messages[1].content) for s in all_of("self_instruct")]
     assert ("Add the numbers.\n\n4 4", "8") in seeds and len(seeds) == 6
 
@@ -417,6 +418,22 @@ def test_without_network_one_is_told_how_to_pass_a_local_copy(tmp_path):
         assert not (tmp_path / name).exists()
     with pytest.raises(ValueError, match=r"not on the hub; .*seed_tasks.jsonl.*--from FILE"):
         prepare("self_instruct", output=tmp_path / "self_instruct")
+
+
+def test_rows_through_the_datasets_library_are_those_of_the_file(tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    for name in ("gsm8k", "svamp", "dolly"):  # one with splits of its own, two undivided
+        repository = tmp_path / name
+        repository.mkdir()
+        for file in own_rows(name):
+            split = file.partition("=")[0] if "=" in file else "train"
+            (repository / f"{split}.jsonl").write_bytes(Path(file.rpartition("=")[2]).read_bytes())
+        splits = DATASETS[name].splits if name == "gsm8k" else {"train": "train"}
+        samples, card = prepare_samples(DATASETS[name]._replace(hub=str(repository), splits=splits))
+        assert samples == samples_of(name)
+        assert len(card["source"]["revision"]) > 8
 
 
 def test_dataset_and_files_exclude_each_other():
