@@ -290,6 +290,60 @@ def data_show(
         print_report(report, rows)
 
 
+@data_app.command("prepare")
+def data_prepare(
+    name: Annotated[str, typer.Argument(help="A name from `oxrl data list`, or gym:TASK.")],
+    from_: Annotated[
+        list[str] | None,
+        typer.Option("--from", help="A local copy in the raw format: FILE or SPLIT=FILE; can be given several times."),
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="The dataset's folder; default $OXRL_DATA_DIR/NAME.")] = None,
+    split: Annotated[
+        list[str] | None, typer.Option(help="Only this split; with --from FILE, the split that the file is.")
+    ] = None,
+    instruction: Annotated[
+        str | None, typer.Option(help="Stands behind each question, instead of the dataset's own; may be empty.")
+    ] = None,
+    size: Annotated[int, typer.Option(min=1, help="Training rows of a gym:TASK.")] = 1000,
+    json_: Annotated[bool, typer.Option("--json", help="The card as JSON.")] = False,
+) -> None:
+    """Fetch a dataset and write it as files that train reads: oxrl data prepare gsm8k"""
+    with _mistakes_end_here():
+        from oxrl.data.prepare import prepare, read_card
+
+        folder = prepare(name, files=from_ or (), output=output, splits=split or (), instruction=instruction, size=size)
+        card = read_card(folder)
+    if json_:
+        typer.echo(json.dumps({"folder": str(folder), **card}))
+        return
+    for each, entry in card["splits"].items():
+        typer.echo(f"{each:11} {entry['rows']:7} rows  {folder / entry['file']}")
+    for left_out in card["skipped"]:
+        typer.echo(f"left out {left_out['rows']}: {left_out['reason']} (first {left_out['first']})")
+    typer.echo(f"licence {card['licence']}; conversion verified: {card['verified']}; reward {card['reward'] or 'none'}")
+
+
+@data_app.command("list")
+def data_list(json_: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
+    """List the datasets that are known by name."""
+    from oxrl.data.prepare import DATASETS
+
+    if json_:
+        told = {
+            each.name: {
+                "summary": each.summary, "licence": each.licence, "hub": each.hub, "reward": each.reward,
+                "evaluation_only": each.evaluation_only, "seen_real_rows": each.seen_real_rows,
+            }
+            for each in DATASETS.values()
+        }  # fmt: skip
+        typer.echo(json.dumps(told))
+        return
+    for each in DATASETS.values():
+        notes = [each.licence, *(["evaluation only"] if each.evaluation_only else []), each.reward or ""]
+        typer.echo(f"{each.name:20} {each.summary} ({', '.join(filter(None, notes))})")
+    typer.echo(f"{'gym:TASK':20} any task of reasoning-gym, made on the spot (reasoning_gym_score)")
+
+
 @app.command()
 def algorithms(
     name: Annotated[str | None, typer.Argument(help="Which one to explain.")] = None,

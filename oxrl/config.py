@@ -157,7 +157,10 @@ class Rollout(_Section):
 
 
 class Data(_Section):
-    train_files_path: str | dict[str, str] = Field(description="file or hub id, or one per name of train_dnames")
+    dataset: str | None = Field(None, description="a name from `oxrl data list`; prepared when it is first used")
+    train_files_path: str | dict[str, str] | None = Field(
+        None, description="file or hub id, or one per name of train_dnames"
+    )
     val_files_path: str | dict[str, str] | None = Field(None, description="held-out rows for evaluation")
     train_dnames: list[str] | None = Field(None, description="names of the datasets to mix")
     train_ratios: dict[str, float] | None = Field(None, description="share of each dataset; default by size")
@@ -167,8 +170,21 @@ class Data(_Section):
     overlong: Literal["drop", "truncate", "error"] = Field("drop", description="what happens to rows over max_seq_len")
     bad_rows: Literal["stop", "skip"] = Field("stop", description="what happens to rows that cannot be read")
 
+    @field_validator("dataset")
+    @classmethod
+    def _known(cls, name: str | None) -> str | None:
+        from oxrl.data.prepare import check_splits, find_dataset
+
+        if name is not None:
+            check_splits(find_dataset(name), ["train"])
+        return name
+
     @model_validator(mode="after")
     def _names_agree(self) -> Data:
+        if self.dataset is None and self.train_files_path is None:
+            raise ValueError("data.train_files_path is missing, or data.dataset with a name from `oxrl data list`")
+        if self.dataset is not None and self.train_files_path is not None:
+            raise ValueError("dataset and train_files_path are both set: rows come from one of them")
         if self.train_dnames is not None and set(self.train_dnames) != set(self.train_files):
             raise ValueError(
                 f"train_dnames {self.train_dnames} and train_files_path name different datasets: "
@@ -180,7 +196,8 @@ class Data(_Section):
 
     @property
     def train_files(self) -> dict[str, str]:
-        return _by_name(self.train_files_path, self.train_dnames)
+        """Name -> path; a `dataset` has its path once it is prepared."""
+        return {} if self.train_files_path is None else _by_name(self.train_files_path, self.train_dnames)
 
     @property
     def val_files(self) -> dict[str, str]:

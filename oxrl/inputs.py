@@ -12,6 +12,7 @@ from oxrl.algorithms import algorithm
 from oxrl.config import Config, ConfigError
 from oxrl.data.assemble import assemble
 from oxrl.data.buffer import DataBuffer, MixedBuffer
+from oxrl.data.prepare import check_trainable, split_file
 from oxrl.data.render import Renderer
 from oxrl.data.sources import Loaded, load_samples
 from oxrl.imports import import_object
@@ -49,7 +50,7 @@ def read_inputs(config: Config) -> Inputs:
     check_model(model_config(config))
     tokenizer = load_tokenizer(model_config(config))
     _check_others(config, tokenizer)
-    loaded = {name: _load(config, path) for name, path in config.data.train_files.items()}
+    loaded = {name: _load(config, path) for name, path in _train_files(config).items()}
     samples = [sample for part in loaded.values() for sample in part.samples]
     online = learns_from_samples(chosen_algorithm(config), samples)
     if online:
@@ -84,6 +85,15 @@ def learns_from_samples(algorithm: Algorithm, samples: Sequence[Sample]) -> bool
     """Whether the run samples for itself; replies that were recorded and scored before are learnt from as they are."""
     recorded = any(sample.responses or sample.chosen or sample.label is not None for sample in samples)
     return algorithm.online is not None and not recorded
+
+
+def _train_files(config: Config) -> dict[str, str]:
+    """A dataset that is named is prepared when it is first used; one for evaluation only is refused."""
+    data = config.data
+    files = data.train_files if data.dataset is None else {data.dataset: str(split_file(data.dataset))}
+    for path in files.values():
+        check_trainable(path)
+    return files
 
 
 def _load(config: Config, path: str) -> Loaded:

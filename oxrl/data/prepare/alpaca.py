@@ -1,0 +1,23 @@
+"""Alpaca: instructions, some with an input, and a reply to each."""
+
+from __future__ import annotations
+
+from oxrl.data.prepare.recipe import Dataset, Raw, asked, text_of
+from oxrl.types import Message, Sample
+
+
+def convert(row: Raw) -> list[Sample]:
+    prompt = asked(text_of(row, "instruction"), str(row.get("input") or "").strip())
+    return [Sample("", (*prompt, Message("assistant", text_of(row, "output"))))]
+
+
+ALPACA = Dataset(
+    name="alpaca",
+    summary="instructions and replies, written by a model",
+    licence="CC-BY-NC-4.0",
+    convert=convert,
+    hub="tatsu-lab/alpaca",
+    splits={"train": "train"},
+    elsewhere="github.com/tatsu-lab/stanford_alpaca, alpaca_data.json",
+    held_out=0.02,
+)
