@@ -71,7 +71,7 @@ def earned(rollout: Rollout) -> float:
 
 @group_reward
 def unrelated(rollouts: Sequence[Rollout]) -> list[float]:
-    """The control: the same payments, but handed out among the answers to a prompt without regard to who earned them."""
+    """The control: the same payments, handed out among the answers to a prompt without regard to who earned them."""
     payments = [earned(rollout) for rollout in rollouts]
     random.Random(rollouts[0].group).shuffle(payments)
     return payments
