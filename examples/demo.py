@@ -15,6 +15,7 @@ import json
 import random
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import anyio
@@ -28,6 +29,7 @@ from oxrl import (
     Renderer,
     Rollout,
     Status,
+    group_reward,
     load_model,
     load_samples,
     load_tokenizer,
@@ -67,6 +69,14 @@ def earned(rollout: Rollout) -> float:
     return right * (1.0 if rollout.status is Status.COMPLETED else 0.5)
 
 
+@group_reward
+def unrelated(rollouts: Sequence[Rollout]) -> list[float]:
+    """The control: the same payments, handed out among the answers to a prompt without regard to who earned them."""
+    payments = [earned(rollout) for rollout in rollouts]
+    random.Random(rollouts[0].group).shuffle(payments)
+    return payments
+
+
 def is_right(rollout: Rollout) -> float:
     """How before and after are scored: the first or the last number said counts, however long the answer is."""
     said = numbers_in(rollout.response)
@@ -104,7 +114,7 @@ def config_of(training: list[dict[str, str]], watched: list[dict[str, str]], arg
                 "micro_batch_tokens": 2048,
                 "keep_last": 1,
             },
-            "reward": {"reward_func": f"{__file__}:earned"},
+            "reward": {"reward_func": f"{__file__}:{'unrelated' if arguments.shuffle_rewards else 'earned'}"},
             "rollout": {"n_samples": 8, "max_tokens": 10},
         }
     )
@@ -114,7 +124,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=36)
-    parser.add_argument("--shuffle-rewards", action="store_true", help="a control: answers are paid for at random")
+    parser.add_argument("--shuffle-rewards", action="store_true", help="a control: payments are mixed up")
     arguments = parser.parse_args()
     console, chance, taken = Console(), random.Random(arguments.seed), set[frozenset[int]]()
     shutil.rmtree(FOLDER, ignore_errors=True)
@@ -122,10 +132,6 @@ def main() -> None:
     held_out = make_lists(HELD_OUT, 64, chance, taken)
     watched = make_lists(SEEN, 32, chance, taken)
     training = make_lists(SEEN, 1000, chance, taken)
-    if arguments.shuffle_rewards:
-        wrong = [row["answer"] for row in training]
-        chance.shuffle(wrong)
-        training = [{**row, "answer": answer} for row, answer in zip(training, wrong, strict=True)]
     console.print(f"[bold]{MODEL}[/] before training, on {len(held_out)} price lists it will never see in training ...")
     before = ask(MODEL, held_out)
     console.print(f"learning from rewards on {len(training)} other lists ...")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,6 +32,32 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+async def until_interrupted(function: Callable[..., Awaitable[T]], *args: Any) -> T:
+    """The function's value; SIGINT and SIGTERM cancel it where it can be cancelled, and then raise KeyboardInterrupt.
+
+    The event loop's own answer to SIGINT is a cancellation that no shield holds off, in the middle of anything.
+    """
+    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's affair
+        return await function(*args)
+    interrupted = False
+    async with task_group() as tasks:
+
+        async def watch() -> None:
+            nonlocal interrupted
+            with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+                async for _ in signals:
+                    interrupted = True
+                    tasks.cancel_scope.cancel()
+                    return
+
+        tasks.start_soon(watch)
+        value = await function(*args)
+        tasks.cancel_scope.cancel()
+    if interrupted:
+        raise KeyboardInterrupt
+    return value
 
 
 async def in_thread(function: Callable[[], T]) -> T:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from oxrl.checkpoint import best_checkpoint, latest_checkpoint, load_checkpoint, read_state, save_checkpoint
+from oxrl.concurrent import until_interrupted
 from oxrl.config import Config, ConfigError
 from oxrl.data.render import Renderer
 from oxrl.inputs import (
@@ -158,7 +159,7 @@ def _train_locked(prepared: Prepared) -> RunResult:
     done = 0 if prepared.resume_from is None else read_state(prepared.resume_from).step
     disable_progress_bar()  # two live displays would write over each other
     with LiveConsole(prepared.inputs.num_steps, first_step=done) as console:
-        history = anyio.run(_run, prepared, backend, console)
+        history = anyio.run(until_interrupted, _run, prepared, backend, console)
     checkpoint = best_checkpoint(folder / "checkpoints")
     assert checkpoint is not None, "a finished run has at least its last checkpoint"
     return RunResult(folder, checkpoint, history)

@@ -180,18 +180,23 @@ def test_a_reference_with_another_tokenizer_is_refused(tmp_path):
     assert "another tokenizer" in done.output
 
 
-def test_an_interrupted_run_saves_says_so_and_goes_on(tmp_path):
+ONLINE = ("--algorithm", "grpo", "--reward", "contains", "--set", "rollout.max_tokens=8")
+
+
+@pytest.mark.parametrize(("stop", "how"), [("SIGINT", ()), ("SIGTERM", ()), ("SIGINT", ONLINE)])
+def test_an_interrupted_run_saves_says_so_and_goes_on(tmp_path, stop, how):
     data = write_jsonl(tmp_path / "rows.jsonl", sums(16))
     out = tmp_path / "out"
     command = [sys.executable, "-m", "oxrl.cli", "train", "--output", str(out)]
-    start = [*command, "--model", "tiny", "--data", str(data), "--epochs", "500"]
+    start = [*command, "--model", "tiny", "--data", str(data), "--epochs", "500", *how]
     # A shell that runs the tests in the background lets its children ignore interrupts; this one must not.
     heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
     process = subprocess.Popen(start, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
     deadline = time.monotonic() + 60
     while not (out / "metrics.jsonl").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    time.sleep(1.0 if how else 0.0)  # in the middle of whatever it does
+    process.send_signal(getattr(signal, stop))
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
     assert "--resume" in said

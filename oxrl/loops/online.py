@@ -170,16 +170,16 @@ async def run_online(
             metrics = rollout_metrics(ready.groups, ready.version) | ready.costs()
             items = rollout_items(current, shape(ready.groups), render)
             last = step == config.num_steps
-            metrics |= await train_batch(backend, current, items, config, memory) if items else NOTHING_TAUGHT
-            _check_gap(metrics, config.max_logprob_gap)
-            await move_reference(step)
-            if due(step, config.sync_every) or last:
-                await _sync(backend, generators)
-            if due(step, config.eval_every) or (last and config.eval_every):
-                with anyio.CancelScope(shield=True):  # between an update and its record there is no good moment to stop
+            with anyio.CancelScope(shield=True):  # between an update and its record there is no good moment to stop
+                metrics |= await train_batch(backend, current, items, config, memory) if items else NOTHING_TAUGHT
+                _check_gap(metrics, config.max_logprob_gap)
+                await move_reference(step)
+                if due(step, config.sync_every) or last:
+                    await _sync(backend, generators)
+                if due(step, config.eval_every) or (last and config.eval_every):
                     metrics |= await evaluate()
-                best = best.after(-metrics["eval_reward"], step)
-                last = last or 0 < config.patience <= best.evaluations_since
+                    best = best.after(-metrics["eval_reward"], step)
+                    last = last or 0 < config.patience <= best.evaluations_since
             ahead.release()
             if step > 1 and differs(current, algorithm_at(step - 1)):
                 logger.info("step %d: from here on %s %s", step, current.name, dict(current.parameters))

@@ -287,28 +287,45 @@ def test_normalised_rewards_have_mean_0_and_std_1_over_the_step():
     assert sum(scores) == pytest.approx(0) and sum(s * s for s in scores) / 4 == pytest.approx(1)
 
 
-def test_an_interrupt_saves_what_is_done():
+@pytest.mark.parametrize("moment", ["between steps", "while answers are awaited", "during an update"])
+def test_an_interrupt_saves_what_is_done(moment):
+    """Two steps of eight prompts are done, whatever the third one was doing."""
     setting = Setting(lr=1e-4)
     saved = []
 
     async def save(state, best_step):
-        saved.append(state.step)
+        saved.append((state.step, setting.backend.version))
 
     async def go():
         with anyio.CancelScope() as scope:
+
+            def log(step, metrics):
+                if moment == "between steps" and step == 2:
+                    scope.cancel()
+
+            async def reward(rollout):
+                if moment == "while answers are awaited" and rollout.group == 20:
+                    scope.cancel()
+                return float(rollout.index)
+
+            async def move_reference(step):
+                if moment == "during an update" and step == 2:
+                    scope.cancel()
+
             await run_online(
                 setting.backend,
                 setting.algorithm,
-                setting.manager(),
+                setting.manager(reward_fn=reward),
                 [setting.generator],
                 setting.render,
                 OnlineConfig(num_steps=50),
-                log=lambda step, metrics: scope.cancel() if step == 2 else None,
+                log=log,
+                move_reference=move_reference,
                 save=save,
             )
 
     anyio.run(go)
-    assert saved == [2]
+    assert saved == [(2, 2)]
 
 
 def test_run_rl_training_rewards_minus_a_baseline():
@@ -328,36 +345,6 @@ def test_run_rl_training_rewards_minus_a_baseline():
     )
     assert logged == [8, 16, 24]
     assert history[-1]["reward"] > 0.6
-
-
-def test_an_interrupt_while_answers_are_awaited_saves_what_is_done():
-    setting = Setting(lr=1e-4)
-    saved = []
-
-    async def save(state, best_step):
-        saved.append(state.step)
-
-    async def go():
-        with anyio.CancelScope() as scope:
-
-            async def reward(rollout):
-                if rollout.group == 20:  # in the middle of the third batch of eight
-                    scope.cancel()
-                return 0.5
-
-            await run_online(
-                setting.backend,
-                setting.algorithm,
-                setting.manager(reward_fn=reward),
-                [setting.generator],
-                setting.render,
-                OnlineConfig(num_steps=50),
-                log=lambda step, metrics: None,
-                save=save,
-            )
-
-    anyio.run(go)
-    assert saved == [2]
 
 
 def test_a_batch_of_which_an_algorithm_makes_no_rows_is_passed_over(caplog):
