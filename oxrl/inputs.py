@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,7 +16,9 @@ from oxrl.data.render import Renderer
 from oxrl.data.sources import Loaded, load_samples
 from oxrl.imports import import_object
 from oxrl.models.load import check_model, load_tokenizer
-from oxrl.rewards import Reward, check_samples, reward, weighted
+from oxrl.rewards import Reward, as_reward, check_samples, clamp, reward, weighted
+from oxrl.rewards.grade import AnyReward
+from oxrl.rewards.table import find_builder
 from oxrl.rollouts.collect import RolloutConfig
 from oxrl.rollouts.envs import single_turn, with_tools
 from oxrl.rollouts.filters import check_reward_nonzero_std, keep_all, named_filter
@@ -191,15 +193,34 @@ def other_models(config: Config) -> dict[str, str]:
 
 def chosen_reward(config: Config) -> Reward:
     """The reward function that the config names, or several of them with their weights."""
-    named = config.reward.reward_func
+    named, params = config.reward.reward_func, config.reward.params
     assert named is not None, "asked for only where a function is named"
-    if isinstance(named, dict):
-        if config.reward.params:
-            raise ConfigError(
-                "reward.params belong to one reward_func; several take theirs from a function of your own"
-            )
-        return weighted(named)
-    return reward(named, **config.reward.params)
+    if isinstance(named, str):
+        return shaped_reward(config, {named_reward(named, params, config.model.device): 1.0})
+    if unknown := [name for name, own in params.items() if name not in named or not isinstance(own, dict)]:
+        raise ConfigError(f"reward.params: several rewards have theirs by name, {{NAME: {{...}}}}, not {unknown[0]}")
+    device = config.model.device
+    members: dict[AnyReward, float] = {
+        named_reward(name, params.get(name, {}), device): each for name, each in named.items()
+    }
+    return shaped_reward(config, members)
+
+
+def named_reward(name: str, params: Mapping[str, Any], device: str = "auto") -> Reward:
+    """A reward by its name; a model that grades may be named by the folder of the run that trained it."""
+    if (find_builder(name) or "").endswith(":rm_reward_func") and "model" in params:
+        params = {"device": device, **params, "model": resolve_weights(str(params["model"]))}
+    return reward(name, **params)
+
+
+def shaped_reward(config: Config, members: Mapping[AnyReward, float]) -> Reward:
+    """Rewards with their weights, less the length penalty, clamped."""
+    section = config.reward
+    if (penalty := section.length_penalty) is not None:
+        overlong = reward("overlong_penalty", limit=penalty.limit, margin=penalty.margin)
+        members = {**members, overlong: penalty.weight}
+    whole = as_reward(next(iter(members))) if list(members.values()) == [1.0] else weighted(members)
+    return whole if section.clamp is None else clamp(whole, *section.clamp)
 
 
 def check_reward(config: Config) -> None:

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 
 from oxrl.rewards.answers import answer_text, reference
 from oxrl.rewards.grade import reads
-from oxrl.rewards.numbers import last_number
+from oxrl.rewards.numbers import claimed_number, last_number
 from oxrl.types import Rollout
 
 _LONGEST = 400  # characters of one expression; no answer in a textbook is longer, and sympy needs ages for more
@@ -67,7 +67,7 @@ def stated_answer(text: str) -> str | None:
         return (boxed_or_maths(stated[-1]) or stated[-1]).strip().rstrip(".")
     if maths := boxed_or_maths(end):
         return maths
-    number = last_number(end)
+    number = claimed_number(end)
     if len(text) <= 40 and (number is None or not _WORD.search(text)):
         return text or None
     return None if number is None else str(number)
