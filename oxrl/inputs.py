@@ -6,7 +6,9 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast, get_args
+
+import yaml
 
 from oxrl.algorithms import algorithm
 from oxrl.config import Config, ConfigError
@@ -18,7 +20,8 @@ from oxrl.imports import import_object
 from oxrl.models.load import check_model, load_tokenizer
 from oxrl.rewards import Reward, as_reward, check_samples, clamp, reward, weighted
 from oxrl.rewards.grade import AnyReward
-from oxrl.rewards.table import find_builder
+from oxrl.rewards.table import describe_rewards, find_builder
+from oxrl.rewards.trial import PaysFor, TrialReport, try_reward
 from oxrl.rollouts.collect import RolloutConfig
 from oxrl.rollouts.envs import single_turn, with_tools
 from oxrl.rollouts.filters import check_reward_nonzero_std, keep_all, named_filter
@@ -211,6 +214,37 @@ def named_reward(name: str, params: Mapping[str, Any], device: str = "auto") -> 
     if (find_builder(name) or "").endswith(":rm_reward_func") and "model" in params:
         params = {"device": device, **params, "model": resolve_weights(str(params["model"]))}
     return reward(name, **params)
+
+
+def trial_of(
+    name: str, data: str, params: Sequence[str], *, limit: int, pays_for: str | None, threshold: float, workers: int
+) -> TrialReport:
+    """`oxrl rewards test`: a reward by name on the first rows of a file, beside its other variant if it has one."""
+    given = parameters_of(params)
+    card = describe_rewards().get(name)
+    told = "opinion" if find_builder(name) else "form" if card is not None and not card.reads else "answer"
+    kind = pays_for or told
+    if kind not in get_args(PaysFor):
+        raise ConfigError(f"--pays-for must be one of {', '.join(get_args(PaysFor))}, not {kind!r}")
+    strict = None if card is None else given.get("strict", card.parameters.get("strict"))
+    other = named_reward(name, {**given, "strict": not strict}) if isinstance(strict, bool) else None
+    samples = [as_prompt(sample) for sample in load_samples(data, limit=limit).samples]
+    return try_reward(
+        named_reward(name, given),
+        samples,
+        pays_for=cast(PaysFor, kind),
+        other=other,
+        threshold=threshold,
+        workers=workers,
+    )
+
+
+def parameters_of(params: Sequence[str]) -> dict[str, Any]:
+    """`parameters_of(["strict=true", "letters=ABCD"]) == {"strict": True, "letters": "ABCD"}`."""
+    pairs = [each.partition("=") for each in params]
+    if wrong := [key for key, equals, _ in pairs if not key or not equals]:
+        raise ConfigError(f"a parameter looks like strict=true, not {wrong[0]!r}")
+    return {key.strip(): yaml.safe_load(value) for key, _, value in pairs}
 
 
 def shaped_reward(config: Config, members: Mapping[AnyReward, float]) -> Reward:

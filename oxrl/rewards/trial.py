@@ -1,4 +1,4 @@
-"""A reward tried on real rows before it pays a model: is the right answer paid, a wrong one not, and what do cheats earn?
+"""A reward tried on real rows before it pays a model: does the right answer earn all of it, and what do cheats earn?
 
 Rows become completions in the forms that people write answers in, and these become a `TrialReport`. A cheat is a way to
 write that needs no knowledge, or that says the opposite of what it names; it is tried in every form in which the reward
@@ -23,7 +23,7 @@ from oxrl.rewards.mathematics import boxed, plain, rational
 from oxrl.types import Generation, Message, Rollout, Sample, Turn
 
 PaysFor: TypeAlias = Literal["answer", "form", "opinion"]
-"""A form's reward may pay whatever is in the form; an opinion has no zero, and cheats must only stay below the right."""
+"""A form's reward may pay whatever is in the form; an opinion has no zero: cheats must stay below the right answer."""
 
 THRESHOLD = 0.05
 LONG = 1_000_000
@@ -98,7 +98,7 @@ class TrialReport(NamedTuple):
         lines = [
             f"{self.reward} on {self.rows} rows; the full reward is {self.full:g}",
             "",
-            "the right answer, written",
+            "the right answer",
         ]
         lines += [f"  {each.name:28} earns {each.earns:7.1%}, in full {each.in_full:7.1%}" for each in self.right]
         lines += ["", f"must earn nothing (at most {self.threshold:.1%} of the full reward)"]
@@ -330,7 +330,7 @@ def _problems(report: TrialReport, pays_for: PaysFor) -> Iterable[str]:
     if report.full <= 0 and pays_for != "opinion":
         yield "the right answer earns nothing in any form"
     elif pays_for == "answer" and best.in_full < 1:
-        yield f"the right answer earns the full reward in {best.in_full:.1%} of the rows at best, written as {best.name}"
+        yield f"the right answer earns the full reward in {best.in_full:.1%} of rows at best, as {best.name}"
     most = max(probe.earns for probe in report.right) if pays_for == "opinion" else report.threshold
     for probe in report.cheats:
         if probe.counts and probe.earns > most:
