@@ -267,7 +267,7 @@ def check_reward(config: Config) -> None:
         raise ConfigError(f"reward: {' and '.join(given)} are set; an answer is graded by one of them")
     if online.graded_by is None:
         return
-    if online.graded_by != "reward" and given != [keys[online.graded_by]]:
+    if online.graded_by not in ("reward", _graded_by_name(config)) and given != [keys[online.graded_by]]:
         raise ConfigError(
             f"{config.train.alg_name} is graded by a {online.graded_by}: set reward.{keys[online.graded_by]}"
         )
@@ -282,6 +282,13 @@ def check_reward(config: Config) -> None:
         check_model(
             model_config(config)._replace(name=resolve_weights(getattr(config.reward, given[0])), revision=None)
         )
+
+
+def _graded_by_name(config: Config) -> str | None:
+    """A reward model or a judge may also be named as a reward function."""
+    named = config.reward.reward_func
+    place = find_builder(named) if isinstance(named, str) else None
+    return None if place is None else {"rm_reward_func": "reward model", "llm_judge": "judge"}[place.partition(":")[2]]
 
 
 def grader(config: Config, name: str) -> ModelConfig:

@@ -36,7 +36,9 @@ def chosen_letter(text: str, letters: str = "ABCDE") -> str | None:
     claimed, named = _patterns(letters)
     choices = {letter.upper() for letter in _BOXED.findall(text) if letter.upper() in letters}
     choices = choices or {letter for run in claimed.findall(text) for letter in named.findall(run)}
-    choices = choices or {each[0] for each in named.finditer(text) if not is_denied(text, each.start())}
+    for mention in named.finditer(text) if not choices else ():
+        if mention[0] not in choices and not is_denied(text, mention.start()):
+            choices.add(mention[0])
     return choices.pop() if len(choices) == 1 else None
 
 

@@ -14,7 +14,7 @@ AskFn: TypeAlias = Callable[[Sequence[Message]], Awaitable[str]]
 RUBRIC = "How correct, helpful and clear is the answer? Length and confidence earn nothing by themselves."
 _SCORE = re.compile(r"(?i:score|rating)[\s*_:=]{0,6}(?i:is\s)?\s{0,2}(-?\d{1,6}(?:\.\d{1,6})?)")
 _NUMBER = re.compile(r"(?<![\w.])-?\d{1,6}(?:\.\d{1,6})?(?![\w])")
-_BORDER = re.compile(r"<(?=/?\s*(?:conversation|answer|reference)\b)", re.IGNORECASE)
+_BORDER = re.compile(r"<(?=\s{0,9}/?\s{0,9}(?:conversation|answer|reference)\b)", re.IGNORECASE)
 _OUT_OF = re.compile(r"\s{0,2}(?:/|(?i:out\s+of))\s{0,2}\d+")
 
 

@@ -25,6 +25,9 @@ from oxrl.types import Generation, Message, Rollout, Sample, Turn
 PaysFor: TypeAlias = Literal["answer", "form", "opinion"]
 """A form's reward may pay whatever is in the form; an opinion has no zero: cheats must stay below the right answer."""
 
+Ways: TypeAlias = Mapping[str, Sequence[tuple[Sample, str]]]
+"""Form -> a completion for each row; a form without a name is the text as it is."""
+
 THRESHOLD = 0.05
 LONG = 1_000_000
 
@@ -51,14 +54,13 @@ class Probe(NamedTuple):
     """`Probe("all answers listed", "sentence", 0.0, 0.0)`: what one way to write earns over all rows.
 
     `form` is the best paid one, `earns` the mean as a share of the full reward, `in_full` the share of rows paid in
-    full. `counts` tells whether earning by it speaks against the reward.
+    full.
     """
 
     name: str
     form: str
     earns: float
     in_full: float
-    counts: bool = True
 
 
 class TrialReport(NamedTuple):
@@ -115,8 +117,7 @@ class TrialReport(NamedTuple):
 
 
 def _where(probe: Probe) -> str:
-    by_design = "" if probe.counts else "  (by design)"
-    return f"  as {probe.form}{by_design}" if probe.earns and probe.form else by_design
+    return f"  as {probe.form}" if probe.earns and probe.form else ""
 
 
 def try_reward(
@@ -207,10 +208,10 @@ async def _try(
     right = tuple(_probe(form, form, scores, unit, full) for form, scores in values.items())
     paid = {form: FORMS[form] for form in FORMS if max(0.0, *_known(values[form])) > threshold * unit}
     again = {form: await trial.scores(completions) for form, completions in written.items()}
-    cheats = [
-        await _worst(trial, name, ways, unit, full, counts=pays_for != "form" or name not in _PAID_BY_FORM)
-        for name, ways in cheats_of(cases, paid or FORMS).items()
-    ]
+    tried = cheats_of(cases, paid or FORMS)
+    if pays_for == "form":
+        tried = {name: _outside_forms(ways) for name, ways in tried.items()}
+    cheats = [await _worst(trial, name, ways, unit, full) for name, ways in tried.items()]
     disagreement: dict[str, float] = {}
     if other is not None:
         rival = _Trial(other, trial.time_limit, trial.workers)
@@ -253,15 +254,15 @@ def right_forms(cases: Sequence[Case]) -> dict[str, list[tuple[Sample, str]]]:
     return forms
 
 
-_PAID_BY_FORM = ("wrong answer", "form with filler", "all answers listed", "denied", "denied behind a wrong one")
+def _outside_forms(ways: Ways) -> Ways:
+    """A reward for the form does not mind what is inside it; where there is no way outside, all are shown."""
+    return {form: texts for form, texts in ways.items() if form not in FORMS} or ways
 
 
-def cheats_of(
-    cases: Sequence[Case], forms: Mapping[str, Callable[[str], str]]
-) -> dict[str, dict[str, list[tuple[Sample, str]]]]:
+def cheats_of(cases: Sequence[Case], forms: Mapping[str, Callable[[str], str]]) -> dict[str, Ways]:
     """Cheat -> form -> a completion for each row."""
 
-    def in_each(payload: Callable[[Case], str], some: Sequence[Case] = cases) -> dict[str, list[tuple[Sample, str]]]:
+    def in_each(payload: Callable[[Case], str], some: Sequence[Case] = cases) -> Ways:
         return {name: [(case.sample, form(payload(case))) for case in some] for name, form in forms.items()}
 
     def in_turn(form: Callable[[str], str]) -> list[tuple[Sample, str]]:
@@ -270,6 +271,7 @@ def cheats_of(
     return {
         "wrong answer": in_each(lambda case: case.wrong[0]),
         "nothing": {"": [(case.sample, "") for case in cases]},
+        "empty tags": {"": [(case.sample, "<think></think><answer></answer>") for case in cases]},
         "form alone": in_each(lambda _: ""),
         "form with filler": in_each(lambda _: "..."),
         "prompt echoed": {"": [(case.sample, _prompt(case)) for case in cases], **in_each(_prompt)},
@@ -277,8 +279,10 @@ def cheats_of(
         "each answer in turn": {name: in_turn(form) for name, form in forms.items()},
         "denied": in_each(lambda case: f"not {case.right}"),
         "denied behind a wrong one": in_each(lambda case: f"{case.wrong[0]}, not {case.right}"),
-        "a million characters": in_each(lambda case: _repeated(f"{case.wrong[0]} "), cases[:1])
-        | {"letters": [(case.sample, _repeated("x")) for case in cases[:1]]},
+        "a million characters": {
+            "letters": [(case.sample, _repeated("x")) for case in cases[:1]],
+            **in_each(lambda case: _repeated(f"{case.wrong[0]} "), cases[:1]),
+        },
     }
 
 
@@ -298,15 +302,13 @@ def _listed(case: Case) -> Iterable[str]:
 async def _worst(
     trial: _Trial,
     name: str,
-    ways: Mapping[str, Sequence[tuple[Sample, str]]],
+    ways: Ways,
     unit: float,
     full: float,
-    *,
-    counts: bool,
 ) -> Probe:
     """One way for all rows, the best paid one: that is what a model would come to."""
     probes = [_probe(name, form, await trial.scores(texts), unit, full) for form, texts in ways.items()]
-    return max(probes, key=lambda probe: probe.earns)._replace(counts=counts)
+    return max(probes, key=lambda probe: probe.earns)
 
 
 def _probe(name: str, form: str, scores: Sequence[float | None], unit: float, full: float) -> Probe:
@@ -333,7 +335,7 @@ def _problems(report: TrialReport, pays_for: PaysFor) -> Iterable[str]:
         yield f"the right answer earns the full reward in {best.in_full:.1%} of rows at best, as {best.name}"
     most = max(probe.earns for probe in report.right) if pays_for == "opinion" else report.threshold
     for probe in report.cheats:
-        if probe.counts and probe.earns > most:
+        if probe.earns > most and not (pays_for == "form" and probe.form in FORMS):
             yield f"{probe.name}{f' ({probe.form})' if probe.form else ''} earns {probe.earns:.1%} of the full reward"
     if report.changed:
         yield f"{report.changed} completions earned something else when they were graded again"

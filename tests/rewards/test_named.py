@@ -1,4 +1,4 @@
-r"""The rewards that recipes name: on answers as models write them, and on the first 200 real rows where they are at hand.
+r"""The rewards that recipes name: on answers as models write them, and on 200 real rows where they are at hand.
 
 `OXRL_TEST_DATA` names a folder with `gsm8k/test.jsonl.gz` and `svamp/test.jsonl.gz`; without it, rows of our own.
 """
@@ -6,12 +6,22 @@ r"""The rewards that recipes name: on answers as models write them, and on the f
 import gzip
 import json
 import os
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 import anyio
 import pytest
+from typer.testing import CliRunner
 
+from oxrl.checkpoint import best_checkpoint
+from oxrl.cli import app
+from oxrl.config import Config
+from oxrl.data.render import Renderer
+from oxrl.inputs import chosen_reward, named_reward
+from oxrl.metrics import read_metrics
+from oxrl.models.load import load_tokenizer
+from oxrl.models.reward_model import load_reward_model, score_tokens
 from oxrl.rewards import BUILDERS, REWARDS, clamp, describe_rewards, grade, reward
 from oxrl.rewards.choice import chosen_letter
 from oxrl.rewards.named import (
@@ -27,12 +37,16 @@ from oxrl.rewards.table import document
 from oxrl.rewards.trial import final_answer, try_reward
 from oxrl.types import Message, Sample
 from tests.rewards.rollouts import said
+from tests.rows import write_jsonl
 
 DOCS = Path(__file__).parents[2] / "docs" / "rewards.md"
 WORKED = "She buys 3 boxes of 6, so 3 * 6 = <<3*6=18>>18 eggs.\n#### 18"
 
 OWN = [
-    ("Ann has 3 bags of 4 pears and eats 2. How many are left?", "3 * 4 = <<3*4=12>>12\n12 - 2 = <<12-2=10>>10\n#### 10"),
+    (
+        "Ann has 3 bags of 4 pears and eats 2. How many are left?",
+        "3 * 4 = <<3*4=12>>12\n12 - 2 = <<12-2=10>>10\n#### 10",
+    ),
     ("A car costs $1,500 and its tyres $250 more each. What do 4 tyres and the car cost?", "#### 8,500"),
     ("It was 5 degrees and fell by 12. How warm is it?", "5 - 12 = -7\n#### -7"),
     ("Half of 25 apples are red. How many?", "#### 12.5"),
@@ -146,7 +160,12 @@ def test_reasoning_wants_the_right_answer_inside_the_tags():
 
 
 def test_reasoning_compares_answers_of_each_kind():
-    kinds = {"math": (r"\frac12", "0.5"), "number": ("7 eggs", "7"), "choice": ("(B)", "B"), "text": ("Paris.", "paris")}
+    kinds = {
+        "math": (r"\frac12", "0.5"),
+        "number": ("7 eggs", "7"),
+        "choice": ("(B)", "B"),
+        "text": ("Paris.", "paris"),
+    }
     for kind, (text, answer) in kinds.items():
         rollout = said(f"<think>a</think><answer>{text}</answer>", answer)
         assert reasoning_reward_func(rollout, answer_is=kind).value == 1.0
@@ -176,8 +195,6 @@ def test_right_answers_of_real_rows_earn_everything_and_wrong_ones_nothing(name,
 
 
 def _said(sample, text):
-    from dataclasses import replace
-
     return replace(said(text), sample=sample)
 
 
@@ -204,3 +221,73 @@ def test_a_reward_with_parameters_is_named_without_regard_to_case():
         reward("rm_reward_func")
     with pytest.raises(ValueError, match="did you mean base_url"):
         reward("llm_judge", baseurl="http://localhost")
+
+
+def shaped(tmp_path, **section):
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "2+2?", "answer": "4"}])
+    raw = {"model": {"name": "tiny"}, "data": {"train_files_path": str(rows)}, "reward": section}
+    return chosen_reward(Config.model_validate(raw))
+
+
+def test_a_config_clamps_and_takes_off_for_length(tmp_path):
+    both = {
+        "reward_func": {"gsm8k_reward_func": 2.0, "format_reward_func": 0.5},
+        "params": {"gsm8k_reward_func": {"strict": True}},
+        "length_penalty": {"limit": 10, "margin": 4, "weight": 0.5},
+    }
+    rollouts = [said("#### 4", "4", tokens=range(6)), said("#### 4", "4", tokens=range(8)), said("4", "4")]
+    graded = anyio.run(grade, rollouts, shaped(tmp_path, **both))
+    assert [each.reward for each in graded] == [2.0, 1.75, 0.0]
+    assert graded[1].score.parts == {"gsm8k_reward_func": 1.0, "format_reward_func": 0.0, "overlong_penalty": -0.5}
+    graded = anyio.run(grade, rollouts, shaped(tmp_path, **both, clamp=[0.5, 1.0]))
+    assert [each.reward for each in graded] == [1.0, 1.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"reward_func": {"contains": 1.0}, "params": {"whole_words": False}}, "theirs by name"),
+        ({"reward_func": {"contains": 1.0}, "params": {"number_match": {}}}, "theirs by name"),
+        ({"reward_func": {"contains": 1.0}, "params": {"contains": {"whole": False}}}, "did you mean whole_words"),
+        ({"clamp": [1.0, 0.0]}, "lowest, highest"),
+        ({"clamp": [1.0]}, "at least 2"),
+        ({"length_penalty": {"limit": 3, "margin": 4}}, "margin 4 is more than limit 3"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(tmp_path, section, words):
+    with pytest.raises(ValueError, match=words):
+        shaped(tmp_path, **{"reward_func": "contains", **section})
+
+
+def test_a_reward_model_is_named_by_the_run_that_trained_it(tmp_path):
+    pairs = [{"prompt": f"say {i}", "chosen": "abcd"[i % 4] * 3, "rejected": "0123"[i % 4] * 3} for i in range(16)]
+    prompts = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": f"say {i}"} for i in range(4)])
+    trained = CliRunner().invoke(
+        app,
+        ["train", "--model", "tiny", "--algorithm", "rm", "--data", str(write_jsonl(tmp_path / "pairs.jsonl", pairs)),
+         "--output", str(tmp_path / "rm"), "--epochs", "4", "--lr", "3e-3"],
+    )  # fmt: skip
+    assert trained.exit_code == 0, trained.output
+    named = named_reward("rm_reward_func", {"model": str(tmp_path / "rm")})
+    good, bad = anyio.run(grade, [said("aaa", prompt="say 0"), said("000", prompt="say 0", index=1)], named)
+    assert good.reward > bad.reward
+    folder = str(best_checkpoint(tmp_path / "rm/checkpoints"))
+    row = Renderer(load_tokenizer(folder)).conversation(good.messages, id="x")[0].tokens.tolist()
+    assert good.reward == pytest.approx(score_tokens(load_reward_model(folder), [row])[0], abs=1e-5)
+    config = tmp_path / "online.yaml"
+    config.write_text(json.dumps({
+        "model": {"name": "tiny"},
+        "train": {"alg_name": "rlhf", "train_steps_per_epoch": 2, "train_batch_size_per_gpu": 2},
+        "reward": {"reward_func": "rm_reward_func", "params": {"model": str(tmp_path / "rm")}, "clamp": [-0.01, 0.01]},
+        "rollout": {"n_samples": 2, "max_tokens": 4},
+        "data": {"train_files_path": str(prompts)},
+    }))  # fmt: skip
+    done = CliRunner().invoke(app, ["train", str(config), "--output", str(tmp_path / "out")])
+    assert done.exit_code == 0, done.output
+    rewards = [line["reward"] for line in read_metrics(tmp_path / "out/metrics.jsonl")]
+    assert len(rewards) == 2 and all(-0.01 <= reward <= 0.01 for reward in rewards)
+
+
+def test_a_reward_model_that_is_not_there_is_said_before_anything_is_loaded(tmp_path):
+    with pytest.raises(ValueError, match="no-such-model"):
+        reward("rm_reward_func", model=str(tmp_path / "no-such-model"))
