@@ -73,7 +73,7 @@ def stated_answer(text: str) -> str | None:
         return inside
     end = text[-4 * _LONGEST :]
     if stated := _STATED.findall(end):
-        return (boxed_or_maths(stated[-1]) or stated[-1]).strip().rstrip(".")
+        return (boxed_or_maths(stated[-1]) or stated[-1]).strip(" *_").rstrip(".").strip(" *_")
     if maths := boxed_or_maths(end):
         return maths
     number = claimed_number(end)

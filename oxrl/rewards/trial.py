@@ -93,7 +93,9 @@ class TrialReport(NamedTuple):
         paid = ", ".join(probe.name for probe in self.right if probe.in_full == 1.0) or "none"
         earning = [probe for probe in self.cheats if probe.earns > 0]
         cheats = ", ".join(f"{probe.name} {probe.earns:.1%}" for probe in earning) or "nothing"
-        verdict = "passes" if not self.problems else "**gameable**"
+        if not self.problems and any(probe.earns > self.threshold for probe in earning):
+            cheats = "anything inside its form, by design"
+        verdict = "passes" if not self.problems else "**fails**"
         return f"| `{self.reward}` | {self.rows} | {self.best.in_full:.0%} | {paid} | {cheats} | {verdict} |"
 
     def __str__(self) -> str:

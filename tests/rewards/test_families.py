@@ -317,6 +317,7 @@ def test_what_differs_stays_different(one, other):
         ("After a good deal of work we are left with 12 apples.", "#### 12", 1.0),
         ("12", "12", 1.0),
         ("It is 12.", "12", 1.0),
+        ("The answer is **$1,200.00**.", "1200", 1.0),
         ("even", "even", 1.0),
         (r"\boxed{11}", "12", 0.0),
         (r"12 \boxed{}", "12", 0.0),
