@@ -108,13 +108,31 @@ class Lora(_Section):
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
 
 
+class LengthPenalty(_Section):
+    """0 up to `limit - margin` sampled tokens, then in a straight line down to `-weight` at `limit`."""
+
+    limit: int = Field(ge=1)
+    margin: int = Field(ge=1)
+    weight: float = Field(1.0, gt=0)
+
+    @model_validator(mode="after")
+    def _margin_fits(self) -> LengthPenalty:
+        if self.margin > self.limit:
+            raise ValueError(f"margin {self.margin} is more than limit {self.limit}")
+        return self
+
+
 class Reward(_Section):
     """What an answer is worth, for algorithms that sample."""
 
     reward_func: str | dict[str, float] | None = Field(
         None, description="name from the table, module:function, FILE.py:function, or several with their weights"
     )
-    params: dict[str, Any] = Field({}, description="its parameters")
+    params: dict[str, Any] = Field({}, description="its parameters; of several, by name")
+    length_penalty: LengthPenalty | None = Field(None, description="what answers lose near a length")
+    clamp: list[float] | None = Field(
+        None, min_length=2, max_length=2, description="[lowest, highest] of the reward, after all else but normalize"
+    )
     model: str | None = Field(None, description="a reward model, trained by `rm` or any sequence classifier")
     judge: str | None = Field(None, description="a model that grades answers when asked to")
     rubric: str | None = Field(None, description="what the judge is asked to look at")
@@ -123,6 +141,13 @@ class Reward(_Section):
     allow_unsandboxed: bool = Field(
         False, description="run programs that a model wrote even where they cannot be isolated (`code_reward_func`)"
     )
+
+    @field_validator("clamp")
+    @classmethod
+    def _low_to_high(cls, borders: list[float] | None) -> list[float] | None:
+        if borders is not None and not borders[0] < borders[1]:
+            raise ValueError(f"clamp is [lowest, highest], not {borders}")
+        return borders
 
 
 class Rollout(_Section):

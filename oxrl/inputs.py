@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast, get_args
+
+import yaml
 
 from oxrl.algorithms import algorithm
 from oxrl.config import Config, ConfigError
@@ -17,9 +19,10 @@ from oxrl.data.render import Renderer
 from oxrl.data.sources import Loaded, load_samples
 from oxrl.imports import import_object
 from oxrl.models.load import check_model, load_tokenizer
-from oxrl.rewards import Reward, check_samples, reward, weighted
+from oxrl.rewards import Reward, as_reward, check_samples, clamp, reward, weighted
 from oxrl.rewards.grade import AnyReward, defaults_of
-from oxrl.rewards.table import find_reward
+from oxrl.rewards.table import describe_rewards, find_builder, find_reward
+from oxrl.rewards.trial import PaysFor, TrialReport, try_reward
 from oxrl.rollouts.collect import RolloutConfig
 from oxrl.rollouts.envs import single_turn, with_tools
 from oxrl.rollouts.filters import check_reward_nonzero_std, keep_all, named_filter
@@ -208,22 +211,74 @@ def other_models(config: Config) -> dict[str, str]:
 
 def chosen_reward(config: Config) -> Reward:
     """The reward function that the config names, or several of them with their weights."""
-    named = config.reward.reward_func
+    named, params = config.reward.reward_func, config.reward.params
     assert named is not None, "asked for only where a function is named"
-    if isinstance(named, dict):
-        if config.reward.params:
-            raise ConfigError(
-                "reward.params belong to one reward_func; several take theirs from a function of your own"
-            )
-        members: dict[AnyReward, float] = {reward(each, **_leave(config, each)): named[each] for each in named}
-        return weighted(members)
-    return reward(named, **{**_leave(config, named), **config.reward.params})
+    if isinstance(named, str):
+        return shaped_reward(config, {_reward_of(config, named, params): 1.0})
+    if unknown := [name for name, own in params.items() if name not in named or not isinstance(own, dict)]:
+        raise ConfigError(f"reward.params: several rewards have theirs by name, {{NAME: {{...}}}}, not {unknown[0]}")
+    members: dict[AnyReward, float] = {
+        _reward_of(config, name, params.get(name, {})): each for name, each in named.items()
+    }
+    return shaped_reward(config, members)
 
 
-def _leave(config: Config, name: str) -> dict[str, bool]:
-    """Leave to run programs without a sandbox, for the rewards that ask for it."""
-    asks = config.reward.allow_unsandboxed and ":" not in name and "allow_unsandboxed" in defaults_of(find_reward(name))
-    return {"allow_unsandboxed": True} if asks else {}
+def _reward_of(config: Config, name: str, params: Mapping[str, Any]) -> Reward:
+    return named_reward(name, params, device=config.model.device, allow_unsandboxed=config.reward.allow_unsandboxed)
+
+
+def named_reward(
+    name: str, params: Mapping[str, Any], *, device: str = "auto", allow_unsandboxed: bool = False
+) -> Reward:
+    """A reward by its name; a model that grades may be named by the folder of the run that trained it."""
+    builder = find_builder(name)
+    if builder is not None and builder.endswith(":rm_reward_func") and "model" in params:
+        params = {"device": device, **params, "model": resolve_weights(str(params["model"]))}
+    plain = builder is None and ":" not in name
+    if allow_unsandboxed and plain and "allow_unsandboxed" in defaults_of(find_reward(name)):
+        params = {"allow_unsandboxed": True, **params}
+    return reward(name, **params)
+
+
+def trial_of(
+    name: str, data: str, params: Sequence[str], *, limit: int, pays_for: str | None, threshold: float, workers: int
+) -> TrialReport:
+    """`oxrl rewards test`: a reward by name on the first rows of a file, beside its other variant if it has one."""
+    given = parameters_of(params)
+    card = describe_rewards().get(name)
+    told = "opinion" if find_builder(name) else "form" if card is not None and not card.reads else "answer"
+    kind = pays_for or told
+    if kind not in get_args(PaysFor):
+        raise ConfigError(f"--pays-for must be one of {', '.join(get_args(PaysFor))}, not {kind!r}")
+    strict = None if card is None else given.get("strict", card.parameters.get("strict"))
+    other = named_reward(name, {**given, "strict": not strict}) if isinstance(strict, bool) else None
+    samples = [as_prompt(sample) for sample in load_samples(data, limit=limit).samples]
+    return try_reward(
+        named_reward(name, given),
+        samples,
+        pays_for=cast(PaysFor, kind),
+        other=other,
+        threshold=threshold,
+        workers=workers,
+    )
+
+
+def parameters_of(params: Sequence[str]) -> dict[str, Any]:
+    """`parameters_of(["strict=true", "letters=ABCD"]) == {"strict": True, "letters": "ABCD"}`."""
+    pairs = [each.partition("=") for each in params]
+    if wrong := [key for key, equals, _ in pairs if not key or not equals]:
+        raise ConfigError(f"a parameter looks like strict=true, not {wrong[0]!r}")
+    return {key.strip(): yaml.safe_load(value) for key, _, value in pairs}
+
+
+def shaped_reward(config: Config, members: Mapping[AnyReward, float]) -> Reward:
+    """Rewards with their weights, less the length penalty, clamped."""
+    section = config.reward
+    if (penalty := section.length_penalty) is not None:
+        overlong = reward("overlong_penalty", limit=penalty.limit, margin=penalty.margin)
+        members = {**members, overlong: penalty.weight}
+    whole = as_reward(next(iter(members))) if list(members.values()) == [1.0] else weighted(members)
+    return whole if section.clamp is None else clamp(whole, *section.clamp)
 
 
 def check_reward(config: Config) -> None:
@@ -236,7 +291,7 @@ def check_reward(config: Config) -> None:
         raise ConfigError(f"reward: {' and '.join(given)} are set; an answer is graded by one of them")
     if online.graded_by is None:
         return
-    if online.graded_by != "reward" and given != [keys[online.graded_by]]:
+    if online.graded_by not in ("reward", _graded_by_name(config)) and given != [keys[online.graded_by]]:
         raise ConfigError(
             f"{config.train.alg_name} is graded by a {online.graded_by}: set reward.{keys[online.graded_by]}"
         )
@@ -251,6 +306,13 @@ def check_reward(config: Config) -> None:
         check_model(
             model_config(config)._replace(name=resolve_weights(getattr(config.reward, given[0])), revision=None)
         )
+
+
+def _graded_by_name(config: Config) -> str | None:
+    """A reward model or a judge may also be named as a reward function."""
+    named = config.reward.reward_func
+    place = find_builder(named) if isinstance(named, str) else None
+    return None if place is None else {"rm_reward_func": "reward model", "llm_judge": "judge"}[place.partition(":")[2]]
 
 
 def grader(config: Config, name: str) -> ModelConfig:

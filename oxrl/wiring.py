@@ -25,6 +25,7 @@ from oxrl.inputs import (
     read_inputs,
     rollout_config,
     sampling_of,
+    shaped_reward,
 )
 from oxrl.metrics import JSONLLogger, LiveConsole, all_of
 from oxrl.models.load import check_tokenizer, load_model, load_tokenizer
@@ -337,12 +338,17 @@ async def _move_reference(config: Config, backend: Any, step: int) -> None:
 
 def live_reward(config: Config) -> Reward | None:
     """The reward of a run, with the model that it needs."""
+    if config.reward.reward_func is not None:
+        return chosen_reward(config)
+    graded_by = _model_that_grades(config)
+    return None if graded_by is None else shaped_reward(config, {graded_by: 1.0})
+
+
+def _model_that_grades(config: Config) -> Reward | None:
     from oxrl.generators.embedded import EmbeddedGenerator
     from oxrl.models.reward_model import load_reward_model, reward_model_reward
 
     section = config.reward
-    if section.reward_func is not None:
-        return chosen_reward(config)
     if section.model is not None:
         return reward_model_reward(load_reward_model(grader(config, section.model)))
     if section.judge is None:

@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from oxrl.models.load import find_model, freeze, load_model, resolve_device, resolve_dtype
-from oxrl.rewards.grade import Reward, as_reward, group_reward
-from oxrl.types import ModelConfig, Rollout
+from oxrl.concurrent import in_thread
+from oxrl.data.render import Renderer
+from oxrl.models.load import check_model, find_model, freeze, load_model, load_tokenizer, resolve_device, resolve_dtype
+from oxrl.rewards.grade import Reward, Ungraded, as_reward, group_reward
+from oxrl.types import ModelConfig, Rollout, Score
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -166,3 +168,37 @@ def reward_model_reward(
         return scorer(reward_model, [render(rollout) for rollout in rollouts])
 
     return as_reward(reward_model_score)
+
+
+def rm_reward_func(*, model: str, device: str = "auto", dtype: str = "auto", trust_remote_code: bool = False) -> Reward:
+    """What a reward model gives for the conversation: a run of `rm`, or any sequence classifier with one label.
+
+    The model is loaded when the first answer is graded. It reads the conversation in its own tokens and template, so it
+    need not share the policy's.
+    """
+    config = ModelConfig(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    check_model(config)
+    lock, loaded = threading.Lock(), list[Reward]()
+
+    def scores() -> Reward:
+        with lock:
+            if not loaded:
+                render = conversation_tokens(load_tokenizer(config))
+                loaded.append(reward_model_reward(load_reward_model(config), render=render))
+            return loaded[0]
+
+    async def outcomes(rollouts: Sequence[Rollout], time_limit: float) -> list[Score | Ungraded]:
+        return await (await in_thread(scores)).outcomes(rollouts, time_limit)
+
+    return Reward("rm_reward_func", outcomes)
+
+
+def conversation_tokens(tokenizer: PreTrainedTokenizerBase) -> RenderRollout:
+    """The conversation as the row that training would make of it: to where the answer ends, and not beyond."""
+    render = Renderer(tokenizer)
+
+    def tokens(rollout: Rollout) -> Sequence[int]:
+        row = render.conversation(rollout.messages, id=rollout.id)[-1]
+        return [int(token) for token in row.tokens]
+
+    return tokens

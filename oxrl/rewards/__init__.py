@@ -4,13 +4,16 @@ from oxrl.rewards.compose import NORMALIZERS, clamp, normalize, scale, weighted
 from oxrl.rewards.grade import Reward, as_reward, check_samples, grade, group_reward, reads
 from oxrl.rewards.gym import reasoning_gym_samples
 from oxrl.rewards.judge import judge_reward
-from oxrl.rewards.table import REWARDS, RewardCard, describe_rewards, reward
+from oxrl.rewards.table import BUILDERS, REWARDS, RewardCard, describe_rewards, reward
+from oxrl.rewards.trial import TrialReport, try_reward
 
 __all__ = [
+    "BUILDERS",
     "NORMALIZERS",
     "REWARDS",
     "Reward",
     "RewardCard",
+    "TrialReport",
     "as_reward",
     "check_samples",
     "clamp",
@@ -23,5 +26,6 @@ __all__ = [
     "reasoning_gym_samples",
     "reward",
     "scale",
+    "try_reward",
     "weighted",
 ]

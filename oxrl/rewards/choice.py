@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-from oxrl.rewards.answers import answer_text, reference
+from oxrl.rewards.answers import answer_text, is_denied, reference
 from oxrl.rewards.grade import reads
 from oxrl.types import Rollout
 
@@ -25,7 +25,8 @@ def multiple_choice(rollout: Rollout, *, letters: str = "ABCDE") -> float:
 
 
 def chosen_letter(text: str, letters: str = "ABCDE") -> str | None:
-    """The one letter that `text` says is the answer; if it says no such thing, the only one that it names."""
+    """The one letter that `text` says is the answer; if it says no such thing, the only one that it names
+    and does not deny."""
     letters = letters.upper()
     if not letters.isalpha():
         raise ValueError(f"letters must be letters such as ABCDE, not {letters!r}")
@@ -35,7 +36,9 @@ def chosen_letter(text: str, letters: str = "ABCDE") -> str | None:
     claimed, named = _patterns(letters)
     choices = {letter.upper() for letter in _BOXED.findall(text) if letter.upper() in letters}
     choices = choices or {letter for run in claimed.findall(text) for letter in named.findall(run)}
-    choices = choices or set(named.findall(text))
+    for mention in named.finditer(text) if not choices else ():
+        if mention[0] not in choices and not is_denied(text, mention.start()):
+            choices.add(mention[0])
     return choices.pop() if len(choices) == 1 else None
 
 

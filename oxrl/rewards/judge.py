@@ -14,6 +14,7 @@ AskFn: TypeAlias = Callable[[Sequence[Message]], Awaitable[str]]
 RUBRIC = "How correct, helpful and clear is the answer? Length and confidence earn nothing by themselves."
 _SCORE = re.compile(r"(?i:score|rating)[\s*_:=]{0,6}(?i:is\s)?\s{0,2}(-?\d{1,6}(?:\.\d{1,6})?)")
 _NUMBER = re.compile(r"(?<![\w.])-?\d{1,6}(?:\.\d{1,6})?(?![\w])")
+_BORDER = re.compile(r"<(?=\s{0,9}/?\s{0,9}(?:conversation|answer|reference)\b)", re.IGNORECASE)
 _OUT_OF = re.compile(r"\s{0,2}(?:/|(?i:out\s+of))\s{0,2}\d+")
 
 
@@ -31,8 +32,9 @@ def judge_reward(ask: AskFn, *, rubric: str = RUBRIC, scale: tuple[float, float]
 
 def judge_messages(rollout: Rollout, rubric: str, scale: tuple[float, float]) -> list[Message]:
     """What the judge reads: the rubric, the conversation before the answer, the answer, and the reference if any."""
-    asked = "\n\n".join(f"[{message.role}]\n{_text(message)}" for message in _before_answer(rollout))
-    known = f"\n\n<reference>\n{rollout.sample.answer}\n</reference>" if rollout.sample.answer else ""
+    asked = "\n\n".join(f"[{message.role}]\n{_inside(_text(message))}" for message in _before_answer(rollout))
+    known = f"\n\n<reference>\n{_inside(rollout.sample.answer)}\n</reference>" if rollout.sample.answer else ""
+    answer = _inside(rollout.generation.text)
     return [
         Message(
             "system",
@@ -42,9 +44,14 @@ def judge_messages(rollout: Rollout, rubric: str, scale: tuple[float, float]) ->
         ),
         Message(
             "user",
-            f"<conversation>\n{asked}\n</conversation>\n\n<answer>\n{rollout.generation.text}\n</answer>{known}",
+            f"<conversation>\n{asked}\n</conversation>\n\n<answer>\n{answer}\n</answer>{known}",
         ),
     ]
+
+
+def _inside(material: str) -> str:
+    """Nothing that is graded can end the tags it stands in, and so pass for the reference or an instruction."""
+    return _BORDER.sub("‹", material)
 
 
 def judged_score(reply: str, scale: tuple[float, float]) -> float:

@@ -14,10 +14,11 @@ from importlib.util import find_spec
 
 from oxrl.rewards.answers import answer_text, reference
 from oxrl.rewards.grade import reads
-from oxrl.rewards.numbers import last_number
+from oxrl.rewards.numbers import claimed_number, last_number
 from oxrl.types import Rollout
 
 _LONGEST = 400  # characters of one expression; no answer in a textbook is longer, and sympy needs ages for more
+_MOST_WORDS = 4  # in one expression; the parser of LaTeX needs seconds for a sentence
 _STATED = re.compile(r"(?i:answer\s{1,4}(?:is|=)|answer\s{0,4}:|####)\s{0,4}([^\n]{1,400})")
 _MATHS = re.compile(r"\$\$?([^$\n]{1,400})\$|\\\(([^\n]{1,400}?)\\\)|\\\[([^\n]{1,400}?)\\\]")
 # Powers of powers, long exponents and factorials of large numbers would keep sympy busy for ever, uninterruptibly.
@@ -54,7 +55,15 @@ def math_match(rollout: Rollout) -> float:
         return 0.0
     if equal_plainly(said, gold):
         return 1.0
-    return float(_has_math_verify() and not _EXPLODES.search(said) and _equal_by_algebra(gold, said))
+    return float(_has_math_verify() and _is_algebra(gold, said) and _equal_by_algebra(gold, said))
+
+
+def _is_algebra(gold: str, said: str) -> bool:
+    """Whether the slow way can find anything: not for two plain numbers, prose, or what would never end."""
+    both_numbers = rational(plain(said)) is not None and rational(plain(gold)) is not None
+    words = _WORD.findall(said)
+    prose = len(words) > _MOST_WORDS or "not" in words
+    return bool(said) and not both_numbers and not prose and not _EXPLODES.search(said)
 
 
 def stated_answer(text: str) -> str | None:
@@ -64,10 +73,10 @@ def stated_answer(text: str) -> str | None:
         return inside
     end = text[-4 * _LONGEST :]
     if stated := _STATED.findall(end):
-        return (boxed_or_maths(stated[-1]) or stated[-1]).strip().rstrip(".")
+        return (boxed_or_maths(stated[-1]) or stated[-1]).strip(" *_").rstrip(".").strip(" *_")
     if maths := boxed_or_maths(end):
         return maths
-    number = last_number(end)
+    number = claimed_number(end)
     if len(text) <= 40 and (number is None or not _WORD.search(text)):
         return text or None
     return None if number is None else str(number)

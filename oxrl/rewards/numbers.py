@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from fractions import Fraction
 
-from oxrl.rewards.answers import answer_text, reference
+from oxrl.rewards.answers import answer_text, is_denied, reference
 from oxrl.rewards.grade import reads
 from oxrl.types import Rollout
 
@@ -38,6 +39,14 @@ def last_number(text: str) -> Fraction | None:
     return None if last is None else _value(last)
 
 
+def claimed_number(text: str) -> Fraction | None:
+    """The last number that is not denied: 43 of "it is 43, not 42", and none of "it is not 42"."""
+    for match in reversed(deque(_NUMBER.finditer(text), maxlen=8)):
+        if not is_denied(text, match.start()):
+            return _value(match)
+    return None
+
+
 def _value(match: re.Match[str]) -> Fraction | None:
     digits, exponent, below = match["digits"].replace(",", ""), match["exponent"] or "", match["below"] or "1"
     if len(digits) > _LONGEST or len(below) > _LONGEST or len(exponent) > _LONGEST_EXPONENT:
@@ -53,11 +62,12 @@ def _value(match: re.Match[str]) -> Fraction | None:
 def number_match(rollout: Rollout, *, tolerance: float = 0.0) -> float:
     """1 if the last number said equals the last number of the sample's answer, to a share of it if `tolerance` is set.
 
-    Thousands separators, decimals, fractions ("3/4"), currencies, exponents and signs are read; units are not.
+    Thousands separators, decimals, fractions ("3/4"), currencies, exponents and signs are read; units are not. A
+    number that is denied ("43, not 42") does not count as said.
     """
     text = reference(rollout.sample, "number_match")
     expected = last_number(text)
     if expected is None:
         raise ValueError(f"sample {rollout.sample.id}: there is no number in its `answer` ({text[:40]!r})")
-    said = last_number(answer_text(rollout))
+    said = claimed_number(answer_text(rollout))
     return float(said is not None and abs(said - expected) <= abs(expected) * Fraction(tolerance))

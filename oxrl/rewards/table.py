@@ -16,6 +16,14 @@ from oxrl.rewards.grade import Reward, as_reward, defaults_of, reads_of
 from oxrl.rewards.gym import reasoning_gym_score
 from oxrl.rewards.length import length_target, overlong_penalty
 from oxrl.rewards.mathematics import math_match
+from oxrl.rewards.named import (
+    format_reward_func,
+    gsm8k_reward_func,
+    math_reward_func,
+    mcqa_reward_func,
+    reasoning_reward_func,
+    soft_math,
+)
 from oxrl.rewards.numbers import number_match
 from oxrl.rewards.pattern import regex_match, tag_format
 
@@ -31,9 +39,22 @@ _TABLE: tuple[Callable[..., Any], ...] = (
     overlong_penalty,
     reasoning_gym_score,
     code_reward_func,
+    gsm8k_reward_func,
+    math_reward_func,
+    soft_math,
+    format_reward_func,
+    mcqa_reward_func,
+    reasoning_reward_func,
 )
 
 REWARDS: Mapping[str, Callable[..., Any]] = {function.__name__: function for function in _TABLE}
+
+BUILDERS: Mapping[str, str] = {
+    "rm_reward_func": "oxrl.models.reward_model:rm_reward_func",
+    "llm_judge": "oxrl.rewards.http_judge:llm_judge",
+}
+"""Rewards that are made of their parameters and hold something: a model, an endpoint. By the place to import them from,
+which may lie above this layer."""
 
 
 class RewardCard(NamedTuple):
@@ -47,6 +68,11 @@ class RewardCard(NamedTuple):
 
 def reward(name: str, **parameters: Any) -> Reward:
     """`reward("number_match", tolerance=0.01)`; `reward("my_file.py:my_reward")` for a function of one's own."""
+    if builder := find_builder(name):
+        build = import_object(builder)
+        _check_parameters(name, build, parameters)
+        built: Reward = build(**parameters)
+        return built
     function = import_object(name) if ":" in name else find_reward(name)
     if isinstance(function, Reward) and not parameters:
         return function
@@ -57,15 +83,20 @@ def reward(name: str, **parameters: Any) -> Reward:
 
 
 def find_reward(name: str) -> Callable[..., Any]:
-    known = {_plain(each): each for each in REWARDS}
+    known = {_plain(each): each for each in [*REWARDS, *BUILDERS]}
     if _plain(name) not in known:
         near = get_close_matches(_plain(name), known, n=1)
         hint = f"; did you mean {known[near[0]]}?" if near else "."
         raise ValueError(
-            f"no reward is called {name!r}{hint} There are: {', '.join(REWARDS)}; one of your own is "
+            f"no reward is called {name!r}{hint} There are: {', '.join([*REWARDS, *BUILDERS])}; one of your own is "
             "module:function or file.py:function"
         )
     return REWARDS[known[_plain(name)]]
+
+
+def find_builder(name: str) -> str | None:
+    """Where a reward is made that holds something; None for plain functions."""
+    return next((place for each, place in BUILDERS.items() if _plain(each) == _plain(name)), None)
 
 
 def describe_rewards() -> dict[str, RewardCard]:
@@ -77,8 +108,19 @@ def describe_rewards() -> dict[str, RewardCard]:
             {each: ... if p.default is p.empty else p.default for each, p in defaults_of(function).items()},
             reads_of(function),
         )
-        for name, function in REWARDS.items()
+        for name, function in (*REWARDS.items(), *((each, import_object(place)) for each, place in BUILDERS.items()))
     }
+
+
+def document() -> str:
+    """The table in `docs/rewards.md`."""
+    lines = ["| name | pays | reads | parameters |", "|---|---|---|---|"]
+    for card in describe_rewards().values():
+        shown = [f"`{each}`" if value is ... else f"`{each}={value!r}`" for each, value in card.parameters.items()]
+        pays = " ".join(card.explanation.split("\n\n")[0].split()).replace("|", "\\|")
+        reads = ", ".join(f"`{each}`" for each in card.reads) or "-"
+        lines.append(f"| `{card.name}` | {pays} | {reads} | {', '.join(shown).replace('|', chr(92) + '|') or '-'} |")
+    return "\n".join(lines)
 
 
 def _plain(name: str) -> str:

@@ -35,6 +35,7 @@ from oxrl.rewards.primitives import (
     normalize_rewards,
     weighted_sum,
 )
+from oxrl.rewards.table import BUILDERS
 from oxrl.types import Message, Score
 from tests.rewards.rollouts import a_sample, said
 
@@ -96,7 +97,7 @@ def test_rewards_of_ones_own_work_where_a_name_works(tmp_path):
 
 def test_the_table_describes_itself():
     cards = describe_rewards()
-    assert cards.keys() == REWARDS.keys()
+    assert cards.keys() == {*REWARDS, *BUILDERS}
     assert all(card.explanation for card in cards.values())
     assert cards["number_match"].parameters == {"tolerance": 0.0}
     assert cards["number_match"].reads == ("answer",)

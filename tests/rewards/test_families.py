@@ -15,6 +15,7 @@ from oxrl.rewards.length import length_target, overlong_penalty
 from oxrl.rewards.mathematics import boxed, equal_plainly, math_match, stated_answer
 from oxrl.rewards.numbers import last_number, number_match, numbers_in
 from oxrl.rewards.pattern import regex_match, tag_format
+from oxrl.types import Score
 from tests.rewards.rollouts import a_sample, said
 
 
@@ -316,6 +317,7 @@ def test_what_differs_stays_different(one, other):
         ("After a good deal of work we are left with 12 apples.", "#### 12", 1.0),
         ("12", "12", 1.0),
         ("It is 12.", "12", 1.0),
+        ("The answer is **$1,200.00**.", "1200", 1.0),
         ("even", "even", 1.0),
         (r"\boxed{11}", "12", 0.0),
         (r"12 \boxed{}", "12", 0.0),
@@ -361,6 +363,7 @@ PARAMETERS = {
     "overlong_penalty": {"limit": 100, "margin": 10},
 }
 PURE = [name for name in REWARDS if name not in ("reasoning_gym_score", "code_reward_func")]
+CHOICES = ("multiple_choice", "mcqa_reward_func")
 MILLION = 1_000_000
 LONG = {
     "letters": "a" * MILLION,
@@ -383,12 +386,16 @@ LONG = {
 }
 
 
+def value(worth):
+    return worth.value if isinstance(worth, Score) else worth
+
+
 @pytest.mark.parametrize("kind", LONG)
 @pytest.mark.parametrize("name", PURE)
 def test_a_million_characters_are_graded_quickly(name, kind):
-    function, rollout = REWARDS[name], said(LONG[kind], "B" if name == "multiple_choice" else "7")
+    function, rollout = REWARDS[name], said(LONG[kind], "B" if name in CHOICES else "7")
     start = time.perf_counter()
-    worth = function(rollout, **PARAMETERS.get(name, {}))
+    worth = value(function(rollout, **PARAMETERS.get(name, {})))
     assert time.perf_counter() - start < 2.0
     assert worth <= 0.5
 
@@ -396,9 +403,9 @@ def test_a_million_characters_are_graded_quickly(name, kind):
 @pytest.mark.parametrize("name", PURE)
 @pytest.mark.parametrize("text", ["", " ", "What is 3 + 4? Options: A, B, C, D", "<think></think><answer></answer>"])
 def test_saying_nothing_echoing_the_prompt_and_format_alone_earn_nothing(name, text):
-    answer = "B" if name == "multiple_choice" else "7"
+    answer = "B" if name in CHOICES else "7"
     rollout = said(text, answer, prompt="What is 3 + 4? Options: A, B, C, D", tokens=())
-    worths = {REWARDS[name](rollout, **PARAMETERS.get(name, {})) for _ in range(3)}
+    worths = {value(REWARDS[name](rollout, **PARAMETERS.get(name, {}))) for _ in range(3)}
     assert worths == {0.0}
 
 

@@ -1,0 +1,345 @@
+"""A reward tried on real rows before it pays a model: does the right answer earn all of it, and what do cheats earn?
+
+Rows become completions in the forms that people write answers in, and these become a `TrialReport`. A cheat is a way to
+write that needs no knowledge, or that says the opposite of what it names; it is tried in every form in which the reward
+pays. No model is asked.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import anyio
+
+from oxrl.concurrent import run_blocking, task_group
+from oxrl.rewards.grade import AnyReward, Reward, Ungraded, as_reward, check_samples
+from oxrl.rewards.mathematics import boxed, plain, rational
+from oxrl.types import Generation, Message, Rollout, Sample, Turn
+
+PaysFor: TypeAlias = Literal["answer", "form", "opinion"]
+"""A form's reward may pay whatever is in the form; an opinion has no zero: cheats must stay below the right answer."""
+
+Ways: TypeAlias = Mapping[str, Sequence[tuple[Sample, str]]]
+"""Form -> a completion for each row; a form without a name is the text as it is."""
+
+THRESHOLD = 0.05
+LONG = 1_000_000
+
+FORMS: Mapping[str, Callable[[str], str]] = {
+    "bare": "{}".format,
+    "sentence": "The answer is {}.".format,
+    "hashes": "We work it out step by step.\n#### {}".format,
+    "boxed": "We work it out step by step, so it is $\\boxed{{{}}}$.".format,
+    "tags": "<think>\nWe work it out.\n</think>\n<answer>\n{}\n</answer>".format,
+    "boxed in tags": "<think>\nWe work it out.\n</think>\n<answer>\n\\boxed{{{}}}\n</answer>".format,
+}
+_LETTER = re.compile(r"\W*([A-E])(?:\W*|\W{1,3}\s.*)", re.DOTALL)
+
+
+class Case(NamedTuple):
+    """`Case(sample, right="42", wrong=("43", "44", "41", "84"))`."""
+
+    sample: Sample
+    right: str
+    wrong: tuple[str, ...]
+
+
+class Probe(NamedTuple):
+    """`Probe("all answers listed", "sentence", 0.0, 0.0)`: what one way to write earns over all rows.
+
+    `form` is the best paid one, `earns` the mean as a share of the full reward, `in_full` the share of rows paid in
+    full.
+    """
+
+    name: str
+    form: str
+    earns: float
+    in_full: float
+
+
+class TrialReport(NamedTuple):
+    """What a reward did on real rows; `problems` is empty if it can be trusted with a model."""
+
+    reward: str
+    rows: int
+    full: float  # the most that a right answer earned
+    threshold: float
+    right: tuple[Probe, ...]
+    cheats: tuple[Probe, ...]  # with a wrong answer among them
+    changed: int  # completions that earned something else the second time
+    ungraded: int
+    reason: str  # why the first of them was not graded
+    median_seconds: float
+    worst_seconds: float
+    disagreement: Mapping[str, float]  # form -> share of rows where the strict and the lenient variant differ
+    problems: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        probes = {key: [probe._asdict() for probe in getattr(self, key)] for key in ("right", "cheats")}
+        return {**self._asdict(), **probes, "disagreement": dict(self.disagreement), "problems": list(self.problems)}
+
+    @property
+    def best(self) -> Probe:
+        return max(self.right, key=lambda probe: (probe.in_full, probe.earns))
+
+    def row(self) -> str:
+        """One line of a Markdown table: all that does not depend on the machine."""
+        paid = ", ".join(probe.name for probe in self.right if probe.in_full == 1.0) or "none"
+        earning = [probe for probe in self.cheats if probe.earns > 0]
+        cheats = ", ".join(f"{probe.name} {probe.earns:.1%}" for probe in earning) or "nothing"
+        if not self.problems and any(probe.earns > self.threshold for probe in earning):
+            cheats = "anything inside its form, by design"
+        verdict = "passes" if not self.problems else "**fails**"
+        return f"| `{self.reward}` | {self.rows} | {self.best.in_full:.0%} | {paid} | {cheats} | {verdict} |"
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.reward} on {self.rows} rows; the full reward is {self.full:g}",
+            "",
+            "the right answer",
+        ]
+        lines += [f"  {each.name:28} earns {each.earns:7.1%}, in full {each.in_full:7.1%}" for each in self.right]
+        lines += ["", f"must earn nothing (at most {self.threshold:.1%} of the full reward)"]
+        lines += [f"  {each.name:28} earns {each.earns:7.1%}{_where(each)}" for each in self.cheats]
+        differ = ", ".join(f"{form} {share:.1%}" for form, share in self.disagreement.items() if share)
+        lines += ["", f"strict and lenient differ: {differ or 'never'}"] if self.disagreement else [""]
+        lines += [
+            f"the same score twice: {'yes' if not self.changed else f'no, {self.changed} changed'}",
+            f"seconds per answer: median {self.median_seconds:.2g}, worst {self.worst_seconds:.2g}",
+            *(f"PROBLEM: {problem}" for problem in self.problems),
+            "gameable or broken" if self.problems else "no way found to game it",
+        ]
+        return "\n".join(lines)
+
+
+def _where(probe: Probe) -> str:
+    return f"  as {probe.form}" if probe.earns and probe.form else ""
+
+
+def try_reward(
+    reward: AnyReward,
+    samples: Sequence[Sample],
+    *,
+    pays_for: PaysFor = "answer",
+    other: AnyReward | None = None,
+    threshold: float = THRESHOLD,
+    time_limit: float = 30.0,
+    workers: int = 1,
+) -> TrialReport:
+    """`try_reward(reward("gsm8k_reward_func"), samples)`; `other` is its strict or lenient variant, to compare with.
+
+    `workers` completions are graded at a time; latencies are true to life with one.
+    """
+    if not samples:
+        raise ValueError("a reward is tried on rows, and there are none")
+    if lacking := [sample.id for sample in samples if not (sample.answer or "").strip()]:
+        raise ValueError(f"a reward is tried on rows that have an `answer`; {lacking[0]} has none")
+    check_samples(reward, samples)
+    finals = [final_answer(sample.answer or "") for sample in samples]
+    pool = list(dict.fromkeys(finals))
+    cases = [Case(sample, right, wrong_answers(right, pool)) for sample, right in zip(samples, finals, strict=True)]
+    trial = _Trial(as_reward(reward), time_limit, workers)
+    return run_blocking(partial(_try, trial, cases, pays_for, None if other is None else as_reward(other), threshold))
+
+
+def final_answer(answer: str) -> str:
+    """What an answer in a file comes to: behind `####`, in the box, the letter of a choice, or all of it."""
+    final = (boxed(answer) or answer.rpartition("####")[2]).strip()
+    letter = _LETTER.fullmatch(final)
+    return letter[1] if letter else final
+
+
+def wrong_answers(right: str, pool: Sequence[str]) -> tuple[str, ...]:
+    """Four or so that look like the right one and are not."""
+    number = rational(plain(right))
+    if number is not None:
+        return tuple(str(number + step) for step in (1, 2, -1, 10))
+    if re.fullmatch(r"[A-E]", right):
+        return tuple(letter for letter in "CABD" if letter != right)
+    others = [other for other in pool if plain(other) != plain(right)][:4]
+    return (*others, *(f"{right}{letter}" for letter in "xyzw"))[:4]
+
+
+class _Trial:
+    """Runs the reward over completions, and keeps the time and what could not be graded."""
+
+    def __init__(self, reward: Reward, time_limit: float, workers: int) -> None:
+        self.reward, self.time_limit, self.workers = reward, time_limit, workers
+        self.seconds: list[float] = []
+        self.reasons: list[str] = []
+
+    async def scores(self, completions: Sequence[tuple[Sample, str]]) -> list[float | None]:
+        values: dict[int, float | None] = {}
+        places = anyio.CapacityLimiter(self.workers)
+
+        async def one(index: int) -> None:
+            async with places:
+                start = time.perf_counter()
+                (outcome,) = await self.reward.outcomes([said(*completions[index])], self.time_limit)
+                self.seconds.append(time.perf_counter() - start)
+            values[index] = None if isinstance(outcome, Ungraded) else outcome.value
+            if isinstance(outcome, Ungraded):
+                self.reasons.append(outcome.reason)
+
+        async with task_group() as tasks:
+            for index in range(len(completions)):
+                tasks.start_soon(one, index)
+        return [values[index] for index in range(len(completions))]
+
+
+def said(sample: Sample, text: str) -> Rollout:
+    """A rollout whose tokens are made up, about as many as a model would need."""
+    ids = tuple(range(1, math.ceil(len(text) / 4) + 1))
+    generation = Generation(ids, (0.0,) * len(ids), "stop", text=text)
+    return Rollout(sample, (Turn((0,), generation, (Message("assistant", text),)),))
+
+
+async def _try(
+    trial: _Trial, cases: Sequence[Case], pays_for: PaysFor, other: Reward | None, threshold: float
+) -> TrialReport:
+    written = right_forms(cases)
+    values = {form: await trial.scores(completions) for form, completions in written.items()}
+    full = max((value for scores in values.values() for value in scores if value is not None), default=0.0)
+    unit = 1.0 if pays_for == "opinion" or full <= 0 else full
+    right = tuple(_probe(form, form, scores, unit, full) for form, scores in values.items())
+    paid = {form: FORMS[form] for form in FORMS if max(0.0, *_known(values[form])) > threshold * unit}
+    again = {form: await trial.scores(completions) for form, completions in written.items()}
+    tried = cheats_of(cases, paid or FORMS)
+    if pays_for == "form":
+        tried = {name: _outside_forms(ways) for name, ways in tried.items()}
+    cheats = [await _worst(trial, name, ways, unit, full) for name, ways in tried.items()]
+    disagreement: dict[str, float] = {}
+    if other is not None:
+        rival = _Trial(other, trial.time_limit, trial.workers)
+        for form, completions in written.items():
+            disagreement[form] = _differ(values[form], await rival.scores(completions)) / len(completions)
+    report = TrialReport(
+        reward=trial.reward.name,
+        rows=len(cases),
+        full=full,
+        threshold=threshold,
+        right=right,
+        cheats=tuple(cheats),
+        changed=sum(_differ(values[form], again[form]) for form in values),
+        ungraded=len(trial.reasons),
+        reason=next(iter(trial.reasons), ""),
+        median_seconds=statistics.median(trial.seconds),
+        worst_seconds=max(trial.seconds),
+        disagreement=disagreement,
+        problems=(),
+    )
+    return report._replace(problems=tuple(_problems(report, pays_for)))
+
+
+def right_forms(cases: Sequence[Case]) -> dict[str, list[tuple[Sample, str]]]:
+    """The right answer of each row, in each form that all rows can take."""
+    forms = {name: [(case.sample, form(case.right)) for case in cases] for name, form in FORMS.items()}
+    if any(case.right != case.sample.answer for case in cases):
+        forms["as in the file"] = [(case.sample, case.sample.answer or "") for case in cases]
+    numbers = [rational(plain(case.right)) for case in cases]
+    whole = [int(number) for number in numbers if number is not None and number.denominator == 1]
+    if len(whole) == len(cases):
+        forms["with separators"] = [
+            (case.sample, f"That makes {n:,} in all.") for case, n in zip(cases, whole, strict=True)
+        ]
+        forms["as an amount"] = [
+            (case.sample, f"The answer is **${n:,}.00**.") for case, n in zip(cases, whole, strict=True)
+        ]
+    if all("\n" in case.right for case in cases):
+        forms["as code"] = [(case.sample, f"```python\n{case.right}\n```") for case in cases]
+    return forms
+
+
+def _outside_forms(ways: Ways) -> Ways:
+    """A reward for the form does not mind what is inside it; where there is no way outside, all are shown."""
+    return {form: texts for form, texts in ways.items() if form not in FORMS} or ways
+
+
+def cheats_of(cases: Sequence[Case], forms: Mapping[str, Callable[[str], str]]) -> dict[str, Ways]:
+    """Cheat -> form -> a completion for each row."""
+
+    def in_each(payload: Callable[[Case], str], some: Sequence[Case] = cases) -> Ways:
+        return {name: [(case.sample, form(payload(case))) for case in some] for name, form in forms.items()}
+
+    def in_turn(form: Callable[[str], str]) -> list[tuple[Sample, str]]:
+        return [(case.sample, "\n".join(form(each) for each in _listed(case))) for case in cases]
+
+    return {
+        "wrong answer": in_each(lambda case: case.wrong[0]),
+        "nothing": {"": [(case.sample, "") for case in cases]},
+        "empty tags": {"": [(case.sample, "<think></think><answer></answer>") for case in cases]},
+        "form alone": in_each(lambda _: ""),
+        "form with filler": in_each(lambda _: "..."),
+        "prompt echoed": {"": [(case.sample, _prompt(case)) for case in cases], **in_each(_prompt)},
+        "all answers listed": in_each(lambda case: ", ".join(_listed(case))),
+        "each answer in turn": {name: in_turn(form) for name, form in forms.items()},
+        "denied": in_each(lambda case: f"not {case.right}"),
+        "denied behind a wrong one": in_each(lambda case: f"{case.wrong[0]}, not {case.right}"),
+        "a million characters": {
+            "letters": [(case.sample, _repeated("x")) for case in cases[:1]],
+            **in_each(lambda case: _repeated(f"{case.wrong[0]} "), cases[:1]),
+        },
+    }
+
+
+def _repeated(text: str) -> str:
+    return text * (LONG // len(text))
+
+
+def _prompt(case: Case) -> str:
+    return Rollout(case.sample).prompt
+
+
+def _listed(case: Case) -> Iterable[str]:
+    """The right answer among others, neither first nor last: whoever lists does not know which it is."""
+    return (*case.wrong[:2], case.right, *case.wrong[2:])
+
+
+async def _worst(
+    trial: _Trial,
+    name: str,
+    ways: Ways,
+    unit: float,
+    full: float,
+) -> Probe:
+    """One way for all rows, the best paid one: that is what a model would come to."""
+    probes = [_probe(name, form, await trial.scores(texts), unit, full) for form, texts in ways.items()]
+    return max(probes, key=lambda probe: probe.earns)
+
+
+def _probe(name: str, form: str, scores: Sequence[float | None], unit: float, full: float) -> Probe:
+    known = _known(scores)
+    if not known:
+        return Probe(name, form, 0.0, 0.0)
+    in_full = sum(math.isclose(value, full) for value in known) / len(scores)
+    return Probe(name, form, math.fsum(known) / len(known) / unit, in_full)
+
+
+def _known(scores: Iterable[float | None]) -> list[float]:
+    return [value for value in scores if value is not None]
+
+
+def _differ(one: Sequence[float | None], other: Sequence[float | None]) -> int:
+    return sum(first != second for first, second in zip(one, other, strict=True))
+
+
+def _problems(report: TrialReport, pays_for: PaysFor) -> Iterable[str]:
+    best = report.best
+    if report.full <= 0 and pays_for != "opinion":
+        yield "the right answer earns nothing in any form"
+    elif pays_for == "answer" and best.in_full < 1:
+        yield f"the right answer earns the full reward in {best.in_full:.1%} of rows at best, as {best.name}"
+    most = max(probe.earns for probe in report.right) if pays_for == "opinion" else report.threshold
+    for probe in report.cheats:
+        if probe.earns > most and not (pays_for == "form" and probe.form in FORMS):
+            yield f"{probe.name}{f' ({probe.form})' if probe.form else ''} earns {probe.earns:.1%} of the full reward"
+    if report.changed:
+        yield f"{report.changed} completions earned something else when they were graded again"
+    if report.ungraded:
+        yield f"{report.ungraded} completions could not be graded; the first: {report.reason}"

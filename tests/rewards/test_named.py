@@ -1,0 +1,293 @@
+r"""The rewards that recipes name: on answers as models write them, and on 200 real rows where they are at hand.
+
+`OXRL_TEST_DATA` names a folder with `gsm8k/test.jsonl.gz` and `svamp/test.jsonl.gz`; without it, rows of our own.
+"""
+
+import gzip
+import json
+import os
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import anyio
+import pytest
+from typer.testing import CliRunner
+
+from oxrl.checkpoint import best_checkpoint
+from oxrl.cli import app
+from oxrl.config import Config
+from oxrl.data.render import Renderer
+from oxrl.inputs import chosen_reward, named_reward
+from oxrl.metrics import read_metrics
+from oxrl.models.load import load_tokenizer
+from oxrl.models.reward_model import load_reward_model, score_tokens
+from oxrl.rewards import BUILDERS, REWARDS, clamp, describe_rewards, grade, reward
+from oxrl.rewards.choice import chosen_letter
+from oxrl.rewards.named import (
+    format_reward_func,
+    gsm8k_reward_func,
+    math_reward_func,
+    mcqa_reward_func,
+    reasoning_reward_func,
+    soft_math,
+)
+from oxrl.rewards.numbers import claimed_number
+from oxrl.rewards.table import document
+from oxrl.rewards.trial import final_answer, try_reward
+from oxrl.types import Message, Sample
+from tests.rewards.rollouts import said
+from tests.rows import write_jsonl
+
+DOCS = Path(__file__).parents[2] / "docs" / "rewards.md"
+WORKED = "She buys 3 boxes of 6, so 3 * 6 = <<3*6=18>>18 eggs.\n#### 18"
+
+OWN = [
+    (
+        "Ann has 3 bags of 4 pears and eats 2. How many are left?",
+        "3 * 4 = <<3*4=12>>12\n12 - 2 = <<12-2=10>>10\n#### 10",
+    ),
+    ("A car costs $1,500 and its tyres $250 more each. What do 4 tyres and the car cost?", "#### 8,500"),
+    ("It was 5 degrees and fell by 12. How warm is it?", "5 - 12 = -7\n#### -7"),
+    ("Half of 25 apples are red. How many?", "#### 12.5"),
+]
+
+
+def own_rows():
+    return [Sample(f"own:{i}", (Message("user", q),), answer=a) for i, (q, a) in enumerate(OWN)]
+
+
+def real_rows(name):
+    folder = os.environ.get("OXRL_TEST_DATA")
+    if not folder:
+        pytest.skip("OXRL_TEST_DATA is not set")
+    with gzip.open(Path(folder) / name / "test.jsonl.gz", "rt", encoding="utf-8") as lines:
+        rows = [json.loads(line) for line in islice(lines, 200)]
+    if name == "gsm8k":
+        pairs = [(row["question"], row["answer"]) for row in rows]
+    else:
+        pairs = [(f"{row['Body']} {row['Question']}", f"{row['Answer']:g}") for row in rows]
+    return [Sample(f"{name}:{i}", (Message("user", q),), answer=a) for i, (q, a) in enumerate(pairs)]
+
+
+@pytest.mark.parametrize(
+    ("text", "lenient", "strict"),
+    [
+        (WORKED, 1.0, 1.0),
+        ("#### 18", 1.0, 1.0),
+        ("#### **$18.00**.", 1.0, 1.0),
+        ("<think>20?</think>3 * 6 = 18\n#### 18", 1.0, 1.0),
+        ("So she has 18 eggs.", 1.0, 0.0),
+        (r"\boxed{18}", 1.0, 0.0),
+        ("#### 17", 0.0, 0.0),
+        ("#### 17, 18", 1.0, 0.0),
+        ("#### 18\n#### 19", 0.0, 0.0),
+        ("#### not 18", 0.0, 0.0),
+        ("It is 17, not 18.", 0.0, 0.0),
+        ("#### ", 0.0, 0.0),
+        ("<think>#### 18", 0.0, 0.0),
+        ("", 0.0, 0.0),
+    ],
+)
+def test_gsm8k(text, lenient, strict):
+    assert gsm8k_reward_func(said(text, WORKED)) == lenient
+    assert gsm8k_reward_func(said(text, WORKED), strict=True) == strict
+
+
+@pytest.mark.parametrize(
+    ("text", "strict", "lenient", "soft"),
+    [
+        (r"So $x = \boxed{\frac{1}{2}}$.", 1.0, 1.0, 1.0),
+        (r"\boxed{0.5}", 1.0, 1.0, 1.0),
+        ("The answer is 1/2.", 0.0, 1.0, 0.5),
+        (r"\boxed{2}, and not 1/2", 0.0, 0.0, 0.0),
+        (r"1/2 \boxed{}", 0.0, 0.0, 0.0),
+        ("The answer is not 1/2.", 0.0, 0.0, 0.0),
+        ("not 1/2", 0.0, 0.0, 0.0),
+        (r"\boxed{not 1/2}", 0.0, 0.0, 0.0),
+        (r"\boxed{1/2, 1/3, 1/4}", 0.0, 0.0, 0.0),
+        (r"<think>\boxed{1/2}", 0.0, 0.0, 0.0),
+        ("", 0.0, 0.0, 0.0),
+    ],
+)
+def test_mathematics_in_a_box_beside_one_and_in_neither(text, strict, lenient, soft):
+    rollout = said(text, r"Thus $\boxed{\frac12}$.")
+    assert math_reward_func(rollout) == strict
+    assert math_reward_func(rollout, strict=False) == lenient
+    assert soft_math(rollout) == soft
+    assert soft_math(rollout, unboxed=0.2) == (0.2 if soft == 0.5 else soft)
+
+
+@pytest.mark.parametrize(
+    ("text", "lenient", "strict"),
+    [
+        ("B", 1.0, 1.0),
+        ("(b).", 1.0, 1.0),
+        (r"It must be $\boxed{B}$.", 1.0, 1.0),
+        ("<think>A or B</think><answer>B</answer>", 1.0, 1.0),
+        ("The answer is B because Rome is larger.", 1.0, 0.0),
+        ("The answer is not B.", 0.0, 0.0),
+        ("not B", 0.0, 0.0),
+        ("It isn't A, so B", 1.0, 0.0),
+        ("C, not B", 0.0, 0.0),
+        ("A, B, C, D", 0.0, 0.0),
+        ("", 0.0, 0.0),
+    ],
+)
+def test_choices(text, lenient, strict):
+    assert mcqa_reward_func(said(text, "B. Rome")) == lenient
+    assert mcqa_reward_func(said(text, "B. Rome"), strict=True) == strict
+
+
+def test_a_denied_number_or_letter_was_not_said():
+    assert claimed_number("it is 43, not 42") == 43
+    assert claimed_number("it's neither 41 nor 42; it can't be $43") is None
+    assert claimed_number("x ≠ 3, y = 4, z != 5") == 4
+    assert claimed_number("a knot of 42") == 42
+    assert chosen_letter("not (A), and C it is") == "C"
+
+
+def test_reasoning_wants_the_right_answer_inside_the_tags():
+    right = "<think>3 * 6</think><answer>18</answer>"
+    cases = {right: 1.0, "<think>18</think><answer>17</answer>": 0.0, "18": 0.0, "<answer>18</answer>": 0.0}
+    assert {text: reasoning_reward_func(said(text, "18")).value for text in cases} == cases
+    wrong = reasoning_reward_func(said("<think>a</think><answer>17</answer>", "18"), form_weight=0.25)
+    assert (wrong.value, wrong.parts) == (0.25, {"form": 1.0, "correct": 0.0})
+    assert reasoning_reward_func(said(right, "18"), form_weight=0.25).value == 1.0
+    assert reasoning_reward_func(said("18", "18"), form_weight=0.25).value == 0.0
+    begun = said("3 * 6</think><answer>18</answer>", "18")
+    assert (reasoning_reward_func(begun).value, reasoning_reward_func(begun, begun=True).value) == (0.0, 1.0)
+
+
+def test_reasoning_compares_answers_of_each_kind():
+    kinds = {
+        "math": (r"\frac12", "0.5"),
+        "number": ("7 eggs", "7"),
+        "choice": ("(B)", "B"),
+        "text": ("Paris.", "paris"),
+    }
+    for kind, (text, answer) in kinds.items():
+        rollout = said(f"<think>a</think><answer>{text}</answer>", answer)
+        assert reasoning_reward_func(rollout, answer_is=kind).value == 1.0
+    with pytest.raises(ValueError, match="answer_is must be one of math, number"):
+        reasoning_reward_func(said("", "1"), answer_is="maths")
+    with pytest.raises(ValueError, match="from 0 to 1"):
+        reasoning_reward_func(said("", "1"), form_weight=2)
+
+
+def test_the_form_is_paid_whatever_it_says():
+    assert format_reward_func(said("<think>a</think><answer>b</answer>")) == 1.0
+    assert format_reward_func(said("<think></think><answer></answer>")) == 0.0
+    assert format_reward_func(said("<plan>a</plan>"), tags=["plan"]) == 1.0
+
+
+@pytest.mark.parametrize("name", ["gsm8k_reward_func", "math_reward_func", "soft_math", "reasoning_reward_func"])
+@pytest.mark.parametrize("rows", ["own", "gsm8k", "svamp"])
+def test_right_answers_of_real_rows_earn_everything_and_wrong_ones_nothing(name, rows):
+    samples = own_rows() if rows == "own" else real_rows(rows)
+    form = "<think>so</think><answer>\\boxed{{{}}}</answer>"
+    for sample in samples:
+        final = final_answer(sample.answer)
+        outcomes = anyio.run(
+            grade, [_said(sample, form.format(final)), _said(sample, form.format(f"1{final}"))], reward(name)
+        )
+        assert [each.reward for each in outcomes] == [1.0, 0.0], sample.id
+
+
+def _said(sample, text):
+    return replace(said(text), sample=sample)
+
+
+def test_the_table_has_them_all_and_the_page_shows_it():
+    names = "gsm8k_reward_func math_reward_func soft_math format_reward_func mcqa_reward_func reasoning_reward_func"
+    assert {*names.split()} <= REWARDS.keys()
+    assert BUILDERS.keys() == {"rm_reward_func", "llm_judge"}
+    assert describe_rewards()["rm_reward_func"].parameters["model"] is ...
+    assert document() in DOCS.read_text(), 'run: python -c "from oxrl.rewards.table import document; print(document())"'
+
+
+@pytest.mark.parametrize("rows", ["gsm8k", "svamp"])
+@pytest.mark.parametrize("name", ["gsm8k_reward_func", "reasoning_reward_func", "format_reward_func"])
+def test_the_page_shows_what_the_trials_really_gave(name, rows):
+    report = try_reward(reward(name), real_rows(rows), pays_for="form" if name == "format_reward_func" else "answer")
+    assert report.row() in DOCS.read_text()
+
+
+def test_a_reward_with_parameters_is_named_without_regard_to_case():
+    strict = reward("GSM8K-reward-func", strict=True)
+    (graded,) = anyio.run(grade, [said("18", WORKED)], clamp(strict, -1.0, 0.5))
+    assert graded.reward == 0.0
+    with pytest.raises(ValueError, match="rm_reward_func needs model"):
+        reward("rm_reward_func")
+    with pytest.raises(ValueError, match="did you mean base_url"):
+        reward("llm_judge", baseurl="http://localhost")
+
+
+def shaped(tmp_path, **section):
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "2+2?", "answer": "4"}])
+    raw = {"model": {"name": "tiny"}, "data": {"train_files_path": str(rows)}, "reward": section}
+    return chosen_reward(Config.model_validate(raw))
+
+
+def test_a_config_clamps_and_takes_off_for_length(tmp_path):
+    both = {
+        "reward_func": {"gsm8k_reward_func": 2.0, "format_reward_func": 0.5},
+        "params": {"gsm8k_reward_func": {"strict": True}},
+        "length_penalty": {"limit": 10, "margin": 4, "weight": 0.5},
+    }
+    rollouts = [said("#### 4", "4", tokens=range(6)), said("#### 4", "4", tokens=range(8)), said("4", "4")]
+    graded = anyio.run(grade, rollouts, shaped(tmp_path, **both))
+    assert [each.reward for each in graded] == [2.0, 1.75, 0.0]
+    assert graded[1].score.parts == {"gsm8k_reward_func": 1.0, "format_reward_func": 0.0, "overlong_penalty": -0.5}
+    graded = anyio.run(grade, rollouts, shaped(tmp_path, **both, clamp=[0.5, 1.0]))
+    assert [each.reward for each in graded] == [1.0, 1.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"reward_func": {"contains": 1.0}, "params": {"whole_words": False}}, "theirs by name"),
+        ({"reward_func": {"contains": 1.0}, "params": {"number_match": {}}}, "theirs by name"),
+        ({"reward_func": {"contains": 1.0}, "params": {"contains": {"whole": False}}}, "did you mean whole_words"),
+        ({"clamp": [1.0, 0.0]}, "lowest, highest"),
+        ({"clamp": [1.0]}, "at least 2"),
+        ({"length_penalty": {"limit": 3, "margin": 4}}, "margin 4 is more than limit 3"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(tmp_path, section, words):
+    with pytest.raises(ValueError, match=words):
+        shaped(tmp_path, **{"reward_func": "contains", **section})
+
+
+def test_a_reward_model_is_named_by_the_run_that_trained_it(tmp_path):
+    pairs = [{"prompt": f"say {i}", "chosen": "abcd"[i % 4] * 3, "rejected": "0123"[i % 4] * 3} for i in range(16)]
+    prompts = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": f"say {i}"} for i in range(4)])
+    trained = CliRunner().invoke(
+        app,
+        ["train", "--model", "tiny", "--algorithm", "rm", "--data", str(write_jsonl(tmp_path / "pairs.jsonl", pairs)),
+         "--output", str(tmp_path / "rm"), "--epochs", "4", "--lr", "3e-3"],
+    )  # fmt: skip
+    assert trained.exit_code == 0, trained.output
+    named = named_reward("rm_reward_func", {"model": str(tmp_path / "rm")})
+    good, bad = anyio.run(grade, [said("aaa", prompt="say 0"), said("000", prompt="say 0", index=1)], named)
+    assert good.reward > bad.reward
+    folder = str(best_checkpoint(tmp_path / "rm/checkpoints"))
+    row = Renderer(load_tokenizer(folder)).conversation(good.messages, id="x")[0].tokens.tolist()
+    assert good.reward == pytest.approx(score_tokens(load_reward_model(folder), [row])[0], abs=1e-5)
+    config = tmp_path / "online.yaml"
+    config.write_text(json.dumps({
+        "model": {"name": "tiny"},
+        "train": {"alg_name": "rlhf", "train_steps_per_epoch": 2, "train_batch_size_per_gpu": 2},
+        "reward": {"reward_func": "rm_reward_func", "params": {"model": str(tmp_path / "rm")}, "clamp": [-0.01, 0.01]},
+        "rollout": {"n_samples": 2, "max_tokens": 4},
+        "data": {"train_files_path": str(prompts)},
+    }))  # fmt: skip
+    done = CliRunner().invoke(app, ["train", str(config), "--output", str(tmp_path / "out")])
+    assert done.exit_code == 0, done.output
+    rewards = [line["reward"] for line in read_metrics(tmp_path / "out/metrics.jsonl")]
+    assert len(rewards) == 2 and all(-0.01 <= reward <= 0.01 for reward in rewards)
+
+
+def test_a_reward_model_that_is_not_there_is_said_before_anything_is_loaded(tmp_path):
+    with pytest.raises(ValueError, match="no-such-model"):
+        reward("rm_reward_func", model=str(tmp_path / "no-such-model"))
