@@ -82,12 +82,12 @@ def interpreter() -> str:
 
 def bubblewrap(executable: str, limits: Limits) -> list[str]:
     """The command that comes before the interpreter's own."""
-    shown = [part for path in [*readable_paths(), interpreter()] for part in ("--ro-bind-try", path, path)]
+    paths = [path for path in [*readable_paths(), interpreter()] if not path.startswith("/dev/")]  # it makes its own
     return [
         executable,
         *("--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
         *("--die-with-parent", "--new-session", "--cap-drop", "ALL", "--dev", "/dev"),
-        *[part for part in shown if not part.startswith("/dev")],
+        *[part for path in paths for part in ("--ro-bind-try", path, path)],
         *("--size", str(limits.scratch), "--tmpfs", "/tmp", "--chdir", "/tmp"),  # noqa: S108 - its own, not ours
         "--",
     ]
