@@ -1,0 +1,3 @@
+from oxrl.cli import main
+
+main()

@@ -1,0 +1,40 @@
+"""`oxrl algorithms` and `oxrl plot`: what there is, and what became of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from oxrl.cli.base import Json, mistakes_end_here
+
+
+def algorithms(
+    name: Annotated[str | None, typer.Argument(help="Which one to explain.")] = None,
+    json_: Json = False,
+) -> None:
+    """List the algorithms, or explain one: formula, parameters, what it needs, an example."""
+    with mistakes_end_here():
+        from oxrl.explain import explain, summaries
+
+        if name is None:
+            rows = summaries()
+            lines = [f"{each:14} {summary}" for each, summary in rows.items()]
+            typer.echo(json.dumps(rows) if json_ else "\n".join(lines))
+        else:
+            card = explain(name)
+            typer.echo(json.dumps(card._asdict()) if json_ else str(card))
+
+
+def plot(
+    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    output: Annotated[Path | None, typer.Option(help="PNG file; default RUN/curves.png.")] = None,
+    metric: Annotated[list[str] | None, typer.Option(help="Which curves; default the telling ones.")] = None,
+) -> None:
+    """Draw a run's curves in the terminal and to a PNG."""
+    with mistakes_end_here():
+        from oxrl.plot import plot_run
+
+        plot_run(run, output or run / "curves.png", metric or [])

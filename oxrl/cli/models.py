@@ -1,0 +1,92 @@
+"""`oxrl models ...`: the catalogue, and the proof that a model can be trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from oxrl.cli.base import Json, mistakes_end_here
+
+app = typer.Typer(no_args_is_help=True, help="Models that are known by name, and what was tried with them.")
+
+
+@app.command("list")
+def models_list(json_: Json = False) -> None:
+    """List the catalogue: size, architecture, task, strategy and whether the model was verified."""
+    from oxrl.models.catalog import catalog
+
+    entries = catalog().values()
+    if json_:
+        typer.echo(json.dumps({entry.name: _card(entry) for entry in entries}))
+        return
+    for entry in entries:
+        about = f"{entry.size:18} {entry.architecture:35} {', '.join(entry.tasks):10} {entry.strategy:5}"
+        typer.echo(f"{entry.name:29} {about} {entry.status}")
+
+
+ModelName = Annotated[str, typer.Argument(metavar="NAME", help="From `oxrl models list`, or its hub id.")]
+
+
+@app.command("show")
+def models_show(name: ModelName, json_: Json = False) -> None:
+    """Tell all that is known of a model, and what its verification measured."""
+    with mistakes_end_here():
+        from oxrl.models.catalog import find_entry, record_of
+
+        entry = find_entry(name)
+        card = {**_card(entry), "record": record_of(entry.name)}
+    if json_:
+        typer.echo(json.dumps(card))
+        return
+    for key, value in card.items():
+        if value is not None:
+            said = ", ".join(value) if isinstance(value, list) else value
+            typer.echo(f"{key:16} {json.dumps(said, indent=1) if isinstance(said, dict) else said}")
+
+
+def _card(entry: Any) -> dict[str, Any]:
+    derived = {each: getattr(entry, each) for each in ("source", "strategy", "reason", "status")}
+    stated = {key: list(value) if isinstance(value, tuple) else value for key, value in entry._asdict().items()}
+    return {**stated, **derived}
+
+
+@app.command("config")
+def models_config(name: ModelName) -> None:
+    """Print a config to begin with: oxrl models config qwen3-0.6b > config.yaml"""
+    with mistakes_end_here():
+        from oxrl.config import check_config
+        from oxrl.models.catalog import as_yaml, example_config, find_entry
+
+        entry = find_entry(name)
+        config = example_config(entry)
+        check_config(config)
+    if entry.not_yet is not None:
+        typer.secho(f"{entry.name} cannot be trained yet: {entry.not_yet}", fg="yellow", err=True)
+    typer.echo(as_yaml(config), nl=False)
+
+
+@app.command("verify")
+def models_verify(
+    name: ModelName,
+    model: Annotated[str | None, typer.Option(help="A local copy of it; default what its name loads.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Where the record goes; default NAME.json.")] = None,
+) -> None:
+    """Train the model for two steps each of SFT, DPO and GRPO, check what can be checked, and write a record."""
+    with mistakes_end_here():
+        from oxrl.models.catalog import find_entry
+        from oxrl.verify import verify_entry, write_record
+
+        entry = find_entry(name)
+        if entry.not_yet is not None:
+            raise ValueError(f"{entry.name} cannot be verified yet: {entry.not_yet}")
+        place = output or Path(f"{entry.name}.json")
+        record = verify_entry(entry, model)
+        write_record(record, place)
+    for problem in record["problems"]:
+        typer.secho(problem, fg="red", err=True)
+    typer.echo(f"{entry.name}: {'all is well' if not record['problems'] else 'there are problems'}; {place}")
+    if record["problems"]:
+        raise typer.Exit(1)

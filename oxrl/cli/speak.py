@@ -1,0 +1,119 @@
+"""`oxrl chat` and `oxrl generate`: hear what a model says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from oxrl.cli.base import Sampling, mistakes_end_here
+
+
+def chat(
+    model: Annotated[str, typer.Argument(help="A run's folder, or any model.")],
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    temperature: Sampling = 0.7,
+    seed: Annotated[int, typer.Option()] = 0,
+) -> None:
+    """Talk to a model; an empty line or Ctrl-D ends."""
+    from oxrl.types import GenerationConfig, Message
+
+    with mistakes_end_here():
+        speaker, render = _open(model)
+    history = [Message("system", system)] if system else []
+    for turn in range(1_000_000):
+        try:
+            said = input("you> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            break
+        if not said:
+            break
+        history.append(Message("user", said))
+        sampling = GenerationConfig(max_new_tokens, temperature, seed=seed + turn)
+        typer.echo("model> ", nl=False)
+        try:
+            answer = speaker.complete([render.prompt(history)], sampling, on_token=_Typewriter(speaker.tokenizer))[0]
+        except ValueError as mistake:  # something the template cannot say: the talk goes on without it
+            typer.secho(str(mistake), fg="red", err=True)
+            history.pop()
+            continue
+        typer.echo("")
+        history.append(Message("assistant", answer.text))
+
+
+class _Typewriter:
+    """Shows text as tokens arrive; a character that needs several tokens waits for its last."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.ids, self.shown = tokenizer, list[int](), ""
+
+    def __call__(self, _prompt: int, token: int) -> None:
+        self.ids.append(token)
+        text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
+        if not text.endswith("�"):
+            typer.echo(text[len(self.shown) :], nl=False)
+            self.shown = text
+
+
+def _open(model: str) -> tuple[Any, Any]:
+    """Generator and renderer of a run's folder or a model."""
+    from oxrl.data.render import Renderer
+    from oxrl.generators.embedded import EmbeddedGenerator
+    from oxrl.models.load import check_model, load_model, load_tokenizer
+    from oxrl.runs import resolve_weights
+    from oxrl.types import ModelConfig
+
+    place = resolve_weights(model)
+    check_model(ModelConfig(place))
+    tokenizer = load_tokenizer(place)
+    return EmbeddedGenerator(load_model(place), tokenizer), Renderer(tokenizer)
+
+
+def generate(
+    model: Annotated[str, typer.Argument(help="A run's folder, or any model.")],
+    prompt: Annotated[list[str] | None, typer.Option(help="What the user says; can be given several times.")] = None,
+    data: Annotated[Path | None, typer.Option(help="A file of prompts, in any format that train reads.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    temperature: Sampling = 0.0,
+    seed: Annotated[int, typer.Option()] = 0,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first rows of --data.")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
+) -> None:
+    """Answer prompts: oxrl generate smollm2-135m --prompt "What is the capital of Peru?" """
+    from oxrl.types import GenerationConfig
+
+    with mistakes_end_here():
+        conversations = _prompts(prompt or [], data, limit)
+        speaker, render = _open(model)
+        ids = [render.prompt(conversation) for conversation in conversations]
+    for start in range(0, len(ids), 16):
+        part = slice(start, start + 16)
+        sampling = GenerationConfig(max_new_tokens, temperature, seed=seed + start)
+        for conversation, answer in zip(conversations[part], speaker.complete(ids[part], sampling), strict=True):
+            asked = conversation[-1].content
+            if json_:
+                typer.echo(json.dumps({"prompt": asked, "text": answer.text, "finish_reason": answer.finish_reason}))
+            else:
+                typer.echo(f"{typer.style(str(asked), dim=True)}\n{answer.text}\n")
+
+
+def _prompts(said: list[str], data: Path | None, limit: int | None) -> list[Any]:
+    from oxrl.data.sources import load_samples
+    from oxrl.types import Message
+
+    if bool(said) == (data is not None):
+        raise ValueError("give --prompt TEXT or --data FILE, one of the two")
+    if data is None:
+        return [[Message("user", text)] for text in said]
+    samples = load_samples(str(data), limit=limit).samples
+    return [_without_answer(sample.messages, sample.id) for sample in samples]
+
+
+def _without_answer(messages: tuple[Any, ...], place: str) -> tuple[Any, ...]:
+    asked = messages[:-1] if messages and messages[-1].role == "assistant" else messages
+    if not asked:
+        raise ValueError(f"{place}: there is no prompt to answer")
+    return asked

@@ -1,0 +1,114 @@
+"""`oxrl train`: flags laid over a YAML file, a run, and a word on how it ended."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from oxrl.cli.base import mistakes_end_here
+
+if TYPE_CHECKING:
+    from oxrl.config import Config
+    from oxrl.wiring import RunResult
+
+
+Model = Annotated[str | None, typer.Option(help="Hub id, local folder, .gguf file, smollm2-135m or tiny.")]
+
+
+def train(
+    config: Annotated[Path | None, typer.Argument(help="YAML file; flags are laid over it.")] = None,
+    model: Model = None,
+    algorithm: Annotated[
+        str | None, typer.Option(help="A name from `oxrl algorithms`, or a loss of your own: FILE.py:FUNCTION.")
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="Training rows: JSONL, Parquet, CSV or a hub id.")] = None,
+    val: Annotated[str | None, typer.Option(help="Held-out rows for evaluation.")] = None,
+    reward: Annotated[
+        str | None, typer.Option(help="What an answer is worth: a name from `oxrl rewards list`, or FILE.py:FUNCTION.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="The run's folder.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Passes over the data.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps per pass, instead of all the data.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Rows per optimizer step.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
+    lora: Annotated[bool, typer.Option("--lora", help="Train a LoRA adapter instead of all weights.")] = False,
+    seed: Annotated[int | None, typer.Option(help="Fixes data order, dropout and new weights.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Any config key: --set train.weight_decay=0.1")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --output.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Train a model.
+
+    oxrl train config.yaml
+
+    oxrl train --model smollm2-135m --algorithm sft --data rows.jsonl --output runs/first
+
+    oxrl train --model smollm2-135m --algorithm grpo --data prompts.jsonl --reward number_match --output runs/rl
+
+    oxrl train --output runs/first --resume
+    """
+    flags = {
+        "model.name": model,
+        "train.alg_name": algorithm,
+        "data.train_files_path": data,
+        "data.val_files_path": val,
+        "reward.reward_func": reward,
+        "train.total_number_of_epochs": epochs,
+        "train.train_steps_per_epoch": steps,
+        "train.train_batch_size_per_gpu": batch_size,
+        "train.lr": lr,
+        "lora.enabled": True if lora else None,
+        "run.seed": seed,
+    }
+    overrides = [f"{key}={json.dumps(value)}" for key, value in flags.items() if value is not None]
+    with mistakes_end_here():
+        stages = _stages(config, output, resume, [*overrides, *(set_ or [])])
+        from oxrl.wiring import run_stages  # torch comes with it, and wrong input is answered before that
+
+        run_stages(stages, output, resume=resume, train=lambda prepared: _train_and_tell(prepared, json_))
+
+
+def _stages(path: Path | None, output: Path | None, resume: bool, overrides: list[str]) -> dict[str, Config]:
+    from oxrl.config import load_stages
+
+    if path is not None or not resume:
+        return load_stages(path, overrides)
+    if output is None:
+        raise ValueError("--output names the run to resume")
+    if not (output / "stages.yaml").exists() and not (output / "config.yaml").exists():
+        raise ValueError(f"there is nothing to resume in {output}")
+    from oxrl.runs import recorded_stages
+
+    return recorded_stages(output) or load_stages(output / "config.yaml", overrides)
+
+
+def _train_and_tell(prepared: Any, as_json: bool) -> RunResult:
+    from oxrl.wiring import train_prepared
+
+    try:
+        with mistakes_end_here():
+            result = train_prepared(prepared)
+    except KeyboardInterrupt:
+        typer.secho(f"\ninterrupted; go on with: oxrl train --output {prepared.folder} --resume", fg="yellow", err=True)
+        raise typer.Exit(130) from None
+    except typer.Exit:  # a RuntimeError too, but already told
+        raise
+    except RuntimeError as failure:
+        typer.secho(f"the run failed: {failure}", fg="red", err=True)
+        raise typer.Exit(1) from failure
+    last = result.history[-1] if result.history else {}
+    if as_json:
+        typer.echo(json.dumps({"folder": str(result.folder), "checkpoint": str(result.checkpoint), "last": last}))
+        return result
+    telling = ("step", "reward", "loss", "eval_reward", "eval_loss", "eval_token_accuracy")
+    shown = {key: last[key] for key in telling if key in last}
+    typer.echo("  ".join(f"{key} {value:.4g}" for key, value in shown.items()) or "nothing was left to do")
+    typer.echo(f"model: {result.checkpoint}")
+    if prepared.config.train.alg_name != "rm":  # a reward model has nothing to say
+        typer.echo(f"talk to it: oxrl chat {result.folder}")
+    return result
