@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from oxrl.hardware import processor_name
 from oxrl.types import Backend, TrainingState
 
 if TYPE_CHECKING:
@@ -108,17 +109,9 @@ def environment() -> dict[str, Any]:
     """What must be equal for two runs to be equal to the bit."""
     import torch
 
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else processor_name()
     versions = {name: version(name) for name in ("torch", "transformers", "peft", "numpy")}
     return {"python": platform.python_version(), "device": device, "threads": torch.get_num_threads(), **versions}
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:  # not Linux
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def _warn_of_differences(then: Mapping[str, Any]) -> None:

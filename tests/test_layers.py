@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = [
-    {"types", "imports", "concurrent", "sandbox"},
+    {"types", "imports", "concurrent", "hardware", "sandbox"},
     {"tensors"},
     {"algorithms", "data", "rewards"},
     {"models", "generators", "backends"},
