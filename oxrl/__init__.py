@@ -24,6 +24,7 @@ _HOMES = {
     "oxrl.data.buffer": "DataBuffer MixedBuffer",
     "oxrl.data.render": "Renderer compute_loss_mask tokenize_conversation",
     "oxrl.data.sources": "load_samples",
+    "oxrl.export": "export_model merge_run push_model",
     "oxrl.generators.embedded": "EmbeddedGenerator",
     "oxrl.loops.evaluate": "evaluate_offline evaluate_online",
     "oxrl.loops.offline": "OfflineConfig SFTTrainingConfig run_offline run_sft_training",

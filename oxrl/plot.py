@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from oxrl.metrics import read_metrics
+from oxrl.runs import last_stage
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class Panel(NamedTuple):
 
 def plot_run(run: Path, png: Path, metrics: Sequence[str] = ()) -> None:
     """Draw `metrics` of a run, or the telling ones among those it has."""
+    run = last_stage(run)
     rows = _read_run(run)
     panels = _panels(rows, _chosen(rows, metrics))
     first, last = panels[0].steps

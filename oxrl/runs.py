@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from oxrl.checkpoint import best_checkpoint, latest_checkpoint
-from oxrl.config import Config, ConfigError, check_config
+from oxrl.config import STAGES, Config, ConfigError, check_config
 from oxrl.metrics import drop_lines_after
 from oxrl.rollouts.buffer import Group
 from oxrl.rollouts.record import digest_of
@@ -100,8 +100,19 @@ def recorded_stages(home: Path) -> dict[str, Config]:
 
 def resolve_weights(name: str) -> str:
     """The folder to load for a run folder (its best checkpoint) or anything that `load_model` takes."""
-    best = best_checkpoint(Path(name) / "checkpoints") if Path(name).is_dir() else None
+    home = Path(name)
+    if not home.is_dir():
+        return name
+    best = best_checkpoint(last_stage(home) / "checkpoints")
+    if best is None and any((home / file).exists() for file in ("config.yaml", "stages.yaml")):
+        raise ConfigError(f"the run in {home} has no checkpoint yet")
     return str(best) if best is not None else name
+
+
+def last_stage(home: Path) -> Path:
+    """Of a run in stages the folder of the last one that has a checkpoint; any other run is its own."""
+    reached = [home / name for name in STAGES if latest_checkpoint(home / name / "checkpoints") is not None]
+    return reached[-1] if (home / "stages.yaml").exists() and reached else home
 
 
 class RolloutLog:

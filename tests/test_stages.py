@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from oxrl.cli import app
 from oxrl.config import ConfigError, load_stages
 from oxrl.metrics import read_metrics
-from oxrl.runs import recorded_stages
+from oxrl.runs import recorded_stages, resolve_weights
 from oxrl.wiring import run_rl, run_sft
 from tests.rows import sums, write_jsonl
 
@@ -203,3 +203,10 @@ def test_what_cannot_work_is_said_before_a_weight_is_loaded(tmp_path, name, sect
     assert done.exit_code == 2
     assert words in " ".join(done.output.split())
     assert not (tmp_path / "out/metrics.jsonl").exists()
+
+
+def test_a_run_in_stages_is_named_by_its_folder_and_means_its_last_stage(config, tmp_path):
+    assert run("train", config, "--output", tmp_path / "run").exit_code == 0
+    assert resolve_weights(str(tmp_path / "run")) == str(tmp_path / "run" / "rl" / "checkpoints" / "step_0002")
+    drawn = run("plot", tmp_path / "run")
+    assert drawn.exit_code == 0 and "steps 1 to 2" in drawn.output

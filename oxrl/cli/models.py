@@ -90,3 +90,13 @@ def models_verify(
     typer.echo(f"{entry.name}: {'all is well' if not record['problems'] else 'there are problems'}; {place}")
     if record["problems"]:
         raise typer.Exit(1)
+
+
+@app.command("fetch")
+def models_fetch(name: ModelName, json_: Json = False) -> None:
+    """Download a model, so that later runs need no network: oxrl models fetch qwen3-0.6b"""
+    with mistakes_end_here():
+        from oxrl.export import fetch_model
+
+        folder = fetch_model(name)
+    typer.echo(json.dumps({"folder": str(folder)}) if json_ else str(folder))
