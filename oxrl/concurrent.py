@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import anyio
 import anyio.lowlevel
-from anyio.abc import TaskGroup
+from anyio.abc import TaskGroup, TaskStatus
 from anyio.from_thread import BlockingPortal
 
 T = TypeVar("T")
@@ -44,15 +44,16 @@ async def until_interrupted(function: Callable[..., Awaitable[T]], *args: Any) -
     interrupted = False
     async with task_group() as tasks:
 
-        async def watch() -> None:
+        async def watch(*, task_status: TaskStatus[None]) -> None:
             nonlocal interrupted
             with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+                task_status.started()
                 async for _ in signals:
                     interrupted = True
                     tasks.cancel_scope.cancel()
                     return
 
-        tasks.start_soon(watch)
+        await tasks.start(watch)
         value = await function(*args)
         tasks.cancel_scope.cancel()
     if interrupted:

@@ -64,9 +64,61 @@ class Card(NamedTuple):
         return f" ({self.allowed[name]})" if name in self.allowed else ""
 
 
-def summaries() -> dict[str, str]:
-    """Name -> the first line of its explanation."""
-    return {name: _explanation(recipe).splitlines()[0] for name, recipe in ALGORITHMS.items()}
+_WHICH = """\
+## Which one
+
+| you have | begin with | then |
+|---|---|---|
+| good answers | `sft` | `cpt` first, for a field of its own with much plain text |
+| a larger model that knows better | `kd` on its answers, `opd` on the student's own | |
+| pairs, better and worse | `dpo` | `ipo` or `cdpo` for noisy labels; `simpo` or `orpo` save a reference model |
+| thumbs up or down, not in pairs | `kto` | |
+| answers that a program can check | `sgrpo` | see below |
+| people's preferences, and prompts | `rm` on the pairs, then `rlhf` | `online_dpo` |
+| nothing but a strong judge | `rlaif` | |
+| a sampler and a filter, and little patience | `rft` | |
+
+**SGRPO, CISPO or PPO?** All three learn from their own samples and differ in two places: what an answer is compared
+with, and what happens to tokens whose probability has moved since they were sampled.
+
+- `sgrpo` compares an answer with its group (no second network) and stops the gradient of tokens that moved past the
+  clip. The default: stable, cheap, and on policy (one step per batch of rollouts) it never clips anything.
+- `cispo` keeps the gradient of every token and caps its weight instead. Better where rare words carry the reasoning
+  ("wait", "however") and each batch is used for several steps (`train.iterations`, `train.mini_batches`,
+  `rollout.lag`): these are the tokens that clipping silences first.
+- `ppo` learns a value for every token and so knows *where* an answer went wrong. Worth its second head where answers
+  are long or have several turns, rewards come per turn or per token, and a group per prompt cannot be afforded
+  (`n_samples: 1` works).
+
+Against length as a way to earn: `dr_grpo`, or `reward.length_penalty`. Against prompts that teach nothing, all right
+or all wrong: `dapo`, which draws others. For mixtures of experts: `gspo`, one ratio per answer."""
+
+FAMILIES = {
+    "imitation": "rows are what the model should say",
+    "pairs": "rows say which of two replies is better",
+    "judged replies": "rows say whether a reply is good",
+    "own samples": "the model answers prompts, rewards say what its answers are worth",
+}
+
+
+def families() -> dict[str, dict[str, str]]:
+    """Family -> name -> the first line of its explanation."""
+    told: dict[str, dict[str, str]] = {family: {} for family in FAMILIES}
+    for name, recipe in ALGORITHMS.items():
+        told[_family(algorithm(name))][name] = _explanation(recipe).splitlines()[0]
+    return told
+
+
+def _family(built: Algorithm) -> str:
+    if built.online is not None:
+        return "own samples"
+    kinds: dict[AssembleFn, str] = {pair_items: "pairs", judged_items: "judged replies"}
+    return kinds.get(_plain(built.assemble), "imitation")
+
+
+def _plain(assemble: AssembleFn) -> AssembleFn:
+    inner: AssembleFn = getattr(assemble, "func", assemble)
+    return inner
 
 
 def explain(name: str) -> Card:
@@ -92,15 +144,18 @@ def document() -> str:
         "Generated from the functions themselves by `python -m oxrl.explain`; `oxrl algorithms NAME` prints the same.",
         "In the formulas w is the chosen reply and l the rejected one, h = log p - log ref summed over a reply, s the "
         "sigmoid, r a ratio of probabilities, A an advantage.",
+        _WHICH,
     ]
-    for name in ALGORITHMS:
-        card = explain(name)
-        needs = ", ".join(card.needs) or "nothing but the model"
-        parts += [
-            f"## {name}",
-            card.explanation,
-            f"Learns from {card.rows}; needs {needs}. Parameters: {card.in_a_line()}.",
-        ]
+    for family, names in families().items():
+        parts.append(f"## {family.capitalize()}: {FAMILIES[family]}")
+        for name in names:
+            card = explain(name)
+            needs = ", ".join(card.needs) or "nothing but the model"
+            parts += [
+                f"### {name}",
+                card.explanation,
+                f"Learns from {card.rows}; needs {needs}. Parameters: {card.in_a_line()}.",
+            ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -112,7 +167,7 @@ def _explanation(recipe: Recipe) -> str:
 
 
 def _rows(built: Algorithm) -> str:
-    files = ROWS[getattr(built.assemble, "func", built.assemble)]
+    files = ROWS[_plain(built.assemble)]
     return files if built.online is None else f"its own samples, or {files}"
 
 

@@ -80,7 +80,6 @@ def policy_gradient(
     unit: Unit,
     *,
     name: str | None = None,
-    about: str = "",
     kl_coef: float = 0.0,
     credit_of: Callable[..., CreditFn] = group_credit,
     weigh: Callable[[Tensor, Policy], Tensor] = policy.per_token,
@@ -113,7 +112,7 @@ def policy_gradient(
         )
 
     also = (_regularised(kl_coef), advantage, credit_of)
-    return Recipe(name or loss.__name__, loss, build, also=also, about=about, advantage=advantage)
+    return Recipe(name or loss.__name__, loss, build, also=also, advantage=advantage)
 
 
 def _needs(parameters: Parameters) -> tuple[str, ...]:

@@ -48,8 +48,19 @@ _GREEDY: dict[str, Any] = {
     "assemble": group_against_greedy_items,
     "online": Online(group_against_greedy, greedy=True, least_answers=1),
 }
-_HUMANS = "Reinforcement learning from human feedback: GRPO with a trained reward model."
-_JUDGE = "Reinforcement learning from AI feedback: GRPO with a judge's rewards."
+_ABOUT = {
+    "cpt": "Continued pre-training: SFT over every token of plain text.",
+    "online_dpo": "DPO on the best and the worst of the policy's own answers to a prompt, as the reward ranks them.",
+    "spin": "Self-play: DPO with the data's reply as chosen and the policy's own as rejected (arXiv:2401.01335).",
+    "rlhf": "Reinforcement learning from human feedback: GRPO with a trained reward model.",
+    "rlaif": "Reinforcement learning from AI feedback: GRPO with a judge's rewards.",
+    "sgrpo": "Stable GRPO: the clipped surrogate with group advantages, every token of the step alike.",
+    "rloo": "REINFORCE with the mean reward of the other answers to the prompt as baseline.",
+    "max_rl": "REINFORCE with (r - mean) / mean over the group: maximum likelihood of success.",
+    "remax": "REINFORCE with the reward of the greedy answer as baseline.",
+    "reinforce_pp": "REINFORCE++: the clipped surrogate with rewards normalised over the step.",
+}
+"""What is to be said before a loss's own words, where several algorithms share it."""
 
 
 def _feedback(graded_by: Literal["reward model", "judge"]) -> dict[str, Any]:
@@ -84,8 +95,8 @@ _TABLE = (
     judged(kto, kto_credit, with_mismatched),
     judged(bco_unpaired, bco_credit),
     policy_gradient(**_GRPO),
-    policy_gradient(**_GRPO, **_feedback("reward model"), name="rlhf", about=_HUMANS),
-    policy_gradient(**_GRPO, **_feedback("judge"), name="rlaif", about=_JUDGE),
+    policy_gradient(**_GRPO, **_feedback("reward model"), name="rlhf"),
+    policy_gradient(**_GRPO, **_feedback("judge"), name="rlaif"),
     policy_gradient(policy.clipped, credit.zscore, "token", name="sgrpo"),
     policy_gradient(policy.dr_grpo, credit.centre, "sequence"),
     policy_gradient(policy.dapo, credit.zscore, "token", online=Online(group_of_rollouts, informative=True)),
@@ -103,7 +114,9 @@ _TABLE = (
     distilled_policy("opd"),
 )  # fmt: skip
 
-ALGORITHMS: Mapping[str, Recipe] = {recipe.name: recipe for recipe in _TABLE}
+ALGORITHMS: Mapping[str, Recipe] = {
+    recipe.name: recipe._replace(about=_ABOUT.get(recipe.name, "")) for recipe in _TABLE
+}
 
 
 def recipe_of(function: Any) -> Recipe:

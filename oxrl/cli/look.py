@@ -17,12 +17,17 @@ def algorithms(
 ) -> None:
     """List the algorithms, or explain one: formula, parameters, what it needs, an example."""
     with mistakes_end_here():
-        from oxrl.explain import explain, summaries
+        from oxrl.explain import FAMILIES, explain, families
 
         if name is None:
-            rows = summaries()
-            lines = [f"{each:14} {summary}" for each, summary in rows.items()]
-            typer.echo(json.dumps(rows) if json_ else "\n".join(lines))
+            told = families()
+            if json_:
+                each = [(name, family, summary) for family, names in told.items() for name, summary in names.items()]
+                typer.echo(json.dumps({name: {"family": family, "summary": said} for name, family, said in each}))
+                return
+            for family, names in told.items():
+                typer.secho(f"\n{family}: {FAMILIES[family]}", bold=True)
+                typer.echo("\n".join(f"  {each:14} {summary}" for each, summary in names.items()))
         else:
             card = explain(name)
             typer.echo(json.dumps(card._asdict()) if json_ else str(card))

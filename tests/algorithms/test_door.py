@@ -156,7 +156,12 @@ def test_the_command_line_lists_and_explains():
     run = CliRunner().invoke
     listed = run(app, ["algorithms"])
     assert all(name in listed.output for name in ALGORITHMS)
-    assert json.loads(run(app, ["algorithms", "--json"]).output).keys() == ALGORITHMS.keys()
+    told = json.loads(run(app, ["algorithms", "--json"]).output)
+    assert told.keys() == ALGORITHMS.keys()
+    assert [told[name]["family"] for name in ("cpt", "dpo", "kto", "spin")] == [
+        "imitation", "pairs", "judged replies", "own samples",
+    ]  # fmt: skip
+    assert len({each["summary"] for each in told.values()}) == len(told), "no two are described alike"
     card = json.loads(run(app, ["algorithms", "DPO", "--json"]).output)
     assert card["parameters"] == {"beta": 0.1}
     assert card["allowed"] == {"beta": "above 0"}
