@@ -42,7 +42,7 @@ def test_the_sections_say_which_stages_there_are(config):
     text = config.read_text()
     config.write_text(text[: text.index("rl:")])
     assert list(load_stages(config)) == ["sft"]
-    assert load_stages(None, ["model.name=tiny", "data.train_files_path=x"])[""].train.alg_name == "sft"
+    assert load_stages(None, ["model.name=tiny", "data.train_files_path=x"])[""].train.alg_name == "sgrpo"
 
 
 def test_what_the_file_says_for_all_stages_holds_in_each_unless_the_stage_says_otherwise(config):

@@ -72,7 +72,9 @@ class Train(_Section):
 
     alg_name: str = Field("sgrpo", description="see `oxrl algorithms`")
     alg_params: dict[str, Any] = Field({}, description="its parameters, as `oxrl algorithms NAME` lists them")
-    alg_schedule: list[Switch] = Field([], description="other algorithms or parameters from later steps on")
+    alg_schedule: list[Switch] = Field(
+        [], description="others from later steps on: [{step: 100, alg_name: dpo, alg_params: {beta: 0.3}}]"
+    )
     lr: float = Field(1e-5, gt=0, description="peak learning rate")
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
         [0.9, 0.95], min_length=2, max_length=2, description="AdamW's two decay rates"
@@ -172,7 +174,9 @@ class Reward(_Section):
         None, description="name from the table, module:function, FILE.py:function, or several with weights"
     )
     params: dict[str, Any] = Field({}, description="its parameters; of several, by name")
-    length_penalty: LengthPenalty | None = Field(None, description="what answers lose near a length")
+    length_penalty: LengthPenalty | None = Field(
+        None, description="what answers lose near a length: {limit: 512, margin: 128, weight: 1.0}"
+    )
     clamp: list[float] | None = Field(
         None, min_length=2, max_length=2, description="[lowest, highest] of the reward, after all else but normalize"
     )
