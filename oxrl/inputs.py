@@ -79,6 +79,10 @@ def read_inputs(config: Config) -> Inputs:
         chosen_env(config)
     elif any((config.reward.reward_func, config.reward.model, config.reward.judge)):
         logger.warning("the reward section is not used: these replies were recorded and scored before")
+    if not online and config.model.ref_update != "fixed":
+        raise ConfigError(
+            "these replies were recorded before, and there the reference stays: set model.ref_update: fixed"
+        )
     scheduled(algorithm_schedule(config))
     read = _prompts if online else _items
     parts = {name: read(config, part, tokenizer, name) for name, part in loaded.items()}

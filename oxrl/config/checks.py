@@ -56,7 +56,7 @@ def contradictions(config: Config) -> list[str]:
     """What cannot work, each with what to change; imports torch."""
     chosen = algorithm(config.train.alg_name, **config.train.alg_params)
     later = [algorithm(each.alg_name, **each.alg_params) for each in config.train.alg_schedule]
-    return [*_devices(config), *_references(config, [chosen, *later]), *_sampling(config, chosen)]
+    return [*_devices(config), *_reference(config, [chosen, *later]), *_sampling(config, chosen)]
 
 
 def _devices(config: Config) -> Iterator[str]:
@@ -82,14 +82,14 @@ def _devices(config: Config) -> Iterator[str]:
         yield f"deepspeed.world_size {world_size} is not run.training_gpus {run.training_gpus}: leave it out"
 
 
-def _references(config: Config, algorithms: list[Algorithm]) -> Iterator[str]:
+def _reference(config: Config, algorithms: list[Algorithm]) -> Iterator[str]:
     model, names = config.model, ", ".join(each.name for each in algorithms)
     if model.ref_update == "fixed":
         return
-    if not any("ref" in each.others for each in algorithms):
+    if not any("ref" in each.others and each.online is not None for each in algorithms):
         yield (
-            f"model.ref_update: {model.ref_update} moves a reference, and {names} has none: set it to fixed, or choose "
-            "an algorithm that compares with one (for most that sample, train.alg_params: {kl_coef: 0.05})"
+            f"model.ref_update: {model.ref_update} moves the reference of an algorithm that samples, and {names} has "
+            "none: set it to fixed, or choose one that has (online_dpo; for most, train.alg_params: {kl_coef: 0.05})"
         )
     elif config.lora.enabled and model.ref_model is None:
         yield (
