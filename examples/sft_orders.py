@@ -94,7 +94,7 @@ def main() -> None:
                 "train_files_path": write_rows(FOLDER / "train.jsonl", training),
                 "val_files_path": write_rows(FOLDER / "held_out.jsonl", held_out[:16]),
             },
-            "train": {"lr": 1e-4, "train_steps_per_epoch": 28, "eval_every": 14},
+            "train": {"alg_name": "sft", "lr": 1e-4, "train_steps_per_epoch": 28, "eval_every": 14},
         }
     )
     console.print(f"[bold]{MODEL}[/] before training, on {len(held_out)} orders it will never train on ...")

@@ -12,21 +12,25 @@ import yaml
 
 from oxrl.algorithms import algorithm
 from oxrl.config import Config, ConfigError
+from oxrl.config.checks import contradictions, remarks
 from oxrl.data.assemble import assemble
 from oxrl.data.buffer import DataBuffer, MixedBuffer
-from oxrl.data.prepare import check_trainable, split_file
+from oxrl.data.prepare import check_trainable, find_dataset, split_file
 from oxrl.data.render import Renderer
 from oxrl.data.sources import Loaded, load_samples
+from oxrl.hardware import detect_hardware
 from oxrl.imports import import_object
 from oxrl.models.load import check_model, load_tokenizer
 from oxrl.rewards import Reward, as_reward, check_samples, clamp, reward, weighted
 from oxrl.rewards.grade import AnyReward, defaults_of
+from oxrl.rewards.numbers import numbers_in
 from oxrl.rewards.table import describe_rewards, find_builder, find_reward
 from oxrl.rewards.trial import PaysFor, TrialReport, try_reward
 from oxrl.rollouts.collect import RolloutConfig
 from oxrl.rollouts.envs import single_turn, with_tools
 from oxrl.rollouts.filters import check_reward_nonzero_std, keep_all, named_filter
 from oxrl.runs import resolve_weights
+from oxrl.tasks import find_task
 from oxrl.types import Algorithm, DataSource, EnvFn, GenerationConfig, Item, ModelConfig, Sample
 
 logger = logging.getLogger(__name__)
@@ -35,9 +39,11 @@ logger = logging.getLogger(__name__)
 class Inputs(NamedTuple):
     """All that a config names, read and checked, before a weight is loaded.
 
-    An online run draws prompts (`Sample`) and has a reward; any other draws rows that lie ready (`Item`).
+    An online run draws prompts (`Sample`) and has a reward; any other draws rows that lie ready (`Item`). `config` also
+    says what only the rows could tell: the reward, where none was named.
     """
 
+    config: Config
     tokenizer: Any
     source: DataSource[Any]
     held_out: list[Any]
@@ -50,19 +56,33 @@ def read_inputs(config: Config) -> Inputs:
     from oxrl.loops.offline import scheduled
     from oxrl.loops.online import check_reuse
 
+    if wrong := contradictions(config):
+        raise ConfigError("\n".join(wrong))
+    for remark in remarks(config):
+        logger.warning("%s", remark)
+    if config.run.training_gpus and not detect_hardware().gpus:
+        logger.warning(
+            "run.training_gpus is %d, and this machine has none: the processor trains", config.run.training_gpus
+        )
     check_model(model_config(config))
     tokenizer = load_tokenizer(model_config(config))
     _check_others(config, tokenizer)
     loaded = {name: _load(config, path) for name, path in _train_files(config).items()}
     samples = [sample for part in loaded.values() for sample in part.samples]
     online = learns_from_samples(chosen_algorithm(config), samples)
+    _announce_algorithm(config, samples)
     if online:
+        config = settle_reward(config, samples)
         check_reward(config)
         check_reuse(chosen_algorithm(config), config.train.iterations * config.train.mini_batches)
         rollout_config(config, None)
         chosen_env(config)
     elif any((config.reward.reward_func, config.reward.model, config.reward.judge)):
         logger.warning("the reward section is not used: these replies were recorded and scored before")
+    if not online and config.model.ref_update != "fixed":
+        raise ConfigError(
+            "these replies were recorded before, and there the reference stays: set model.ref_update: fixed"
+        )
     scheduled(algorithm_schedule(config))
     read = _prompts if online else _items
     parts = {name: read(config, part, tokenizer, name) for name, part in loaded.items()}
@@ -74,7 +94,69 @@ def read_inputs(config: Config) -> Inputs:
         logger.warning("a step of %d rows repeats the %d rows there are", config.train.batch_size, rows)
     steps_per_epoch = config.train.train_steps_per_epoch or -(-rows // config.train.batch_size)
     num_steps = config.train.total_number_of_epochs * steps_per_epoch
-    return Inputs(tokenizer, _source(config, parts), held_out, num_steps, online)
+    return Inputs(config, tokenizer, _source(config, parts), held_out, num_steps, online)
+
+
+def _announce_algorithm(config: Config, samples: Sequence[Sample]) -> None:
+    """An algorithm that nobody chose is named aloud; rows with replies are more often meant to be imitated."""
+    if "alg_name" in config.train.model_fields_set:
+        return
+    replies = bool(samples and samples[0].messages and samples[0].messages[-1].role == "assistant")
+    hint = "these rows have replies, which it takes as known answers; to imitate them" if replies else "to change it"
+    logger.warning(
+        "no algorithm is named, so it is %s, which learns from the model's own answers; %s: --algorithm sft, or "
+        "train.alg_name", config.train.alg_name, hint,
+    )  # fmt: skip
+
+
+def settle_reward(config: Config, samples: Sequence[Sample]) -> Config:
+    """The same config with a reward, where it names none: the dataset's own, the task's, or what the rows tell."""
+    reward, online = config.reward, chosen_algorithm(config).online
+    named = reward.reward_func, reward.model, reward.judge
+    if online is None or online.graded_by != "reward" or any(each is not None for each in named):
+        return config
+    found = default_reward(config) or _reward_of_rows(samples)
+    if found is None:
+        return config  # `check_reward` says what is missing
+    name, why = found
+    logger.info("reward: %s, %s; to change it: --reward NAME, or reward.reward_func", name, why)
+    return config.model_copy(update={"reward": reward.model_copy(update={"reward_func": name})})
+
+
+def default_reward(config: Config) -> tuple[str, str] | None:
+    """Name and reason of the reward that dataset or task bring along; the rows are not looked at."""
+    dataset = config.data.dataset
+    own = None if dataset is None else find_dataset(dataset).reward
+    if own is not None and find_builder(own) is None:  # a model that grades has to be named
+        return own, f"which goes with the dataset {dataset}"
+    task = None if config.run.task is None else find_task(config.run.task)
+    if task is None or task.reward is None:
+        return None
+    return task.reward, f"which goes with the task {task.name}"
+
+
+def _reward_of_rows(samples: Sequence[Sample]) -> tuple[str, str] | None:
+    """Told only where all rows agree."""
+    prompts = [as_prompt(sample) for sample in samples]
+    if all(prompt.metadata.get("tests") for prompt in prompts):
+        return "code_reward_func", "because the rows have tests"
+    answers = [(prompt.answer or "").strip() for prompt in prompts]
+    if not all(answers):
+        return None
+    if all(len(answer) == 1 and answer in "ABCDE" for answer in answers):
+        return "mcqa_reward_func", "because all answers are letters from A to E"
+    if all(_is_number(answer) for answer in answers):
+        return "gsm8k_reward_func", "because all answers are numbers"
+    if all("\\" in answer or _is_number(answer) for answer in answers):
+        return "math_reward_func", "because the answers are formulas"
+    if all(sample.answer is not None and len(answer) <= 100 for sample, answer in zip(samples, answers, strict=True)):
+        return "exact_match", "because the answers are short texts"
+    return None  # a long reply is hardly said again word for word
+
+
+def _is_number(answer: str) -> bool:
+    final = answer.rpartition("####")[2]
+    return len(numbers_in(final)) == 1 and not any(character.isalpha() for character in final)
 
 
 def _check_others(config: Config, tokenizer: Any) -> None:
@@ -175,13 +257,14 @@ def _source(config: Config, parts: dict[str, list[Any]]) -> DataSource[Any]:
 
 def model_config(config: Config) -> ModelConfig:
     model = config.model
+    device = "cpu" if model.device == "auto" and config.run.training_gpus == 0 else model.device
     return ModelConfig(
         name=resolve_weights(model.name),
         dtype=model.dtype,
         attn_implementation=model.attn_implementation,
         gradient_checkpointing=model.gradient_checkpointing,
         trust_remote_code=model.trust_remote_code,
-        device=model.device,
+        device=device,
         revision=model.revision,
     )
 
@@ -224,7 +307,9 @@ def chosen_reward(config: Config) -> Reward:
 
 
 def _reward_of(config: Config, name: str, params: Mapping[str, Any]) -> Reward:
-    return named_reward(name, params, device=config.model.device, allow_unsandboxed=config.reward.allow_unsandboxed)
+    return named_reward(
+        name, params, device=model_config(config).device, allow_unsandboxed=config.reward.allow_unsandboxed
+    )
 
 
 def named_reward(

@@ -134,7 +134,7 @@ def prepare_run(config: Config, output: str | Path | None = None, *, resume: boo
     if resume_from is not None:  # other rows than before are found out here
         cursor = read_state(resume_from).cursor
         inputs.source.restore(cursor["collector"]["data"] if inputs.online else cursor["data"])
-    return Prepared(config, folder, inputs, resume_from)
+    return Prepared(inputs.config, folder, inputs, resume_from)
 
 
 def train_prepared(prepared: Prepared) -> RunResult:

@@ -109,7 +109,11 @@ def test_the_same_seed_says_the_same():
         (["train", "--model", "tiny", "--data", "ROWS", "--set", "train.lrr=1"], "did you mean lr?"),
         (["train", "--model", "tiny", "--data", "ROWS", "--lr", "-1"], "greater than 0"),
         (["train", "--model", "tiny", "--data", "BAD"], "bad.jsonl:2"),
-        (["train", "--model", "tiny", "--data", "ROWS", "--set", "data.max_seq_len=3"], "none of 4 items is left"),
+        (
+            ["train", "--model", "tiny", "--algorithm", "sft", "--data", "ROWS", "--set", "data.max_seq_len=3"],
+            "none of 4",
+        ),
+        (["train", "--model", "tiny", "--data", "ROWS", "--task", "maths"], "did you mean math?"),
         (["train", "--output", "nowhere", "--resume"], "nothing to resume in nowhere"),
         (["train", "--resume"], "--output names the run"),
         (["train", "--model", "tiny", "--data", "ROWS", "--lora", "--set", "lora.target_modules=[nope]"], "q_proj"),
@@ -166,7 +170,7 @@ def test_two_processes_cannot_train_in_one_folder(tmp_path):
     data = write_jsonl(tmp_path / "rows.jsonl", sums(4))
     (tmp_path / "out").mkdir()
     with FileLock(tmp_path / "out" / ".lock"):
-        done = run("train", "--model", "tiny", "--data", data, "--output", tmp_path / "out")
+        done = run("train", "--model", "tiny", *SFT, "--data", data, "--output", tmp_path / "out")
     assert done.exit_code == 2
     assert "another process is training" in done.output
 
@@ -183,7 +187,10 @@ def test_a_reference_with_another_tokenizer_is_refused(tmp_path):
 ONLINE = ("--algorithm", "grpo", "--reward", "contains", "--set", "rollout.max_tokens=8")
 
 
-@pytest.mark.parametrize(("stop", "how"), [("SIGINT", ()), ("SIGTERM", ()), ("SIGINT", ONLINE)])
+SFT = ("--algorithm", "sft")
+
+
+@pytest.mark.parametrize(("stop", "how"), [("SIGINT", SFT), ("SIGTERM", SFT), ("SIGINT", ONLINE)])
 def test_an_interrupted_run_saves_says_so_and_goes_on(tmp_path, stop, how):
     data = write_jsonl(tmp_path / "rows.jsonl", sums(16))
     out = tmp_path / "out"
@@ -196,7 +203,7 @@ def test_an_interrupted_run_saves_says_so_and_goes_on(tmp_path, stop, how):
     while not (out / "metrics.jsonl").exists():
         assert time.monotonic() < deadline, "it did not start"
         time.sleep(0.05)
-    time.sleep(1.0 if how else 0.0)  # in the middle of whatever it does
+    time.sleep(1.0 if how == ONLINE else 0.0)  # in the middle of whatever it does
     process.send_signal(getattr(signal, stop))
     _, said = process.communicate(timeout=300)
     assert process.returncode == 130, said
@@ -211,7 +218,7 @@ def test_two_datasets_are_mixed_by_ratio(tmp_path):
     two = write_jsonl(tmp_path / "two.jsonl", sums(8, first=50))
     config = tmp_path / "config.yaml"
     config.write_text(
-        f"model: {{name: tiny}}\ntrain: {{train_steps_per_epoch: 1, train_batch_size_per_gpu: 4}}\n"
+        f"model: {{name: tiny}}\ntrain: {{alg_name: sft, train_steps_per_epoch: 1, train_batch_size_per_gpu: 4}}\n"
         f"data:\n  train_dnames: [one, two]\n  train_ratios: {{one: 0.75, two: 0.25}}\n"
         f"  train_files_path: {{one: {one}, two: {two}}}\n"
     )
@@ -226,7 +233,8 @@ def test_two_datasets_are_mixed_by_ratio(tmp_path):
 def test_bad_rows_can_be_skipped_and_are_counted(tmp_path, caplog):
     bad = write_jsonl(tmp_path / "bad.jsonl", [*sums(2), {"prompt": "no response"}])
     caplog.set_level("INFO", logger="oxrl")
-    done = run("train", "--model", "tiny", "--data", bad, "--output", tmp_path / "out", "--set", "data.bad_rows=skip")
+    arguments = ["--data", bad, "--output", tmp_path / "out", "--set", "data.bad_rows=skip"]
+    done = run("train", "--model", "tiny", *SFT, *arguments)
     assert done.exit_code == 0, done.output
     assert "1 skipped" in caplog.text
 
@@ -234,7 +242,7 @@ def test_bad_rows_can_be_skipped_and_are_counted(tmp_path, caplog):
 def test_a_failed_run_exits_with_1_and_saves_its_batch(tmp_path):
     data = write_jsonl(tmp_path / "rows.jsonl", sums(4))
     done = run(
-        "train", "--model", "tiny", "--data", data, "--output", tmp_path / "out", "--lr", 1e30, "--epochs", 20,
+        "train", "--model", "tiny", *SFT, "--data", data, "--output", tmp_path / "out", "--lr", 1e30, "--epochs", 20,
         "--set", "train.clip_grad_norm=0", "--set", "train.warmup_steps_ratio=0.0",
     )  # fmt: skip
     assert done.exit_code == 1, done.output

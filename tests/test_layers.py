@@ -12,7 +12,7 @@ LAYERS = [
     {"types", "imports", "concurrent", "hardware", "sandbox"},
     {"tensors"},
     {"algorithms", "data", "rewards"},
-    {"models", "generators", "backends"},
+    {"models", "generators", "backends", "tasks"},
     {"rollouts"},
     {"loops", "checkpoint", "metrics"},
     {"config"},

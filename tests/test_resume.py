@@ -70,7 +70,7 @@ print(kills, killed_writing)
 """
 
 
-TRAIN = {"lr": 1e-3, "checkpoint_every": 1, "eval_every": 5}
+TRAIN = {"alg_name": "sft", "lr": 1e-3, "checkpoint_every": 1, "eval_every": 5}
 MODES = {
     "full": ({"train": {**TRAIN, "train_steps_per_epoch": 40}}, 6),
     "lora": ({"lora": {"enabled": True, "dropout": 0.1}, "train": {**TRAIN, "train_steps_per_epoch": 40}}, 6),

@@ -42,7 +42,7 @@ def test_the_sections_say_which_stages_there_are(config):
     text = config.read_text()
     config.write_text(text[: text.index("rl:")])
     assert list(load_stages(config)) == ["sft"]
-    assert load_stages(None, ["model.name=tiny", "data.train_files_path=x"])[""].train.alg_name == "sft"
+    assert load_stages(None, ["model.name=tiny", "data.train_files_path=x"])[""].train.alg_name == "sgrpo"
 
 
 def test_what_the_file_says_for_all_stages_holds_in_each_unless_the_stage_says_otherwise(config):
@@ -194,7 +194,7 @@ LENGTH = {"reward": {"reward_func": "length_target", "params": {"target": 3}}}
         ("grpo", {**LENGTH, "rollout": {"max_tokens": 4000}}, "leaves room for rollout.max_tokens=4000"),
         ("grpo", {**LENGTH, "rollout": {"filter": "check_min"}}, "no filter is called 'check_min'"),
         ("reinforce", {**LENGTH, "train": {"iterations": 2}}, "one optimizer step per batch"),
-        ("grpo", {"model": {"ref_update": "ema"}, "lora": {"enabled": True}}, "cannot follow"),
+        ("online_dpo", {"model": {"ref_update": "ema"}, "lora": {"enabled": True}}, "cannot follow"),
     ],
 )
 def test_what_cannot_work_is_said_before_a_weight_is_loaded(tmp_path, name, sections, words):

@@ -11,7 +11,7 @@ import sys
 
 import typer
 
-from oxrl.cli import data, export, look, models, rewards, speak, train
+from oxrl.cli import config, data, export, look, models, rewards, speak, train
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -21,7 +21,7 @@ app = typer.Typer(
 )
 for command in (train.train, speak.chat, speak.generate, look.algorithms, look.plot, export.merge, export.export):
     app.command()(command)
-for name, family in {"data": data.app, "rewards": rewards.app, "models": models.app}.items():
+for name, family in {"config": config.app, "data": data.app, "rewards": rewards.app, "models": models.app}.items():
     app.add_typer(family, name=name)
 
 

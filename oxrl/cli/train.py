@@ -21,8 +21,13 @@ Model = Annotated[str | None, typer.Option(help="Hub id, local folder, .gguf fil
 def train(
     config: Annotated[Path | None, typer.Argument(help="YAML file; flags are laid over it.")] = None,
     model: Model = None,
+    task: Annotated[
+        str | None,
+        typer.Option(help="math, math-hard, code, reasoning, instruct or chat: algorithm, data and reward in one."),
+    ] = None,
     algorithm: Annotated[
-        str | None, typer.Option(help="A name from `oxrl algorithms`, or a loss of your own: FILE.py:FUNCTION.")
+        str | None,
+        typer.Option(help="A name from `oxrl algorithms` (default sgrpo), or a loss of your own: FILE.py:FUNCTION."),
     ] = None,
     data: Annotated[str | None, typer.Option(help="Training rows: JSONL, Parquet, CSV or a hub id.")] = None,
     val: Annotated[str | None, typer.Option(help="Held-out rows for evaluation.")] = None,
@@ -50,10 +55,13 @@ def train(
 
     oxrl train --model smollm2-135m --algorithm grpo --data prompts.jsonl --reward number_match --output runs/rl
 
+    oxrl train --model smollm2-135m --task math --lora
+
     oxrl train --output runs/first --resume
     """
     flags = {
         "model.name": model,
+        "run.task": task,
         "train.alg_name": algorithm,
         "data.train_files_path": data,
         "data.val_files_path": val,

@@ -16,19 +16,12 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from oxrl.models.builtin import BUILTIN_MODELS
+from oxrl.tasks import task_config
 
 RECORDS = Path(__file__).parent / "verified"
 BYTES_PER_WEIGHT = 16  # bf16 weight and gradient, float32 master weight and AdamW's two moments
 ONE_DEVICE = 80  # GB
 Strategy: TypeAlias = Literal["full", "lora"]
-
-
-class Task(NamedTuple):
-    """`Task("grpo", {"train_files_path": "gsm8k.jsonl"}, "number_match")`: how a run for it would begin."""
-
-    algorithm: str
-    data: Mapping[str, Any]  # the config's section
-    reward: str | dict[str, float] | None = None
 
 
 class Entry(NamedTuple):
@@ -111,21 +104,22 @@ def record_of(name: str) -> dict[str, Any] | None:
 
 def example_config(entry: Entry) -> dict[str, Any]:
     """A config to begin with, for the model's first task."""
-    task = Task(**_read()["tasks"][entry.tasks[0]])
+    task = entry.tasks[0]
     full = entry.strategy == "full"
-    rates = {"sft": (1e-5, 1e-4), "grpo": (1e-6, 1e-5)}  # an adapter takes larger steps than all weights do
+    sections = task_config(task, lora=not full) if entry.not_yet is None else _once_it_can(task)
     config: dict[str, Any] = {
         "model": {"name": entry.source, **({"gradient_checkpointing": True} if entry.billions > 1 else {})},
-        "data": dict(task.data),
-        "run": {"experiment_id": f"{entry.name}-{task.algorithm}"},
-        "train": {"alg_name": task.algorithm, "lr": rates[task.algorithm][0 if full else 1]},
+        "run": {"experiment_id": f"{entry.name}-{task}"},
+        **sections,
     }
     if not full:
         config["lora"] = {"enabled": True, "target_modules": list(entry.lora_targets)}
-    if task.reward is not None:
-        config["reward"] = {"reward_func": task.reward}
-        config["rollout"] = {"n_samples": 8, "max_tokens": 1024 if "reasoning" in entry.tasks else 512}
     return config
+
+
+def _once_it_can(task: str) -> dict[str, Any]:
+    """What the config of a model that cannot be trained yet will look like."""
+    return {"train": {"alg_name": "sft"}, "data": {"train_files_path": f"{task}.jsonl"}}
 
 
 def as_yaml(config: Mapping[str, Any]) -> str:

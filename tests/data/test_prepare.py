@@ -385,14 +385,16 @@ def test_training_on_a_test_split_is_warned_about(tmp_path, caplog):
     for split, warned in (("train", False), ("test", True)):
         caplog.clear()
         path = str(folder / f"{split}.jsonl")
-        read_inputs(check_config({"model": {"name": "tiny"}, "data": {"train_files_path": path}}))
+        raw = {"model": {"name": "tiny"}, "train": {"alg_name": "sft"}, "data": {"train_files_path": path}}
+        read_inputs(check_config(raw))
         assert ("is the test split of alpaca" in caplog.text) == warned
 
 
 def test_a_config_names_a_dataset_that_was_prepared(tmp_path, monkeypatch):
     monkeypatch.setenv("OXRL_DATA_DIR", str(tmp_path))
     prepare("alpaca", files=own_rows("alpaca"))
-    config = check_config({"model": {"name": "tiny"}, "data": {"dataset": "alpaca"}})
+    raw = {"model": {"name": "tiny"}, "train": {"alg_name": "sft"}, "data": {"dataset": "alpaca"}}
+    config = check_config(raw)
     assert len(read_inputs(config).source) == 4
     (tmp_path / "alpaca" / "train.jsonl").write_text('{"prompt": "Hi", "response": "Ho"}\n')
     with pytest.raises(ValueError, match="not what its card says"):

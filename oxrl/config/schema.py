@@ -1,36 +1,65 @@
-"""YAML to a checked `Config`: strict types, keys explained, wrong input answered with its line and the nearest key.
+"""The schema of a config: strict types, defaults, and each key in a few words.
 
-Validation only: what a key does is done by whoever reads it (`wiring`).
+Validation only: what a key does is done by whoever reads it (`inputs`, `wiring`); what keys mean together is judged in
+`checks`.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from oxrl.algorithms import algorithm, find
+from oxrl.tasks import fill_task, find_task
 
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
+class _Open(_Section):
+    """Any key: whoever the section is for checks it."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True, allow_inf_nan=False)
+
+    @property
+    def others(self) -> dict[str, Any]:
+        """The keys that have no field of their own."""
+        return dict(self.model_extra or {})
+
+
 class Run(_Section):
+    """The run as a whole: its name, where it goes, what it runs on."""
+
     experiment_id: str = Field("run", pattern=r"^[\w.-]+$", description="names the run's folder")
     seed: int = Field(42, ge=0, description="fixes data order, dropout and new weights")
     checkpoint_dir: str | None = Field(None, description="where runs go; default $OXRL_CHECKPOINT_DIR or ./checkpoints")
+    task: str | None = Field(
+        None, description="math, math-hard, code, reasoning, instruct or chat: fills in what is not set"
+    )
+    training_gpus: int | None = Field(
+        None, ge=0, description="devices that train; default what there is, 0 is the processor (one device today)"
+    )
+    rollout_gpus: int | None = Field(
+        None, ge=0, description="devices that only sample; the embedded engine samples where training happens"
+    )
+    ray_address: str | None = Field(None, description="a Ray cluster to run on; not used on one device")
+
+    @field_validator("task")
+    @classmethod
+    def _known(cls, name: str | None) -> str | None:
+        return None if name is None else find_task(name).name
 
 
 class Switch(_Section):
+    """Another algorithm from a step on."""
+
     step: int = Field(ge=2, description="the first step that runs it")
-    alg_name: str
-    alg_params: dict[str, Any] = {}
+    alg_name: str = Field(description="see `oxrl algorithms`")
+    alg_params: dict[str, Any] = Field({}, description="its parameters")
 
     @model_validator(mode="after")
     def _known(self) -> Switch:
@@ -39,19 +68,25 @@ class Switch(_Section):
 
 
 class Train(_Section):
-    alg_name: str = Field("sft", description="see `oxrl algorithms`")
+    """What is learnt how: algorithm, optimizer, batches, and how often what happens."""
+
+    alg_name: str = Field("sgrpo", description="see `oxrl algorithms`")
     alg_params: dict[str, Any] = Field({}, description="its parameters, as `oxrl algorithms NAME` lists them")
-    alg_schedule: list[Switch] = Field([], description="other algorithms or parameters from later steps on")
+    alg_schedule: list[Switch] = Field(
+        [], description="others from later steps on: [{step: 100, alg_name: dpo, alg_params: {beta: 0.3}}]"
+    )
     lr: float = Field(1e-5, gt=0, description="peak learning rate")
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
         [0.9, 0.95], min_length=2, max_length=2, description="AdamW's two decay rates"
     )
-    adam_epsilon: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.01, ge=0)
+    adam_epsilon: float = Field(1e-8, gt=0, description="AdamW's term against division by zero")
+    weight_decay: float = Field(0.01, ge=0, description="AdamW's pull of the weights towards 0")
     warmup_steps_ratio: float = Field(0.1, ge=0, lt=1, description="share of the steps that warms up")
-    lr_scheduler: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    lr_scheduler: Literal["constant", "linear", "cosine", "wsd"] = Field(
+        "cosine", description="the learning rate after warm-up; wsd: constant, then down in the last fifth"
+    )
     clip_grad_norm: float = Field(1.0, ge=0, description="largest gradient norm; 0 does not clip")
-    total_number_of_epochs: int = Field(1, ge=1)
+    total_number_of_epochs: int = Field(1, ge=1, description="passes over the data, or times train_steps_per_epoch")
     train_steps_per_epoch: int | None = Field(None, ge=1, description="optimizer steps; default one pass over the data")
     train_batch_size_per_gpu: int = Field(8, ge=1, description="rows (or pairs) per accumulation step")
     gradient_accumulation_steps: int = Field(1, ge=1, description="multiplies the rows of an optimizer step")
@@ -60,7 +95,7 @@ class Train(_Section):
     patience: int = Field(0, ge=0, description="evaluations without a new best before stopping; 0 never stops")
     checkpoint_every: int = Field(0, ge=0, description="steps between checkpoints; 0 only at the end and at a new best")
     keep_last: int = Field(2, ge=1, description="checkpoints kept besides the best")
-    log_every: int = Field(1, ge=1)
+    log_every: int = Field(1, ge=1, description="steps between two lines of metrics")
     iterations: int = Field(1, ge=1, description="passes over each batch of rollouts")
     mini_batches: int = Field(1, ge=1, description="optimizer steps per pass over a batch of rollouts")
     max_logprob_gap: float | None = Field(
@@ -84,11 +119,15 @@ class Train(_Section):
 
 
 class Model(_Section):
+    """The model that is trained, and those that it is compared with."""
+
     name: str = Field(description="hub id, local folder, .gguf file, or a built-in: smollm2-135m, tiny")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: float32 on CPU, else bf16"
     )
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = Field(
+        "sdpa", description="how attention is computed"
+    )
     gradient_checkpointing: bool = Field(False, description="less memory for about a third more time")
     ref_model: str | None = Field(None, description="what the policy is compared with; default the model as it starts")
     ref_update: Literal["fixed", "ema", "periodic"] = Field("fixed", description="whether the reference follows")
@@ -101,19 +140,25 @@ class Model(_Section):
 
 
 class Lora(_Section):
-    enabled: bool = False
-    r: int = Field(16, ge=1)
-    alpha: int = Field(32, gt=0)
-    dropout: float = Field(0.0, ge=0, lt=1)
-    target_modules: Literal["all-linear"] | list[str] = "all-linear"
+    """An adapter is trained instead of all weights."""
+
+    enabled: bool = Field(False, description="train an adapter")
+    r: int = Field(16, ge=1, description="its rank")
+    alpha: int = Field(32, gt=0, description="its scale is alpha / r")
+    dropout: float = Field(
+        0.0, ge=0, lt=1, description="share of its input that is dropped; not where log-probs are compared"
+    )
+    target_modules: Literal["all-linear"] | list[str] = Field(
+        "all-linear", description="which layers get one: all linear ones, or those with these names"
+    )
 
 
 class LengthPenalty(_Section):
     """0 up to `limit - margin` sampled tokens, then in a straight line down to `-weight` at `limit`."""
 
-    limit: int = Field(ge=1)
-    margin: int = Field(ge=1)
-    weight: float = Field(1.0, gt=0)
+    limit: int = Field(ge=1, description="sampled tokens")
+    margin: int = Field(ge=1, description="tokens before the limit at which it begins")
+    weight: float = Field(1.0, gt=0, description="what is lost at the limit")
 
     @model_validator(mode="after")
     def _margin_fits(self) -> LengthPenalty:
@@ -123,13 +168,15 @@ class LengthPenalty(_Section):
 
 
 class Reward(_Section):
-    """What an answer is worth, for algorithms that sample."""
+    """What an answer is worth, for algorithms that sample; unset, the dataset, the task or the rows tell."""
 
     reward_func: str | dict[str, float] | None = Field(
-        None, description="name from the table, module:function, FILE.py:function, or several with their weights"
+        None, description="name from the table, module:function, FILE.py:function, or several with weights"
     )
     params: dict[str, Any] = Field({}, description="its parameters; of several, by name")
-    length_penalty: LengthPenalty | None = Field(None, description="what answers lose near a length")
+    length_penalty: LengthPenalty | None = Field(
+        None, description="what answers lose near a length: {limit: 512, margin: 128, weight: 1.0}"
+    )
     clamp: list[float] | None = Field(
         None, min_length=2, max_length=2, description="[lowest, highest] of the reward, after all else but normalize"
     )
@@ -155,23 +202,29 @@ class Rollout(_Section):
 
     n_samples: int = Field(8, ge=1, description="answers per prompt")
     max_tokens: int = Field(256, ge=1, description="new tokens per answer, or per turn of it")
-    temperature: float = Field(1.0, gt=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0, description="0: no limit")
-    min_p: float = Field(0.0, ge=0, lt=1)
+    temperature: float = Field(1.0, gt=0, description="of the draws that are trained on")
+    top_p: float = Field(1.0, gt=0, le=1, description="draw from the likeliest tokens of this mass")
+    top_k: int = Field(0, ge=0, description="draw from this many likeliest tokens; 0: all")
+    min_p: float = Field(0.0, ge=0, lt=1, description="least probability, as a share of the likeliest token's")
     stop: list[str] = Field([], description="texts that end an answer")
     eval_temperature: float = Field(0.0, ge=0, description="for held-out prompts; 0 takes the likeliest token")
     over_sampling_factor: float = Field(1.0, ge=1, description="prompts begun per prompt wanted; the slowest wait")
     partial_rollouts: bool = Field(False, description="what was aborted goes on with the next weights, else anew")
     filter: str | None = Field(None, description="which groups are worth training on, such as check_min_reward")
-    filter_params: dict[str, Any] = {}
+    filter_params: dict[str, Any] = Field({}, description="its parameters")
     max_draws: int | None = Field(None, ge=1, description="most prompts one step may cost; default ten times a batch")
     lag: int = Field(0, ge=0, description="versions that sampling may be behind training; 0 is on-policy")
+    force_strict_on_policy: bool = Field(
+        False, description="refuse settings that train on anything but fresh samples of the newest weights"
+    )
+    tensor_parallel_size: int = Field(
+        1, ge=1, description="rollout devices that share one copy of the model; the embedded engine takes one"
+    )
     mode: Literal["shrinking", "fixed"] = Field("shrinking", description="fixed: bits do not depend on the company")
     slots: int = Field(64, ge=1, description="answers that are sampled side by side")
-    env: Literal["single_turn", "tools"] = Field("single_turn")
+    env: Literal["single_turn", "tools"] = Field("single_turn", description="tools: the model may call rollout.tools")
     tools: list[str] = Field([], description="functions the model may call: module:function or FILE.py:function")
-    max_turns: int = Field(8, ge=1, description="with tools")
+    max_turns: int = Field(8, ge=1, description="turns of the model in one answer, with tools")
     log_samples: int = Field(4, ge=0, description="answers per step that are written to rollouts.jsonl")
 
     @model_validator(mode="after")
@@ -182,6 +235,8 @@ class Rollout(_Section):
 
 
 class Data(_Section):
+    """The rows: a known dataset, or files of one's own."""
+
     dataset: str | None = Field(None, description="a name from `oxrl data list`; prepared when it is first used")
     train_files_path: str | dict[str, str] | None = Field(
         None, description="file or hub id, or one per name of train_dnames"
@@ -191,7 +246,7 @@ class Data(_Section):
     train_ratios: dict[str, float] | None = Field(None, description="share of each dataset; default by size")
     columns: dict[str, str] = Field({}, description="our column name -> the file's")
     format: str | None = Field(None, description="name of the row format; default told from the columns")
-    max_seq_len: int | None = Field(2048, ge=2)
+    max_seq_len: int | None = Field(2048, ge=2, description="longest row in tokens, prompt and answer together")
     overlong: Literal["drop", "truncate", "error"] = Field("drop", description="what happens to rows over max_seq_len")
     bad_rows: Literal["stop", "skip"] = Field("stop", description="what happens to rows that cannot be read")
 
@@ -236,6 +291,25 @@ def _by_name(paths: str | dict[str, str], names: list[str] | None) -> dict[str, 
     return {name: paths}
 
 
+class DeepSpeed(_Open):
+    """DeepSpeed's own settings for training on several devices, such as zero_optimization; not used on one device.
+
+    Optimizer, schedule, precision and batch sizes stand in `train` and `model`, once.
+    """
+
+
+class DeepSpeedRef(_Open):
+    """The same for the reference model."""
+
+
+class InferenceEngine(_Open):
+    """What answers are sampled with; any other key is a setting of that engine."""
+
+    name: Literal["embedded", "vllm"] = Field(
+        "embedded", description="embedded: in the trainer, with its own weights; vllm is not there yet"
+    )
+
+
 class Config(_Section):
     """`load_config("config.yaml")`; `Config.model_validate({"model": {...}, "data": {...}})` from Python."""
 
@@ -246,147 +320,18 @@ class Config(_Section):
     lora: Lora = Lora.model_validate({})
     reward: Reward = Reward.model_validate({})
     rollout: Rollout = Rollout.model_validate({})
+    deepspeed: DeepSpeed = DeepSpeed.model_validate({})
+    deepspeed_ref: DeepSpeedRef = DeepSpeedRef.model_validate({})
+    inference_engine: InferenceEngine = InferenceEngine.model_validate({})
 
-    @model_validator(mode="after")
-    def _reference_can_follow(self) -> Config:
-        if self.model.ref_update != "fixed" and self.lora.enabled and self.model.ref_model is None:
-            raise ValueError(
-                "the reference of an adapter is its base, which cannot follow the policy: set model.ref_model to have "
-                "a copy that can, or model.ref_update: fixed"
-            )
-        return self
-
-
-class ConfigError(ValueError):
-    """Wrong input, said in words: one line per mistake."""
-
-
-def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
-    """A YAML file (or nothing), with overrides such as `train.lr=1e-4` laid over it."""
-    stages = load_stages(path, overrides)
-    if list(stages) != [""]:
-        raise ConfigError(f"{path} has the stages {', '.join(stages)}: use load_stages")
-    return stages[""]
-
-
-STAGES = {"sft": {}, "rl": {"train": {"alg_name": "sgrpo"}}}
-"""Sections that make a run of several stages, and what is different in each unless the file says otherwise."""
-
-
-def load_stages(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[str, Config]:
-    """The stages of a file in the order they run; a file without `sft:` or `rl:` has one, called "".
-
-    A stage's section holds sections of its own (`rl: {train: ..., reward: ...}`), laid over those of the whole file.
-    """
-    raw, lines = _parse("" if path is None else _read(Path(path)), str(path))
-    for override in overrides:
-        _lay_over(raw, override)
-    shared = {section: keys for section, keys in raw.items() if section not in STAGES}
-    stages: dict[str, Config] = {}
-    for name in [stage for stage in STAGES if stage in raw] or [""]:
-        own = raw.get(name) or {}
-        if not isinstance(own, dict):
-            raise ConfigError(f"{name} must hold sections such as `train:` and `data:`, not {own!r}")
-        own_lines = {place[1:]: line for place, line in lines.items() if place[0] == name}
-        stages[name] = check_config(_merged(_merged(shared, STAGES.get(name, {})), own), {**lines, **own_lines})
-    return stages
-
-
-def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Section by section, `above` wins."""
-    merged = dict(below)
-    for section, keys in above.items():
-        both = isinstance(keys, dict) and isinstance(merged.get(section), dict)
-        merged[section] = {**merged[section], **keys} if both else keys
-    return merged
-
-
-def check_config(raw: Mapping[str, Any], lines: Mapping[tuple[str, ...], int] | None = None) -> Config:
-    try:
-        return Config.model_validate(raw)
-    except ValidationError as error:
-        raise ConfigError("\n".join(_in_words(mistake, lines or {}) for mistake in error.errors())) from None
-
-
-def _read(path: Path) -> str:
-    if not path.is_file():
-        near = get_close_matches(path.name, [other.name for other in path.parent.glob("*.y*ml")], n=1)
-        raise ConfigError(f"there is no config file {path}" + (f"; did you mean {near[0]}?" if near else ""))
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not a text file") from None
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads `1e-5` as text; people mean a number."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
-)
-
-
-def _parse(text: str, where: str) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
-    try:
-        raw = yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
-        node = yaml.compose(text, _Loader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{where} is not valid YAML: {error}") from None
-    if raw is None:
-        return {}, {}
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{where} must hold sections such as `model:` and `data:`, not {type(raw).__name__}")
-    return raw, dict(_lines(node))
-
-
-def _lines(node: yaml.Node | None, above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], int]]:
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            place = (*above, str(key.value))
-            yield place, key.start_mark.line + 1
-            yield from _lines(value, place)
-
-
-def _lay_over(raw: dict[str, Any], override: str) -> None:
-    place, equals, value = override.partition("=")
-    *sections, key = place.strip().split(".")
-    if not equals or not sections:
-        raise ConfigError(f"an override looks like train.lr=1e-4, not {override!r}")
-    for section in sections:
-        if raw.get(section) is None:
-            raw[section] = {}
-        raw = raw[section]
-        if not isinstance(raw, dict):
-            raise ConfigError(f"{section} must be a section with keys, such as {key}, not {raw!r}")
-    try:
-        raw[key] = yaml.load(value, _Loader)  # noqa: S506 - a SafeLoader
-    except yaml.YAMLError:
-        raise ConfigError(f"{override!r}: what stands behind = is not valid YAML") from None
-
-
-def _in_words(mistake: Any, lines: Mapping[tuple[str, ...], int]) -> str:
-    place = tuple(str(part) for part in mistake["loc"])
-    line = next((lines[place[:end]] for end in range(len(place), 0, -1) if place[:end] in lines), None)
-    where = f"line {line}: " if line is not None else ""
-    name = ".".join(place)
-    if mistake["type"] == "extra_forbidden":
-        near = get_close_matches(place[-1], _keys_at(place[:-1]), n=1)
-        hint = f"did you mean {near[0]}?" if near else f"allowed: {', '.join(_keys_at(place[:-1]))}"
-        return f"{where}{name} is not a key; {hint}"
-    if mistake["type"] == "missing":
-        return f"{where}{name} is missing"
-    message = mistake["msg"].removeprefix("Value error, ")
-    if mistake["type"] == "value_error":  # our own words, which say what was wrong
-        return f"{where}{name}: {message}" if place else f"{where}{message}"
-    return f"{where}{name}: {message}, got {mistake['input']!r}" if place else f"{where}{message}"
-
-
-def _keys_at(place: tuple[str, ...]) -> list[str]:
-    section: Any = Config
-    for part in place:
-        field = section.model_fields.get(part)
-        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
-            return []
-        section = field.annotation
-    return list(section.model_fields)
+    @model_validator(mode="before")
+    @classmethod
+    def _with_its_task(cls, raw: Any) -> Any:
+        run = raw.get("run") if isinstance(raw, Mapping) else None
+        task = run.get("task") if isinstance(run, Mapping) else None
+        if not isinstance(task, str):
+            return raw
+        try:
+            return fill_task(raw, task)
+        except ValueError:  # told with its place when `run` is checked
+            return {"data": {"train_files_path": "?"}, **raw}

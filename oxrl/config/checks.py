@@ -1,0 +1,169 @@
+"""What the keys of a config mean together: contradictions, which stop a run, and remarks on what does nothing.
+
+Neither files nor hardware are looked at; what depends on them is checked where they are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from oxrl.algorithms import algorithm
+from oxrl.config.schema import Config
+from oxrl.types import Algorithm
+
+SYNCED = {
+    "optimizer": "train.lr, betas, adam_epsilon and weight_decay",
+    "scheduler": "train.lr_scheduler and warmup_steps_ratio",
+    "gradient_clipping": "train.clip_grad_norm",
+    "train_batch_size": "train.train_batch_size_per_gpu and gradient_accumulation_steps",
+    "train_micro_batch_size_per_gpu": "train.train_batch_size_per_gpu",
+    "gradient_accumulation_steps": "train.gradient_accumulation_steps",
+    "bf16": "model.dtype",
+    "fp16": "model.dtype",
+}
+"""Settings of DeepSpeed that stand in a section of our own."""
+
+
+class Idle(NamedTuple):
+    """A key that does something only together with another one."""
+
+    place: str
+    works: Callable[[Config, set[str]], bool]  # the config, and the roles of the models that its algorithms ask for
+    words: str
+
+
+IDLE = (
+    Idle("model.ref_decay", lambda config, _: config.model.ref_update == "ema", "without model.ref_update: ema"),
+    Idle("model.ref_every", lambda config, _: config.model.ref_update == "periodic", "without ref_update: periodic"),
+    Idle("model.ref_model", lambda _, roles: "ref" in roles, "with an algorithm that has no reference"),
+    Idle("model.teacher", lambda _, roles: "teacher" in roles, "with an algorithm that has no teacher"),
+    Idle("train.patience", lambda config, _: bool(config.data.val_files), "without data.val_files_path"),
+    Idle("train.eval_every", lambda config, _: bool(config.data.val_files), "without data.val_files_path"),
+    Idle("train.iterations", lambda _, roles: "sampler" in roles, "with an algorithm that does not sample"),
+    Idle("train.mini_batches", lambda _, roles: "sampler" in roles, "with an algorithm that does not sample"),
+    Idle("lora.r", lambda config, _: config.lora.enabled, "without lora.enabled: true"),
+    Idle("lora.alpha", lambda config, _: config.lora.enabled, "without lora.enabled: true"),
+    Idle("lora.dropout", lambda config, _: config.lora.enabled, "without lora.enabled: true"),
+    Idle("lora.target_modules", lambda config, _: config.lora.enabled, "without lora.enabled: true"),
+    Idle("reward.rubric", lambda config, _: config.reward.judge is not None, "without reward.judge"),
+    Idle("run.ray_address", lambda *_: False, "on one device, which needs no Ray"),
+    Idle("run.rollout_gpus", lambda *_: False, "with the embedded engine, which samples where training happens"),
+)
+
+
+def contradictions(config: Config) -> list[str]:
+    """What cannot work, each with what to change; imports torch."""
+    chosen = algorithm(config.train.alg_name, **config.train.alg_params)
+    later = [algorithm(each.alg_name, **each.alg_params) for each in config.train.alg_schedule]
+    return [*_devices(config), *_reference(config, [chosen, *later]), *_sampling(config, chosen)]
+
+
+def _devices(config: Config) -> Iterator[str]:
+    run, rollout = config.run, config.rollout
+    if config.inference_engine.name != "embedded":
+        yield f"inference_engine.name: {config.inference_engine.name} is not there yet: set embedded, or leave it out"
+    if run.training_gpus and config.model.device == "cpu":
+        yield f"model.device: cpu and run.training_gpus: {run.training_gpus} contradict each other: leave one out"
+    if run.training_gpus == 0 and config.model.device not in ("auto", "cpu"):
+        yield f"run.training_gpus: 0 and model.device: {config.model.device} contradict each other: leave one out"
+    if run.rollout_gpus and run.rollout_gpus % rollout.tensor_parallel_size:
+        yield (
+            f"rollout.tensor_parallel_size {rollout.tensor_parallel_size} does not divide run.rollout_gpus "
+            f"{run.rollout_gpus}: each copy of the model takes that many devices"
+        )
+    elif rollout.tensor_parallel_size > 1:
+        yield "rollout.tensor_parallel_size: the embedded engine runs on one device: set 1, or leave it out"
+    for section, given in (("deepspeed", config.deepspeed), ("deepspeed_ref", config.deepspeed_ref)):
+        for key in sorted(SYNCED.keys() & given.others):
+            yield f"{section}.{key} is not set here: {SYNCED[key]} says it, once for all backends"
+    world_size = config.deepspeed.others.get("world_size")
+    if world_size is not None and run.training_gpus is not None and world_size != run.training_gpus:
+        yield f"deepspeed.world_size {world_size} is not run.training_gpus {run.training_gpus}: leave it out"
+
+
+def _reference(config: Config, algorithms: list[Algorithm]) -> Iterator[str]:
+    model, names = config.model, ", ".join(each.name for each in algorithms)
+    if model.ref_update == "fixed":
+        return
+    if not any("ref" in each.others and each.online is not None for each in algorithms):
+        yield (
+            f"model.ref_update: {model.ref_update} moves the reference of an algorithm that samples, and {names} has "
+            "none: set it to fixed, or choose one that has (online_dpo; for most, train.alg_params: {kl_coef: 0.05})"
+        )
+    elif config.lora.enabled and model.ref_model is None:
+        yield (
+            "the reference of an adapter is its base, which cannot follow the policy: set model.ref_model to have "
+            "a copy that can, or model.ref_update: fixed"
+        )
+
+
+def _sampling(config: Config, chosen: Algorithm) -> Iterator[str]:
+    reward, rollout, train = config.reward, config.rollout, config.train
+    if chosen.online is None:
+        if given := [key for key in ("reward_func", "model", "judge") if getattr(reward, key) is not None]:
+            yield (
+                f"reward.{given[0]}: {chosen.name} learns from rows as they are and asks for no reward: leave the "
+                "section out, or choose an algorithm that samples, such as sgrpo"
+            )
+        return
+    updates, answers = train.iterations * train.mini_batches, train.batch_size * rollout.n_samples
+    if train.mini_batches > answers:
+        yield (
+            f"train.mini_batches {train.mini_batches} is more than the {answers} answers of a step "
+            "(train_batch_size_per_gpu x gradient_accumulation_steps x rollout.n_samples): lower it"
+        )
+    if rollout.max_draws is not None and rollout.max_draws < train.batch_size:
+        yield f"rollout.max_draws {rollout.max_draws} is less than the {train.batch_size} prompts of a step: raise it"
+    if config.data.max_seq_len is not None and rollout.max_tokens >= config.data.max_seq_len:
+        yield (
+            f"no prompt leaves room for rollout.max_tokens={rollout.max_tokens} in data.max_seq_len="
+            f"{config.data.max_seq_len}: raise the one or lower the other"
+        )
+    if rollout.filter is None and rollout.filter_params:
+        yield "rollout.filter_params are given, but no rollout.filter: name one, or leave them out"
+    if rollout.force_strict_on_policy:
+        strict = {"rollout.lag": rollout.lag, "rollout.partial_rollouts": rollout.partial_rollouts}
+        for place in (place for place, value in strict.items() if value):
+            yield f"{place} samples with older weights, which rollout.force_strict_on_policy forbids: leave one out"
+        if updates > 1:
+            yield (
+                f"train.iterations x mini_batches takes {updates} optimizer steps per batch, and the later ones are "
+                "not on-policy: set both to 1, or leave rollout.force_strict_on_policy out"
+            )
+
+
+def remarks(config: Config) -> list[str]:
+    """What is allowed and has no effect, or is probably not meant; imports torch."""
+    schedule = [(config.train.alg_name, config.train.alg_params)]
+    schedule += [(each.alg_name, each.alg_params) for each in config.train.alg_schedule]
+    algorithms = [algorithm(name, **parameters) for name, parameters in schedule]
+    roles = set().union(*(each.others for each in algorithms)) | ({"sampler"} if algorithms[0].online else set())
+    said = [
+        f"{idle.place} has no effect {idle.words}"
+        for idle in IDLE
+        if _is_set(config, idle.place) and not idle.works(config, roles)
+    ]
+    if config.lora.enabled and config.lora.dropout and any(each.compares_logprobs for each in algorithms):
+        said.append(f"lora.dropout has no effect where log-probs are compared, as {algorithms[0].name} does")
+    for key in sorted(config.inference_engine.others):
+        said.append(f"inference_engine.{key} has no effect with the embedded engine")
+    for section, keys in (("deepspeed", config.deepspeed.others), ("deepspeed_ref", config.deepspeed_ref.others)):
+        if keys:
+            said.append(f"{section} ({', '.join(sorted(keys))}) has no effect on one device")
+    if config.run.training_gpus is not None and config.run.training_gpus > 1:
+        said.append(
+            f"run.training_gpus is {config.run.training_gpus}; several devices are not there yet: one trains, and a "
+            f"step has {config.train.batch_size} rows"
+        )
+    if algorithms[0].online and config.rollout.lag:
+        said.append("rollout.lag: the embedded engine has the trainer's own weights, so it gains no time")
+    if same := sorted(set(config.data.val_files.values()) & set(config.data.train_files.values())):
+        said.append(f"{same[0]} is trained on and evaluated on: what is held out says more")
+    return said
+
+
+def _is_set(config: Config, place: str) -> bool:
+    section, key = place.split(".")
+    keys: Any = getattr(config, section)
+    return bool(getattr(keys, key) != type(keys).model_fields[key].default)

@@ -1,0 +1,99 @@
+"""Every example in `registry/examples` loads as it is, and trains for two steps on the rows that it names."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from oxrl.algorithms import ALGORITHMS
+from oxrl.config import load_config
+from oxrl.config.checks import contradictions, remarks
+from oxrl.wiring import prepare_run, train_prepared
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "registry" / "examples"
+TINY = [
+    "model.name=tiny", "train.train_steps_per_epoch=2", "train.total_number_of_epochs=1",
+    "train.train_batch_size_per_gpu=2", "rollout.n_samples=2", "rollout.max_tokens=4",
+]  # fmt: skip
+VARIED = ["reward.reward_func=oxrl.verify:any_difference"]  # a random model never says the right number
+OWN = {
+    "kd": ["model.teacher=tiny"],
+    "opd": ["model.teacher=tiny"],
+    "rft": [*VARIED, "train.alg_params={threshold: 0.0}"],
+}
+
+
+class Recorded:
+    """A source of rows that remembers what was drawn from it."""
+
+    def __init__(self, source):
+        self.source, self.drawn = source, []
+        self.state, self.restore = source.state, source.restore
+
+    def get_prompts(self, n):
+        drawn = self.source.get_prompts(n)
+        self.drawn += drawn
+        return drawn
+
+
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory):
+    """What `rm.yaml` trains and `rlhf.yaml` is graded by."""
+    folder = tmp_path_factory.mktemp("rm")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        train_prepared(prepare_run(load_config(EXAMPLES / "rm.yaml", TINY), folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory):
+    """A model that has learnt to end with a score, whatever it is asked."""
+    folder = tmp_path_factory.mktemp("judge")
+    rows = [{"messages": [{"role": "user", "content": word}, {"role": "assistant", "content": "Score: 7"}]}
+            for word in ("yes", "no", "perhaps", "a longer question than that")]  # fmt: skip
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    set_ = ["model.name=tiny", "train.alg_name=sft", f"data.train_files_path={folder / 'rows.jsonl'}"]
+    set_ += ["train.lr=5e-3", "train.train_steps_per_epoch=40", "train.train_batch_size_per_gpu=4"]
+    train_prepared(prepare_run(load_config(None, set_), folder / "run"))
+    return folder / "run"
+
+
+def test_there_is_one_for_every_algorithm_and_nothing_else():
+    assert {file.stem for file in EXAMPLES.glob("*.yaml")} == set(ALGORITHMS)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_it_trains_on_the_rows_that_it_names(name, tmp_path, monkeypatch, request):
+    monkeypatch.chdir(ROOT)
+    file = EXAMPLES / f"{name}.yaml"
+    as_written = load_config(file)
+    assert as_written.train.alg_name == name and as_written.run.experiment_id == name
+    assert contradictions(as_written) == [] and remarks(as_written) == []
+    graded = as_written.reward.reward_func is not None
+    own = OWN.get(name, VARIED if graded else [])
+    if name == "rlhf":
+        own = [f"reward.model={request.getfixturevalue('reward_model')}"]
+    if name == "rlaif":
+        own = [f"reward.judge={request.getfixturevalue('judge')}"]
+    prepared = prepare_run(load_config(file, [*TINY, *own]), tmp_path / "out")
+    source = Recorded(prepared.inputs.source)
+    result = train_prepared(prepared._replace(inputs=prepared.inputs._replace(source=source)))
+    assert len(result.history) == 2 and all(math.isfinite(line["loss"]) for line in result.history)
+    assert len(source.drawn) >= 4
+    assert_from_file(source.drawn, Path(as_written.data.train_files_path), prepared.inputs.tokenizer)
+
+
+def assert_from_file(drawn, file, tokenizer):
+    """Each row that was drawn holds the words of the line that it says it comes from."""
+    lines = file.read_text().splitlines()
+    for item in drawn:
+        row = item[0] if isinstance(item, tuple) else item
+        where = row.id.split("/")[0].split("~")[0]
+        name, _, number = where.partition(":")
+        assert name == file.name
+        written = json.loads(lines[int(number) - 1])
+        said = tokenizer.decode(row.tokens) if isinstance(item, tuple) else row.messages[-1].content
+        assert (written.get("prompt") or written["text"]) in said
