@@ -11,7 +11,7 @@ import sys
 
 import typer
 
-from oxrl.cli import data, look, models, rewards, speak, train
+from oxrl.cli import data, look, models, plan, rewards, speak, train
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -19,7 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Post-train language models, from a laptop to a cluster.",
 )
-for command in (train.train, speak.chat, speak.generate, look.algorithms, look.plot):
+for command in (train.train, plan.plan, speak.chat, speak.generate, look.algorithms, look.plot):
     app.command()(command)
 for name, family in {"data": data.app, "rewards": rewards.app, "models": models.app}.items():
     app.add_typer(family, name=name)
