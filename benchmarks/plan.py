@@ -19,7 +19,8 @@ from typing import Any
 
 ALLOWED = 0.2
 KINDS = ("sft", "lora", "dpo", "grpo", "ppo")
-WORDS = "the ox pulls a cart over hills of red clay while rain falls on old stone roads".split()
+SENTENCE = "the ox pulls a cart over hills of red clay while rain falls on old stone roads"
+WORDS = SENTENCE.split()
 WORDS_PER_ROW = {"tiny": 8, "smollm2-135m": 40}  # bytes against words: about as many tokens
 
 
