@@ -49,6 +49,8 @@ class Inputs(NamedTuple):
     held_out: list[Any]
     num_steps: int
     online: bool
+    rows: list[Any]  # all that the source draws from
+    left_out: int  # rows that could not be read, or are too long
 
 
 def read_inputs(config: Config) -> Inputs:
@@ -88,13 +90,16 @@ def read_inputs(config: Config) -> Inputs:
     parts = {name: read(config, part, tokenizer, name) for name, part in loaded.items()}
     held_out: list[Any] = []
     for name, path in config.data.val_files.items():
-        held_out += read(config, _load(config, path), tokenizer, f"{name}, held out")
-    rows = sum(map(len, parts.values()))
+        held_out += read(config, _load(config, path), tokenizer, f"{name}, held out")[0]
+    every_row = [row for part, _ in parts.values() for row in part]
+    rows = len(every_row)
     if config.train.batch_size > rows:
         logger.warning("a step of %d rows repeats the %d rows there are", config.train.batch_size, rows)
     steps_per_epoch = config.train.train_steps_per_epoch or -(-rows // config.train.batch_size)
     num_steps = config.train.total_number_of_epochs * steps_per_epoch
-    return Inputs(config, tokenizer, _source(config, parts), held_out, num_steps, online)
+    source = _source(config, {name: part for name, (part, _) in parts.items()})
+    left_out = sum(count for _, count in parts.values())
+    return Inputs(config, tokenizer, source, held_out, num_steps, online, every_row, left_out)
 
 
 def _announce_algorithm(config: Config, samples: Sequence[Sample]) -> None:
@@ -186,7 +191,8 @@ def _load(config: Config, path: str) -> Loaded:
     return load_samples(path, columns=data.columns, format=data.format, bad_rows=data.bad_rows)
 
 
-def _items(config: Config, loaded: Loaded, tokenizer: Any, name: str) -> list[Item]:
+def _items(config: Config, loaded: Loaded, tokenizer: Any, name: str) -> tuple[list[Item], int]:
+    """What is trained on, and how many rows were left out."""
     data = config.data
     rendered = assemble(
         loaded.samples,
@@ -199,10 +205,10 @@ def _items(config: Config, loaded: Loaded, tokenizer: Any, name: str) -> list[It
     )
     unread = [f"{where}: {reason}" for where, reason in loaded.skipped]
     logger.info("%s: %s", name, rendered._replace(skipped=[*unread, *rendered.skipped]).describe())
-    return rendered.items
+    return rendered.items, len(unread) + len(rendered.skipped) + rendered.dropped
 
 
-def _prompts(config: Config, loaded: Loaded, tokenizer: Any, name: str) -> list[Sample]:
+def _prompts(config: Config, loaded: Loaded, tokenizer: Any, name: str) -> tuple[list[Sample], int]:
     """Prompts that leave room for an answer and that the reward can grade."""
     data, render = config.data, Renderer(tokenizer, max_len=config.data.max_seq_len)
     room = None if data.max_seq_len is None else data.max_seq_len - config.rollout.max_tokens
@@ -228,7 +234,7 @@ def _prompts(config: Config, loaded: Loaded, tokenizer: Any, name: str) -> list[
             raise ConfigError(f"reward.params do not suit {config.reward.reward_func}: {error}") from error
     left_out = len(loaded.samples) - len(fitting)
     logger.info("%s: %d prompts%s", name, len(fitting), f", {left_out} left out as over-long" if left_out else "")
-    return fitting
+    return fitting, left_out + len(loaded.skipped)
 
 
 def as_prompt(sample: Sample) -> Sample:
@@ -237,6 +243,21 @@ def as_prompt(sample: Sample) -> Sample:
         return sample
     reply = str(sample.messages[-1].content)
     return replace(sample, messages=sample.messages[:-1], answer=reply if sample.answer is None else sample.answer)
+
+
+def made_up_answers(config: Config, inputs: Inputs, vocabulary: int) -> list[Item]:
+    """As long as answers may become, to the longest prompt."""
+    from oxrl.loops.rehearse import longest_answers
+
+    rollout = config.rollout
+    return longest_answers(
+        inputs.rows,
+        Renderer(inputs.tokenizer),
+        chosen_algorithm(config),
+        answers=rollout.n_samples,
+        max_tokens=rollout.max_tokens,
+        vocabulary=vocabulary,
+    )
 
 
 def _progress_bar(title: str) -> Callable[[Iterable[Sample]], Iterable[Sample]]:

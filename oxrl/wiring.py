@@ -20,6 +20,7 @@ from oxrl.inputs import (
     chosen_env,
     chosen_reward,
     grader,
+    made_up_answers,
     model_config,
     other_models,
     read_inputs,
@@ -27,6 +28,7 @@ from oxrl.inputs import (
     sampling_of,
     shaped_reward,
 )
+from oxrl.loops.rehearse import advice_on_memory, rehearse
 from oxrl.metrics import JSONLLogger, LiveConsole, all_of
 from oxrl.models.load import check_tokenizer, load_model, load_tokenizer
 from oxrl.models.lora import LoraSettings, attach_lora, save_adapter
@@ -231,9 +233,27 @@ async def _run(prepared: Prepared, backend: Any, console: LiveConsole) -> list[d
     log = all_of(JSONLLogger(folder / "metrics.jsonl", keep_until=state.step), console)
     run = partial(_run_online, say=console.say) if prepared.inputs.online else _run_offline
     try:
-        return await run(prepared, backend, state=state, log=log, save=save)
+        with advice_on_memory(LESS_MEMORY):
+            await _try_longest(prepared, backend)
+            return await run(prepared, backend, state=state, log=log, save=save)
     except NonFiniteError as error:
         raise RuntimeError(f"{error}; the batch is in {save_suspects(folder / 'failure', error)}") from error
+
+
+LESS_MEMORY = (
+    "lower train.micro_batch_tokens (rows are never split: data.max_seq_len bounds them) or rollout.slots, set "
+    "model.gradient_checkpointing: true or lora.enabled: true; `oxrl plan` says what each of them would take"
+)
+
+
+async def _try_longest(prepared: Prepared, backend: Any) -> None:
+    """Memory that will not be enough runs out now. A first step that sees every row tries them by itself."""
+    config, inputs = prepared.config, prepared.inputs
+    if not inputs.online and len(inputs.rows) <= config.train.batch_size:
+        return
+    vocabulary = backend.model.get_input_embeddings().weight.shape[0]
+    items = made_up_answers(config, inputs, vocabulary) if inputs.online else inputs.rows
+    await rehearse(backend, chosen_algorithm(config), items, config.train.micro_batch_tokens)
 
 
 def _often(prepared: Prepared) -> dict[str, int]:

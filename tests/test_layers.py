@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = [
-    {"types", "imports", "concurrent", "hardware", "sandbox"},
+    {"types", "imports", "concurrent", "estimate", "hardware", "sandbox"},
     {"tensors"},
     {"algorithms", "data", "rewards"},
     {"models", "generators", "backends", "tasks"},
@@ -18,7 +18,7 @@ LAYERS = [
     {"config"},
     {"runs"},
     {"inputs"},
-    {"wiring", "plot", "show", "explain", "primitives", "verify", "export"},
+    {"wiring", "plan", "plot", "show", "explain", "primitives", "verify", "export"},
     {"cli"},
 ]
 STRANGERS = [

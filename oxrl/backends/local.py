@@ -167,6 +167,23 @@ class PyTorchTrainingBackend:
         self._unstepped.clear()
         return ImmediateTrainFuture({"grad_norm": norm, "lr": rate})
 
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Inside, memory is as full as in later steps, with gradients and optimizer state; then all is as it was."""
+        masters = list(self.optimizer.masters.values())
+        unstated = [master for master in masters if not self.optimizer.state.get(master)]
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            # Filled, because a page of zeros takes no memory on a CPU.
+            state = [torch.full_like(master, 1.0) for master in unstated for _ in range(2)]
+            for master in masters:
+                master.grad = torch.full_like(master, 0.0)
+            try:
+                yield
+            finally:
+                del state
+                self.optimizer.zero_grad(set_to_none=True)
+                self._unstepped.clear()
+
     def get_weights(self) -> TrainFuture[Weights]:
         return ImmediateTrainFuture(Weights(self.model, self.version))
 

@@ -11,7 +11,7 @@ import sys
 
 import typer
 
-from oxrl.cli import config, data, export, look, models, rewards, speak, train
+from oxrl.cli import config, data, export, look, models, plan, rewards, speak, train
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -19,9 +19,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Post-train language models, from a laptop to a cluster.",
 )
-for command in (train.train, speak.chat, speak.generate, look.algorithms, look.plot, export.merge, export.export):
+COMMANDS = (
+    train.train,
+    plan.plan,
+    speak.chat,
+    speak.generate,
+    look.algorithms,
+    look.plot,
+    export.merge,
+    export.export,
+)
+FAMILIES = {"config": config.app, "data": data.app, "rewards": rewards.app, "models": models.app}
+for command in COMMANDS:
     app.command()(command)
-for name, family in {"config": config.app, "data": data.app, "rewards": rewards.app, "models": models.app}.items():
+for name, family in FAMILIES.items():
     app.add_typer(family, name=name)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from oxrl.cli.base import mistakes_end_here
+from oxrl.cli.plan import show_plans
 
 if TYPE_CHECKING:
     from oxrl.config import Config
@@ -45,6 +46,9 @@ def train(
         list[str] | None, typer.Option("--set", help="Any config key: --set train.weight_decay=0.1")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --output.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what would happen, as `oxrl plan` does.")
+    ] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Train a model.
@@ -76,6 +80,8 @@ def train(
     overrides = [f"{key}={json.dumps(value)}" for key, value in flags.items() if value is not None]
     with mistakes_end_here():
         stages = _stages(config, output, resume, [*overrides, *(set_ or [])])
+        if dry_run:
+            show_plans(stages, output, json_)
         from oxrl.wiring import run_stages  # torch comes with it, and wrong input is answered before that
 
         run_stages(stages, output, resume=resume, train=lambda prepared: _train_and_tell(prepared, json_))

@@ -1,0 +1,54 @@
+"""`oxrl plan`: what a run would do and take. Exit codes: 0 it fits, 1 it does not, 2 wrong input."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from oxrl.cli.base import Json, mistakes_end_here
+
+if TYPE_CHECKING:
+    from oxrl.config import Config
+
+
+def plan(
+    config: Annotated[Path, typer.Argument(help="YAML file.")],
+    output: Annotated[Path | None, typer.Option(help="The folder that the run would have.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Any config key: --set train.micro_batch_tokens=512")
+    ] = None,
+    json_: Json = False,
+) -> None:
+    """Say what a run would do, what memory and time it would take, and whether it fits. No weight is loaded.
+
+    oxrl plan config.yaml
+
+    oxrl plan config.yaml --set model.gradient_checkpointing=true --json
+    """
+    with mistakes_end_here():
+        from oxrl.config import load_stages
+
+        show_plans(load_stages(config, set_ or []), output, json_)
+
+
+def show_plans(stages: Mapping[str, Config], output: Path | None, as_json: bool) -> NoReturn:
+    """Every stage of a run; ends the command, with 1 if one of them does not fit."""
+    from oxrl.plan import describe, plan_run
+
+    plans = {name: plan_run(config, output / name if output and name else output) for name, config in stages.items()}
+    if as_json:
+        told: dict[str, Any] = {name: plan.as_dict() for name, plan in plans.items()}
+        typer.echo(json.dumps(told.get("", told)))
+    for name, plan in plans.items() if not as_json else ():
+        if name:
+            typer.secho(f"stage {name}", bold=True)
+        for heading, text in describe(plan).items():
+            first, *rest = text.splitlines()
+            typer.echo(f"{heading:10} {first}")
+            for line in rest:
+                typer.echo(f"{'':10} {line}")
+    raise typer.Exit(0 if all(plan.fits for plan in plans.values()) else 1)

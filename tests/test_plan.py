@@ -1,0 +1,206 @@
+"""What `oxrl plan` reads off a model and a config, and how it answers on the command line."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+from typer.testing import CliRunner
+
+from oxrl.backends.local import create_pytorch_backend
+from oxrl.cli import app
+from oxrl.config import check_config
+from oxrl.hardware import Device, Hardware
+from oxrl.inputs import read_inputs
+from oxrl.models.load import load_model
+from oxrl.models.lora import LoraSettings, attach_lora
+from oxrl.plan import cache_bytes, describe, kept_bytes, model_facts, on_meta, plan_inputs, plan_run
+from oxrl.types import ModelConfig
+from tests.rows import sums, write_jsonl
+
+TINY = ModelConfig("tiny", dtype="float32", device="cpu")
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    data = write_jsonl(tmp_path / "rows.jsonl", [*sums(12), {"prompt": "long " * 500, "response": "x"}])
+    raw = {
+        "model": {"name": "tiny", "device": "cpu"},
+        "data": {"train_files_path": str(data), "max_seq_len": 512},
+        "train": {"alg_name": "sft", "train_batch_size_per_gpu": 4},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(raw))
+    return tmp_path / "config.yaml"
+
+
+def planned(path, memory=8 * 2**30, **sections):
+    raw = yaml.safe_load(path.read_text())
+    for section, keys in sections.items():
+        raw[section] = {**raw.get(section, {}), **keys}
+    config = check_config(raw)
+    device = Device("cpu", "a processor", memory, memory, bf16=False)
+    return plan_inputs(config, read_inputs(config), path.parent / "out", Hardware((device,), 2, memory, memory))
+
+
+@pytest.mark.parametrize("lora", [None, LoraSettings(r=4)])
+def test_parameters_are_those_of_the_loaded_model(lora):
+    model = load_model(TINY)
+    model = model if lora is None else attach_lora(model, lora)
+    facts = model_facts(TINY, lora)
+    assert facts.parameters == sum(weight.numel() for weight in model.parameters())
+    assert facts.trained == sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    assert facts.head_trained == (lora is None)
+
+
+def test_what_autograd_keeps_is_counted_as_it_is_kept_in_a_real_pass():
+    from oxrl.data.pack import collate
+    from tests.loops.test_rehearse import random_rows
+
+    module = create_pytorch_backend(load_model(TINY)).module
+    weights = {weight.untyped_storage().data_ptr() for weight in module.parameters()}
+    kept = {}
+
+    def keep(saved):
+        if saved.untyped_storage().data_ptr() not in weights:
+            kept[saved.untyped_storage().data_ptr()] = saved.untyped_storage()
+        return saved
+
+    batch = collate(random_rows([256]))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+        module.hidden(batch)
+    measured = sum(storage.nbytes() for storage in kept.values()) / 256
+    assert model_facts(TINY).kept == pytest.approx(measured, rel=0.1)
+
+
+def test_checkpointing_keeps_little_more_than_a_vector_per_layer():
+    facts = model_facts(TINY)
+    assert 4 * 128 * facts.layers <= facts.kept_checkpointed < facts.kept / 10
+
+
+def test_a_token_of_a_mixture_meets_a_share_of_the_experts():
+    from transformers import Qwen3MoeConfig
+
+    from oxrl.plan import _idle_experts
+
+    config = Qwen3MoeConfig(
+        vocab_size=100, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16,
+    )  # fmt: skip
+    model = on_meta(config, torch.float32, None, trust_remote_code=False)
+    assert _idle_experts(model, config) == 2 * 6 * (3 * 32 * 16)  # two layers, six of eight experts, three matrices
+    assert kept_bytes(model, torch.float32)[0] > 0
+
+
+def test_the_cache_of_llama_3_8b_is_read_off_its_config():
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8)
+    assert cache_bytes(config, 2) == 128 * 1024
+
+
+def test_rows_that_are_left_out_are_counted(config_file):
+    plan = planned(config_file)
+    assert (plan.rows.items, plan.rows.left_out) == (12, 1)
+    assert plan.steps == 3
+    assert plan.rows.shortest <= plan.rows.median <= plan.rows.longest < 100
+
+
+def test_a_reference_is_a_second_model_unless_it_is_an_adapters_base(config_file, tmp_path):
+    pairs = [{"prompt": f"{i}?", "chosen": "yes", "rejected": "no"} for i in range(8)]
+    data = {"train_files_path": str(write_jsonl(tmp_path / "pairs.jsonl", pairs))}
+    full = planned(config_file, data=data, train={"alg_name": "dpo"})
+    assert full.memory.others == {"reference": full.memory.weights}
+    assert "reference" in full.passes
+    low = planned(config_file, data=data, train={"alg_name": "dpo"}, lora={"enabled": True})
+    assert low.memory.others == {}
+
+
+def test_a_run_that_samples_has_a_cache_for_its_longest_answers(config_file):
+    online = {"train": {"alg_name": "grpo"}, "reward": {"reward_func": "number_match"}}
+    plan = planned(config_file, **online, rollout={"n_samples": 4, "max_tokens": 64, "slots": 8})
+    assert plan.rollouts_per_step == 16
+    assert plan.memory.generation > 8 * (plan.rows.longest + 64) * plan.facts.cache
+    assert plan.passes[0] == "sampling"
+
+
+def test_what_does_not_fit_comes_with_changes_that_do(config_file):
+    roomy = planned(config_file, train={"micro_batch_tokens": 100})
+    cramped = planned(config_file, memory=roomy.memory.peak - 1, train={"micro_batch_tokens": 100})
+    assert roomy.fits and not roomy.advice
+    assert not cramped.fits and cramped.advice
+    assert "does not fit" in describe(cramped)["verdict"]
+
+
+def test_advice_is_true_when_it_is_followed(config_file, tmp_path):
+    rows = [{"prompt": "x" * 300, "response": "y" * 100} for _ in range(64)]
+    data = {"train_files_path": str(write_jsonl(tmp_path / "long.jsonl", rows))}
+    greedy = {"micro_batch_tokens": 20_000, "train_batch_size_per_gpu": 64}
+    memory = int(0.9 * planned(config_file, data=data, train=greedy).memory.peak)
+    plan = planned(config_file, memory, data=data, train=greedy)
+    smaller = next(line for line in plan.advice if line.startswith("train.micro_batch_tokens"))
+    tokens = int(smaller.split(":")[1])
+    assert planned(config_file, memory, data=data, train={**greedy, "micro_batch_tokens": tokens}).fits
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_the_command_says_what_would_happen_and_does_nothing(config_file):
+    done = run("plan", config_file, "--output", config_file.parent / "out")
+    assert done.exit_code == 0, done.output
+    for word in ("1.03 M parameters", "12 rows, 1 left out", "peak", "it fits", "a step"):
+        assert word in done.output
+    assert not (config_file.parent / "out").exists()
+
+
+def test_json_and_overrides(config_file):
+    done = run("plan", config_file, "--set", "lora.enabled=true", "--json")
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["fits"] is True
+    assert told["facts"]["trained"] < told["facts"]["parameters"] / 2
+    assert sum(told["memory"].values()) > 2 * 10**8
+
+
+def test_a_dry_run_is_a_plan(config_file):
+    done = run("train", config_file, "--steps", 7, "--output", config_file.parent / "out", "--dry-run", "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout.splitlines()[-1])["steps"] == 7
+    assert not (config_file.parent / "out").exists()
+
+
+def test_wrong_input_has_exit_code_two(config_file):
+    assert run("plan", config_file, "--set", "model.name=tinny").exit_code == 2
+    assert run("plan", config_file.parent / "none.yaml").exit_code == 2
+
+
+def test_a_run_too_large_for_the_machine_has_exit_code_one(config_file, tmp_path):
+    from transformers import LlamaConfig
+
+    from oxrl.models.builtin import prepare_builtin
+
+    folder = tmp_path / "giant"
+    folder.mkdir()
+    for file in prepare_builtin("tiny").glob("tok*"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    LlamaConfig(vocab_size=320, hidden_size=32768, num_hidden_layers=64, num_attention_heads=64).save_pretrained(folder)
+    (folder / "model.safetensors").write_bytes(b"")  # no weight is read
+    done = run("plan", config_file, "--set", f"model.name={folder}")
+    assert done.exit_code == 1, done.output
+    assert "smaller model" in done.output
+
+
+def test_a_plan_is_close_to_what_a_run_takes(config_file):
+    """In a process of its own, for peaks do not go down; the real table is in docs/planning.md."""
+    estimated = plan_run(check_config(yaml.safe_load(config_file.read_text()))).memory
+    code = (
+        "import sys, yaml; from oxrl.config import check_config; from oxrl.wiring import train_run\n"
+        f"train_run(check_config(yaml.safe_load(open({str(config_file)!r}))), {str(config_file.parent / 'out')!r})\n"
+        "print([line for line in open('/proc/self/status') if line.startswith('VmHWM')][0].split()[1])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    measured = int(done.stdout.split()[-1]) * 1024
+    ours = estimated.peak - estimated.framework  # this process holds the whole test suite
+    assert 0 < ours < measured < 1.5 * 2**30
