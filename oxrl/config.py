@@ -25,6 +25,12 @@ class Run(_Section):
     experiment_id: str = Field("run", pattern=r"^[\w.-]+$", description="names the run's folder")
     seed: int = Field(42, ge=0, description="fixes data order, dropout and new weights")
     checkpoint_dir: str | None = Field(None, description="where runs go; default $OXRL_CHECKPOINT_DIR or ./checkpoints")
+    trackers: list[Literal["mlflow", "tensorboard", "wandb", "trackio"]] = Field(
+        [], description="where metrics go besides metrics.jsonl"
+    )
+    tracking_uri: str | None = Field(
+        None, description="MLflow's store; default $MLFLOW_TRACKING_URI or mlflow.db beside the run's folder"
+    )
 
 
 class Switch(_Section):

@@ -9,16 +9,19 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = [
-    {"types", "imports", "concurrent", "hardware", "sandbox"},
+    {"types", "imports", "concurrent", "hardware", "logs", "sandbox"},
     {"tensors"},
     {"algorithms", "data", "rewards"},
     {"models", "generators", "backends"},
     {"rollouts"},
     {"loops", "checkpoint", "metrics"},
     {"config"},
-    {"runs"},
+    {"plot", "runs"},
+    {"trackers"},
+    {"environment"},
+    {"failure"},
     {"inputs"},
-    {"wiring", "plot", "show", "explain", "primitives", "verify"},
+    {"wiring", "show", "explain", "primitives", "verify", "doctor", "report"},
     {"cli"},
 ]
 STRANGERS = [

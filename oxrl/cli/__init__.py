@@ -5,13 +5,13 @@ One file per family of commands; `app` below is the table of them.
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 
 import typer
 
-from oxrl.cli import data, look, models, rewards, speak, train
+from oxrl.cli import data, doctor, look, models, report, rewards, speak, train
+from oxrl.logs import set_up_logging
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -19,7 +19,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Post-train language models, from a laptop to a cluster.",
 )
-for command in (train.train, speak.chat, speak.generate, look.algorithms, look.plot):
+for command in (
+    train.train, speak.chat, speak.generate, look.algorithms, look.plot, doctor.doctor, report.report
+):  # fmt: skip
     app.command()(command)
 for name, family in {"data": data.app, "rewards": rewards.app, "models": models.app}.items():
     app.add_typer(family, name=name)
@@ -31,6 +33,5 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # a log file is no place for bars
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("oxrl").setLevel(logging.INFO)
+    set_up_logging()
     app()
