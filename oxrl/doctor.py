@@ -165,7 +165,9 @@ def _conflicts(environment: Environment) -> Iterator[Finding]:
                 continue
             wanted = f"{name_in(requirement.name)}{requirement.specifier}"
             what = f"{name} {package.version} wants {wanted}, and {other.version} is installed"
-            yield Finding("warning", "packages", what, f'pip install "{name}" "{_asked_of(environment, "torch")}"')
+            yield Finding(
+                "warning", "packages", what, f'pip install oxrl {name} "{wanted}"'
+            )  # pip solves it or says why
 
 
 def _devices(environment: Environment) -> Iterator[Finding]:
@@ -424,5 +426,6 @@ def presence_of_data(name: str) -> Presence:
             return Presence(name, "later", "is no file here: it is looked for on the hub", "oxrl data list")
         form = load_samples(name, limit=1).format
     except (ValueError, OSError) as mistake:
-        return Presence(name, "missing", f"cannot be read: {mistake}", f"oxrl data show {name}")
+        look = f"oxrl data show {name}" if Path(name).exists() else "oxrl data list"
+        return Presence(name, "missing", f"cannot be read: {mistake}", look)
     return Presence(name, "here", f"can be read, as rows of the format {form}")

@@ -65,8 +65,8 @@ def report_of(run: Path, *, environ: Mapping[str, str] = os.environ) -> Report:
     """A title and a text in Markdown, without secrets."""
     place = find_failure(run)
     signal = json.loads((place / SIGNAL).read_text(encoding="utf-8"))
-    first_line = signal["message"].partition("\n")[0]
-    title = f"[{signal['kind']}] {first_line}"
+    gist = re.split(r"[\n(;]", signal["message"], maxsplit=1)[0].strip() or signal["exception"]
+    title = f"[{signal['kind']}] {gist}"
     body = "\n\n".join(
         [
             _facts(signal),

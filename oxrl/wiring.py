@@ -145,12 +145,12 @@ def train_prepared(prepared: Prepared) -> RunResult:
     folder = prepared.folder
     lock = FileLock(folder / ".lock", blocking=False)
     try:
-        lock.acquire()
+        held = lock.acquire()
     except Timeout:
         raise ConfigError(f"another process is training in {folder}: wait for it, or choose another --output") from None
     run = prepared.config.run
     plain = prepared.config.model_dump(mode="json")
-    with lock, tracked(run.trackers, folder, plain, uri=run.tracking_uri) as track, failures_recorded(folder, plain):
+    with held, tracked(run.trackers, folder, plain, uri=run.tracking_uri) as track, failures_recorded(folder, plain):
         return _train_locked(prepared, track)
 
 

@@ -66,6 +66,8 @@ def tracked(names: Sequence[str], folder: Path, config: Mapping[str, Any], *, ur
     chosen = tuple(dict.fromkeys(names)) if rank() == 0 else ()
     memory = folder / REMEMBERED
     known = json.loads(memory.read_text(encoding="utf-8")) if memory.exists() else {}
+    if chosen:
+        folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         sinks = []
         for name in chosen:

@@ -44,7 +44,7 @@ def log_to_wandb(step: int, metrics: Mapping[str, float]) -> None:
         return
     import wandb
 
-    run = wandb.run or _begun(reinit="default")
+    run = wandb.run or _begun(reinit="default", dir=os.environ.get("WANDB_DIR", "."))
     run.log(dict(metrics), step=step, commit=True)
 
 
