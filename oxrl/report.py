@@ -27,7 +27,7 @@ SHAPES_OF_SECRETS = re.compile(
     r"|AKIA[0-9A-Z]{16}|xox[abprs]-[\w-]{10,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*|[0-9a-f]{40})\b"
 )
 NAMED_SECRETS = re.compile(
-    r"(?i)(\b[\w-]*(?:api[_-]?key|[_-]token|^token|secret|passw(?:or)?d|authorization)[\"']?\s*[:=]\s*[\"']?(?:bearer\s+)?)"
+    r"(?i)(\b[\w-]*(?:api[_-]?key|token|secret|passw(?:or)?d|authorization)[\"']?\s*[:=]\s*[\"']?(?:bearer\s+)?)"
     r"(?!null\b|none\b|true\b|false\b)[^\s\"',}\]]{6,}"
 )
 

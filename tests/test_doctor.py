@@ -29,7 +29,7 @@ WELL = Environment(
     platform="Linux",
     requires_python=">=3.11",
     requirements=("torch<2.14,>=2.11", "numpy>=2.0", 'vllm>=0.26; extra == "vllm"', 'ruff>=0.11; extra == "dev"'),
-    packages={"torch": Package("2.13.0+cpu"), "numpy": Package("2.3.5"), "vllm": Package("0.32.0", ("torch>=2.11",))},
+    packages={"torch": Package("2.13.0+cpu"), "numpy": Package("2.3.5"), "vllm": Package("0.32.0", ("torch>=2.0",))},
     torch=Torch("2.13.0", threads=8),
     hardware=Hardware((CPU,), 8, 64 * GIB, 60 * GIB),
     driver=None,
@@ -63,7 +63,11 @@ TROUBLE = {
         "problem",
         "libcudart.so.12",
     ),
-    "a GPU that failed": (GPUS._replace(torch=GPUS.torch._replace(error="CUDA error"), hardware=None), "problem", "CUDA error"),
+    "a GPU that failed": (
+        GPUS._replace(torch=GPUS.torch._replace(error="CUDA error"), hardware=None),
+        "problem",
+        "CUDA error",
+    ),
     "too old": (with_package("torch", "2.10.0"), "problem", "torch 2.10.0 is outside of what is tried, <2.14,>=2.11"),
     "too new": (with_package("torch", "2.14.0"), "warning", "torch 2.14.0"),
     "an extra too old": (with_package("vllm", "0.9.0"), "warning", "vllm 0.9.0"),
@@ -91,7 +95,11 @@ TROUBLE = {
         "warning",
         "20.0 GiB of 80.0 GiB free: something else is using it",
     ),
-    "no bf16": (GPUS._replace(hardware=GPUS.hardware._replace(devices=(GPU._replace(bf16=False),))), "warning", "bfloat16"),
+    "no bf16": (
+        GPUS._replace(hardware=GPUS.hardware._replace(devices=(GPU._replace(bf16=False),))),
+        "warning",
+        "bfloat16",
+    ),
     "another toolkit": (
         GPUS._replace(nvcc="11.8", packages={**WELL.packages, "deepspeed": Package("0.19.8")}),
         "warning",
@@ -123,7 +131,7 @@ def test_trouble_is_found_with_its_level_and_a_fix(name):
         ({"folders": (ROOM._replace(free=GIB // 2),)}, "problem", "too little for a checkpoint"),
         ({"folders": (ROOM._replace(free=5 * GIB),)}, "warning", "5.0 GiB free"),
         ({"environment": GPUS, "shm": GIB // 16}, "warning", "0.1 GiB free"),
-        ({"sandbox": "none", "sandbox_missing": {"bubblewrap": "no bwrap"}}, "warning", "refuses (bubblewrap: no bwrap)"),
+        ({"sandbox": "none", "sandbox_missing": {"bubblewrap": "no bwrap"}}, "warning", "(bubblewrap: no bwrap)"),
         ({"model": Presence("a/b", "missing", "is not there", "hf download a/b")}, "problem", "a/b is not there"),
         ({"data": Presence("gsm8k", "later", "is prepared on first use", "oxrl data prepare")}, "warning", "gsm8k"),
     ],
@@ -203,3 +211,17 @@ def test_the_environment_is_plain_json_without_secret_variables(monkeypatch):
     monkeypatch.setenv("OXRL_DATA_DIR", "/data")
     told = json.dumps(as_json(gather_environment()))
     assert "do not tell" not in told and '"OXRL_DATA_DIR": "/data"' in told
+
+
+def test_driver_and_toolkit_are_what_their_own_programs_say(tmp_path, monkeypatch):
+    said = {
+        "nvidia-smi": "| NVIDIA-SMI 570.86.15   Driver Version: 570.86.15   CUDA Version: 12.8  |",
+        "nvcc": "Cuda compilation tools, release 12.6, V12.6.85",
+    }
+    for name, line in said.items():
+        program = tmp_path / name
+        program.write_text(f"#!/bin/sh\necho '{line}'\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    found = gather_environment()
+    assert (found.driver, found.nvcc) == (Driver("570.86.15", "12.8"), "12.6")
