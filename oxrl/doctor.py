@@ -165,9 +165,8 @@ def _conflicts(environment: Environment) -> Iterator[Finding]:
                 continue
             wanted = f"{name_in(requirement.name)}{requirement.specifier}"
             what = f"{name} {package.version} wants {wanted}, and {other.version} is installed"
-            yield Finding(
-                "warning", "packages", what, f'pip install oxrl {name} "{wanted}"'
-            )  # pip solves it or says why
+            # Asked for together, pip finds versions that fit or says why there are none.
+            yield Finding("warning", "packages", what, f'pip install oxrl {name} "{wanted}"')
 
 
 def _devices(environment: Environment) -> Iterator[Finding]:

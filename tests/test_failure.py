@@ -112,7 +112,7 @@ def test_out_of_memory_is_a_kind_of_its_own(tmp_path):
 
 
 def test_a_guard_that_stops_a_run_is_a_failure(tmp_path):
-    _, place, signal = failed(
+    _, _, signal = failed(
         tmp_path,
         sums(8),
         {"alg_name": "grpo", "max_logprob_gap": 1e-30},
@@ -187,6 +187,7 @@ LEAKS = {
     "a key of 40 digits": ("key 89abcdef0123456789abcdef0123456701234567", "key [removed]"),
     "a URL": ("postgres://ada:s3cret@db:5432/x", "postgres://[removed]@db:5432/x"),
     "a key in a config": ("params:\n  api_key: abcdefgh\n  n: 1", "params:\n  api_key: [removed]\n  n: 1"),
+    "a token in a config": ('"token": "abcdefgh"', '"token": "[removed]"'),
     "a header": ("Authorization: Bearer abc.def-ghi", "Authorization: Bearer [removed]"),
     "a query": ("https://host/x?access_token=abcdefgh", "https://host/x?access_token=[removed]"),
     "this home": ('File "/srv/people/ada/run/x.py"', 'File "~/run/x.py"'),
