@@ -56,7 +56,7 @@ class Facts(NamedTuple):
     folders: tuple[Folder, ...] = ()
     shm: int | None = None  # bytes free in /dev/shm
     has_hf_token: bool = False
-    sandbox: str = "none"
+    sandbox: str | None = None  # the kind; None: nobody looked
     sandbox_missing: Mapping[str, str] = {}
     model: Presence | None = None
     data: Presence | None = None
@@ -282,7 +282,7 @@ def _sandbox(facts: Facts) -> Iterator[Finding]:
         reasons = "; ".join(f"{kind}: {why}" for kind, why in facts.sandbox_missing.items())
         what = f"programs that a model wrote cannot be isolated here, so code_reward_func refuses ({reasons})"
         yield Finding("warning", "sandbox", what, "apt-get install bubblewrap, and allow user namespaces")
-    else:
+    elif facts.sandbox is not None:
         yield Finding("ok", "sandbox", f"programs that a model wrote are isolated by {facts.sandbox}")
 
 
