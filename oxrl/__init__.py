@@ -76,6 +76,9 @@ _HOMES = {
         "parse_xml_tools track_tool_calls"
     ),
     "oxrl.tensors": "token_logprobs",
+    "oxrl.trackers.mlflow": "log_to_mlflow",
+    "oxrl.trackers.tensorboard": "log_to_tensorboard",
+    "oxrl.trackers.wandb": "log_to_wandb",
     "oxrl.wiring": "RunResult run_rl run_sft train_run",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

@@ -54,6 +54,12 @@ def plot_run(run: Path, png: Path, metrics: Sequence[str] = ()) -> None:
         console.print(Text(f"picture: {png}"), soft_wrap=True)
 
 
+def save_curves(run: Path, png: Path) -> bool:
+    """The telling curves of a run to a picture, and not to the terminal; False where that cannot be."""
+    rows = _read_run(run)
+    return _save_picture(png, _panels(rows, _chosen(rows, ())), run.resolve().name)
+
+
 def draw(
     series: Series, width: int, height: int, *, x_range: Range | None = None, y_range: Range | None = None
 ) -> list[str]:

@@ -61,18 +61,6 @@ def check_resumable(config: Config, path: Path) -> None:
             )
 
 
-def save_suspects(folder: Path, error: Any) -> Path:
-    """The rows of a batch that gave no number, as token ids and mask, for a person to look into."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "batch.jsonl"
-    with file.open("w", encoding="utf-8") as out:
-        for batch in error.batches:
-            for row, (start, end) in enumerate(zip(batch.borders, batch.borders[1:], strict=False)):
-                tokens, mask = batch.tokens[start:end].tolist(), batch.mask[start:end].int().tolist()
-                out.write(json.dumps({"id": batch.ids[row], "tokens": tokens, "mask": mask}) + "\n")
-    return file
-
-
 def record_config(config: Config, path: Path, *, resuming: bool) -> None:
     """What a resume will be held against; a change is said aloud."""
     now = config.model_dump(mode="json")

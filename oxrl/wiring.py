@@ -13,6 +13,7 @@ from oxrl.checkpoint import best_checkpoint, latest_checkpoint, load_checkpoint,
 from oxrl.concurrent import until_interrupted
 from oxrl.config import Config, ConfigError
 from oxrl.data.render import Renderer
+from oxrl.failure import failures_recorded
 from oxrl.inputs import (
     Inputs,
     algorithm_schedule,
@@ -29,7 +30,7 @@ from oxrl.inputs import (
     shaped_reward,
 )
 from oxrl.loops.rehearse import advice_on_memory, rehearse
-from oxrl.metrics import JSONLLogger, LiveConsole, all_of
+from oxrl.metrics import JSONLLogger, LiveConsole, Sink, all_of
 from oxrl.models.load import check_tokenizer, load_model, load_tokenizer
 from oxrl.models.lora import LoraSettings, attach_lora, save_adapter
 from oxrl.rewards import Reward, judge_reward
@@ -42,9 +43,9 @@ from oxrl.runs import (
     record_config,
     record_stages,
     run_folder,
-    save_suspects,
     starting_point,
 )
+from oxrl.trackers import check_trackers, tracked
 from oxrl.types import GenerationConfig, Message, Request, TrainingState
 
 logger = logging.getLogger(__name__)
@@ -132,6 +133,7 @@ def prepare_run(config: Config, output: str | Path | None = None, *, resume: boo
     if resume:
         check_resumable(config, folder / "config.yaml")
     check_writable(folder)
+    check_trackers(config.run.trackers)
     inputs = read_inputs(config)
     if resume_from is not None:  # other rows than before are found out here
         cursor = read_state(resume_from).cursor
@@ -145,14 +147,16 @@ def train_prepared(prepared: Prepared) -> RunResult:
     folder = prepared.folder
     lock = FileLock(folder / ".lock", blocking=False)
     try:
-        lock.acquire()
+        held = lock.acquire()
     except Timeout:
         raise ConfigError(f"another process is training in {folder}: wait for it, or choose another --output") from None
-    with lock:
-        return _train_locked(prepared)
+    run = prepared.config.run
+    plain = prepared.config.model_dump(mode="json")
+    with held, tracked(run.trackers, folder, plain, uri=run.tracking_uri) as track, failures_recorded(folder, plain):
+        return _train_locked(prepared, track)
 
 
-def _train_locked(prepared: Prepared) -> RunResult:
+def _train_locked(prepared: Prepared, track: Sink) -> RunResult:
     import anyio
     from transformers.utils.logging import disable_progress_bar
 
@@ -162,7 +166,7 @@ def _train_locked(prepared: Prepared) -> RunResult:
     done = 0 if prepared.resume_from is None else read_state(prepared.resume_from).step
     disable_progress_bar()  # two live displays would write over each other
     with LiveConsole(prepared.inputs.num_steps, first_step=done) as console:
-        history = anyio.run(until_interrupted, _run, prepared, backend, console)
+        history = anyio.run(until_interrupted, _run, prepared, backend, console, track)
     checkpoint = best_checkpoint(folder / "checkpoints")
     assert checkpoint is not None, "a finished run has at least its last checkpoint"
     return RunResult(folder, checkpoint, history)
@@ -216,9 +220,7 @@ def _backend(config: Config, inputs: Inputs) -> Any:
     return backend
 
 
-async def _run(prepared: Prepared, backend: Any, console: LiveConsole) -> list[dict[str, float]]:
-    from oxrl.backends.local import NonFiniteError
-
+async def _run(prepared: Prepared, backend: Any, console: LiveConsole, track: Sink) -> list[dict[str, float]]:
     config, folder = prepared.config, prepared.folder
     state = TrainingState(seed=config.run.seed)
     if prepared.resume_from is not None:
@@ -230,14 +232,11 @@ async def _run(prepared: Prepared, backend: Any, console: LiveConsole) -> list[d
     async def save(reached: TrainingState, best_step: int | None) -> None:
         await save_checkpoint(folder / "checkpoints", backend, reached, keep=best_step, **keep)
 
-    log = all_of(JSONLLogger(folder / "metrics.jsonl", keep_until=state.step), console)
+    log = all_of(JSONLLogger(folder / "metrics.jsonl", keep_until=state.step), console, track)
     run = partial(_run_online, say=console.say) if prepared.inputs.online else _run_offline
-    try:
-        with advice_on_memory(LESS_MEMORY):
-            await _try_longest(prepared, backend)
-            return await run(prepared, backend, state=state, log=log, save=save)
-    except NonFiniteError as error:
-        raise RuntimeError(f"{error}; the batch is in {save_suspects(folder / 'failure', error)}") from error
+    with advice_on_memory(LESS_MEMORY):
+        await _try_longest(prepared, backend)
+        return await run(prepared, backend, state=state, log=log, save=save)
 
 
 LESS_MEMORY = (

@@ -9,16 +9,19 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = [
-    {"types", "imports", "concurrent", "estimate", "hardware", "sandbox"},
+    {"types", "imports", "concurrent", "estimate", "hardware", "logs", "sandbox"},
     {"tensors"},
     {"algorithms", "data", "rewards"},
     {"models", "generators", "backends", "tasks"},
     {"rollouts"},
     {"loops", "checkpoint", "metrics"},
     {"config"},
-    {"runs"},
+    {"plot", "runs"},
+    {"trackers"},
+    {"environment"},
+    {"failure"},
     {"inputs"},
-    {"wiring", "plan", "plot", "show", "explain", "primitives", "verify", "export"},
+    {"wiring", "plan", "show", "explain", "primitives", "verify", "export", "doctor", "report"},
     {"cli"},
 ]
 STRANGERS = [

@@ -37,6 +37,7 @@ NAMES = {
     "load_model": "oxrl.models.load",
     "load_tokenizer": "oxrl.models.load",
     "log_to_console": "oxrl.metrics",
+    "log_to_wandb": "oxrl.trackers.wandb",
     "save_checkpoint": "oxrl.checkpoint",
     "load_checkpoint": "oxrl.checkpoint",
     **dict.fromkeys(

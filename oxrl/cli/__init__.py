@@ -5,13 +5,13 @@ One file per family of commands; `app` below is the table of them.
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 
 import typer
 
-from oxrl.cli import config, data, export, look, models, plan, rewards, speak, train
+from oxrl.cli import config, data, doctor, export, look, models, plan, report, rewards, speak, train
+from oxrl.logs import set_up_logging
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -28,6 +28,8 @@ COMMANDS = (
     look.plot,
     export.merge,
     export.export,
+    doctor.doctor,
+    report.report,
 )
 FAMILIES = {"config": config.app, "data": data.app, "rewards": rewards.app, "models": models.app}
 for command in COMMANDS:
@@ -42,6 +44,5 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # a log file is no place for bars
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("oxrl").setLevel(logging.INFO)
+    set_up_logging()
     app()

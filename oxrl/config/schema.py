@@ -47,6 +47,12 @@ class Run(_Section):
         None, ge=0, description="devices that only sample; the embedded engine samples where training happens"
     )
     ray_address: str | None = Field(None, description="a Ray cluster to run on; not used on one device")
+    trackers: list[Literal["mlflow", "tensorboard", "wandb", "trackio"]] = Field(
+        [], description="where metrics go besides metrics.jsonl"
+    )
+    tracking_uri: str | None = Field(
+        None, description="MLflow's store; default $MLFLOW_TRACKING_URI or mlflow.db beside the run's folder"
+    )
 
     @field_validator("task")
     @classmethod

@@ -77,7 +77,7 @@ def load_samples(
 
 def read_rows(source: Source, *, split: str = "train") -> Iterator[RawRow]:
     """Rows of any source, one at a time. `split` chooses among the splits of a dataset; a file has only one."""
-    if isinstance(source, str) and _is_hub_id(source):
+    if isinstance(source, str) and is_hub_id(source):
         return _some(source, _number(f"{source}:{split}", _load_from_hub(source, split)))
     if isinstance(source, str | os.PathLike):
         path = Path(source).expanduser()
@@ -230,7 +230,7 @@ def _read_file(path: Path, reader: Reader) -> Iterator[RawRow]:
         raise ValueError(f"{path} is not UTF-8; save it as UTF-8") from None
 
 
-def _is_hub_id(source: str) -> bool:
+def is_hub_id(source: str) -> bool:
     looks_like_one = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:[\w.-]+)?", source)
     return looks_like_one is not None and _reader_named(source) is None and not Path(source).exists()
 

@@ -76,6 +76,7 @@ from oxrl.rollouts.tools import (
     parse_xml_tools,
     track_tool_calls,
 )
+from oxrl.trackers.wandb import log_to_wandb
 
 CATEGORIES: Mapping[str, tuple[Callable[..., Any], ...]] = {
     "inference": (
@@ -143,6 +144,7 @@ CATEGORIES: Mapping[str, tuple[Callable[..., Any], ...]] = {
         train,
         quick_start_training,
         log_to_console,
+        log_to_wandb,
         save_checkpoint,
         load_checkpoint,
     ),

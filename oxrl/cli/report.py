@@ -1,0 +1,42 @@
+"""`oxrl report`: a failed run to a bug report, on the screen or, when asked to, on GitHub."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from oxrl.cli.base import Json, mistakes_end_here
+
+
+def report(
+    run: Annotated[Path, typer.Argument(help="The folder of a run that failed.")],
+    send: Annotated[
+        str | None, typer.Option(metavar="OWNER/REPO", help="File it as an issue there; needs GITHUB_TOKEN.")
+    ] = None,
+    json_: Json = False,
+) -> None:
+    """Print a bug report of a failed run, with secrets removed; with --send, file it on GitHub.
+
+    oxrl report runs/first
+
+    oxrl report runs/first --send OWNER/REPO
+    """
+    from oxrl.report import SendError, report_of
+    from oxrl.report import send as send_report
+
+    with mistakes_end_here():
+        written = report_of(run)
+        if not json_:
+            typer.echo(f"# {written.title}\n\n{written.body}", nl=False)
+        try:
+            sent = None if send is None else send_report(written, send, run)
+        except SendError as failure:
+            typer.secho(f"error: {failure}", fg="red", err=True)
+            raise typer.Exit(1) from None
+    if json_:
+        typer.echo(json.dumps(written._asdict() | {"sent": sent and sent._asdict()}))
+    elif sent is not None:
+        typer.echo(f"{'reported before' if sent.known else 'filed'}: {sent.url}", err=True)
