@@ -12,6 +12,7 @@ import sys
 import typer
 
 from oxrl.cli import data, look, models, rewards, speak, train
+from oxrl.cli.eval import evaluate
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -21,6 +22,7 @@ app = typer.Typer(
 )
 for command in (train.train, speak.chat, speak.generate, look.algorithms, look.plot):
     app.command()(command)
+app.command("eval")(evaluate)
 for name, family in {"data": data.app, "rewards": rewards.app, "models": models.app}.items():
     app.add_typer(family, name=name)
 
