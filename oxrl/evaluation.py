@@ -224,8 +224,12 @@ def evaluate(
     pass@k is told for each of `k`; what earns `full` counts as solved. Wrong input is a ValueError before any weight is
     read; the same seed gives the same answers.
     """
-    ks = _check_numbers(samples, k, temperature, against, model)
-    sampling = GenerationConfig(max_tokens, temperature if temperature is not None else _usual(samples), seed=seed)
+    from oxrl.generators.engine import check_sampling
+
+    ks = _check_choices(samples, k, temperature, against, model)
+    usual = 0.0 if samples == 1 else SAMPLED
+    sampling = GenerationConfig(max_tokens, usual if temperature is None else temperature, seed=seed)
+    check_sampling(sampling)
     questions = read_questions(data, limit)
     variants = _variants(reward or questions.reward, params or {})
     for variant in variants.values():
@@ -243,11 +247,7 @@ def evaluate(
     return Evaluation(questions.name, named, len(questions.samples), samples, sampling, tuple(results), compared)
 
 
-def _usual(samples: int) -> float:
-    return 0.0 if samples == 1 else SAMPLED
-
-
-def _check_numbers(
+def _check_choices(
     samples: int, k: Sequence[int] | None, temperature: float | None, against: str | Path | None, model: str | Path
 ) -> tuple[int, ...]:
     """Which pass@k to tell."""
@@ -296,10 +296,10 @@ def read_questions(data: Source | Sequence[Sample], limit: int | None = None) ->
 
 def _dataset_named(data: str) -> tuple[str, str] | None:
     """`("gsm8k", "test")` for "gsm8k", and so for "gym:TASK"; None for what looks like a file or a hub id."""
-    gym, of_gym, rest = data.partition("gym:") if data.startswith("gym:") else ("", "", data)
-    name, _, split = rest.partition(":")
-    if of_gym or name in DATASETS:
-        return f"{gym}{of_gym}{name}", split or "test"
+    gym = "gym:" if data.startswith("gym:") else ""
+    name, _, split = data.removeprefix(gym).partition(":")
+    if gym or name in DATASETS:
+        return gym + name, split or "test"
     if "/" in data or "." in data or Path(data).exists():
         return None
     near = get_close_matches(name, DATASETS, n=1)

@@ -146,3 +146,13 @@ def test_a_loss_is_a_gain_seen_from_the_other_side():
     one, other = compare(first, second), compare(second, first)
     assert one.p == other.p
     assert one.gain == pytest.approx([-other.gain.mean, -other.gain.high, -other.gain.low])
+
+
+def test_a_gain_has_the_interval_of_agresti_and_min():
+    # half a row more in each of the four cells of (first right, second right)
+    for won, lost, rows in ((12, 3, 40), (0, 0, 25), (1, 0, 3)):
+        tied = rows - won - lost
+        told = compare([1.0] * won + [0.0] * (lost + tied), [0.0] * won + [1.0] * lost + [0.0] * tied)
+        b, c, n = won + 0.5, lost + 0.5, rows + 2
+        half = 1.959964 * math.sqrt(b + c - (b - c) ** 2 / n) / n
+        assert told.gain[1:] == pytest.approx(((b - c) / n - half, (b - c) / n + half))
