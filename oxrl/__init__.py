@@ -21,6 +21,7 @@ _HOMES = {
     "oxrl.backends.optimizer": "create_adamw_optimizer create_warmup_cosine_scheduler",
     "oxrl.checkpoint": "best_checkpoint latest_checkpoint load_checkpoint save_checkpoint",
     "oxrl.config": "Config ConfigError load_config",
+    "oxrl.evaluation": "Evaluation evaluate",
     "oxrl.data.buffer": "DataBuffer MixedBuffer",
     "oxrl.data.render": "Renderer compute_loss_mask tokenize_conversation",
     "oxrl.data.sources": "load_samples",

@@ -346,6 +346,19 @@ def named_reward(
     return reward(name, **params)
 
 
+def variants_of(name: str, params: Mapping[str, Any]) -> dict[str, Reward]:
+    """The reward that is asked for, and its other variant behind it where it has a parameter `strict`.
+
+    `{"lenient": ..., "strict": ...}`, or `{"": ...}` for a reward that knows one way to read an answer.
+    """
+    chosen = named_reward(name, params)
+    schema = {} if ":" in name or find_builder(name) else defaults_of(find_reward(name))
+    if "strict" not in schema or not isinstance(strict := params.get("strict", schema["strict"].default), bool):
+        return {"": chosen}
+    names = ("strict", "lenient") if strict else ("lenient", "strict")
+    return dict(zip(names, (chosen, named_reward(name, {**params, "strict": not strict})), strict=True))
+
+
 def trial_of(
     name: str, data: str, params: Sequence[str], *, limit: int, pays_for: str | None, threshold: float, workers: int
 ) -> TrialReport:
@@ -356,14 +369,13 @@ def trial_of(
     kind = pays_for or told
     if kind not in get_args(PaysFor):
         raise ConfigError(f"--pays-for must be one of {', '.join(get_args(PaysFor))}, not {kind!r}")
-    strict = None if card is None else given.get("strict", card.parameters.get("strict"))
-    other = named_reward(name, {**given, "strict": not strict}) if isinstance(strict, bool) else None
+    chosen, *others = variants_of(name, given).values()
     samples = [as_prompt(sample) for sample in load_samples(data, limit=limit).samples]
     return try_reward(
-        named_reward(name, given),
+        chosen,
         samples,
         pays_for=cast(PaysFor, kind),
-        other=other,
+        other=others[0] if others else None,
         threshold=threshold,
         workers=workers,
     )

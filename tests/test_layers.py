@@ -21,7 +21,7 @@ LAYERS = [
     {"environment"},
     {"failure"},
     {"inputs"},
-    {"wiring", "plan", "show", "explain", "primitives", "verify", "export", "doctor", "report"},
+    {"wiring", "plan", "show", "explain", "evaluation", "primitives", "verify", "export", "doctor", "report"},
     {"cli"},
 ]
 STRANGERS = [

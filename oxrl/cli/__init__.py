@@ -11,6 +11,7 @@ import sys
 import typer
 
 from oxrl.cli import config, data, doctor, export, look, models, plan, report, rewards, speak, train
+from oxrl.cli.eval import evaluate
 from oxrl.logs import set_up_logging
 
 app = typer.Typer(
@@ -34,6 +35,7 @@ COMMANDS = (
 FAMILIES = {"config": config.app, "data": data.app, "rewards": rewards.app, "models": models.app}
 for command in COMMANDS:
     app.command()(command)
+app.command("eval")(evaluate)
 for name, family in FAMILIES.items():
     app.add_typer(family, name=name)
 

@@ -44,7 +44,9 @@ def _told(stage: Stage) -> list[str]:
 
     config = stage.config
     online, found = chosen_algorithm(config).online, default_reward(config)
-    open_ = online is not None and online.graded_by == "reward" and config.reward == type(config.reward).model_validate({})
+    open_ = (
+        online is not None and online.graded_by == "reward" and config.reward == type(config.reward).model_validate({})
+    )
     settled = []
     if open_:
         settled = [f"reward: {found[0]}, {found[1]}" if found else "reward: told from the rows when they are read"]

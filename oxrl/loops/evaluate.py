@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+import anyio
 
 from oxrl.concurrent import task_group
 from oxrl.data.pack import collate, count_units, pack
+from oxrl.loops.statistics import confidence_interval
 from oxrl.loops.step import credit_step
 from oxrl.rewards.grade import AnyReward, grade
 from oxrl.rewards.length import sampled_tokens
 from oxrl.rollouts.collect import Answers
 from oxrl.tensors import correct
 from oxrl.types import Algorithm, Backend, Item, Memory, Read, Rollout, Sample, Status, Term, merge_metrics
+
+_GRADED_AT_ONCE = 8  # prompts; many end together, and programs that wait for a core must not run out of time
 
 
 async def evaluate_offline(
@@ -62,27 +67,27 @@ async def evaluate_online(
 
 
 async def answer_all(
-    answers: Answers, samples: Sequence[Sample], reward: AnyReward | None, *, time_limit: float = 30.0
+    answers: Answers,
+    samples: Sequence[Sample],
+    reward: AnyReward | None,
+    *,
+    n: int = 1,
+    time_limit: float = 30.0,
+    tell: Callable[[], None] = lambda: None,
 ) -> list[Rollout]:
-    """One graded answer to each prompt, in order."""
-    rollouts = [Rollout(sample, group=number) for number, sample in enumerate(samples)]
+    """`n` graded answers to each prompt, prompt after prompt; `tell` is called when a prompt's are there."""
+    groups = [tuple(Rollout(sample, group=at, index=index) for index in range(n)) for at, sample in enumerate(samples)]
+
+    graders = anyio.CapacityLimiter(_GRADED_AT_ONCE)
 
     async def serve(place: int) -> None:
-        (answered,) = await answers((rollouts[place],))
-        (rollouts[place],) = [answered] if reward is None else await grade([answered], reward, time_limit=time_limit)
+        groups[place] = await answers(groups[place])
+        if reward is not None:
+            async with graders:
+                groups[place] = tuple(await grade(groups[place], reward, time_limit=time_limit))
+        tell()
 
     async with task_group() as tasks:
         for place in range(len(samples)):
             tasks.start_soon(serve, place)
-    return rollouts
-
-
-def confidence_interval(rewards: Sequence[float]) -> tuple[float, float]:
-    """95 %: Wilson's for rewards that are all 0 or 1, the normal approximation for others."""
-    count, mean, z = len(rewards), sum(rewards) / len(rewards), 1.96
-    if set(rewards) <= {0.0, 1.0}:
-        centre = (mean + z * z / (2 * count)) / (1 + z * z / count)
-        half = z / (1 + z * z / count) * math.sqrt(mean * (1 - mean) / count + z * z / (4 * count * count))
-        return max(0.0, centre - half), min(1.0, centre + half)
-    spread = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / max(1, count - 1))
-    return mean - z * spread / math.sqrt(count), mean + z * spread / math.sqrt(count)
+    return [rollout for group in groups for rollout in group]

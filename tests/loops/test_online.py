@@ -9,7 +9,7 @@ from oxrl.checkpoint import load_checkpoint, save_checkpoint
 from oxrl.data.buffer import DataBuffer
 from oxrl.data.render import Renderer
 from oxrl.generators.embedded import EmbeddedGenerator
-from oxrl.loops.evaluate import confidence_interval, evaluate_online
+from oxrl.loops.evaluate import evaluate_online
 from oxrl.loops.online import OnlineConfig, RLTrainingConfig, normalised, run_online, run_rl_training
 from oxrl.models.load import load_model, load_tokenizer
 from oxrl.rollouts.collect import Answers, RolloutConfig, sampling_manager
@@ -255,14 +255,6 @@ def test_evaluation_is_greedy_repeatable_and_has_an_interval():
     first = anyio.run(evaluate_online, held_out, SAMPLES, small_letters)
     assert first == anyio.run(evaluate_online, held_out, SAMPLES, small_letters)
     assert first["eval_reward_low"] <= first["eval_reward"] <= first["eval_reward_high"]
-
-
-def test_confidence_intervals_are_wilsons_and_normal():
-    low, high = confidence_interval([1.0] * 8 + [0.0] * 2)  # Wilson 1927: 8 of 10
-    assert (low, high) == (pytest.approx(0.4902, abs=1e-3), pytest.approx(0.9433, abs=1e-3))
-    assert confidence_interval([1.0] * 64) == (pytest.approx(0.9434, abs=1e-3), 1.0)
-    low, high = confidence_interval([0.0, 0.5, 1.0, 0.5])  # std 0.40825, / 2 * 1.96
-    assert (low, high) == (pytest.approx(0.5 - 0.40008, abs=1e-4), pytest.approx(0.5 + 0.40008, abs=1e-4))
 
 
 def test_the_best_evaluation_is_the_highest_reward_and_patience_ends_the_run():

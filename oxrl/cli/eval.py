@@ -1,0 +1,143 @@
+"""`oxrl eval`: how good a model is, how sure that is, and whether a gain is noise."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from oxrl.cli.base import Json, mistakes_end_here
+
+
+def evaluate(
+    model: Annotated[str, typer.Argument(help="A run's folder, or any model.")],
+    data: Annotated[
+        str | None, typer.Option(help="A file, a hub id, or a name from `oxrl data list`: gsm8k, mbpp:validation.")
+    ] = None,
+    reward: Annotated[
+        str | None, typer.Option(help="A name from `oxrl rewards list` or FILE.py:FUNCTION; default the dataset's.")
+    ] = None,
+    param: Annotated[list[str] | None, typer.Option(help="A parameter of the reward: --param strict=true")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first rows.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Answers to each prompt; several give pass@k.")] = 1,
+    k: Annotated[str | None, typer.Option(help="Which pass@k: 1,4,8; default powers of two.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="Default 0, the likeliest token; 0.8 for several samples.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Of an answer; what is longer is cut off.")] = 512,
+    against: Annotated[str | None, typer.Option(help="Another model or run to answer the same prompts.")] = None,
+    full: Annotated[float, typer.Option(help="The reward of an answer that counts as solved.")] = 1.0,
+    seed: Annotated[int, typer.Option()] = 0,
+    output: Annotated[Path | None, typer.Option(help="A JSONL file for all answers.")] = None,
+    harness: Annotated[
+        str | None, typer.Option(help="Instead of --data: tasks of lm-evaluation-harness, separated by commas.")
+    ] = None,
+    include_path: Annotated[Path | None, typer.Option(help="A folder with --harness tasks of your own.")] = None,
+    json_: Json = False,
+) -> None:
+    """Measure a model on held-out rows: oxrl eval runs/grpo --data gsm8k --against smollm2-135m"""
+    with _failures_end_here(), mistakes_end_here():
+        if (data is None) == (harness is None):
+            raise ValueError("give --data FILE or NAME, or --harness TASKS, one of the two")
+        if harness is not None:
+            ours = {"reward": reward, "param": param, "samples": samples > 1, "k": k, "temperature": temperature}
+            _refuse(
+                {**ours, "against": against, "output": output}, "is not read with --harness, whose tasks know theirs"
+            )
+            _harness(model, harness, limit, include_path, seed, json_)
+            return
+        _refuse({"include-path": include_path}, "is for --harness")
+        _check_output(output)
+        from oxrl.evaluation import evaluate as measure
+        from oxrl.inputs import parameters_of
+
+        told = measure(
+            model,
+            str(data),
+            reward,
+            params=parameters_of(param or []),
+            limit=limit,
+            samples=samples,
+            k=_numbers(k),
+            temperature=temperature,
+            max_tokens=max_tokens,
+            against=against,
+            full=full,
+            seed=seed,
+            progress=_progress,
+        )
+        if output is not None:
+            lines = "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in told.answers())
+            output.write_text(lines, encoding="utf-8")
+    typer.echo(json.dumps(told.to_dict()) if json_ else str(told))
+
+
+@contextmanager
+def _failures_end_here() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.secho("interrupted", fg="yellow", err=True)
+        raise typer.Exit(130) from None
+    except typer.Exit:  # a RuntimeError too, but already told
+        raise
+    except RuntimeError as failure:
+        typer.secho(f"the evaluation failed: {failure}", fg="red", err=True)
+        raise typer.Exit(1) from failure
+
+
+def _refuse(options: dict[str, Any], why: str) -> None:
+    if given := [name for name, value in options.items() if value not in (None, False)]:
+        raise ValueError(f"--{given[0]} {why}")
+
+
+def _harness(model: str, tasks: str, limit: int | None, include_path: Path | None, seed: int, as_json: bool) -> None:
+    from oxrl.harness import harness
+
+    results = harness(model, tasks.split(","), limit=limit, include_path=include_path, seed=seed)
+    if as_json:
+        typer.echo(json.dumps(results, default=str))
+        return
+    for task, numbers in results.items():
+        told = {name: value for name, value in numbers.items() if isinstance(value, int | float)}
+        typer.echo(f"{task:24} " + "  ".join(f"{name} {value:.4g}" for name, value in told.items()))
+
+
+def _numbers(written: str | None) -> list[int] | None:
+    try:
+        return None if written is None else [int(each) for each in written.split(",")]
+    except ValueError:
+        raise ValueError(f"--k looks like 1,4,8, not {written!r}") from None
+
+
+def _check_output(output: Path | None) -> None:
+    if output is not None and (output.is_dir() or not output.parent.is_dir()):
+        raise ValueError(f"--output {output} must be a file in a folder that exists")
+
+
+@contextmanager
+def _progress(title: str, total: int) -> Iterator[Callable[[], None]]:
+    """A bar for people, and ten lines for a log."""
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns: tuple[Any, ...] = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(title, total=total)
+            yield lambda: bar.advance(task)
+        return
+    done = 0
+
+    def tell() -> None:
+        nonlocal done
+        done += 1
+        if done * 10 // total > (done - 1) * 10 // total:
+            typer.echo(f"{title}: {done} of {total} prompts answered", err=True)
+
+    yield tell
