@@ -80,6 +80,7 @@ _HOMES = {
     "oxrl.trackers.mlflow": "log_to_mlflow",
     "oxrl.trackers.tensorboard": "log_to_tensorboard",
     "oxrl.trackers.wandb": "log_to_wandb",
+    "oxrl.trainer": "Choice Trainer TrainingResult",
     "oxrl.wiring": "RunResult run_rl run_sft train_run",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

@@ -1,18 +1,42 @@
-"""A place written as text becomes the object that is there: `package.module:name` or `path/to/file.py:name`."""
+"""A place written as text becomes the object that is there: `package.module:name` or `path/to/file.py:name`.
+
+A function of a script or a notebook has no such place: `place_of` keeps it, as `live:name`, while the process lives.
+"""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+LIVE = "live"
+_LIVE: dict[str, Any] = {}
+
+
+def place_of(function: Callable[..., Any]) -> str:
+    """Where `import_object` finds a function: in its module, or among those that only this process knows."""
+    name = getattr(function, "__qualname__", type(function).__name__)
+    module = getattr(function, "__module__", "__main__")
+    if module != "__main__" and getattr(sys.modules.get(module), name, None) is function:
+        return f"{module}:{name}"
+    _LIVE[name] = function
+    return f"{LIVE}:{name}"
 
 
 def import_object(place: str) -> Any:
     """`import_object("my_rewards.py:length")`; what cannot be imported is a ValueError that says why."""
     where, _, name = place.rpartition(":")
+    if where == LIVE:
+        if name not in _LIVE:
+            raise ValueError(
+                f"{name} was a function of the script or notebook that began this run, and is not known here: go on "
+                f"from there, or put it into a file and name it FILE.py:{name}"
+            )
+        return _LIVE[name]
     path = Path(where)
     try:
         module = _module_of_file(path) if path.suffix == ".py" else importlib.import_module(where)

@@ -121,7 +121,7 @@ def plan_inputs(config: Config, inputs: Inputs, folder: Path, hardware: Hardware
     kind: Kind = "cpu" if device.place == "cpu" else "cuda"
     facts = model_facts(model_config(config), lora_of(config))
     work = heaviest_work(config, inputs, facts)
-    framework = own_memory() + RUNNING if kind == "cpu" else CUDA_FRAMEWORK
+    framework = framework_bytes(kind == "cpu")
     needed = memory(facts, work, kind, framework)
     rollouts = train.batch_size * config.rollout.n_samples if inputs.online else 0
     return Plan(
@@ -395,6 +395,11 @@ def _idle_experts(model: PreTrainedModel, text: Any) -> int:
         return 0
     routed = sum(weight.numel() for name, weight in model.named_parameters() if ".experts." in name)
     return int(routed * (1 - chosen / experts))
+
+
+def framework_bytes(on_cpu: bool) -> int:
+    """What Python, torch and their libraries take by themselves."""
+    return own_memory() + RUNNING if on_cpu else CUDA_FRAMEWORK
 
 
 def own_memory() -> int:

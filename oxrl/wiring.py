@@ -31,7 +31,7 @@ from oxrl.inputs import (
 )
 from oxrl.loops.rehearse import advice_on_memory, rehearse
 from oxrl.metrics import JSONLLogger, LiveConsole, Sink, all_of
-from oxrl.models.load import check_tokenizer, load_model, load_tokenizer
+from oxrl.models.load import check_model, check_tokenizer, load_model, load_tokenizer
 from oxrl.models.lora import LoraSettings, attach_lora, save_adapter
 from oxrl.rewards import Reward, judge_reward
 from oxrl.rewards.judge import RUBRIC
@@ -42,11 +42,12 @@ from oxrl.runs import (
     check_writable,
     record_config,
     record_stages,
+    resolve_weights,
     run_folder,
     starting_point,
 )
 from oxrl.trackers import check_trackers, tracked
-from oxrl.types import GenerationConfig, Message, Request, TrainingState
+from oxrl.types import GenerationConfig, Message, ModelConfig, Request, TrainingState
 
 logger = logging.getLogger(__name__)
 
@@ -170,6 +171,16 @@ def _train_locked(prepared: Prepared, track: Sink) -> RunResult:
     checkpoint = best_checkpoint(folder / "checkpoints")
     assert checkpoint is not None, "a finished run has at least its last checkpoint"
     return RunResult(folder, checkpoint, history)
+
+
+def open_model(name: str) -> tuple[Any, Renderer]:
+    """What speaks for a run's folder or a model, and what makes prompts for it."""
+    from oxrl.generators.embedded import EmbeddedGenerator
+
+    place = resolve_weights(name)
+    check_model(ModelConfig(place))
+    tokenizer = load_tokenizer(place)
+    return EmbeddedGenerator(load_model(place, is_trainable=False), tokenizer), Renderer(tokenizer)
 
 
 def seed_everything(seed: int) -> None:

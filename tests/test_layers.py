@@ -21,7 +21,8 @@ LAYERS = [
     {"environment"},
     {"failure"},
     {"inputs"},
-    {"wiring", "plan", "show", "explain", "evaluation", "primitives", "verify", "export", "doctor", "report"},
+    {"wiring", "plan", "show", "explain", "evaluation", "harness", "primitives", "verify", "export", "doctor", "report"},
+    {"trainer"},
     {"cli"},
 ]
 STRANGERS = [

@@ -20,9 +20,10 @@ def chat(
 ) -> None:
     """Talk to a model; an empty line or Ctrl-D ends."""
     from oxrl.types import GenerationConfig, Message
+    from oxrl.wiring import open_model
 
     with mistakes_end_here():
-        speaker, render = _open(model)
+        speaker, render = open_model(model)
     history = [Message("system", system)] if system else []
     for turn in range(1_000_000):
         try:
@@ -58,20 +59,6 @@ class _Typewriter:
             self.shown = text
 
 
-def _open(model: str) -> tuple[Any, Any]:
-    """Generator and renderer of a run's folder or a model."""
-    from oxrl.data.render import Renderer
-    from oxrl.generators.embedded import EmbeddedGenerator
-    from oxrl.models.load import check_model, load_model, load_tokenizer
-    from oxrl.runs import resolve_weights
-    from oxrl.types import ModelConfig
-
-    place = resolve_weights(model)
-    check_model(ModelConfig(place))
-    tokenizer = load_tokenizer(place)
-    return EmbeddedGenerator(load_model(place), tokenizer), Renderer(tokenizer)
-
-
 def generate(
     model: Annotated[str, typer.Argument(help="A run's folder, or any model.")],
     prompt: Annotated[list[str] | None, typer.Option(help="What the user says; can be given several times.")] = None,
@@ -84,10 +71,11 @@ def generate(
 ) -> None:
     """Answer prompts: oxrl generate smollm2-135m --prompt "What is the capital of Peru?" """
     from oxrl.types import GenerationConfig
+    from oxrl.wiring import open_model
 
     with mistakes_end_here():
         conversations = _prompts(prompt or [], data, limit)
-        speaker, render = _open(model)
+        speaker, render = open_model(model)
         ids = [render.prompt(conversation) for conversation in conversations]
     for start in range(0, len(ids), 16):
         part = slice(start, start + 16)

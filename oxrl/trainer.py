@@ -1,0 +1,299 @@
+"""`Trainer(model).train(task=...)`: what is not said is chosen for the machine, the model and the task, and told.
+
+A thin door: it writes a `Config`, and everything behind it is public (`tasks`, `plan_inputs`, `fitting_batch`,
+`prepare_run`, `train_prepared`, `evaluate`, `export_model`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+from oxrl.config import Config, check_config, load_config
+from oxrl.data.prepare import DATASETS, data_dir
+from oxrl.estimate import fitting_batch
+from oxrl.evaluation import Evaluation, evaluate
+from oxrl.export import export_model, push_model
+from oxrl.hardware import Hardware, detect_hardware
+from oxrl.imports import place_of
+from oxrl.inputs import model_config
+from oxrl.logs import set_up_logging
+from oxrl.models.load import check_model, resolve_device
+from oxrl.plan import (
+    Plan,
+    chosen_device,
+    framework_bytes,
+    heaviest_work,
+    lora_of,
+    model_facts,
+    plan_inputs,
+)
+from oxrl.rewards.grade import AnyReward
+from oxrl.runs import resolve_weights
+from oxrl.types import GenerationConfig, Message, ModelConfig
+from oxrl.wiring import Prepared, RunResult, open_model, prepare_run, train_prepared
+
+logger = logging.getLogger(__name__)
+
+LORA_FROM = 7e9  # parameters
+ENOUGH_ON_CPU, MOST_ON_CPU = 1024, 2048  # tokens at once; more of them are no faster there
+NAMES = {
+    "task": "run.task",
+    "algorithm": "train.alg_name",
+    "data": "data.train_files_path",
+    "val": "data.val_files_path",
+    "reward": "reward.reward_func",
+    "steps": "train.train_steps_per_epoch",
+    "epochs": "train.total_number_of_epochs",
+}
+"""Short words for keys, besides the keys' own names."""
+
+Sections: TypeAlias = dict[str, dict[str, Any]]
+Rows: TypeAlias = str | Path | Sequence[Mapping[str, Any]]
+RewardLike: TypeAlias = str | Callable[..., Any] | Mapping[str, float]
+
+
+class Choice(NamedTuple):
+    """`Choice("lora.enabled", True, "the model has 7.6 billion parameters")`: what was chosen for the user, and why."""
+
+    key: str
+    value: Any
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.key} {self.value}: {self.why}"
+
+
+class TrainingResult(NamedTuple):
+    """A finished run: `result.evaluate("gsm8k", limit=100)`, `result.generate("2 + 2?")`, `result.save("model")`."""
+
+    folder: Path
+    best_checkpoint: Path
+    history: list[dict[str, float]]
+    config: Config
+    choices: tuple[Choice, ...]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The last value of each number that was logged."""
+        return {name: value for row in self.history for name, value in row.items()}
+
+    def generate(
+        self, prompts: str | Sequence[str], *, max_new_tokens: int = 256, temperature: float = 0.0, seed: int = 0
+    ) -> list[str]:
+        """What the trained model answers to each prompt."""
+        asked = [prompts] if isinstance(prompts, str) else list(prompts)
+        speaker, render = open_model(str(self.folder))
+        ids = [render.prompt([Message("user", text)]) for text in asked]
+        sampling = GenerationConfig(max_new_tokens, temperature, seed=seed)
+        return [answer.text for answer in speaker.complete(ids, sampling)]
+
+    def evaluate(self, data: Any = None, reward: str | AnyReward | None = None, **rest: Any) -> Evaluation:
+        """`oxrl.evaluate` of the trained model; without `data` on what the run held out, with the run's own reward."""
+        if data is None:
+            data = next(iter(self.config.data.val_files.values()), None)
+            if data is None:
+                raise ValueError("the run held nothing out: name rows to evaluate on, as in result.evaluate('gsm8k')")
+            own = self.config.reward
+            if reward is None and isinstance(own.reward_func, str):
+                reward, rest = own.reward_func, {"params": own.params, **rest}
+        return evaluate(self.folder, data, reward, **rest)
+
+    def save(self, folder: str | Path, **rest: Any) -> Path:
+        """`export_model`: plain weights, tokenizer and a card, for transformers, vLLM and others."""
+        return export_model(str(self.folder), folder, **rest)
+
+    def push(self, repository: str, *, private: bool = True) -> str:
+        """Save into the run's folder, and upload that to the hub; needs HF_TOKEN."""
+        folder = self.folder / "export"
+        return push_model(folder if folder.exists() else self.save(folder), repository, private=private)
+
+
+class Trainer:
+    """`Trainer("smollm2-135m").train(task="math")`, or `.train(algorithm="dpo", data="pairs.jsonl", lr=1e-6)`.
+
+    Keywords are keys of the config, of whichever section (`lr`, `n_samples`, `max_seq_len`), or sections
+    (`rollout={"temperature": 0.7}`, `lora=True`); those given to `train` win over those given here.
+    """
+
+    def __init__(self, model: str | Path, **overrides: Any) -> None:
+        self.model, self.overrides = str(model), overrides
+
+    def train(
+        self,
+        task: str | None = None,
+        *,
+        algorithm: str | None = None,
+        data: Rows | None = None,
+        val: Rows | None = None,
+        reward: RewardLike | None = None,
+        steps: int | None = None,
+        epochs: int | None = None,
+        output: str | Path | None = None,
+        resume: bool = False,
+        **overrides: Any,
+    ) -> TrainingResult:
+        """Check everything, say what was chosen, train, and return what became of it.
+
+        `data` and `val` are files, hub ids, names from `oxrl data list`, or rows; `reward` a name, a function, or
+        several with weights. `resume` goes on with the run in `output`, by the config that lies there.
+        """
+        if not logging.getLogger().handlers:  # a script that did not ask for silence is told what happens
+            set_up_logging()
+        if resume:
+            return self._resume(output, reward)
+        wanted = {"task": task, "algorithm": algorithm, "data": data, "val": val, "reward": reward}
+        prepared, choices = self._prepared(output, {**wanted, "steps": steps, "epochs": epochs, **overrides})
+        for choice in choices:
+            logger.info("%s", choice)
+        return _result(train_prepared(prepared), prepared.config, choices)
+
+    def plan(self, task: str | None = None, *, output: str | Path | None = None, **wanted: Any) -> Plan:
+        """What `train` would do and take, told the same words; no weight is loaded."""
+        prepared, _ = self._prepared(output, {"task": task, **wanted})
+        return plan_inputs(prepared.config, prepared.inputs, prepared.folder, detect_hardware())
+
+    def _resume(self, output: str | Path | None, reward: RewardLike | None) -> TrainingResult:
+        if output is None:
+            raise ValueError("output names the run to resume")
+        if callable(reward):
+            place_of(reward)  # the run's config names it
+        prepared = prepare_run(load_config(Path(output) / "config.yaml"), output, resume=True)
+        return _result(train_prepared(prepared), prepared.config, ())
+
+    def _prepared(self, output: str | Path | None, wanted: Mapping[str, Any]) -> tuple[Prepared, tuple[Choice, ...]]:
+        hardware = detect_hardware()
+        said = {**self.overrides, **{name: value for name, value in wanted.items() if value is not None}}
+        sections = sections_of(said)
+        sections.setdefault("model", {})["name"] = self.model
+        tuning = choose_tuning(sections)
+        for choice in tuning:
+            sections.setdefault("lora", {})["enabled"] = choice.value
+        prepared = prepare_run(check_config(sections), output)
+        fitted, sizes = choose_sizes(prepared, hardware)
+        return fitted, (_where(fitted.config, hardware), *tuning, *sizes)
+
+
+def sections_of(keywords: Mapping[str, Any]) -> Sections:
+    """`sections_of({"lr": 1e-4, "lora": True}) == {"train": {"lr": 1e-4}, "lora": {"enabled": True}}`."""
+    sections: Sections = {}
+    for name, value in keywords.items():
+        for section, key, given in _placed(name, value):
+            sections.setdefault(section, {})[key] = given
+    return sections
+
+
+def _placed(name: str, value: Any) -> list[tuple[str, str, Any]]:
+    """Section, key and value of what one keyword says."""
+    schema = {section: set(field.annotation.model_fields) for section, field in _schema().items()}
+    if name in schema and isinstance(value, Mapping) and (name != "reward" or set(value) <= schema[name]):
+        return [(name, key, each) for key, each in value.items()]
+    if name == "lora" and isinstance(value, bool):
+        return [("lora", "enabled", value)]
+    if name in NAMES:
+        section, _, key = NAMES[name].partition(".")
+        return [_plain(section, key, value)]
+    if name in schema:
+        raise ValueError(f"{name} is a section of the config: give it as {name}={{...}}, not {value!r}")
+    homes = [section for section, keys in schema.items() if name in keys]
+    if len(homes) != 1:
+        raise ValueError(_which(name, homes, {key for keys in schema.values() for key in keys}))
+    return [_plain(homes[0], name, value)]
+
+
+def _schema() -> dict[str, Any]:
+    """Sections that list their keys; those that are open are given whole."""
+    return {name: field for name, field in Config.model_fields.items() if hasattr(field.annotation, "model_fields")}
+
+
+def _which(name: str, homes: Sequence[str], keys: set[str]) -> str:
+    if homes:
+        return f"{name} is a key of {' and '.join(homes)}: say which, as in {homes[0]}={{{name!r}: ...}}"
+    near = get_close_matches(name, [*keys, *NAMES], n=1)
+    return f"no key of the config is called {name}" + (
+        f"; did you mean {near[0]}?" if near else "; docs/configuration.md"
+    )
+
+
+def _plain(section: str, key: str, value: Any) -> tuple[str, str, Any]:
+    """As a config can hold it: functions by their place, rows by a file, prepared datasets by their key."""
+    if isinstance(value, Path):
+        value = str(value)
+    elif key == "reward_func" and callable(value):
+        value = place_of(value)
+    elif key in ("train_files_path", "val_files_path") and isinstance(value, Sequence) and not isinstance(value, str):
+        value = str(_file_of(value))
+    elif key == "train_files_path" and value in DATASETS and not Path(value).exists():
+        key = "dataset"
+    return section, key, value
+
+
+def _file_of(rows: Sequence[Mapping[str, Any]]) -> Path:
+    """Rows given in Python are written down, by what they say: a run can be repeated only from what is there."""
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    file = data_dir() / "given" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.jsonl"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def choose_tuning(sections: Sections) -> tuple[Choice, ...]:
+    """All weights, or LoRA for large models; by the parameters that the model's own config leads to."""
+    if "enabled" in sections.get("lora", {}):
+        return ()
+    model = ModelConfig(resolve_weights(str(sections["model"]["name"])), device="cpu")
+    check_model(model)
+    parameters = model_facts(model).parameters
+    size = f"{parameters / 1e9:.1f} billion" if parameters >= 1e9 else f"{parameters / 1e6:.0f} million"
+    large = parameters >= LORA_FROM
+    why = f"the model has {size} parameters, and LoRA is the choice from {LORA_FROM / 1e9:.0f} billion up"
+    return (Choice("lora.enabled", large, why),)
+
+
+def choose_sizes(prepared: Prepared, hardware: Hardware) -> tuple[Prepared, tuple[Choice, ...]]:
+    """Micro-batch, checkpointing and slots that fit the device by estimate; what the user set stays as it is."""
+    config, inputs = prepared.config, prepared.inputs
+    device = chosen_device(resolve_device(config.model.device), hardware)
+    facts = model_facts(model_config(config), lora_of(config))
+    work = heaviest_work(config, inputs, facts)
+    on_cpu = device.place == "cpu"
+    fit = fitting_batch(
+        facts,
+        device.free,
+        longest=work.longest,
+        kind="cpu" if on_cpu else "cuda",
+        framework=framework_bytes(on_cpu),
+        others=work.others,
+        answers=config.rollout.max_tokens if inputs.online else 0,
+        slots=config.rollout.slots,
+        **({"enough_tokens": ENOUGH_ON_CPU, "most_tokens": MOST_ON_CPU} if on_cpu else {}),
+    )
+    wanted = [("model", "gradient_checkpointing"), ("train", "micro_batch_tokens"), ("rollout", "slots")]
+    chosen = [
+        Choice(f"{section}.{key}", getattr(fit, key), why)
+        for (section, key), why in zip(wanted, fit.reasons, strict=False)
+        if key not in getattr(config, section).model_fields_set
+    ]
+    if not fit.fits and len(chosen) == len(fit.reasons):
+        raise ValueError(f"{config.model.name} does not fit on {device.place}: {fit.reasons[1]}")
+    for section, key in (choice.key.split(".") for choice in chosen):
+        config = config.model_copy(
+            update={section: getattr(config, section).model_copy(update={key: getattr(fit, key)})}
+        )
+    return prepared._replace(config=config, inputs=inputs._replace(config=config)), tuple(chosen)
+
+
+def _where(config: Config, hardware: Hardware) -> Choice:
+    device = chosen_device(resolve_device(config.model.device), hardware)
+    others = len(hardware.gpus) - 1
+    why = f"{device.name or 'the processor'} with {device.free / 2**30:.0f} GiB free"
+    return Choice("model.device", device.place, why + (f"; {others} more GPUs stay unused" if others > 0 else ""))
+
+
+def _result(run: RunResult, config: Config, choices: Sequence[Choice]) -> TrainingResult:
+    return TrainingResult(run.folder, run.checkpoint, run.history, config, tuple(choices))

@@ -1,0 +1,150 @@
+"""`Trainer`: what it chooses, what it can be told, and what it gives back."""
+
+import json
+
+import pytest
+
+from oxrl import Trainer
+from oxrl.config import load_config
+from oxrl.imports import import_object, place_of
+from oxrl.metrics import read_metrics
+from oxrl.trainer import sections_of
+from tests.rows import sums
+
+PAIRS = [{"prompt": f"{i}?", "chosen": f"yes {i}", "rejected": f"no {i}"} for i in range(8)]
+QUESTIONS = [{"prompt": f"{i} + 1?", "answer": str(i + 1)} for i in range(8)]
+SMALL = {"n_samples": 2, "max_tokens": 4, "train_batch_size_per_gpu": 2}
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def wordy(rollout):
+    return float(len(rollout.tokens))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "rows", "more"),
+    [
+        ("sft", sums(8), {}),
+        ("dpo", PAIRS, {}),
+        ("rm", PAIRS, {}),
+        ("grpo", QUESTIONS, {**SMALL, "reward": wordy}),
+        ("ppo", QUESTIONS, {**SMALL, "reward": "contains"}),
+    ],
+)
+def test_it_reaches_supervised_preference_and_reinforcement_learning(algorithm, rows, more):
+    result = Trainer("tiny", lr=1e-3).train(algorithm=algorithm, data=rows, steps=2, output="run", **more)
+    assert [row["step"] for row in result.history] == [1, 2]
+    assert (result.best_checkpoint / "model.safetensors").exists()
+    recorded = load_config("run/config.yaml")
+    assert recorded == result.config and recorded.train.alg_name == algorithm and recorded.train.lr == 1e-3
+
+
+def test_it_says_what_it_chose_and_why_and_the_run_has_it():
+    result = Trainer("tiny").train(algorithm="sft", data=sums(8), steps=1)
+    chosen = {choice.key: choice for choice in result.choices}
+    assert chosen.keys() == {"model.device", "lora.enabled", "model.gradient_checkpointing", "train.micro_batch_tokens"}
+    assert chosen["lora.enabled"].value is False and "million parameters" in chosen["lora.enabled"].why
+    assert result.config.train.micro_batch_tokens == chosen["train.micro_batch_tokens"].value
+
+
+def test_what_the_user_says_is_not_chosen():
+    result = Trainer("tiny", micro_batch_tokens=333, lora={"r": 4, "enabled": True}).train(
+        algorithm="sft", data=sums(8), steps=1, gradient_checkpointing=True
+    )
+    assert [choice.key for choice in result.choices] == ["model.device"]
+    config = result.config
+    assert (config.train.micro_batch_tokens, config.model.gradient_checkpointing) == (333, True)
+    assert (config.lora.enabled, config.lora.r) == (True, 4)
+
+
+def test_a_large_model_gets_an_adapter_told_from_its_config_and_not_from_its_name(tmp_path):
+    from transformers import LlamaConfig
+
+    from oxrl.models.load import load_tokenizer
+
+    folder = tmp_path / "small-1b"
+    LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+        vocab_size=128256, architectures=["LlamaForCausalLM"], tie_word_embeddings=False,
+    ).save_pretrained(folder)  # fmt: skip
+    load_tokenizer("tiny").save_pretrained(folder)
+    (folder / "model.safetensors").touch()
+    with pytest.raises(ValueError, match="does not fit on cpu") as told:
+        Trainer(folder).plan(algorithm="sft", data=sums(8), lora=False)
+    assert "use LoRA" in str(told.value)
+    frugal = {"dtype": "bfloat16", "micro_batch_tokens": 256, "gradient_checkpointing": True}
+    plan = Trainer(folder).plan(algorithm="sft", data=sums(8), **frugal)
+    assert "LoRA" in plan.tuning and plan.facts.parameters == pytest.approx(8.03e9, rel=0.01)
+
+
+def test_the_result_speaks_is_graded_and_saved():
+    result = Trainer("tiny").train(
+        algorithm="grpo", data=QUESTIONS, val=QUESTIONS[:4], reward="contains", steps=1, output="run", **SMALL
+    )
+    assert len(result.generate(["1 + 1?", "hello"], max_new_tokens=4)) == 2
+    marks = result.evaluate(max_tokens=4).to_dict()
+    assert json.dumps(marks) and result.metrics["eval_reward"] >= 0
+    assert (result.save("model") / "model.safetensors").exists()
+    with pytest.raises(ValueError, match="HF_TOKEN"):
+        result.push("someone/model")
+
+
+def test_a_run_goes_on_in_its_folder():
+    first = Trainer("tiny").train(algorithm="sft", data=sums(16), output="run", epochs=1)
+    assert len(first.history) == 2
+    (first.folder / "config.yaml").write_text(
+        (first.folder / "config.yaml").read_text().replace("total_number_of_epochs: 1", "total_number_of_epochs: 2")
+    )
+    Trainer("tiny").train(output="run", resume=True)
+    assert [row["step"] for row in read_metrics(first.folder / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def test_a_task_brings_data_reward_and_algorithm_and_each_can_be_replaced():
+    result = Trainer("tiny").train(task="math", data=QUESTIONS, steps=1, **SMALL)
+    assert (result.config.train.alg_name, result.config.reward.reward_func) == ("sgrpo", "gsm8k_reward_func")
+    assert result.config.train.train_batch_size_per_gpu == 2
+    with pytest.raises(ValueError, match="the task vision is not there yet"):
+        Trainer("tiny").train(task="vision")
+
+
+def test_keywords_find_their_section():
+    assert sections_of({"lr": 1e-4, "lora": True}) == {"train": {"lr": 1e-4}, "lora": {"enabled": True}}
+    assert sections_of({"reward": {"contains": 1.0}}) == {"reward": {"reward_func": {"contains": 1.0}}}
+    assert sections_of({"reward": {"clamp": [0, 1]}}) == {"reward": {"clamp": [0, 1]}}
+    assert sections_of({"data": "gsm8k"}) == {"data": {"dataset": "gsm8k"}}
+    assert sections_of({"rollout": {"lag": 1}, "n_samples": 4}) == {"rollout": {"lag": 1, "n_samples": 4}}
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"lrr": 1}, "no key of the config is called lrr; did you mean lr?"),
+        ({"rollout": 3}, "rollout is a section"),
+        ({"lr": "fast"}, "train.lr"),
+        ({"algorithm": "dppo"}, "did you mean"),
+        ({"data": "nowhere.jsonl"}, "nowhere.jsonl"),
+    ],
+)
+def test_wrong_words_are_answered_before_a_weight_is_loaded(keywords, message):
+    with pytest.raises(ValueError, match=message):
+        Trainer("tiny").train(**{"algorithm": "sft", "data": sums(4), **keywords})
+
+
+def test_a_function_of_a_script_is_known_while_the_process_lives():
+    def local(rollout):
+        return 1.0
+
+    assert import_object(place_of(local)) is local
+    assert place_of(sums) == "tests.rows:sums"
+    with pytest.raises(ValueError, match=r"put it into a file and name it FILE\.py:forgotten"):
+        import_object("live:forgotten")
+
+
+def test_the_same_words_plan_and_train():
+    trainer = Trainer("tiny")
+    plan = trainer.plan(algorithm="sft", data=sums(8), steps=3)
+    assert plan.steps == 3 and plan.fits and plan.rows.items == 8
