@@ -40,14 +40,12 @@ def config_show(file: File, set_: Set = None, json_: Json = False) -> None:
 def _told(stage: Stage) -> list[str]:
     """What is settled later, and what has no effect."""
     from oxrl.config.checks import contradictions, remarks
-    from oxrl.inputs import chosen_algorithm, default_reward
+    from oxrl.inputs import default_reward, lacks_reward
 
-    config = stage.config
-    online, found = chosen_algorithm(config).online, default_reward(config)
-    open_ = online is not None and online.graded_by == "reward" and config.reward == type(config.reward)()
-    settled = []
-    if open_:
-        settled = [f"reward: {found[0]}, {found[1]}" if found else "reward: told from the rows when they are read"]
+    config, settled = stage.config, []
+    if lacks_reward(config):
+        found = default_reward(config)
+        settled = [f"reward: {', '.join(found)}" if found else "reward: told from the rows when they are read"]
     return [*settled, *remarks(config), *(f"error: {each}" for each in contradictions(config))]
 
 
