@@ -116,16 +116,21 @@ def _announce_algorithm(config: Config, samples: Sequence[Sample]) -> None:
 
 def settle_reward(config: Config, samples: Sequence[Sample]) -> Config:
     """The same config with a reward, where it names none: the dataset's own, the task's, or what the rows tell."""
-    reward, online = config.reward, chosen_algorithm(config).online
-    named = reward.reward_func, reward.model, reward.judge
-    if online is None or online.graded_by != "reward" or any(each is not None for each in named):
+    if not lacks_reward(config):
         return config
     found = default_reward(config) or _reward_of_rows(samples)
     if found is None:
         return config  # `check_reward` says what is missing
     name, why = found
     logger.info("reward: %s, %s; to change it: --reward NAME, or reward.reward_func", name, why)
-    return config.model_copy(update={"reward": reward.model_copy(update={"reward_func": name})})
+    return config.model_copy(update={"reward": config.reward.model_copy(update={"reward_func": name})})
+
+
+def lacks_reward(config: Config) -> bool:
+    """Whether the algorithm learns from a reward and the config names none."""
+    online, reward = chosen_algorithm(config).online, config.reward
+    named = reward.reward_func, reward.model, reward.judge
+    return online is not None and online.graded_by == "reward" and all(each is None for each in named)
 
 
 def default_reward(config: Config) -> tuple[str, str] | None:

@@ -11,7 +11,7 @@ import typer
 from oxrl.cli.base import Json, mistakes_end_here
 
 if TYPE_CHECKING:
-    from oxrl.config import Stage
+    from oxrl.config import Config
 
 app = typer.Typer(no_args_is_help=True, help="Look at a config before training with it.")
 
@@ -27,29 +27,26 @@ def config_show(file: File, set_: Set = None, json_: Json = False) -> None:
         from oxrl.config.reference import as_lines
 
         stages = trace_stages(file, set_ or [])
+        told = {name: _told(stage.config) for name, stage in stages.items()}
     if json_:
         dumped = {name: stage.config.model_dump(mode="json") for name, stage in stages.items()}
         typer.echo(json.dumps(dumped.get("", dumped)))
         return
     for name, stage in stages.items():
         lines = "\n".join(as_lines(stage.config, stage.origins)).splitlines()
-        lines += ["", *(f"# {each}" for each in _told(stage))]
+        lines += ["", *(f"# {each}" for each in told[name])]
         typer.echo("\n".join([f"{name}:", *(f"  {line}" if line else "" for line in lines)] if name else lines).strip())
 
 
-def _told(stage: Stage) -> list[str]:
+def _told(config: Config) -> list[str]:
     """What is settled later, and what has no effect."""
     from oxrl.config.checks import contradictions, remarks
-    from oxrl.inputs import chosen_algorithm, default_reward
+    from oxrl.inputs import default_reward, lacks_reward
 
-    config = stage.config
-    online, found = chosen_algorithm(config).online, default_reward(config)
-    open_ = (
-        online is not None and online.graded_by == "reward" and config.reward == type(config.reward).model_validate({})
-    )
     settled = []
-    if open_:
-        settled = [f"reward: {found[0]}, {found[1]}" if found else "reward: told from the rows when they are read"]
+    if lacks_reward(config):
+        found = default_reward(config)
+        settled = [f"reward: {', '.join(found)}" if found else "reward: told from the rows when they are read"]
     return [*settled, *remarks(config), *(f"error: {each}" for each in contradictions(config))]
 
 
@@ -76,11 +73,11 @@ def _mistakes(file: Path, overrides: list[str]) -> tuple[list[str], list[str]]:
 
     try:
         stages = load_stages(file, overrides).items()
+        marked = [(f"{name}: " if name else "", config) for name, config in stages]
+        mistakes = [f"{mark}{each}" for mark, config in marked for each in contradictions(config)]
+        return mistakes, [f"{mark}{each}" for mark, config in marked for each in remarks(config)]
     except ValueError as mistake:
         return str(mistake).splitlines(), []
-    marked = [(f"{name}: " if name else "", config) for name, config in stages]
-    mistakes = [f"{mark}{each}" for mark, config in marked for each in contradictions(config)]
-    return mistakes, [f"{mark}{each}" for mark, config in marked for each in remarks(config)]
 
 
 @app.command("diff")
