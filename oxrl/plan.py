@@ -115,13 +115,15 @@ def plan_run(config: Config, output: str | Path | None = None) -> Plan:
     return plan_inputs(config, inputs, run_folder(config, output), detect_hardware())
 
 
-def plan_inputs(config: Config, inputs: Inputs, folder: Path, hardware: Hardware) -> Plan:
+def plan_inputs(config: Config, inputs: Inputs, folder: Path, hardware: Hardware, framework: int | None = None) -> Plan:
+    """`framework`: bytes that libraries take, default what they take in this process."""
     algorithm, train = chosen_algorithm(config), config.train
     device = chosen_device(resolve_device(config.model.device), hardware)
     kind: Kind = "cpu" if device.place == "cpu" else "cuda"
     facts = model_facts(model_config(config), lora_of(config))
     work = heaviest_work(config, inputs, facts)
-    framework = framework_bytes(kind == "cpu")
+    if framework is None:
+        framework = framework_bytes(kind == "cpu")
     needed = memory(facts, work, kind, framework)
     rollouts = train.batch_size * config.rollout.n_samples if inputs.online else 0
     return Plan(
