@@ -22,6 +22,7 @@ _HOMES = {
     "oxrl.checkpoint": "best_checkpoint latest_checkpoint load_checkpoint save_checkpoint",
     "oxrl.config": "Config ConfigError load_config",
     "oxrl.data.buffer": "DataBuffer MixedBuffer",
+    "oxrl.data.prepare": "prepare",
     "oxrl.data.render": "Renderer compute_loss_mask tokenize_conversation",
     "oxrl.data.sources": "load_samples",
     "oxrl.generators.embedded": "EmbeddedGenerator",
