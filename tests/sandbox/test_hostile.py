@@ -15,7 +15,7 @@ ADDS = sandbox.Tests(("assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'"), 
 def test_no_hostile_program_passes_a_test_or_does_harm_and_the_next_is_graded(isolation):
     if isolation.kind == sandbox.available().kind:
         pytest.skip("the tests of code_reward_func show it for the best kind")
-    limits = sandbox.Limits(seconds=3.0, cpu_seconds=1.0)
+    limits = sandbox.Limits(seconds=6.0, cpu_seconds=1.0)
     with ThreadPoolExecutor(4) as pool:
         trials = pool.map(lambda program: sandbox.run_tests([program], ADDS, isolation, limits), HOSTILE.values())
         passed = {name: trial.passed for name, trial in zip(HOSTILE, trials, strict=True) if trial.passed}
