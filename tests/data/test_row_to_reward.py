@@ -92,11 +92,20 @@ def wrong_of(sample: Sample, right: str) -> str:
     return wrong_answers(right, ["x^2 + 1", r"\frac{7}{9}"])[0]
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.dataset == "gsm8k"], indirect=True, ids=case_name)
-def test_worked_solutions_of_gsm8k_earn_the_full_reward_in_its_strict_variant_too(case):
+WORKED = {  # what a row says of its answer besides the answer that was taken from it
+    "gsm8k": lambda metadata: metadata["solution"],
+    "math": lambda metadata: metadata["solution"],
+    "math_hard": lambda metadata: metadata["solution"],
+    "svamp": lambda metadata: f"#### {eval(metadata['Equation']):.12g}",
+}
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.dataset in WORKED], indirect=True, ids=case_name)
+def test_the_answer_of_a_row_is_what_its_worked_solution_comes_to(case):
     samples = samples_of(case)
-    worked = [(sample, sample.metadata["solution"]) for sample in samples]
-    assert graded("gsm8k_reward_func", worked, strict=True) == [1.0] * len(samples)
+    worked = [(sample, WORKED[case.dataset](sample.metadata)) for sample in samples]
+    strictly = graded(str(DATASETS[case.dataset].reward), worked, strict=True)
+    assert [each for each, earned in zip(worked, strictly, strict=True) if earned != 1.0] == []
 
 
 def test_every_dataset_that_names_a_reward_is_graded_here():
