@@ -23,6 +23,7 @@ _HOMES = {
     "oxrl.config": "Config ConfigError load_config",
     "oxrl.evaluation": "Evaluation evaluate",
     "oxrl.data.buffer": "DataBuffer MixedBuffer",
+    "oxrl.data.prepare": "prepare",
     "oxrl.data.render": "Renderer compute_loss_mask tokenize_conversation",
     "oxrl.data.sources": "load_samples",
     "oxrl.export": "export_model merge_run push_model",

@@ -24,6 +24,9 @@ Rows: TypeAlias = Iterable[Mapping[str, Any]]
 Source: TypeAlias = str | os.PathLike[str] | Rows | Mapping[str, Rows]
 """A path, a hub id (`"owner/name"` or `"owner/name:subset"`), rows in memory, or such rows by split."""
 
+_PERHAPS_HALF = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
+_HALF = re.compile("[\ud800-\udfff]")
+
 
 class Loaded(NamedTuple):
     """`Loaded([Sample(...), ...], "alpaca", [("train.jsonl:7", "output is a number, ...")])`."""
@@ -111,6 +114,16 @@ def _raw_row(where: str, value: Any) -> RawRow:
     return RawRow(where, {}, f"a row must be an object with named columns, this is a {type(value).__name__}")
 
 
+def _json_rows(named: Iterable[tuple[str, Any]], content: bytes) -> Iterator[RawRow]:
+    """JSON can write half of a character, which nothing behind this can; a look at the text spares most rows."""
+    suspect = _PERHAPS_HALF.search(content) is not None
+    for where, value in named:
+        if suspect and _HALF.search(json.dumps(value, ensure_ascii=False)):
+            yield RawRow(where, {}, "it holds half of a character (a lone surrogate); repair the encoding of the data")
+        else:
+            yield _raw_row(where, value)
+
+
 def _open(path: Path) -> IO[bytes] | gzip.GzipFile:
     return gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb")
 
@@ -124,7 +137,7 @@ def _read_jsonl(path: Path) -> Iterator[RawRow]:
 
 def _parse_line(where: str, line: bytes) -> RawRow:
     try:
-        return _raw_row(where, json.loads(line))
+        return next(_json_rows([(where, json.loads(line))], line))
     except UnicodeDecodeError:
         return RawRow(where, {}, "the line is not UTF-8")
     except json.JSONDecodeError as problem:
@@ -145,12 +158,12 @@ def _read_json(path: Path) -> Iterator[RawRow]:
         ) from None
     if not isinstance(rows, list):
         raise ValueError(f"{path} must hold a list of objects, it holds a {type(rows).__name__}")
-    yield from _number(path.name, rows)
+    yield from _json_rows(((f"{path.name}:{number}", row) for number, row in enumerate(rows, 1)), content)
 
 
 def _read_csv(path: Path) -> Iterator[RawRow]:
     with _open(path) as file:
-        lines = (line.decode("utf-8-sig" if number == 0 else "utf-8") for number, line in enumerate(file))
+        lines = (_decoded(path, number, line) for number, line in enumerate(file, 1))
         cells = csv.reader(lines, strict=True)
         start = 1
         try:
@@ -166,6 +179,13 @@ def _read_csv(path: Path) -> Iterator[RawRow]:
             raise ValueError(
                 f"{path.name}:{start} cannot be read as CSV ({problem}); mend it, or save the rows as JSONL or Parquet"
             ) from None
+
+
+def _decoded(path: Path, number: int, line: bytes) -> str:
+    try:
+        return line.decode("utf-8-sig" if number == 1 else "utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path.name}:{number} is not UTF-8; save {path} as UTF-8") from None
 
 
 def _csv_row(where: str, header: list[str], row: list[str]) -> RawRow:
@@ -226,8 +246,9 @@ def _read_file(path: Path, reader: Reader) -> Iterator[RawRow]:
         yield from reader(path)
     except (EOFError, gzip.BadGzipFile, zlib.error) as problem:
         raise ValueError(f"{path} is damaged or not gzip at all ({problem})") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is not UTF-8; save it as UTF-8") from None
+    except UnicodeDecodeError as problem:
+        line = problem.object.count(b"\n", 0, problem.start) + 1
+        raise ValueError(f"{path.name}:{line} is not UTF-8; save {path} as UTF-8") from None
 
 
 def is_hub_id(source: str) -> bool:

@@ -32,13 +32,16 @@ def reasoning_gym_samples(task: str, size: int = 500, seed: int = 0, **config: A
 
 
 @reads("metadata.reasoning_gym_task", "metadata.reasoning_gym_entry")
-def reasoning_gym_score(rollout: Rollout) -> float:
-    """What the task's own scorer says of the answer, from 0 to 1; for samples of `reasoning_gym_samples`."""
+def reasoning_gym_score(rollout: Rollout, *, partial: bool = True) -> float:
+    """What the task's own scorer says of the answer, from 0 to 1; without `partial` only a full 1 counts.
+
+    For samples of `reasoning_gym_samples`. Many scorers pay in part for any text that has the answer in it.
+    """
     metadata = rollout.sample.metadata
     if "reasoning_gym_task" not in metadata or "reasoning_gym_entry" not in metadata:
         raise ValueError(f"sample {rollout.sample.id} was not made by reasoning_gym_samples: its task is not known")
     score: float = _scorer(metadata["reasoning_gym_task"])(answer_text(rollout), metadata["reasoning_gym_entry"])
-    return score
+    return score if partial or score >= 1 else 0.0
 
 
 @lru_cache(maxsize=64)

@@ -28,8 +28,13 @@ PaysFor: TypeAlias = Literal["answer", "form", "opinion"]
 Ways: TypeAlias = Mapping[str, Sequence[tuple[Sample, str]]]
 """Form -> a completion for each row; a form without a name is the text as it is."""
 
+COLUMNS = (
+    "reward", "rows", "right answers paid in full", "in the forms", "wrong answers", "other cheats that earn",
+    "strict and lenient differ", "same twice", "verdict",
+)  # fmt: skip
 THRESHOLD = 0.05
-LONG = 1_000_000
+LONG = ("a million characters", 1_000_000)
+LONG_FOR_A_MODEL = ("ten thousand characters", 10_000)  # every one of which a model has to read
 
 FORMS: Mapping[str, Callable[[str], str]] = {
     "bare": "{}".format,
@@ -38,6 +43,10 @@ FORMS: Mapping[str, Callable[[str], str]] = {
     "boxed": "We work it out step by step, so it is $\\boxed{{{}}}$.".format,
     "tags": "<think>\nWe work it out.\n</think>\n<answer>\n{}\n</answer>".format,
     "boxed in tags": "<think>\nWe work it out.\n</think>\n<answer>\n\\boxed{{{}}}\n</answer>".format,
+}
+PROGRAM_FORMS: Mapping[str, Callable[[str], str]] = {
+    "bare": "{}".format,
+    "as code": "Here it is:\n```python\n{}\n```".format,
 }
 _LETTER = re.compile(r"\W*([A-E])(?:\W*|\W{1,3}\s.*)", re.DOTALL)
 
@@ -89,14 +98,25 @@ class TrialReport(NamedTuple):
         return max(self.right, key=lambda probe: (probe.in_full, probe.earns))
 
     def row(self) -> str:
-        """One line of a Markdown table: all that does not depend on the machine."""
+        """One line of a Markdown table (`COLUMNS`): all that does not depend on the machine."""
         paid = ", ".join(probe.name for probe in self.right if probe.in_full == 1.0) or "none"
-        earning = [probe for probe in self.cheats if probe.earns > 0]
-        cheats = ", ".join(f"{probe.name} {probe.earns:.1%}" for probe in earning) or "nothing"
-        if not self.problems and any(probe.earns > self.threshold for probe in earning):
+        wrong, *others = self.cheats
+        cheats = ", ".join(f"{each.name} {each.earns:.1%}" for each in others if each.earns > 0) or "nothing"
+        if not self.problems and any(probe.earns > self.threshold for probe in self.cheats):
             cheats = "anything inside its form, by design"
-        verdict = "passes" if not self.problems else "**fails**"
-        return f"| `{self.reward}` | {self.rows} | {self.best.in_full:.0%} | {paid} | {cheats} | {verdict} |"
+        differ = ", ".join(f"{form} {share:.0%}" for form, share in self.disagreement.items() if share) or "never"
+        cells = [
+            f"`{self.reward}`",
+            str(self.rows),
+            f"{self.best.in_full:.0%}",
+            paid,
+            f"{wrong.earns:.1%}",
+            cheats,
+            differ if self.disagreement else "-",
+            "yes" if not self.changed else "no",
+            "passes" if not self.problems else "**fails**",
+        ]
+        return f"| {' | '.join(cells)} |"
 
     def __str__(self) -> str:
         lines = [
@@ -138,14 +158,34 @@ def try_reward(
     """
     if not samples:
         raise ValueError("a reward is tried on rows, and there are none")
-    if lacking := [sample.id for sample in samples if not (sample.answer or "").strip()]:
-        raise ValueError(f"a reward is tried on rows that have an `answer`; {lacking[0]} has none")
+    if lacking := [sample.id for sample in samples if not _reference(sample).strip()]:
+        raise ValueError(f"a reward is tried on rows that have an `answer` or `solution`; {lacking[0]} has neither")
     check_samples(reward, samples)
-    finals = [final_answer(sample.answer or "") for sample in samples]
-    pool = list(dict.fromkeys(finals))
-    cases = [Case(sample, right, wrong_answers(right, pool)) for sample, right in zip(samples, finals, strict=True)]
+    cases = cases_of(samples)
     trial = _Trial(as_reward(reward), time_limit, workers)
     return run_blocking(partial(_try, trial, cases, pays_for, None if other is None else as_reward(other), threshold))
+
+
+def cases_of(samples: Sequence[Sample]) -> list[Case]:
+    """With what is right and what is wrong about each; where there are tests, both are programs."""
+    finals = [_reference(sample) if _is_program(sample) else final_answer(_reference(sample)) for sample in samples]
+    pool = list(dict.fromkeys(finals))
+    return [
+        Case(sample, right, wrong_programs(right, name) if (name := _function(sample)) else wrong_answers(right, pool))
+        for sample, right in zip(samples, finals, strict=True)
+    ]
+
+
+def _reference(sample: Sample) -> str:
+    return sample.answer or str(sample.metadata.get("solution") or "")
+
+
+def _is_program(sample: Sample) -> bool:
+    return bool(sample.metadata.get("tests"))
+
+
+def _function(sample: Sample) -> str:
+    return str(sample.metadata.get("entry_point") or "") if _is_program(sample) else ""
 
 
 def final_answer(answer: str) -> str:
@@ -164,6 +204,11 @@ def wrong_answers(right: str, pool: Sequence[str]) -> tuple[str, ...]:
         return tuple(letter for letter in "CABD" if letter != right)
     others = [other for other in pool if plain(other) != plain(right)][:4]
     return (*others, *(f"{right}{letter}" for letter in "xyzw"))[:4]
+
+
+def wrong_programs(right: str, name: str) -> tuple[str, ...]:
+    """Those that look like the right one but for what the function returns in the end."""
+    return tuple(f"{right}\n\n\ndef {name}(*_, **__):\n    return {word!r}" for word in ("no", "none", "nor", "not"))
 
 
 class _Trial:
@@ -208,9 +253,10 @@ async def _try(
     full = max((value for scores in values.values() for value in scores if value is not None), default=0.0)
     unit = 1.0 if pays_for == "opinion" or full <= 0 else full
     right = tuple(_probe(form, form, scores, unit, full) for form, scores in values.items())
-    paid = {form: FORMS[form] for form in FORMS if max(0.0, *_known(values[form])) > threshold * unit}
+    forms = _forms(cases)
+    paid = {form: forms[form] for form in forms if max(0.0, *_known(values[form])) > threshold * unit}
     again = {form: await trial.scores(completions) for form, completions in written.items()}
-    tried = cheats_of(cases, paid or FORMS)
+    tried = cheats_of(cases, paid or forms, LONG_FOR_A_MODEL if pays_for == "opinion" else LONG)
     if pays_for == "form":
         tried = {name: _outside_forms(ways) for name, ways in tried.items()}
     cheats = [await _worst(trial, name, ways, unit, full) for name, ways in tried.items()]
@@ -237,11 +283,15 @@ async def _try(
     return report._replace(problems=tuple(_problems(report, pays_for)))
 
 
+def _forms(cases: Sequence[Case]) -> Mapping[str, Callable[[str], str]]:
+    return PROGRAM_FORMS if all(_is_program(case.sample) for case in cases) else FORMS
+
+
 def right_forms(cases: Sequence[Case]) -> dict[str, list[tuple[Sample, str]]]:
     """The right answer of each row, in each form that all rows can take."""
-    forms = {name: [(case.sample, form(case.right)) for case in cases] for name, form in FORMS.items()}
-    if any(case.right != case.sample.answer for case in cases):
-        forms["as in the file"] = [(case.sample, case.sample.answer or "") for case in cases]
+    forms = {name: [(case.sample, form(case.right)) for case in cases] for name, form in _forms(cases).items()}
+    if any(case.right != _reference(case.sample) for case in cases):
+        forms["as in the file"] = [(case.sample, _reference(case.sample)) for case in cases]
     numbers = [rational(plain(case.right)) for case in cases]
     whole = [int(number) for number in numbers if number is not None and number.denominator == 1]
     if len(whole) == len(cases):
@@ -251,8 +301,6 @@ def right_forms(cases: Sequence[Case]) -> dict[str, list[tuple[Sample, str]]]:
         forms["as an amount"] = [
             (case.sample, f"The answer is **${n:,}.00**.") for case, n in zip(cases, whole, strict=True)
         ]
-    if all("\n" in case.right for case in cases):
-        forms["as code"] = [(case.sample, f"```python\n{case.right}\n```") for case in cases]
     return forms
 
 
@@ -261,11 +309,15 @@ def _outside_forms(ways: Ways) -> Ways:
     return {form: texts for form, texts in ways.items() if form not in FORMS} or ways
 
 
-def cheats_of(cases: Sequence[Case], forms: Mapping[str, Callable[[str], str]]) -> dict[str, Ways]:
+def cheats_of(
+    cases: Sequence[Case], forms: Mapping[str, Callable[[str], str]], long: tuple[str, int]
+) -> dict[str, Ways]:
     """Cheat -> form -> a completion for each row."""
 
     def in_each(payload: Callable[[Case], str], some: Sequence[Case] = cases) -> Ways:
         return {name: [(case.sample, form(payload(case))) for case in some] for name, form in forms.items()}
+
+    long_name, length = long
 
     def in_turn(form: Callable[[str], str]) -> list[tuple[Sample, str]]:
         return [(case.sample, "\n".join(form(each) for each in _listed(case))) for case in cases]
@@ -281,15 +333,15 @@ def cheats_of(cases: Sequence[Case], forms: Mapping[str, Callable[[str], str]]) 
         "each answer in turn": {name: in_turn(form) for name, form in forms.items()},
         "denied": in_each(lambda case: f"not {case.right}"),
         "denied behind a wrong one": in_each(lambda case: f"{case.wrong[0]}, not {case.right}"),
-        "a million characters": {
-            "letters": [(case.sample, _repeated("x")) for case in cases[:1]],
-            **in_each(lambda case: _repeated(f"{case.wrong[0]} "), cases[:1]),
+        long_name: {
+            "letters": [(case.sample, _repeated("x", length)) for case in cases[:1]],
+            **in_each(lambda case: _repeated(f"{case.wrong[0]} ", length), cases[:1]),
         },
     }
 
 
-def _repeated(text: str) -> str:
-    return text * (LONG // len(text))
+def _repeated(text: str, length: int) -> str:
+    return text * (length // len(text))
 
 
 def _prompt(case: Case) -> str:

@@ -87,10 +87,11 @@ def drop_capabilities() -> None:
 
 
 def limit_resources(limits: Mapping[str, int]) -> None:
+    is_first = os.getpid() == 1  # of its namespace: such a process gets SIGKILL, and no signal that it does not handle
     for name, most in {"CORE": 0, "NPROC": 0, "MEMLOCK": 0, "MSGQUEUE": 0, **limits}.items():
         kind = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(kind)[1]
-        last = most + 1 if name == "CPU" else most  # SIGXCPU, which says why, a second before SIGKILL
+        last = most + 1 if name == "CPU" and not is_first else most  # SIGXCPU, which says why, a second before SIGKILL
         last = last if hard == resource.RLIM_INFINITY else min(last, hard)
         resource.setrlimit(kind, (min(most, last), last))
 

@@ -31,7 +31,7 @@ def loads(text: str | bytes) -> Any:
     """Raises a ValueError for anything that `dumps` does not write."""
     try:
         return _decode(json.loads(text), 0)
-    except (TypeError, OverflowError, RecursionError) as error:
+    except (TypeError, KeyError, OverflowError, RecursionError) as error:
         raise ValueError(f"no literal: {type(error).__name__}") from None
 
 
@@ -50,6 +50,9 @@ def _encode(value: Any, depth: int) -> Any:
             return [tag, [_encode(item, depth + 1) for item in _items(value)]]
     if isinstance(value, dict):
         return ["dict", [[_encode(key, depth + 1), _encode(item, depth + 1)] for key, item in value.items()]]
+    for name, kind in _TYPES.items():
+        if value is kind:
+            return ["type", name]
     raise CannotTravelError(type(value).__name__)
 
 
@@ -70,6 +73,8 @@ def _decode(coded: Any, depth: int) -> Any:
     tag, content = coded
     if tag == "dict":
         return {_decode(key, depth + 1): _decode(item, depth + 1) for key, item in content}
+    if tag == "type":
+        return _TYPES[content]
     if tag in _TO_SCALAR:
         return _TO_SCALAR[tag](content)
     if tag in _TO_CONTAINER and isinstance(content, list):
@@ -107,4 +112,5 @@ _CONTAINERS: tuple[tuple[str, tuple[type, ...], Callable[[list[Any]], Any]], ...
     ("items", (type({}.items()),), lambda items: dict(items).items()),
     ("iterator", (Iterator,), iter),
 )
+_TYPES = {kind.__name__: kind for kind in (bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict)}
 _TO_CONTAINER = {tag: make for tag, _, make in _CONTAINERS}

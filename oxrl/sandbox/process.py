@@ -67,7 +67,7 @@ def module_source(name: str) -> str:
 
 def readable_paths() -> list[str]:
     """What an interpreter reads while it runs: the standard library and shared libraries."""
-    places = sysconfig.get_paths()
+    places = sysconfig.get_paths(vars={"platbase": sys.base_exec_prefix})  # and not a virtual environment's packages
     libraries = ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache"]
     own = [places["stdlib"], places["platstdlib"], str(sysconfig.get_config_var("LIBDIR") or "")]
     installed = [str(Path(sys.base_prefix) / "lib"), str(Path(sys.base_exec_prefix) / "lib")]
@@ -86,9 +86,11 @@ def bubblewrap(executable: str, limits: Limits) -> list[str]:
     return [
         executable,
         *("--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
+        "--as-pid-1",  # a process between would be left for init to bury, which in many containers nobody does
         *("--die-with-parent", "--new-session", "--cap-drop", "ALL", "--dev", "/dev"),
         *[part for path in paths for part in ("--ro-bind-try", path, path)],
         *("--size", str(limits.scratch), "--tmpfs", "/tmp", "--chdir", "/tmp"),  # noqa: S108 - its own, not ours
+        *("--remount-ro", "/dev", "--remount-ro", "/"),  # else both are memory that anybody may fill
         "--",
     ]
 
@@ -152,6 +154,8 @@ def _source_of(module: str) -> str:
 
 def end(process: subprocess.Popen[bytes]) -> None:
     """Kill whatever is left of it. Its group is its own session, and a killed process cannot be waited for in vain."""
+    if process.poll() is None:
+        _end_children(process)
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, 9)
     process.kill()
@@ -159,6 +163,15 @@ def end(process: subprocess.Popen[bytes]) -> None:
     for stream in (process.stdin, process.stdout, process.stderr):
         if stream is not None:
             stream.close()
+
+
+def _end_children(process: subprocess.Popen[bytes]) -> None:
+    """bubblewrap's child first, so that bubblewrap buries it."""
+    with suppress(OSError):
+        for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+            os.kill(int(child), 9)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(1.0)
 
 
 def gather(sources: Mapping[int, int], deadline: float) -> tuple[dict[int, bytes], str]:

@@ -65,6 +65,7 @@ def run_program(
     seconds = time.monotonic() - started_at
     if reason == "output":
         return Outcome("output", 9, *texts, seconds)
-    if reason == "time" or code is None or code == -signal.SIGXCPU:
+    out_of_cpu = -(signal.SIGKILL if isolation.bwrap else signal.SIGXCPU)  # as the cage sets the limit
+    if reason == "time" or code in (None, out_of_cpu):
         return Outcome("time", 9, *texts, seconds)
     return Outcome("exit" if code >= 0 else "signal", abs(code), *texts, seconds)

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 from oxrl.sandbox.isolation import Isolation
-from oxrl.sandbox.process import LONGEST_STATUS, Caged, Job, Limits, caged, gather, pipe
+from oxrl.sandbox.process import LONGEST_STATUS, Caged, Job, Limits, caged, end, gather, pipe
 
 _LONGEST_VERDICT = 1 << 20
 _TIME_TO_CONCLUDE = 2.0
@@ -78,7 +78,7 @@ def _watch(program: Caged, judging: Caged, verdict: int, deadline: float, tests:
     first, reason = gather({verdict: _LONGEST_VERDICT}, deadline)
     told = first[verdict]
     if reason == "time":
-        program.process.kill()
+        end(program.process)
         rest, reason = gather({verdict: _LONGEST_VERDICT}, time.monotonic() + _TIME_TO_CONCLUDE)
         told += rest[verdict]
     return _read(told, tests, out_of_time=reason == "time")

@@ -1,83 +1,29 @@
 """Datasets by name: rows in each raw schema become samples, splits that share nothing, and a card that tells the truth.
 
-Five rows per dataset lie in `raw/`. With OXRL_TEST_DATA set to a folder of real copies (`REAL` has their names), the
-first 200 rows of each go through the same tests.
+Five rows per dataset lie in `raw/`. With OXRL_TEST_DATA set to a folder of real copies (`at_hand.REAL` names them), the
+first 200 rows of each go through the same tests. What the samples are worth is in `test_row_to_reward.py`.
 """
 
 import gzip
 import json
-import os
 from collections import Counter
 from hashlib import sha256
-from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from oxrl.algorithms import algorithm
 from oxrl.cli import app
 from oxrl.config import ConfigError, check_config
-from oxrl.data.assemble import assemble
 from oxrl.data.formats import BadRow
 from oxrl.data.prepare import DATASETS, find_dataset, prepare, prepare_samples, read_card, split_file
 from oxrl.data.prepare.mbpp import function_under_test
-from oxrl.data.render import Renderer
 from oxrl.data.sources import load_samples, read_rows
 from oxrl.inputs import read_inputs
 from oxrl.rewards.gym import reasoning_gym_score
 from oxrl.types import Generation, Message, Rollout, Sample, Turn
-
-RAW = Path(__file__).parent / "raw"
-REAL = {
-    "gsm8k": ("train=gsm8k/train.jsonl.gz", "test=gsm8k/test.jsonl.gz"),
-    "svamp": ("svamp/test.jsonl.gz",),
-    "mbpp": ("mbpp/mbpp.jsonl.gz",),
-    "humaneval": ("humaneval/HumanEval.jsonl.gz",),
-    "hh_rlhf": ("test=hh-rlhf/harmless-base-test.jsonl.gz",),
-    "oasst": ("oasst-en100/en_100_tree.jsonl.gz",),
-    "oasst_pairs": ("oasst-en100/en_100_tree.jsonl.gz",),
-    "self_instruct": ("self-instruct/seed_tasks.jsonl.gz",),
-}
-
-
-class Case(NamedTuple):
-    dataset: str
-    files: list[str]
-    real: bool = False
-
-
-def own_rows(name: str) -> list[str]:
-    stem = {"math_hard": "math", "ultrafeedback_pairs": "ultrafeedback", "oasst_pairs": "oasst"}.get(name, name)
-    if (RAW / f"{stem}.jsonl").exists():
-        return [str(RAW / f"{stem}.jsonl")]
-    return [f"{split}={RAW / f'{stem}.{split}.jsonl'}" for split in ("train", "test")]
-
-
-OWN = [Case(name, own_rows(name)) for name in DATASETS]
-FOLDER = os.environ.get("OXRL_TEST_DATA")
-CASES = OWN + ([Case(name, list(files), real=True) for name, files in REAL.items()] if FOLDER else [])
-
-
-def first_rows(case: Case, folder: Path) -> list[str]:
-    if not case.real:
-        return case.files
-    assert FOLDER is not None
-    folder.mkdir()
-    copies = []
-    for file in case.files:
-        split, _, name = file.rpartition("=")
-        copy = folder / f"{split or 'all'}.jsonl"
-        with gzip.open(Path(FOLDER) / name, "rt", encoding="utf-8") as lines:
-            copy.write_text("".join(islice(lines, 200)), encoding="utf-8")
-        copies.append(f"{split}={copy}" if split else str(copy))
-    return copies
-
-
-@pytest.fixture(params=CASES, ids=lambda case: f"{case.dataset}-{'real' if case.real else 'own'}")
-def case(request: Any, tmp_path: Path) -> Case:
-    return request.param._replace(files=first_rows(request.param, tmp_path / "rows"))
+from tests.data.at_hand import CASES, RAW, REAL, case_name, own_rows
 
 
 def samples_of(name: str, **options: Any) -> dict[str, list[Sample]]:
@@ -138,17 +84,6 @@ def test_preparing_twice_makes_the_same_bytes(case, tmp_path):
     again = prepare(case.dataset, files=case.files, output=tmp_path / "out")
     assert {path.name: path.read_bytes() for path in again.iterdir()} == first
     assert {path.name for path in tmp_path.iterdir()} <= {"out", "rows", ".out.lock"}  # nothing is left over
-
-
-def test_every_sample_can_be_rendered_for_what_it_is_for(case, tiny):
-    render = Renderer(tiny[1])
-    for samples in prepare_samples(find_dataset(case.dataset), case.files)[0].values():
-        if samples[0].chosen:
-            assert len(assemble(samples, algorithm("dpo"), render).items) == len(samples)
-        elif samples[0].messages[-1].role == "assistant":
-            assert len(assemble(samples, algorithm("sft"), render).items) >= len(samples)
-        else:
-            assert all(len(render.prompt(sample.messages)) > 5 for sample in samples)
 
 
 def test_what_is_said_to_be_verified_on_real_rows_can_be_tested_on_them():
@@ -229,15 +164,16 @@ def passes(program: str, metadata: Any) -> bool:
     return True
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.dataset in ("mbpp", "humaneval")], indirect=True)
-def test_code_passes_its_tests_if_it_is_the_solution_and_not_otherwise(case):
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.dataset in ("mbpp", "humaneval")], indirect=True, ids=case_name
+)
+def test_no_test_of_code_is_passed_by_a_function_that_is_not_there(case):
     samples = [each for split in prepare_samples(DATASETS[case.dataset], case.files)[0].values() for each in split]
     for sample in samples:
         metadata, name = sample.metadata, sample.metadata["entry_point"]
         assert metadata["tests"] and all(test.startswith("assert ") for test in metadata["tests"])
         assert passes(metadata["solution"], metadata), metadata["task_id"]
-        assert not passes(f"{metadata['solution']}\ndef {name}(*_, **__): return object()", metadata)
-        for test in metadata["tests"]:  # no test is passed by whoever is not there
+        for test in metadata["tests"]:
             absent = f"{metadata['solution']}\ndef {name}(*_, **__): raise NotImplementedError"
             assert not passes(absent, {**metadata, "tests": [test]}), (metadata["task_id"], test)
         assert f"def {name}(" in str(sample.messages[0].content)
@@ -250,6 +186,17 @@ def test_mbpp_is_divided_by_task_id():
     assert card["skipped"] == [
         {"reason": "task ids 1 to 10 are kept for few-shot prompts", "rows": 1, "first": "mbpp.jsonl:1"}
     ]
+
+
+def test_tests_that_need_a_class_or_module_of_the_solution_are_left_out_of_mbpp(tmp_path):
+    rows = [
+        {"task_id": 700, "text": "Chain.", "code": "class Pair: pass\ndef chain(p): return 1", "test_list": [each]}
+        for each in ("assert chain(Pair()) == 1", "assert chain(sys.maxsize) == 1", "assert chain(2) == 1")
+    ]
+    (tmp_path / "mbpp.json").write_text(json.dumps(rows))
+    samples, card = prepare_samples(DATASETS["mbpp"], [str(tmp_path / "mbpp.json")])
+    assert [sample.metadata["tests"] for sample in samples["train"]] == [["assert chain(2) == 1"]]
+    assert [entry["reason"][:20] for entry in card["skipped"]] == ["the tests use Pair, ", "the tests use sys, w"]
 
 
 def test_the_other_file_of_mbpp_is_read_too(tmp_path):
@@ -290,6 +237,18 @@ def test_hh_rlhf_is_a_dialogue_and_two_replies():
     assert [message.role for message in sample.messages] == ["user", "assistant", "user"]
     assert sample.chosen == (Message("assistant", "Lima."),)
     assert sample.rejected == (Message("assistant", "Cusco, I think."),)
+
+
+def test_hh_rlhf_leaves_out_empty_replies_and_dialogues_that_part_earlier(tmp_path):
+    asked = "\n\nHuman: Hi.\n\nAssistant: "
+    pairs = [("", "Go away."), ("Hello.", ""), ("Hello.\n\nAssistant: You?", "Go away."), ("Hello.", "Go away.")]
+    rows = [{"chosen": asked + better, "rejected": asked + worse} for better, worse in pairs]
+    (tmp_path / "hh.json").write_text(json.dumps(rows))
+    samples, card = prepare_samples(DATASETS["hh_rlhf"], [f"train={tmp_path / 'hh.json'}"])
+    assert [sample.chosen[0].content for sample in samples["train"]] == ["Hello."]
+    assert {entry["reason"]: entry["rows"] for entry in card["skipped"]} == {
+        "a reply is empty": 2, "the dialogues differ in more than their last reply": 1
+    }  # fmt: skip
 
 
 def test_oasst_follows_the_best_replies():

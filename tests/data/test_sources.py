@@ -110,6 +110,18 @@ def test_what_cannot_be_parsed_is_a_row_with_an_error_and_reading_goes_on(tmp_pa
     assert cells[2].columns == {"a": "3", "b": "4"}
 
 
+@pytest.mark.parametrize("half", [rb"\ud83d", rb"\uDE00", b"\xed\xa0\xbd"])
+def test_half_of_a_character_is_found_where_it_stands_and_a_whole_one_is_none(tmp_path: Path, half: bytes) -> None:
+    rows = [b'{"a": "\\ud83d\\ude00"}', b'{"a": ["x", {"b": "' + half + b'"}]}']
+    for path in (
+        write(tmp_path / "a.jsonl", b"\n".join(rows)),
+        write(tmp_path / "a.json", b"[" + b",".join(rows) + b"]"),
+    ):
+        whole, broken = read_rows(path)
+        assert (whole.columns, whole.error) == ({"a": "\N{GRINNING FACE}"}, "")
+        assert broken.where == f"{path.name}:2" and "half of a character" in broken.error
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -122,7 +134,8 @@ def test_what_cannot_be_parsed_is_a_row_with_an_error_and_reading_goes_on(tmp_pa
         ("a.json", jsonl(ROWS), r"is not JSON .*line 2.*\.jsonl"),
         ("a.csv", "a,a\n1,2\n", "names a column twice"),
         ("a.csv", 'a,b\n1,2\n"open,3\n4,5\n', "a.csv:3 cannot be read as CSV"),
-        ("a.csv", b"a\n\xff\n", "is not UTF-8"),
+        ("a.csv", b"a\n\xff\n", "a.csv:2 is not UTF-8"),
+        ("a.json", b'[{"a": 1},\n{"a": "\xff"}]', "a.json:2 is not UTF-8"),
         ("a.parquet", "not parquet", "is not a Parquet file"),
         ("a.txt", "hello", r"cannot tell how to read .*a\.txt.*\.jsonl"),
     ],

@@ -1,8 +1,5 @@
 """A program is worth what its tests say; whatever a hostile one does, it earns nothing and the next is graded."""
 
-import gzip
-import json
-import os
 import socket
 import threading
 import time
@@ -233,45 +230,3 @@ def test_leave_to_run_without_a_sandbox_reaches_the_rewards_that_ask_for_it():
     assert "allow_unsandboxed" not in str(alone.check)
     allowed = {"reward_func": "code_reward_func", "allow_unsandboxed": True}
     assert "allow_unsandboxed=True" in str(chosen_reward(Config.model_validate({**common, "reward": allowed})).check)
-
-
-def real_rows(name):
-    folder = os.environ.get("OXRL_TEST_DATA")
-    if not folder:
-        pytest.skip("OXRL_TEST_DATA does not say where real rows are")
-    with gzip.open(next(Path(folder).glob(f"*/{name}")), "rt") as lines:
-        return [json.loads(line) for line in lines]
-
-
-def grade_all(programs):
-    with ThreadPoolExecutor(4) as pool:
-        return list(pool.map(lambda arguments: worth(**arguments, timeout=10.0), programs))
-
-
-def test_reference_solutions_of_mbpp_earn_1_and_empty_functions_nothing():
-    rows = real_rows("mbpp.jsonl.gz")[:200]
-    right = [{"program": r["code"], "tests": r["test_list"], "setup": r["test_setup_code"]} for r in rows]
-    assert grade_all(right) == [1.0] * 200
-    wrong = [{**each, "program": f"{each['program']}\ndef {name_in(each)}(*_): return 'no'"} for each in right[:40]]
-    assert grade_all(wrong) == [0.0] * 40
-
-
-def name_in(task):
-    return task["tests"][0].removeprefix("assert ").partition("(")[0].strip("( ")
-
-
-def test_reference_solutions_of_humaneval_earn_1_and_empty_bodies_nothing():
-    rows = real_rows("HumanEval.jsonl.gz")
-    tasks = [
-        {
-            "program": row["canonical_solution"],
-            "tests": [f"check({row['entry_point']})"],
-            "setup": row["test"],
-            "entry_point": row["entry_point"],
-            "prompt": row["prompt"],
-            "fenced": False,
-        }
-        for row in rows
-    ]
-    assert grade_all(tasks) == [1.0] * len(rows)
-    assert grade_all([{**task, "program": "    return 'no'"} for task in tasks[:40]]) == [0.0] * 40

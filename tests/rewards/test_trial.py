@@ -122,7 +122,33 @@ def test_an_opinion_has_no_zero_but_must_prefer_the_right_answer():
         return len(rollout.response) / 100 - 3.0
 
     assert problems(sensible, pays_for="opinion") == ""
-    assert "a million characters" in problems(fond_of_length, pays_for="opinion")
+    assert "ten thousand characters" in problems(fond_of_length, pays_for="opinion")
+
+
+PROGRAMS = [
+    Sample(
+        f"code:{n}",
+        (Message("user", f"Add {n}."),),
+        metadata={
+            "tests": [f"assert f(1) == {1 + n}"],
+            "entry_point": "f",
+            "solution": f"def f(x):\n    return x + {n}",
+        },
+    )
+    for n in (2, 3)
+]
+
+
+def test_programs_are_tried_by_their_solution_and_by_ones_that_return_something_else():
+    report = try_reward(reward("code_reward_func"), PROGRAMS, workers=2)
+    assert report.problems == () and {probe.name: probe.in_full for probe in report.right} == {
+        "bare": 1.0, "as code": 1.0
+    }  # fmt: skip
+
+    def runs(rollout):
+        return float("return" in rollout.response)
+
+    assert "wrong answer (bare) earns 100.0%" in problems(runs, PROGRAMS)
 
 
 def test_latency_is_measured_and_a_reward_that_hangs_is_found():

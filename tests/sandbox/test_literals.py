@@ -27,6 +27,7 @@ VALUES = [
     {(1, 2): {"x": None}, "y": [True]},
     range(3, 9, 2),
     collections.deque([1, 2]),
+    [int, dict],
 ]
 
 
@@ -56,7 +57,7 @@ def test_subclasses_arrive_as_what_they_are_made_of():
     assert list(loads(dumps(x for x in "ab"))) == ["a", "b"]
 
 
-@pytest.mark.parametrize("value", [object(), print, [object()], {"a": lambda: 0}, type])
+@pytest.mark.parametrize("value", [object(), print, [object()], {"a": lambda: 0}, type, type("int", (), {})])
 def test_objects_do_not_travel(value):
     with pytest.raises(CannotTravelError):
         dumps(value)

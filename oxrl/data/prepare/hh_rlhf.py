@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from oxrl.data.formats import RawRow, to_sample
+from oxrl.data.formats import BadRow, RawRow, to_sample
 from oxrl.data.prepare.recipe import Dataset, Raw, text_of
 from oxrl.types import Sample
 
 
 def convert(row: Raw) -> list[Sample]:
     pair = {side: f"\n\n{text_of(row, side)}" for side in ("chosen", "rejected")}
-    return [to_sample(RawRow("", pair))]
+    sample = to_sample(RawRow("", pair))
+    if len(sample.chosen) > 1 or len(sample.rejected) > 1:
+        raise BadRow("the dialogues differ in more than their last reply")
+    if not (sample.chosen[0].content and sample.rejected[0].content):
+        raise BadRow("a reply is empty")
+    return [sample]
 
 
 HH_RLHF = Dataset(

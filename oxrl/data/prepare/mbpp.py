@@ -6,6 +6,7 @@ import ast
 
 from oxrl.data.formats import BadRow
 from oxrl.data.prepare.recipe import Dataset, Raw, asked, text_of, texts_of
+from oxrl.sandbox import names_of_program
 from oxrl.types import Sample
 
 
@@ -15,10 +16,13 @@ def convert(row: Raw) -> list[Sample]:
         raise BadRow("test_list is empty")
     code = text_of(row, "code").replace("\r\n", "\n")
     name, signature = function_under_test(code, tests[0])
-    setup = [*texts_of(row, "test_imports"), *str(row.get("test_setup_code") or "").splitlines()]
+    lines = [*texts_of(row, "test_imports"), *str(row.get("test_setup_code") or "").splitlines()]
+    setup = "\n".join(line.rstrip() for line in lines)
+    if strange := set(names_of_program(tests, setup)) - functions_of(code).keys():
+        raise BadRow(f"the tests use {min(strange)}, which is no function and only there inside the solution")
     metadata = {
         "tests": tests,
-        "setup": "\n".join(line.rstrip() for line in setup),
+        "setup": setup,
         "entry_point": name,
         "task_id": row.get("task_id"),
         "solution": code,
@@ -30,7 +34,7 @@ def convert(row: Raw) -> list[Sample]:
 def function_under_test(code: str, test: str) -> tuple[str, str]:
     """`function_under_test("def add(a, b): ...", "assert add(1, 2) == 3")` is `("add", "def add(a, b):")`."""
     try:
-        defined = {node.name: node for node in ast.parse(code).body if isinstance(node, ast.FunctionDef)}
+        defined = functions_of(code)
         calls = [node.func for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Call)]
     except SyntaxError:
         raise BadRow("code or test_list is not Python") from None
@@ -38,6 +42,10 @@ def function_under_test(code: str, test: str) -> tuple[str, str]:
     if name is None:
         raise BadRow("the first test calls no function of the solution")
     return name, f"def {name}({ast.unparse(defined[name].args)}):"
+
+
+def functions_of(code: str) -> dict[str, ast.FunctionDef]:
+    return {node.name: node for node in ast.parse(code).body if isinstance(node, ast.FunctionDef)}
 
 
 def split_of(row: Raw) -> str:

@@ -1,0 +1,114 @@
+"""From a raw row to what is trained on and paid for: every dataset prepared, rendered for a chat model, and graded.
+
+The reference answer earns the full reward and a wrong one nothing, by the reward that the dataset names.
+"""
+
+from functools import partial
+from typing import Any
+
+import anyio
+import pytest
+
+from oxrl.algorithms import algorithm
+from oxrl.data.assemble import assemble
+from oxrl.data.prepare import DATASETS, find_dataset, prepare_samples
+from oxrl.data.render import Renderer
+from oxrl.rewards import BUILDERS, check_samples, grade, reward
+from oxrl.rewards.trial import said, wrong_answers
+from oxrl.types import Item, Sample
+from tests.data.at_hand import CASES, Case, case_name
+
+SPOKEN = "<|im_start|>assistant\n"
+ENDED = "<|im_end|>"
+AS_ASKED_FOR = {
+    "gsm8k_reward_func": "We work it out.\n#### {}",
+    "math_reward_func": "We work it out: $\\boxed{{{}}}$.",
+    "reasoning_reward_func": "<think>\nWe work it out.\n</think>\n<answer>\n\\boxed{{{}}}\n</answer>",
+    "mcqa_reward_func": "We work it out.\nAnswer: {}",
+    "code_reward_func": "Here it is:\n```python\n{}\n```",
+}
+GRADED = [case for case in CASES if DATASETS[case.dataset].reward in AS_ASKED_FOR]
+
+
+def samples_of(case: Case) -> list[Sample]:
+    return [each for split in prepare_samples(find_dataset(case.dataset), case.files)[0].values() for each in split]
+
+
+def trained_text(item: Item, tokenizer: Any) -> list[str]:
+    return [tokenizer.decode(row.tokens[row.mask]).strip() for row in item]
+
+
+def said_last(messages: Any) -> str:
+    return str(messages[-1].content).strip() + ENDED
+
+
+def test_every_row_is_rendered_for_what_it_is_for(case, smollm2):
+    tokenizer = smollm2[1]
+    render = Renderer(tokenizer)
+    for sample in samples_of(case):
+        if sample.chosen:
+            (item,) = assemble([sample], algorithm("dpo"), render).items
+            chosen, rejected = item
+            begin = int(chosen.mask.argmax())
+            assert (
+                begin == rejected.mask.argmax() and chosen.tokens[:begin].tolist() == rejected.tokens[:begin].tolist()
+            )
+            assert tokenizer.decode(chosen.tokens[:begin]).endswith(SPOKEN)
+            assert trained_text(item, tokenizer) == [said_last(sample.chosen), said_last(sample.rejected)]
+            assert said_last(sample.chosen) != said_last(sample.rejected)
+        elif sample.messages[-1].role == "assistant":
+            (item,) = assemble([sample], algorithm("sft"), render).items
+            (text,) = trained_text(item, tokenizer)
+            assert text.endswith(said_last(sample.messages))
+            assert text.count(ENDED) == sum(message.role == "assistant" for message in sample.messages)
+        else:
+            prompt = tokenizer.decode(render.prompt(sample.messages))
+            assert prompt.endswith(said_last(sample.messages) + "\n" + SPOKEN)
+
+
+def graded(name: str, answers: list[tuple[Sample, str]], **parameters: Any) -> list[float | None]:
+    patient = partial(grade, time_limit=600.0)  # many programs wait for a free core
+    rollouts = anyio.run(patient, [said(*answer) for answer in answers], reward(name, **parameters))
+    assert [rollout.error for rollout in rollouts if rollout.error] == []
+    return [rollout.reward for rollout in rollouts]
+
+
+@pytest.mark.parametrize("case", GRADED, indirect=True, ids=case_name)
+def test_the_reference_answer_earns_the_full_reward_and_a_wrong_one_nothing(case):
+    samples, name = samples_of(case), str(DATASETS[case.dataset].reward)
+    check_samples(reward(name), samples)
+    asked_for = AS_ASKED_FOR[name].format
+    right = [str(sample.answer or sample.metadata["solution"]) for sample in samples]
+    wrong = [wrong_of(sample, answer) for sample, answer in zip(samples, right, strict=True)]
+    for answers, worth in ((right, 1.0), (wrong, 0.0)):
+        completions = [asked_for(answer) for answer in answers]
+        earned = graded(name, list(zip(samples, completions, strict=True)))
+        assert [sample for sample, each in zip(samples, earned, strict=True) if each != worth] == []
+
+
+def wrong_of(sample: Sample, right: str) -> str:
+    if sample.answer is None:
+        return f"{right}\n\ndef {sample.metadata['entry_point']}(*_, **__):\n    return 'no'"
+    return wrong_answers(right, ["x^2 + 1", r"\frac{7}{9}"])[0]
+
+
+WORKED = {  # what a row says of its answer besides the answer that was taken from it
+    "gsm8k": lambda metadata: metadata["solution"],
+    "math": lambda metadata: metadata["solution"],
+    "math_hard": lambda metadata: metadata["solution"],
+    "svamp": lambda metadata: f"#### {eval(metadata['Equation']):.12g}",
+}
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.dataset in WORKED], indirect=True, ids=case_name)
+def test_the_answer_of_a_row_is_what_its_worked_solution_comes_to(case):
+    samples = samples_of(case)
+    worked = [(sample, WORKED[case.dataset](sample.metadata)) for sample in samples]
+    strictly = graded(str(DATASETS[case.dataset].reward), worked, strict=True)
+    assert [each for each, earned in zip(worked, strictly, strict=True) if earned != 1.0] == []
+
+
+def test_every_dataset_that_names_a_reward_is_graded_here():
+    """But for rewards that hold a model, whose opinion has no full score."""
+    named = {name for name, dataset in DATASETS.items() if dataset.reward and dataset.reward not in BUILDERS}
+    assert named == {case.dataset for case in GRADED}
