@@ -18,7 +18,7 @@ LAYERS = [
     {"config"},
     {"runs"},
     {"inputs"},
-    {"wiring", "plot", "show", "explain", "primitives", "verify"},
+    {"wiring", "plot", "show", "explain", "primitives", "verify", "testing"},
     {"cli"},
 ]
 STRANGERS = [
