@@ -48,7 +48,8 @@ class ScriptedGenerator:
         ids = (*begun, *self.tokenizer(text + self.end, add_special_tokens=False)["input_ids"])
         reason: Literal["stop", "length"] = "stop" if len(ids) <= most else "length"
         words = self.tokenizer.decode(ids[:most], skip_special_tokens=True)
-        return Generation(ids[:most], (-0.5,) * len(ids[:most]), reason, self.version, words)
+        logprobs = tuple(-0.5 - 0.001 * place for place in range(len(ids[:most])))  # all different: a shift is seen
+        return Generation(ids[:most], logprobs, reason, self.version, words)
 
     def _next(self, request: Request) -> str:
         if callable(self.script):
