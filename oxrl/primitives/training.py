@@ -276,7 +276,7 @@ def quick_start_training(
     source = DataBuffer(samples, seed=seed)
     return train(
         state,
-        lambda _: source.get_prompts(prompts_per_iteration),
+        lambda _: source.get_prompts(min(prompts_per_iteration, len(samples))),
         num_iterations,
         gen_config,
         chosen,
