@@ -24,6 +24,7 @@ _HOMES = {
     "oxrl.evaluation": "Evaluation evaluate",
     "oxrl.data.buffer": "DataBuffer MixedBuffer",
     "oxrl.data.prepare": "prepare",
+    "oxrl.data.prompts": "fill_prompts",
     "oxrl.data.render": "Renderer compute_loss_mask tokenize_conversation",
     "oxrl.data.sources": "load_samples",
     "oxrl.export": "export_model merge_run push_model",
@@ -43,15 +44,17 @@ _HOMES = {
         "AlgorithmConfig compute_advantages compute_batch_kl compute_dapo_loss compute_dapo_pairs compute_forward_kl "
         "compute_grpo_advantages compute_grpo_loss compute_loss_by_algorithm compute_per_token_kl "
         "compute_ppo_advantages compute_ppo_loss compute_reverse_kl compute_value_loss create_algorithm_config "
-        "get_reference_logprobs grpo_loss ppo_loss"
+        "create_policy_batch get_reference_logprobs grpo_loss ppo_loss"
     ),
+    "oxrl.plot": "plot_history plot_run",
     "oxrl.primitives": "create_adaptive_kl create_truncated_kl",
     "oxrl.primitives.inference": (
         "apply_chat_template batch_generate create_batch_rollouts create_multiturn_rollout create_rollout generate "
         "generate_conversation_turn generate_with_logprobs"
     ),
     "oxrl.primitives.training": (
-        "PolicyState TrainingStats create_training_state quick_start_training train training_iteration training_step"
+        "PolicyState TrainingStats create_checkpointer create_training_state quick_start_training "
+        "restore_training_state train training_iteration training_step"
     ),
     "oxrl.rewards": (
         "REWARDS Reward check_samples grade group_reward judge_reward reasoning_gym_samples reward weighted"
@@ -63,7 +66,7 @@ _HOMES = {
     "oxrl.rollouts.agents": "rollout_from_messages",
     "oxrl.rollouts.batches": (
         "RolloutBatch apply_sample_transforms build_batch_metadata compute_response_lengths compute_reward "
-        "convert_to_batch extract_sample_fields"
+        "convert_to_batch extract_sample_fields group_rollouts merge_rollouts split_rollouts"
     ),
     "oxrl.rollouts.buffer": "ReplayBuffer",
     "oxrl.rollouts.collect": "Answers AsyncRolloutManager RolloutConfig generate_rollout_batches sampling_manager",
@@ -73,6 +76,7 @@ _HOMES = {
         "check_min_reward check_quality_and_diversity check_reasonable_length check_response_diversity "
         "check_reward_nonzero_std"
     ),
+    "oxrl.rollouts.record": "read_rollouts write_rollouts",
     "oxrl.rollouts.tools": (
         "calculator execute_and_track_tools execute_functions execute_tools extract_tool_calls parse_json_tools "
         "parse_xml_tools track_tool_calls"
@@ -82,6 +86,7 @@ _HOMES = {
     "oxrl.trackers.tensorboard": "log_to_tensorboard",
     "oxrl.trackers.wandb": "log_to_wandb",
     "oxrl.trainer": "Choice Trainer TrainingResult",
+    "oxrl.testing": "ScriptedGenerator check_reward fake_rollout",
     "oxrl.wiring": "RunResult run_rl run_sft train_run",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

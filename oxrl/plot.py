@@ -44,13 +44,27 @@ class Panel(NamedTuple):
 def plot_run(run: Path, png: Path, metrics: Sequence[str] = ()) -> None:
     """Draw `metrics` of a run, or the telling ones among those it has."""
     run = last_stage(run)
-    rows = _read_run(run)
+    _plot(_read_run(run), png, metrics, str(run), run.resolve().name)
+
+
+def plot_history(
+    history: Sequence[Mapping[str, float]], png: str | Path | None = None, *, metrics: Sequence[str] = ()
+) -> None:
+    """Draw what a loop returned or a logger kept: `[{"step": 1, "reward": 0.1}, ...]`; with `png`, a picture too."""
+    if not any(row.keys() - {"step"} for row in history) or not all("step" in row for row in history):
+        raise ValueError('a history is a list of steps, such as [{"step": 1, "reward": 0.1}]; each has its `step`')
+    _plot(history, None if png is None else Path(png), metrics, "history", "history")
+
+
+def _plot(
+    rows: Sequence[Mapping[str, float]], png: Path | None, metrics: Sequence[str], where: str, title: str
+) -> None:
     panels = _panels(rows, _chosen(rows, metrics))
     first, last = panels[0].steps
     console = Console(highlight=False)
-    console.print(Text(f"{run}  steps {first:.0f} to {last:.0f}", "bold"), soft_wrap=True)
+    console.print(Text(f"{where}  steps {first:.0f} to {last:.0f}", "bold"), soft_wrap=True)
     _print_panels(console, panels)
-    if _save_picture(png, panels, run.resolve().name):
+    if png is not None and _save_picture(png, panels, title):
         console.print(Text(f"picture: {png}"), soft_wrap=True)
 
 

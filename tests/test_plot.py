@@ -12,7 +12,7 @@ from matplotlib.image import imread
 from typer.testing import CliRunner
 
 from oxrl.cli import app
-from oxrl.plot import draw, plot_run
+from oxrl.plot import draw, plot_history, plot_run
 
 Rows = list[dict[str, float | None]]
 
@@ -220,3 +220,16 @@ def test_the_command_draws_the_metrics_it_is_asked_for(tmp_path: Path) -> None:
     wrong = CliRunner().invoke(app, ["plot", str(run), "--metric", "los"])
     assert wrong.exit_code == 2
     assert "did you mean loss?" in wrong.stderr
+
+
+@pytest.mark.usefixtures("narrow")
+def test_a_history_is_drawn_as_a_run_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    history = [{"step": step, "reward": step / 10} for step in range(1, 6)]
+    plot_history(history, tmp_path / "deep" / "a.png")
+    assert "reward last 0.5 min 0.1 max 0.5" in capsys.readouterr().out
+    assert (tmp_path / "deep" / "a.png").read_bytes().startswith(b"\x89PNG")
+    plot_history(history)
+    assert "picture" not in capsys.readouterr().out
+    for nothing in ([], [{"step": 1}], [{"reward": 1.0}]):
+        with pytest.raises(ValueError, match="a history is a list of steps"):
+            plot_history(nothing)

@@ -31,6 +31,7 @@ from oxrl.loops.offline import (
 from oxrl.loops.step import credit_step, update
 from oxrl.metrics import Sink, log_to_console
 from oxrl.rewards.primitives import normalize_rewards
+from oxrl.rollouts.batches import group_rollouts
 from oxrl.rollouts.buffer import Group
 from oxrl.rollouts.collect import AsyncRolloutManager
 from oxrl.rollouts.report import rollout_metrics
@@ -308,7 +309,4 @@ def against_baseline(baseline: float) -> Algorithm:
 def prepare_grpo_batch(rollouts: Sequence[Rollout], baseline: float | None = None) -> list[Item]:
     """Graded answers to rows with advantages on them: GRPO's within each group, or reward - `baseline`."""
     algorithm = named_algorithm("grpo") if baseline is None else against_baseline(baseline)
-    groups: dict[int, list[Rollout]] = {}
-    for rollout in rollouts:
-        groups.setdefault(rollout.group, []).append(rollout)
-    return algorithm.credit(rollout_items(algorithm, [tuple(group) for group in groups.values()], NO_TEXT), {})
+    return algorithm.credit(rollout_items(algorithm, group_rollouts(rollouts), NO_TEXT), {})

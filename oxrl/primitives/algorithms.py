@@ -17,6 +17,7 @@ from oxrl.algorithms import credit as crediting
 from oxrl.algorithms.assemble import best_and_worst
 from oxrl.algorithms.kl import Estimator
 from oxrl.algorithms.policy import Policy
+from oxrl.algorithms.policy_recipes import policy_view
 from oxrl.algorithms.preference import Pairs
 from oxrl.backends._forward import LanguageModel, prepare_layout
 from oxrl.data.pack import collate
@@ -54,6 +55,17 @@ def token_logprobs_of(model: PreTrainedModel, rows: Sequence[Row]) -> list[Tenso
         values = module(batch).logprob
     spans = zip(batch.borders[:-1], batch.borders[1:], strict=True)
     return [values[start:end][batch.mask[start:end]] for start, end in spans]
+
+
+def create_policy_batch(model: PreTrainedModel, items: Sequence[Item], *, temperature: float = 1.0) -> Policy:
+    """`create_policy_batch(model, prepare_grpo_batch(rollouts))`: log-probs with gradient, for a loss of one's own.
+
+    One pass over everything, so that memory bounds the number of items; `temperature` is the sampler's.
+    """
+    batch = collate(items, model.device)
+    module = LanguageModel(model, temperature=temperature)
+    prepare_layout(module)
+    return policy_view(module(batch), batch)
 
 
 def get_reference_logprobs(

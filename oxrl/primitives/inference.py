@@ -18,6 +18,7 @@ from oxrl.algorithms.kl import Estimator
 from oxrl.concurrent import run_blocking
 from oxrl.data.render import Renderer
 from oxrl.rewards.grade import AnyReward, grade
+from oxrl.rollouts.batches import group_rollouts
 from oxrl.rollouts.envs import StopCondition, Talker, never, said_message, with_tools
 from oxrl.rollouts.tools import (
     Tool,
@@ -311,10 +312,7 @@ def _finished(
         rollouts = [replace(each, kl_divergence=_mean_kl(each, model, ref_model, kl_fn)) for each in rollouts]
     if reward_fn is None:
         return list(rollouts)
-    groups: dict[int, list[Rollout]] = {}
-    for rollout in rollouts:
-        groups.setdefault(rollout.group, []).append(rollout)
-    return [graded for group in groups.values() for graded in run_blocking(grade, group, reward_fn)]
+    return [graded for group in group_rollouts(rollouts) for graded in run_blocking(grade, group, reward_fn)]
 
 
 def _mean_kl(rollout: Rollout, model: PreTrainedModel, ref_model: PreTrainedModel, kl_fn: Estimator) -> float:

@@ -8,30 +8,45 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from oxrl.algorithms import algorithm
 from oxrl.backends.local import PyTorchTrainingBackend, create_pytorch_backend
+from oxrl.checkpoint import latest_checkpoint, load_checkpoint, read_state, save_checkpoint
 from oxrl.concurrent import run_blocking
 from oxrl.data.buffer import DataBuffer
 from oxrl.data.render import Renderer
 from oxrl.generators.embedded import EmbeddedGenerator
-from oxrl.loops.online import rollout_items
+from oxrl.loops.online import NOTHING_TAUGHT, rollout_items
 from oxrl.loops.step import credit_step, step_optimizer, update
 from oxrl.metrics import Sink, log_to_console
 from oxrl.models.load import load_model, load_tokenizer
 from oxrl.models.reference import UpdateFn, frozen_copy, keep_reference
 from oxrl.primitives.algorithms import AlgorithmConfig, create_algorithm_config
-from oxrl.rewards.grade import AnyReward
+from oxrl.rewards.grade import AnyReward, Reward, as_reward, check_samples
+from oxrl.rewards.table import reward as named_reward
 from oxrl.rollouts.buffer import Group
 from oxrl.rollouts.collect import Answers, RolloutConfig, sampling_manager
+from oxrl.rollouts.envs import single_turn
+from oxrl.rollouts.filters import check_reward_nonzero_std
 from oxrl.rollouts.report import rollout_metrics
-from oxrl.types import Algorithm, Backend, GenerationConfig, Message, Sample, TrainFuture, TrainingState
+from oxrl.types import (
+    Algorithm,
+    Backend,
+    Conversation,
+    EnvFn,
+    GenerationConfig,
+    Message,
+    Sample,
+    TrainFuture,
+    TrainingState,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-Prompts: TypeAlias = Sequence[str | Sample]
+Prompts: TypeAlias = Sequence[str | Conversation | Sample]
 PromptLoader: TypeAlias = Callable[[int], Prompts]
 """(iteration, from 1 on) -> the prompts to answer in it."""
 OptimizerStepFn: TypeAlias = Callable[[Backend], TrainFuture[dict[str, float]]]
@@ -57,6 +72,10 @@ class PolicyState(NamedTuple):
     @property
     def optimizer(self) -> Any:
         return self.backend.optimizer
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.render.tokenizer
 
 
 class TrainingStats(NamedTuple):
@@ -94,7 +113,10 @@ def training_step(
     optimizer_step_fn: OptimizerStepFn = step_optimizer,
     micro_batch_tokens: int = 1024,
 ) -> tuple[PolicyState, TrainingStats]:
-    """New weights from graded answers to some prompts."""
+    """New weights from graded answers to some prompts.
+
+    An algorithm that compares answers leaves out groups whose rewards are all equal; if all are, nothing is taught.
+    """
     return run_blocking(
         partial(_training_step, state, groups, _built(algorithm_config), optimizer_step_fn, micro_batch_tokens)
     )
@@ -105,9 +127,13 @@ async def _training_step(
 ) -> tuple[PolicyState, TrainingStats]:
     backend, plain = state.backend, state.state
     memory = dict(plain.cursor.get("memory", {}))
-    credited = await credit_step(backend, chosen, rollout_items(chosen, groups, state.render), budget, memory)
-    told = rollout_metrics(groups, backend.version)
-    metrics = told | await update(backend, chosen, credited, budget, optimizer_step_fn)
+    metrics = rollout_metrics(groups, backend.version)
+    telling = [group for group in groups if check_reward_nonzero_std(group)] if _picky(chosen) else groups
+    if items := rollout_items(chosen, telling, state.render):
+        credited = await credit_step(backend, chosen, items, budget, memory)
+        metrics |= await update(backend, chosen, credited, budget, optimizer_step_fn)
+    else:
+        metrics |= NOTHING_TAUGHT
     await state.generator.update_weights(await backend.get_weights())
     after = plain._replace(step=plain.step + 1, version=backend.version, cursor={**plain.cursor, "memory": memory})
     return state._replace(state=after), TrainingStats(metrics.get("reward", 0.0), metrics["loss"], metrics)
@@ -118,26 +144,28 @@ def training_iteration(
     prompts: Prompts,
     gen_config: GenerationConfig,
     algorithm_config: AlgorithmConfig,
-    reward_fn: AnyReward,
+    reward_fn: AnyReward | str,
     *,
     n_samples_per_prompt: int = 8,
+    env: EnvFn = single_turn,
     optimizer_step_fn: OptimizerStepFn = step_optimizer,
     ref_model_update_fn: UpdateFn = keep_reference,
     micro_batch_tokens: int = 1024,
 ) -> tuple[PolicyState, TrainingStats]:
-    """Answer, grade, train, and let the reference follow."""
+    """Answer each prompt `n_samples_per_prompt` times in `env`, grade, train, and let the reference follow."""
     chosen = _built(algorithm_config)
     assert chosen.online is not None, "_built refuses what does not sample"
+    _check_reference(state, algorithm_config, chosen)
     state.backend.set_temperature(gen_config.temperature)
-    samples = [_sample(prompt, number) for number, prompt in enumerate(prompts)]
+    samples = _samples(prompts)
     seeded = gen_config._replace(seed=state.state.seed + state.state.step)
     manager = sampling_manager(
         DataBuffer(samples, shuffle=False),
-        Answers(state.generator, state.render, seeded, seed=state.state.seed + state.state.step),
+        Answers(state.generator, state.render, seeded, env=env, seed=state.state.seed + state.state.step),
         RolloutConfig(
             batch_size=len(samples),
             n_samples_per_prompt=n_samples_per_prompt,
-            reward_fn=reward_fn,
+            reward_fn=_reward(reward_fn),
             greedy=chosen.online.greedy,
             least_answers=chosen.online.least_answers,
         ),
@@ -161,9 +189,10 @@ def train(
     num_iterations: int,
     gen_config: GenerationConfig,
     algorithm_config: AlgorithmConfig | AlgorithmAt,
-    reward_fn: AnyReward,
+    reward_fn: AnyReward | str,
     *,
     n_samples_per_prompt: int = 8,
+    env: EnvFn = single_turn,
     optimizer_step_fn: OptimizerStepFn = step_optimizer,
     ref_model_update_fn: UpdateFn = keep_reference,
     checkpoint_fn: Callable[[PolicyState], None] = lambda _: None,
@@ -181,6 +210,7 @@ def train(
             config,
             reward_fn,
             n_samples_per_prompt=n_samples_per_prompt,
+            env=env,
             optimizer_step_fn=optimizer_step_fn,
             ref_model_update_fn=ref_model_update_fn,
         )
@@ -189,10 +219,41 @@ def train(
     return state
 
 
+def create_checkpointer(root: str | Path, *, every: int = 1, keep_last: int = 2) -> Callable[[PolicyState], None]:
+    """A `checkpoint_fn` for `train`: `root/step_NNNN` after every `every`-th step, which transformers can load."""
+    if every < 1:
+        raise ValueError(f"every is {every}; give 1 or more")
+
+    def save(state: PolicyState) -> None:
+        if state.state.step % every:
+            return
+        newest = latest_checkpoint(root)
+        if newest is not None and read_state(newest).step > state.state.step:
+            raise ValueError(
+                f"{newest} is of another run, which came further than step {state.state.step}; choose an empty folder, "
+                "or go on from there with restore_training_state"
+            )
+        write = partial(save_checkpoint, tokenizer=state.tokenizer, keep_last=keep_last)
+        run_blocking(write, root, state.backend, state.state)
+
+    return save
+
+
+def restore_training_state(state: PolicyState, checkpoint: str | Path) -> PolicyState:
+    """`state` as it was when the checkpoint was written: weights, optimizer, reference and step."""
+
+    async def restore() -> TrainingState:
+        plain = await load_checkpoint(checkpoint, state.backend)
+        await state.generator.update_weights(await state.backend.get_weights())
+        return plain
+
+    return state._replace(state=run_blocking(restore))
+
+
 def quick_start_training(
     model_name: str,
     prompts: Prompts,
-    reward_fn: AnyReward,
+    reward_fn: AnyReward | str,
     num_iterations: int,
     *,
     algorithm_config: AlgorithmConfig | None = None,
@@ -202,20 +263,24 @@ def quick_start_training(
     seed: int = 0,
     **options: Any,
 ) -> PolicyState:
-    """From a name and some prompts to a trained model: GRPO unless told otherwise. `options` go to `train`."""
+    """From a name and some prompts to a trained model: GRPO unless told otherwise. `options` go to `train`.
+
+    `reward_fn` is a function, or a name from `oxrl rewards list`.
+    """
     chosen = algorithm_config or create_algorithm_config("grpo")
-    built = _built(chosen)
+    built, graded, samples = _built(chosen), _reward(reward_fn), _samples(prompts)
+    check_samples(graded, samples)
     model, tokenizer = load_model(model_name), load_tokenizer(model_name)
     ref_model = frozen_copy(model) if "ref" in built.others else None
     state = create_training_state(model, tokenizer, lr=lr, ref_model=ref_model, seed=seed, heads=built.heads)
-    source = DataBuffer(list(prompts), seed=seed)
+    source = DataBuffer(samples, seed=seed)
     return train(
         state,
-        lambda _: source.get_prompts(prompts_per_iteration),
+        lambda _: source.get_prompts(min(prompts_per_iteration, len(samples))),
         num_iterations,
         gen_config,
         chosen,
-        reward_fn,
+        graded,
         **options,
     )
 
@@ -227,5 +292,35 @@ def _built(config: AlgorithmConfig) -> Algorithm:
     return built
 
 
-def _sample(prompt: str | Sample, number: int) -> Sample:
-    return prompt if isinstance(prompt, Sample) else Sample(f"prompt {number}", (Message("user", prompt),))
+def _picky(built: Algorithm) -> bool:
+    return built.online is not None and built.online.informative
+
+
+def _check_reference(state: PolicyState, config: AlgorithmConfig, built: Algorithm) -> None:
+    if "ref" in built.others and state.reference is None:
+        raise ValueError(
+            f"{config.name} {dict(config.parameters)} compares with a reference, and the state has none; give one: "
+            "create_training_state(model, tokenizer, ref_model=create_reference_model(model))"
+        )
+
+
+def _reward(given: AnyReward | str) -> Reward:
+    return named_reward(given) if isinstance(given, str) else as_reward(given)
+
+
+def _samples(prompts: Prompts) -> list[Sample]:
+    if isinstance(prompts, str) or not len(prompts):
+        raise ValueError(f'prompts is {prompts!r}; give a list with at least one prompt, as ["Say hello."]')
+    return [_sample(prompt, number) for number, prompt in enumerate(prompts)]
+
+
+def _sample(prompt: Any, number: int) -> Sample:
+    if isinstance(prompt, Sample):
+        return prompt
+    if isinstance(prompt, str | Conversation):
+        chat = (Message("user", prompt),) if isinstance(prompt, str) else prompt.messages
+        return Sample(f"prompt {number}", chat)
+    raise ValueError(
+        f"prompt {number} is a {type(prompt).__name__}; it is a text, a Conversation or a Sample. Rows with columns, "
+        "such as prompt and answer, become samples by load_samples(rows).samples"
+    )

@@ -1,13 +1,48 @@
-"""Rollouts to plain lists, for programs that bring their own trainer: the pure functions around a `RolloutBatch`."""
+"""Rollouts sorted, joined and divided by prompt, and made into plain lists for programs that bring their own trainer.
+
+Whoever filters or draws at random does so with a list comprehension over `group_rollouts`: what belongs to one prompt
+is compared with each other and has to stay together. A `RolloutBatch` comes last.
+"""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from oxrl.rewards.grade import AnyReward, grade
+from oxrl.rollouts.buffer import Group
 from oxrl.types import Rollout
+
+
+def group_rollouts(rollouts: Sequence[Rollout]) -> list[Group]:
+    """The answers to each prompt together, prompts in the order of their first answer."""
+    groups: dict[int, list[Rollout]] = {}
+    for rollout in rollouts:
+        groups.setdefault(rollout.group, []).append(rollout)
+    return [tuple(group) for group in groups.values()]
+
+
+def merge_rollouts(*several: Sequence[Rollout]) -> list[Rollout]:
+    """One list of all, groups numbered anew: answers from different calls are not taken for answers to one prompt."""
+    groups = [group for rollouts in several for group in group_rollouts(rollouts)]
+    return [replace(rollout, group=number) for number, group in enumerate(groups) for rollout in group]
+
+
+def split_rollouts(rollouts: Sequence[Rollout], share: float, *, seed: int = 0) -> tuple[list[Rollout], list[Rollout]]:
+    """`kept, held_out = split_rollouts(rollouts, 0.9)`: about that share of the prompts at random, and the others.
+
+    All answers to a prompt fall to the same side.
+    """
+    if not 0 <= share <= 1:
+        raise ValueError(f"share is {share}; it is the part of the prompts that comes first, 0 to 1")
+    groups = group_rollouts(rollouts)
+    chosen = set(random.Random(seed).sample(range(len(groups)), round(share * len(groups))))  # noqa: S311 - no secret
+    sides: tuple[list[Rollout], list[Rollout]] = ([], [])
+    for place, group in enumerate(groups):
+        sides[place not in chosen].extend(group)
+    return sides
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,6 +117,7 @@ class AsyncRolloutManager:
     partial_samples: list[Group] = field(default_factory=list)
     abort: Callable[[], Awaitable[None]] = nothing_to_abort
     drawn: int = 0  # prompts so far; the next one gets this number
+    _told_of_scores: bool = field(default=False, repr=False)
 
     async def collect(self, version: int = 0) -> Collected:
         """The next batch, for weights of this version."""
@@ -179,12 +180,20 @@ class AsyncRolloutManager:
             return group
         for pause in (*PAUSES, None):
             try:
-                return tuple(await _resolved(generate(group)))
+                answered = tuple(await _resolved(generate(group)))
+                self._tell_of_scores(answered)
+                return answered
             except (RuntimeError, OSError) as error:
                 if pause is None:
                     return tuple(replace(rollout, error=_generation_failed(error)) for rollout in group)
             await anyio.sleep(pause)
         raise AssertionError("the last try returns")
+
+    def _tell_of_scores(self, answered: Group) -> None:
+        if self._told_of_scores or self.config.reward_fn is None or all(rollout.score is None for rollout in answered):
+            return
+        self._told_of_scores = True
+        logger.warning("the environment scores its own episodes (as gym_env does): reward_fn is not asked for these")
 
     async def _grade(self, group: Group) -> Sequence[Rollout]:
         if self.config.reward_fn is None:

@@ -252,7 +252,7 @@ def said_message(words: str, calls: Sequence[ToolCall], before: Transcript) -> M
 def dialogue(reply: ReplyFn, *, max_turns: int = 8, stop_condition: StopCondition = never) -> EnvFn:
     """The model and a user in turn; the user is the function `reply`, and leaves by answering None.
 
-    `stop_condition` is asked after each of them.
+    `stop_condition` is asked after each of them. A turn that was cut off ends it too: nobody answers half a sentence.
     """
     _at_least_one(max_turns, "max_turns")
 
@@ -295,7 +295,8 @@ def gym_env(
 
     All answers to one sample begin in the same state: `reset` gets `sample.metadata["seed"]`, or a number made from
     the sample's id. Observations become user messages by `to_text`. What `to_action` refuses with a ValueError is told
-    to the model and costs a step with `illegal_reward`.
+    to the model and costs a step with `illegal_reward`. The score is the game's: a reward function is not asked. A turn
+    that was cut off ends the episode without a step: leave room in `max_new_tokens`, or give a stop text.
     """
     _at_least_one(max_steps, "max_steps")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from oxrl.types import Generation, Message, Rollout, Sample, Score, Turn
@@ -34,6 +35,32 @@ def rollout_from_json(raw: Mapping[str, Any]) -> Rollout:
         score=None if score is None else Score(**{**score, **_tuples(score, "per_turn", "per_token")}),
         **plain,
     )
+
+
+def write_rollouts(path: str | Path, rollouts: Iterable[Rollout]) -> None:
+    """One rollout a line, behind those that the file has already; `read_rollouts` gives the same ones back."""
+    lines = []
+    for rollout in rollouts:
+        try:
+            lines.append(json.dumps(rollout_to_json(rollout)) + "\n")
+        except TypeError as error:
+            raise ValueError(
+                f"rollout {rollout.id} cannot be written: {error}; metadata holds numbers, texts, lists and dicts"
+            ) from error
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with Path(path).open("a", encoding="utf-8") as file:
+        file.writelines(lines)
+
+
+def read_rollouts(path: str | Path) -> list[Rollout]:
+    """What `write_rollouts` wrote."""
+    rollouts = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            rollouts.append(rollout_from_json(json.loads(line)))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}, line {number} is no rollout ({type(error).__name__}: {error})") from error
+    return rollouts
 
 
 def digest_of(rollouts: Sequence[Rollout]) -> str:

@@ -9,8 +9,9 @@ import torch
 from oxrl import primitives as p
 from oxrl.algorithms.policy import Policy
 from oxrl.algorithms.preference import Pairs
+from oxrl.loops.online import prepare_grpo_batch
 from oxrl.models.load import load_model
-from oxrl.types import Row
+from oxrl.types import GenerationConfig, Row
 
 OWN, REF = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.5, -1.0, -0.5])
 
@@ -143,3 +144,23 @@ def test_reference_logprobs_are_the_models_own_for_every_row():
 def test_the_extension_point_is_there_with_a_real_default(name, point):
     assert callable(inspect.signature(getattr(p, name)).parameters[point].default)
     assert any(getattr(p, name) in functions for functions in p.CATEGORIES.values())
+
+
+def test_a_policy_batch_has_the_models_log_probs_with_gradient_and_the_samplers_beside_them(tiny, tiny_model):
+    config = GenerationConfig(max_new_tokens=4, temperature=0.7)
+    rollouts = p.create_batch_rollouts(
+        tiny_model, tiny[1], ["one", "two"], config, n_samples_per_prompt=2, reward_fn=lambda each: float(each.index)
+    )
+    batch = p.create_policy_batch(tiny_model, prepare_grpo_batch(rollouts), temperature=0.7)
+    assert batch.num_sequences == 4 and int(batch.mask.sum()) == 16
+    assert (batch.logprob - batch.sampler_logprob)[batch.mask].abs().max() < 1e-4
+    expected = []
+    for rollout in rollouts:
+        ids = torch.tensor([rollout.tokens])
+        logits = tiny_model(input_ids=ids).logits[0, -5:-1] / 0.7
+        expected += logits.log_softmax(-1).gather(1, ids[0, -4:, None])[:, 0].tolist()
+    assert batch.logprob[batch.mask].tolist() == pytest.approx(expected, abs=1e-4)
+    first = [batch.advantage[(batch.segment == number) & batch.mask].tolist() for number in range(4)]
+    assert first[0] == [first[0][0]] * 4 and first[0][0] < 0 < first[1][0]
+    p.compute_grpo_loss(batch).backward()
+    assert all(weight.grad is not None for weight in tiny_model.parameters())

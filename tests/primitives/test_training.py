@@ -102,3 +102,71 @@ def test_the_loop_also_runs_inside_a_running_event_loop():
 def test_what_learns_from_files_only_is_refused():
     with pytest.raises(ValueError, match="sft learns from files"):
         training_iteration(fresh(), PROMPTS[:2], SHORT, create_algorithm_config("sft"), small_letters)
+
+
+@pytest.mark.parametrize("prompts", [[], (), "Say hello."])
+def test_prompts_are_a_list_with_something_in_it(prompts):
+    with pytest.raises(ValueError, match="give a list with at least one prompt"):
+        quick_start_training("tiny", prompts, small_letters, num_iterations=1)
+
+
+def test_rows_are_not_taken_for_prompts():
+    with pytest.raises(ValueError, match=r"prompt 1 is a dict; .*load_samples\(rows\)"):
+        quick_start_training("tiny", ["a", {"prompt": "b"}], small_letters, num_iterations=1)
+
+
+def test_a_reward_has_a_name_or_the_message_names_the_nearest():
+    with pytest.raises(ValueError, match="did you mean number_match"):
+        quick_start_training("tiny", ["2+2?"], "number_mtch", num_iterations=1)
+    with pytest.raises(ValueError, match="number_match cannot grade 1 of 1 samples"):
+        quick_start_training("tiny", ["2+2?"], "number_match", num_iterations=1)
+    seen = []
+    quick_start_training(
+        "tiny",
+        oxrl.fill_prompts("What is {a}?", [{"a": "1 + 1", "answer": "2"}]),
+        "number_match",
+        num_iterations=1,
+        gen_config=SHORT,
+        prompts_per_iteration=1,
+        logger=lambda step, metrics: seen.append(metrics["reward"]),
+    )
+    assert len(seen) == 1 and 0 <= seen[0] <= 1
+
+
+def test_a_missing_reference_is_named_before_anything_is_sampled():
+    with pytest.raises(ValueError, match="compares with a reference, and the state has none"):
+        training_iteration(fresh(), PROMPTS, SHORT, create_algorithm_config("grpo", {"kl_coef": 0.1}), small_letters)
+
+
+def test_equal_rewards_teach_an_algorithm_that_compares_nothing():
+    pairs = create_algorithm_config("dapo", {"beta": 0.1})
+    start = fresh(ref_model=frozen_copy(oxrl.load_model("tiny")))
+    state, stats = training_iteration(start, PROMPTS[:2], SHORT, pairs, lambda rollout: 1.0)
+    assert stats.loss == 0 and stats.metrics["flat_groups"] == 2 and state.state.version == 0
+    mixed = {PROMPTS[0]: 1.0, PROMPTS[1]: None}
+    state, stats = training_iteration(
+        state, PROMPTS[:2], SHORT, pairs, lambda rollout: mixed[rollout.prompt] or float(rollout.index)
+    )
+    assert stats.metrics["flat_groups"] == 1 and state.state.version == 1
+
+
+def test_a_run_goes_on_from_its_checkpoint_to_the_same_weights(tmp_path):
+    grpo = create_algorithm_config("grpo")
+
+    def go_on(state, iterations):
+        silent = {"logger": lambda step, metrics: None, "checkpoint_fn": oxrl.create_checkpointer(tmp_path, every=2)}
+        return train(state, lambda _: PROMPTS[:2], iterations, SHORT, grpo, small_letters, **silent)
+
+    whole = go_on(fresh(), 3)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_0002"]
+    resumed = oxrl.restore_training_state(fresh(), tmp_path / "step_0002")
+    assert (resumed.state.step, resumed.generator.version) == (2, 2)
+    resumed = go_on(resumed, 1)
+    assert resumed.state.step == 3
+    for one, other in zip(whole.policy.parameters(), resumed.policy.parameters(), strict=True):
+        assert one.equal(other)
+    (tmp_path / "step_0002").rename(tmp_path / "step_0009")
+    state_file = tmp_path / "step_0009" / "training_state.json"
+    state_file.write_text(state_file.read_text().replace('"step": 2', '"step": 9'))
+    with pytest.raises(ValueError, match="step_0009 is of another run"):
+        go_on(fresh(), 2)

@@ -14,6 +14,7 @@ from oxrl.rollouts.collect import (
     generate_rollout_batches,
     sampling_manager,
 )
+from oxrl.rollouts.envs import single_turn
 from oxrl.rollouts.filters import check_reward_nonzero_std
 from oxrl.types import Generation, GenerationConfig, Score, Status, Turn
 from tests.rollouts.scripted import PlainRender, Scripted, question
@@ -294,3 +295,21 @@ def test_a_manager_without_a_generate_function_says_so():
     manager = AsyncRolloutManager(DataBuffer([question(1)]), RolloutConfig(batch_size=1))
     with pytest.raises(ValueError, match="needs generate_fn"):
         anyio.run(manager.collect)
+
+
+def test_that_an_environment_scores_by_itself_is_told_once(caplog):
+    async def scored(sample, talk):
+        episode = await single_turn(sample, talk)
+        return episode._replace(score=Score(9.0))
+
+    source = DataBuffer([question(number) for number in range(8)])
+    answers = Answers(Scripted(lambda request: [7]), PlainRender(), GREEDY, env=scored)
+    manager = sampling_manager(source, answers, RolloutConfig(2, reward_fn=lambda rollout: 1.0))
+    for _ in range(2):
+        collected = anyio.run(manager.collect)
+        assert [rollout.reward for group in collected.groups for rollout in group] == [9.0, 9.0]
+    told = [record.message for record in caplog.records if "reward_fn is not asked" in record.message]
+    assert len(told) == 1
+    caplog.clear()
+    anyio.run(manager_of(Scripted(lambda request: [7]), over_sampling_factor=2.0).collect)
+    assert not caplog.records

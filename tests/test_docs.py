@@ -1,0 +1,119 @@
+"""What the pages show works: Python blocks are run, commands and their options exist.
+
+The ```python blocks of a page are run in order, in one namespace and an empty folder, with `tiny` in the place of
+`smollm2-135m`. A block below `<!-- not run: why -->` is only compiled. Of ```bash blocks, every line that begins with
+`oxrl` is parsed as the command line would, and not run.
+"""
+
+import re
+import shlex
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import typer
+
+from oxrl.cli import app
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+BLOCK = re.compile(
+    r"(?P<skip><!-- not run: [^>]+ -->\s*\n)?^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
+)
+WRONG_USE = typer.BadParameter.__base__  # click's UsageError, or that of typer's own copy of click
+ENDS = {"|", "||", "&&", ";", ">", ">>", "2>", "<", "&"}
+
+
+class Block(NamedTuple):
+    line: int
+    language: str
+    text: str
+    skip: bool
+
+
+def blocks_of(page: Path, language: str) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    found = [
+        Block(text.count("\n", 0, match.start("text")) + 1, match["language"], match["text"], bool(match["skip"]))
+        for match in BLOCK.finditer(text)
+    ]
+    return [block for block in found if block.language == language]
+
+
+def named(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def compiled(page: Path, block: Block):
+    """As if the page were the file, so that a traceback shows the line on the page."""
+    text = block.text.replace("smollm2-135m", "tiny")
+    return compile("\n" * (block.line - 1) + text, str(page), "exec")
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page, "python")], ids=named)
+def test_the_python_of_a_page_runs(page, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OXRL_CHECKPOINT_DIR", str(tmp_path / "checkpoints"))
+    monkeypatch.setenv("OXRL_DATA_DIR", str(tmp_path / "data"))
+    namespace = {"__name__": "docs"}
+    for block in blocks_of(page, "python"):
+        code = compiled(page, block)
+        if not block.skip:
+            exec(code, namespace)
+
+
+def commands_of(text: str) -> list[list[str]]:
+    """`oxrl ...` lines as lists of words, without comments and what is piped or joined behind them."""
+    commands = []
+    for line in text.replace("\\\n", " ").splitlines():
+        words = shlex.split(line.removeprefix("$ "), comments=True)
+        while words and re.fullmatch(r"\w+=.*", words[0]):  # an environment variable
+            words = words[1:]
+        if words[:1] == ["oxrl"]:
+            end = next((place for place, word in enumerate(words) if word in ENDS), len(words))
+            commands.append(words[1:end])
+    return commands
+
+
+def parse(words: list[str]) -> None:
+    """As the command line does, down to the command whose turn it would be; nothing is run."""
+    command, context = typer.main.get_command(app), None
+    name, rest = "oxrl", words
+    while True:
+        if rest == ["--help"]:
+            return
+        context = command.make_context(name, list(rest), parent=context)
+        if not hasattr(command, "resolve_command"):
+            return
+        name, command, rest = command.resolve_command(context, [*context._protected_args, *context.args])
+
+
+COMMANDS = [
+    pytest.param(words, id=f"{named(page)}:{' '.join(words)[:60]}")
+    for page in PAGES
+    for block in blocks_of(page, "bash")
+    if not block.skip
+    for words in commands_of(block.text)
+]
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_a_command_on_a_page_is_one_that_there_is(words):
+    try:
+        parse(words)
+    except WRONG_USE as problem:
+        pytest.fail(f"oxrl {' '.join(words)}: {problem.format_message()}")
+
+
+@pytest.mark.parametrize(
+    "words", [["trian"], ["train", "--modle", "tiny"], ["data", "shwo", "x"], ["train", "--lr", "x"]]
+)
+def test_a_command_that_there_is_not_would_be_seen(words):
+    with pytest.raises(WRONG_USE):
+        parse(words)
+
+
+def test_blocks_and_commands_are_found():
+    text = "$ oxrl train a.yaml \\\n  --lr 1 | tee log  # why\nX=1 oxrl plot runs\npip install x\n"
+    assert commands_of(text) == [["train", "a.yaml", "--lr", "1"], ["plot", "runs"]]
+    assert len(blocks_of(ROOT / "README.md", "bash")) >= 2 and len(COMMANDS) > 10

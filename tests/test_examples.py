@@ -1,0 +1,101 @@
+"""Every example runs, is short enough to be read in one go, and the number that it prints shows its effect."""
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+BIG = {"demo.py", "sft_orders.py"}  # these teach a real model for minutes
+SMALL = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name not in BIG)
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path, capsys):
+    """What an example prints when it is run from an empty folder, as lines."""
+
+    def run(name, *arguments):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out.splitlines()
+
+    return run
+
+
+def before_and_after(line):
+    return [float(number) for number in re.findall(r"(?:before|after) (\d+\.\d+)", line)]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_an_example_fits_on_a_page_and_says_how_to_run_it(name):
+    text = (EXAMPLES / name).read_text()
+    assert len(text.splitlines()) < 50
+    assert f"python examples/{name}" in text
+
+
+def test_the_quick_start_has_at_most_48_lines_and_learns_to_shout(run):
+    assert len((EXAMPLES / "quickstart.py").read_text().splitlines()) <= 48
+    *_, last = run("quickstart.py", "--steps", "10")
+    before, after = before_and_after(last)
+    assert before < 0.25 and after > 0.4
+
+
+def test_the_plain_loop_learns(run):
+    before, after = before_and_after(run("grpo_loop.py", "--steps", "10")[-1])
+    assert before < 0.25 and after > 0.4
+
+
+def test_vector_rewards_raise_the_worse_part_and_do_not_sell_the_other(run):
+    letters, variety, reward = map(before_and_after, run("vector_rewards.py", "--steps", "12")[-3:])
+    assert letters[0] < 0.3 and letters[1] > 0.5
+    assert variety[1] > variety[0] - 0.1
+    assert reward[1] == pytest.approx((letters[1] * variety[1]) ** 0.5, abs=0.1) and reward[1] > reward[0] + 0.15
+
+
+def test_three_algorithms_in_turn_learn(run):
+    phases = run("switch_algorithm.py", "--steps", "15")[-3:]
+    assert [phase.split(":")[0] for phase in phases] == [
+        "grpo {'kl_coef'",
+        "grpo {'kl_coef'",
+        "dapo_pairs {'beta'",
+    ]
+    rewards = [before_and_after(phase) for phase in phases]
+    assert rewards[0][0] < 0.2 and rewards[-1][1] > 0.4
+    assert max(rewards[-1]) > max(rewards[0])
+
+
+def test_the_tool_is_called_more_and_more(run):
+    lines = run("tool_calls.py", "--steps", "12")
+    before, after = before_and_after(lines[-1])
+    assert before < 0.25 and after > 0.4
+    assert any(line.startswith("tool: 'shelf ") for line in lines)
+
+
+def test_the_reference_follows_and_the_start_stays_behind(run):
+    *_, last = run("custom_kl.py", "--steps", "8")
+    reward, near, far = (float(number) for number in re.findall(r"\d+\.\d+", last))
+    assert reward > 0.3 and 0 < near < far
+
+
+def test_the_pipeline_saves_evaluates_and_draws(run, tmp_path):
+    *_, last = run("custom_pipeline.py", "--steps", "10", "--output", "out")
+    before, after = before_and_after(last)
+    assert before < 0.25 and after > 0.4
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["curves.png", "step_0005", "step_0010"]
+
+
+def test_unfinished_answers_are_carried_over_and_answers_become_brief(run):
+    *_, last = run("async_rollouts.py", "--steps", "8")
+    before, after = before_and_after(last)
+    assert int(re.search(r"carried over (\d+)", last)[1]) > 5
+    assert after < before / 2
+
+
+def test_an_agent_is_trained_through_the_endpoint(run):
+    lines = run("agent_endpoint.py", "--steps", "6")
+    before, after = before_and_after(lines[-1])
+    assert all("turns 2" in line for line in lines[:-1])
+    assert after > before + 0.15
