@@ -18,7 +18,7 @@ LAYERS = [
     {"config"},
     {"runs"},
     {"inputs"},
-    {"wiring", "plot", "show", "explain", "primitives", "verify", "export"},
+    {"wiring", "plot", "show", "explain", "primitives", "verify", "export", "reference"},
     {"cli"},
 ]
 STRANGERS = [
