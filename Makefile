@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 TORCH  := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: demo test lint bench mutants clean
+.PHONY: demo test lint bench docs mutants clean
 
 export OMP_WAIT_POLICY ?= PASSIVE
 
@@ -24,6 +24,10 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/projection.py
 	$(BIN)/python benchmarks/sft.py
 	$(BIN)/python benchmarks/parity.py
+
+docs: $(VENV)/.docs
+	$(BIN)/python -m mkdocs build --strict
+	@echo "open site/index.html"
 
 # Without a GPU the CPU build of torch is asked for by name; where no index offers it, the plain one does.
 $(VENV)/bin/python:
@@ -50,8 +54,13 @@ $(VENV)/.bench: $(VENV)/.dev
 	@$(PIP) --editable ".[trl]"
 	@touch $@
 
+$(VENV)/.docs: constraints.txt | $(VENV)/bin/python
+	@echo "installing what the site is built with"
+	@$(PIP) mkdocs
+	@touch $@
+
 mutants: $(VENV)/.dev
 	$(BIN)/python benchmarks/mutants.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) build dist site *.egg-info

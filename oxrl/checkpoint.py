@@ -93,6 +93,7 @@ def checkpoints(root: str | Path) -> list[Path]:
 
 
 def latest_checkpoint(root: str | Path) -> Path | None:
+    """The finished checkpoint with the highest step; None if there is none."""
     return next(reversed(checkpoints(root)), None)
 
 

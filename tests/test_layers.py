@@ -21,7 +21,7 @@ LAYERS = [
     {"environment"},
     {"failure"},
     {"inputs"},
-    {"wiring", "plan", "show", "explain", "primitives", "verify", "export", "testing"},
+    {"wiring", "plan", "show", "explain", "primitives", "verify", "export", "testing", "reference"},
     {"evaluation", "harness", "doctor", "report"},
     {"trainer"},
     {"cli"},

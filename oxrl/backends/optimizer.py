@@ -142,4 +142,5 @@ def schedule(name: str, total_steps: int, warmup_steps: int = 0) -> Schedule:
 
 
 def create_warmup_cosine_scheduler(num_warmup_steps: int, num_training_steps: int) -> Schedule:
+    """Up in a straight line over the warm-up, then down to 0 as half a cosine."""
     return schedule("cosine", num_training_steps, num_warmup_steps)

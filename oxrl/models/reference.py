@@ -25,12 +25,14 @@ def keep_reference(ref: PreTrainedModel, policy: PreTrainedModel) -> PreTrainedM
 def create_reference_model(
     model: PreTrainedModel, *, ref_model_fn: Callable[[PreTrainedModel], PreTrainedModel] = frozen_copy
 ) -> PreTrainedModel:
+    """What the policy is compared with: by default a frozen copy of it."""
     return ref_model_fn(model)
 
 
 def update_reference_model(
     ref: PreTrainedModel, policy: PreTrainedModel, *, update_fn: UpdateFn = keep_reference
 ) -> PreTrainedModel:
+    """The reference after a step of the policy; by default it stays what it was."""
     return update_fn(ref, policy)
 
 

@@ -38,6 +38,7 @@ def compute_reverse_kl(logprobs: Tensor, ref_logprobs: Tensor, *, kl_fn: Estimat
 
 
 def compute_per_token_kl(logprobs: Tensor, ref_logprobs: Tensor, *, kl_fn: Estimator = kl.k1) -> Tensor:
+    """The KL of each token, `[T]`, by any estimator of (log-prob, reference log-prob)."""
     return kl_fn(logprobs, ref_logprobs)
 
 
@@ -122,6 +123,7 @@ def compute_ppo_loss(
 def compute_value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, clip: float = 0.2
 ) -> Tensor:
+    """PPO's clipped value loss, its mean over the trained tokens."""
     return policy.ppo_value(values, old_values, returns, mask, clip=clip).sum() / mask.sum()
 
 
@@ -135,6 +137,7 @@ def compute_dapo_pairs(
 def compute_dapo_loss(
     pairs: Pairs, *, beta: float = 0.1, loss_fn: Callable[..., Tensor] = preference.dapo_pairs
 ) -> Tensor:
+    """The mean loss of pairs; by default that of `dapo_pairs`."""
     return loss_fn(pairs, beta=beta).mean()
 
 

@@ -97,6 +97,7 @@ def apply_chat_template(
     add_generation_prompt: bool = True,
     template_fn: TemplateFn = tokenizer_template,
 ) -> str:
+    """A conversation as the text that the model sees."""
     return template_fn(tokenizer, [each.to_dict() for each in _messages(conversation)], tools, add_generation_prompt)
 
 

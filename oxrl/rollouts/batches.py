@@ -77,6 +77,7 @@ def extract_sample_fields(
 
 
 def compute_response_lengths(loss_masks: Sequence[Sequence[float]]) -> list[int]:
+    """The number of sampled tokens behind each mask."""
     return [sum(1 for each in mask if each) for mask in loss_masks]
 
 

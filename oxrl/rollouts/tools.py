@@ -337,6 +337,7 @@ def execute_and_track_tools(
     tool_executor: ToolExecutor = execute_functions,
     tool_tracker: ToolTracker = count_tool_calls,
 ) -> tuple[list[ToolResult], dict[str, Any]]:
+    """What the calls returned, and what is to be remembered of them."""
     results = execute_tools(calls, tools, tool_executor=tool_executor)
     return results, track_tool_calls(results, tool_tracker=tool_tracker)
 

@@ -1,0 +1,98 @@
+"""The pages hang together: links and anchors lead somewhere, every page is in the navigation, every command is real."""
+
+import re
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+
+import oxrl
+from oxrl.cli import app
+from oxrl.reference import document, explanation
+
+ROOT = Path(__file__).parents[1]
+ROOT_PAGES = ["README.md", "FAQ.md", "CONTRIBUTING.md", "BUG_REPORTING.md", "AGENTS.md", "benchmarks/README.md"]
+PAGES = sorted([*(ROOT / page for page in ROOT_PAGES), *(ROOT / "docs").glob("*.md")])
+FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
+
+
+def name_of(page):
+    return str(page.relative_to(ROOT))
+
+
+def prose(page):
+    return FENCE.sub("", page.read_text())
+
+
+def slug(heading):
+    """As GitHub and the site make anchors of headings."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+
+
+def anchors(page):
+    return {slug(heading) for heading in re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_and_anchors_lead_somewhere(page):
+    for link in LINK.findall(prose(page)):
+        if "://" in link:
+            continue
+        target, _, anchor = link.partition("#")
+        place = (page.parent / target).resolve() if target else page
+        assert place.exists(), f"{link} leads nowhere"
+        assert place.is_relative_to(ROOT), f"{link} leads out of the repository"
+        assert not anchor or anchor in anchors(place), f"{link}: there is no such heading"
+
+
+def test_every_page_is_in_the_navigation_once():
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    listed = [page for entry in nav for each in entry.values() for page in _leaves(each)]
+    elsewhere = {"README.md": "index.md", "benchmarks/README.md": "benchmarks.md"}
+    expected = [elsewhere.get(name_of(page), name_of(page).removeprefix("docs/")) for page in PAGES]
+    assert sorted(listed) == sorted(expected)
+
+
+def _leaves(entry):
+    return [entry] if isinstance(entry, str) else [page for each in entry for page in each.values()]
+
+
+def commands_in_prose(text):
+    """Each `oxrl ...` between backticks; what stands in blocks is looked at in test_docs.py."""
+    found = [re.fullmatch(r"oxrl (.+)", code) for code in re.findall(r"`([^`\n]+)`", FENCE.sub("", text))]
+    return [match[1] for match in found if match]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_and_options_that_are_mentioned_exist(page):
+    for command in commands_in_prose(page.read_text()):
+        place, words = typer.main.get_command(app), command.split()
+        while words and hasattr(place, "commands") and not words[0].startswith("-"):
+            assert words[0] in place.commands, f"oxrl {command}: there is no command {words[0]}"
+            place = place.commands[words.pop(0)]
+        known = {"--help", "--install-completion", "--show-completion"}
+        known |= {option for parameter in place.params for option in parameter.opts}
+        for option in [word.partition("=")[0] for word in words if word.startswith("--")]:
+            assert option in known, f"oxrl {command}: there is no option {option}"
+
+
+def test_commands_are_found_in_prose():
+    assert commands_in_prose("Say `oxrl train --fast`, not `other --fast`.") == ["train --fast"]
+
+
+def test_the_api_page_is_up_to_date():
+    written = (ROOT / "docs" / "api.md").read_text()
+    assert written == document(), "run: python -m oxrl.reference > docs/api.md"
+
+
+def test_every_public_name_is_explained():
+    names = [(home, name) for home, names in oxrl._HOMES.items() for name in names.split()]
+    assert not [f"{home}.{name}" for home, name in names if not explanation(home, name)]
+
+
+def test_nothing_speaks_of_this_machine():
+    for page in PAGES:
+        for word in ("/work/", "/tmp/w/", "shared/seeds", "TODO", "FIXME"):
+            assert word not in page.read_text(), f"{name_of(page)} has {word}"
