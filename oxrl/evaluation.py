@@ -361,7 +361,11 @@ async def _answer(
     graded = {first: rollouts}
     for other in others:
         bare = [replace(rollout, score=None, error=None) if rollout.turns else rollout for rollout in rollouts]
-        graded[other] = await grade(bare, variants[other], time_limit=time_limit)
+        graded[other] = [
+            rollout
+            for start in range(0, len(bare), n)  # not all at once: each answer is graded in a thread of its own
+            for rollout in await grade(bare[start : start + n], variants[other], time_limit=time_limit)
+        ]
     return tuple(rollouts), {name: _scores(each, n) for name, each in graded.items()}
 
 
