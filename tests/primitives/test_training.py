@@ -7,6 +7,7 @@ import oxrl
 from oxrl import GenerationConfig, create_algorithm_config, quick_start_training, train
 from oxrl.models.reference import create_ema_updater, frozen_copy
 from oxrl.primitives.training import create_training_state, training_iteration
+from oxrl.rollouts.envs import dialogue
 from tests.loops.test_online import small_letters
 
 PROMPTS = [f"say {number}" for number in range(16)]
@@ -170,3 +171,25 @@ def test_a_run_goes_on_from_its_checkpoint_to_the_same_weights(tmp_path):
     state_file.write_text(state_file.read_text().replace('"step": 2', '"step": 9'))
     with pytest.raises(ValueError, match="step_0009 is of another run"):
         go_on(fresh(), 2)
+
+
+def test_a_run_is_played_in_the_environment_that_it_is_given():
+    played, turns = [], []
+
+    async def twice(sample, talk):
+        played.append(sample.id)
+        return await dialogue(lambda conversation: "Go on.", max_turns=2)(sample, talk)
+
+    ends_at_once = SHORT._replace(stop_token_ids=tuple(range(256)))
+    train(
+        fresh(),
+        lambda _: PROMPTS[:2],
+        1,
+        ends_at_once,
+        create_algorithm_config("grpo"),
+        small_letters,
+        n_samples_per_prompt=3,
+        env=twice,
+        logger=lambda step, metrics: turns.append(metrics["turns"]),
+    )
+    assert len(played) == 6 and turns[0] > 1.5
