@@ -7,7 +7,8 @@ no memory. What autograd keeps is counted there, so that it holds for any archit
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -23,11 +24,15 @@ from oxrl.estimate import (
     Memory,
     ModelFacts,
     Speed,
+    Stage,
     Work,
     forward_flops,
     generation_seconds,
     gib,
+    gradient_traffic,
     memory,
+    sharded_memory,
+    sync_traffic,
     training_flops,
 )
 from oxrl.hardware import Device, Hardware, detect_hardware
@@ -69,6 +74,31 @@ class Rows(NamedTuple):
     tokens: int
 
 
+class Shards(NamedTuple):
+    """`Shards(gpus=8, stage=2, rollout_gpus=4)`: devices that train at a ZeRO stage, and others that only sample."""
+
+    gpus: int = 1
+    stage: Stage = 0
+    rollout_gpus: int = 0
+
+    def memory(self, facts: ModelFacts, work: Work, kind: Kind, framework: int) -> Memory:
+        """Of one device."""
+        whole = memory(facts, work, kind, framework)
+        return whole if self.gpus == 1 else sharded_memory(whole, facts, gpus=self.gpus, stage=self.stage)
+
+    def traffic(self, facts: ModelFacts) -> dict[str, float]:
+        """Bytes per step: what each device sends for gradients, and what engines are sent as weights."""
+        width = facts.weight_bytes // facts.parameters
+        gradients = gradient_traffic(
+            facts.trained, gpus=self.gpus, stage=self.stage, gradient_bytes=width, parameters=facts.parameters
+        )
+        sent = facts.weight_bytes if facts.trained == facts.parameters else 4 * facts.trained
+        return {"gradients": gradients, "weights": sync_traffic(sent, rollout_gpus=self.rollout_gpus)}
+
+
+ONE_DEVICE = Shards()
+
+
 class Plan(NamedTuple):
     """What a run would do. Bytes, tokens and seconds; `advice` is empty where all fits."""
 
@@ -88,6 +118,7 @@ class Plan(NamedTuple):
     memory: Memory
     advice: tuple[str, ...]
     seconds_per_step: float
+    shards: Shards
 
     @property
     def fits(self) -> bool:
@@ -103,6 +134,7 @@ class Plan(NamedTuple):
         return {
             **{name: value._asdict() if hasattr(value, "_asdict") else value for name, value in told.items()},
             "folder": str(self.folder),
+            "traffic": self.shards.traffic(self.facts),
             "memory": {**dict(self.memory.components()), "peak": self.memory.peak},
             "fits": self.fits,
             "tight": self.tight,
@@ -115,7 +147,14 @@ def plan_run(config: Config, output: str | Path | None = None) -> Plan:
     return plan_inputs(config, inputs, run_folder(config, output), detect_hardware())
 
 
-def plan_inputs(config: Config, inputs: Inputs, folder: Path, hardware: Hardware, framework: int | None = None) -> Plan:
+def plan_inputs(
+    config: Config,
+    inputs: Inputs,
+    folder: Path,
+    hardware: Hardware,
+    framework: int | None = None,
+    shards: Shards = ONE_DEVICE,
+) -> Plan:
     """`framework`: bytes that libraries take, default what they take in this process."""
     algorithm, train = chosen_algorithm(config), config.train
     device = chosen_device(resolve_device(config.model.device), hardware)
@@ -124,7 +163,8 @@ def plan_inputs(config: Config, inputs: Inputs, folder: Path, hardware: Hardware
     work = heaviest_work(config, inputs, facts)
     if framework is None:
         framework = framework_bytes(kind == "cpu")
-    needed = memory(facts, work, kind, framework)
+    held = partial(shards.memory, kind=kind, framework=framework)
+    needed = held(facts, work)
     rollouts = train.batch_size * config.rollout.n_samples if inputs.online else 0
     return Plan(
         model=config.model.name,
@@ -141,8 +181,9 @@ def plan_inputs(config: Config, inputs: Inputs, folder: Path, hardware: Hardware
         folder=folder,
         device=device,
         memory=needed,
-        advice=() if needed.peak <= device.free else tuple(_advice(config, facts, work, kind, framework, device)),
-        seconds_per_step=_seconds(config, inputs, facts, measure_speed(device.place)),
+        advice=() if needed.peak <= device.free else tuple(_advice(config, facts, work, held, device)),
+        seconds_per_step=_seconds(config, inputs, facts, measure_speed(device.place)) / shards.gpus,
+        shards=shards,
     )
 
 
@@ -456,11 +497,13 @@ def _seconds(config: Config, inputs: Inputs, facts: ModelFacts, speed: Speed) ->
     return flops / speed.flops + sampling
 
 
-def _advice(config: Config, facts: ModelFacts, work: Work, kind: Kind, framework: int, device: Device) -> Iterator[str]:
+def _advice(
+    config: Config, facts: ModelFacts, work: Work, held: Callable[[ModelFacts, Work], Memory], device: Device
+) -> Iterator[str]:
     """Of each kind of change the smallest that fits, or that nothing does."""
     found = False
     for family in _changes(config, facts, work):
-        peaks = ((words, memory(other_facts, other, kind, framework).peak) for words, other_facts, other in family)
+        peaks = ((words, held(other_facts, other).peak) for words, other_facts, other in family)
         fitting = next((f"{words}: {gib(peak)}" for words, peak in peaks if peak <= SPARE * device.free), None)
         if fitting is not None:
             found = True
@@ -524,9 +567,22 @@ def describe(plan: Plan) -> Mapping[str, str]:
         "steps": f"{plan.steps} of {plan.rows_per_step} {what}{sampled}; {at_once}",
         "output": str(plan.folder),
         "memory": "\n".join([*components, f"{'peak':12} {gib(plan.memory.peak):>10}{taking_turns}"]),
+        **_spread(plan),
         "device": f"{plan.device.place}, {gib(plan.device.free)} free of {gib(plan.device.memory)}",
         "time": f"about {step} a step, {whole} in all; rough: it was off by up to a factor of two",
         "verdict": _verdict(plan),
+    }
+
+
+def _spread(plan: Plan) -> dict[str, str]:
+    """Of several devices: what the memory above is of, and what goes between them."""
+    shards = plan.shards
+    if shards.gpus == 1 and not shards.rollout_gpus:
+        return {}
+    sent = plan.shards.traffic(plan.facts)
+    return {
+        "spread": f"memory is that of each of {shards.gpus} devices, at stage {shards.stage}",
+        "traffic": f"per step {gib(sent['gradients'])} of gradients from each, {gib(sent['weights'])} of new weights",
     }
 
 

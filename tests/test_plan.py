@@ -16,7 +16,7 @@ from oxrl.hardware import Device, Hardware
 from oxrl.inputs import read_inputs
 from oxrl.models.load import load_model
 from oxrl.models.lora import LoraSettings, attach_lora
-from oxrl.plan import cache_bytes, describe, kept_bytes, model_facts, on_meta, plan_inputs, plan_run
+from oxrl.plan import ONE_DEVICE, Shards, cache_bytes, describe, kept_bytes, model_facts, on_meta, plan_inputs, plan_run
 from oxrl.types import ModelConfig
 from tests.rows import sums, write_jsonl
 
@@ -35,14 +35,14 @@ def config_file(tmp_path):
     return tmp_path / "config.yaml"
 
 
-def planned(path, memory=8 * 2**30, **sections):
+def planned(path, memory=8 * 2**30, shards=ONE_DEVICE, **sections):
     raw = yaml.safe_load(path.read_text())
     for section, keys in sections.items():
         raw[section] = {**raw.get(section, {}), **keys}
     config = check_config(raw)
     device = Device("cpu", "a processor", memory, memory, bf16=False)
     hardware = Hardware((device,), 2, memory, memory)
-    return plan_inputs(config, read_inputs(config), path.parent / "out", hardware, framework=2**29)
+    return plan_inputs(config, read_inputs(config), path.parent / "out", hardware, framework=2**29, shards=shards)
 
 
 @pytest.mark.parametrize("lora", [None, LoraSettings(r=4)])
@@ -143,6 +143,18 @@ def test_advice_is_true_when_it_is_followed(config_file, tmp_path):
     smaller = next(line for line in plan.advice if line.startswith("train.micro_batch_tokens"))
     tokens = int(smaller.split(":")[1])
     assert planned(config_file, memory, data=data, train={**greedy, "micro_batch_tokens": tokens}).fits
+
+
+def test_several_devices_share_what_their_stage_says(config_file):
+    alone, spread = planned(config_file), planned(config_file, shards=Shards(gpus=4, stage=2, rollout_gpus=2))
+    assert spread.memory.weights == alone.memory.weights
+    assert spread.memory.optimizer == alone.memory.optimizer // 4
+    assert spread.as_dict()["traffic"] == {
+        "gradients": 2 * 3 / 4 * 4 * alone.facts.trained,
+        "weights": 2 * alone.memory.weights,
+    }
+    assert "each of 4 devices, at stage 2" in describe(spread)["spread"]
+    assert "spread" not in describe(alone)
 
 
 def run(*arguments):
