@@ -1,5 +1,6 @@
 """The pages hang together: links and anchors lead somewhere, every page is in the navigation, every command is real."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -96,3 +97,23 @@ def test_nothing_speaks_of_this_machine():
     for page in PAGES:
         for word in ("/work/", "/tmp/w/", "shared/seeds", "TODO", "FIXME"):
             assert word not in page.read_text(), f"{name_of(page)} has {word}"
+
+
+def texts_in_the_code():
+    """All strings of the package, with … where something is filled in."""
+    for file in (ROOT / "oxrl").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield re.sub(r"%(?:\.\d)?[a-z]", "…", node.value)
+
+
+def test_the_messages_in_troubleshooting_are_those_of_the_code():
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    quoted = [match[1] for match in re.finditer(r"^\| `(.+?)`(?: \(a remark\))? \|", page, re.MULTILINE)]
+    texts = list(texts_in_the_code())
+    assert len(quoted) > 40
+    for message in quoted:
+        pattern = ".*".join(re.escape(part) for part in message.split("…"))
+        assert any(re.search(pattern, text, re.DOTALL) for text in texts), message
