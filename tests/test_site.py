@@ -83,6 +83,13 @@ def test_commands_are_found_in_prose():
     assert commands_in_prose("Say `oxrl train --fast`, not `other --fast`.") == ["train --fast"]
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_of_the_repository_that_are_mentioned_exist(page):
+    inside = r"`((?:oxrl|tests|docs|examples|benchmarks|registry)/[\w/.-]*)"
+    for path in re.findall(inside, prose(page)):
+        assert (ROOT / path).exists(), f"there is no {path}"
+
+
 def test_the_api_page_is_up_to_date():
     written = (ROOT / "docs" / "api.md").read_text()
     assert written == document(), "run: python -m oxrl.reference > docs/api.md"
