@@ -10,6 +10,7 @@ import yaml
 
 import oxrl
 from oxrl.cli import app
+from oxrl.config import load_stages
 from oxrl.reference import document, explanation
 
 ROOT = Path(__file__).parents[1]
@@ -81,6 +82,21 @@ def test_commands_and_options_that_are_mentioned_exist(page):
 
 def test_commands_are_found_in_prose():
     assert commands_in_prose("Say `oxrl train --fast`, not `other --fast`.") == ["train --fast"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_of_the_repository_that_are_mentioned_exist(page):
+    inside = r"`((?:oxrl|tests|docs|examples|benchmarks|registry)/[\w/.-]*)"
+    for path in re.findall(inside, prose(page)):
+        assert (ROOT / path).exists(), f"there is no {path}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_whole_configs_on_a_page_load(page, tmp_path):
+    for block in re.findall(r"^```yaml\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
+        if "model" in yaml.safe_load(block):
+            (tmp_path / "config.yaml").write_text(block)
+            assert load_stages(tmp_path / "config.yaml")
 
 
 def test_the_api_page_is_up_to_date():
