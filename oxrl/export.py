@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+import oxrl
 from oxrl.metrics import read_metrics
 from oxrl.models.builtin import prepare_builtin
 from oxrl.models.catalog import find_entry
@@ -119,7 +119,7 @@ def _own_dtype(place: str) -> str:
 def _card(source: str, place: str) -> str:
     """What a reader of the model's page wants to know, as far as the run recorded it."""
     home = Path(place).parents[1] if Path(place).parent.name == "checkpoints" else None
-    lines = [f"# {Path(source).name}", "", f"Exported by oxRL {version('oxrl')}."]
+    lines = [f"# {Path(source).name}", "", f"Exported by oxRL {oxrl.__version__}."]
     if home is not None and (home / "config.yaml").is_file():
         facts = _facts(yaml.safe_load((home / "config.yaml").read_text(encoding="utf-8")))
         facts |= {"checkpoint": Path(place).name, **_last_numbers(home / "metrics.jsonl", Path(place).name)}

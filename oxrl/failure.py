@@ -24,6 +24,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import yaml
 
 from oxrl.environment import Environment, as_json, gather_environment
+from oxrl.loops.rehearse import ran_out_of_memory
 from oxrl.types import Batch, Item, Row
 
 logger = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ def kind_of(error: Exception) -> Kind:
     names = {each.__name__ for each in type(error).__mro__}
     if "NonFiniteError" in names:
         return "non_finite"
-    if names & {"OutOfMemoryError", "MemoryError"} or re.search(r"(can't|cannot) allocate memory", str(error)):
+    if ran_out_of_memory(_origin(error)):
         return "out_of_memory"
     return "guard" if isinstance(error, RuntimeError) and _raised_here(error) else "exception"
 
@@ -159,7 +160,13 @@ def _raised_here(error: BaseException) -> bool:
 
 def _frames(error: BaseException) -> list[tuple[FrameType, int]]:
     """With their lines, the innermost first."""
-    return list(traceback.walk_tb(error.__traceback__))[::-1]
+    return list(traceback.walk_tb(_origin(error).__traceback__))[::-1]
+
+
+def _origin(error: BaseException) -> BaseException:
+    """What ran out of memory, behind the advice that was made of it."""
+    cause = error.__cause__
+    return cause if cause is not None and ran_out_of_memory(cause) else error
 
 
 def _step(error: BaseException) -> int | None:

@@ -251,7 +251,7 @@ def as_prompt(sample: Sample) -> Sample:
 
 
 def made_up_answers(config: Config, inputs: Inputs, vocabulary: int) -> list[Item]:
-    """As long as answers may become, to the longest prompt."""
+    """As long as answers may become, to the longest prompts; as many as a micro-batch can hold."""
     from oxrl.loops.rehearse import longest_answers
 
     rollout = config.rollout
@@ -259,9 +259,11 @@ def made_up_answers(config: Config, inputs: Inputs, vocabulary: int) -> list[Ite
         inputs.rows,
         Renderer(inputs.tokenizer),
         chosen_algorithm(config),
+        prompts=config.train.batch_size,
         answers=rollout.n_samples,
         max_tokens=rollout.max_tokens,
         vocabulary=vocabulary,
+        enough=config.train.micro_batch_tokens,
     )
 
 

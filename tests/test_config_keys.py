@@ -133,6 +133,15 @@ def in_checkpoint(file):
     return lambda place, overrides: (place.run(overrides).checkpoint / file).exists()
 
 
+def written(name):
+    return lambda place, overrides: (place.run(overrides).folder / name).exists()
+
+
+def kept_elsewhere(place, overrides):
+    place.run(overrides)
+    return (place.folder / "elsewhere.db").exists()
+
+
 def adapter(key):
     def look(place, overrides):
         said_of_it = json.loads((place.run(overrides).checkpoint / "adapter_config.json").read_text())[key]
@@ -262,6 +271,10 @@ KEYS = {
     "run.training_gpus": Effect(0, asked_for("device"), ROWS, "cpu"),
     "run.rollout_gpus": Effect(2, said_about, ROWS),
     "run.ray_address": Effect("auto", said_about, ROWS),
+    "run.trackers": Effect(["tensorboard"], written("tensorboard"), SFT, True),
+    "run.tracking_uri": Effect(
+        "sqlite:///{place.folder}/elsewhere.db", kept_elsewhere, (*SFT, "run.trackers=[mlflow]"), True
+    ),
     "train.alg_name": Effect("grpo", prepared(lambda run: run.inputs.online), SFT, True),
     "train.alg_params": Effect({"beta": 0.5}, logged("grad_norm"), PAIRS),
     "train.alg_schedule": Effect([{"step": 2, "alg_name": "ipo"}], logged("loss"), PAIRS),

@@ -47,7 +47,7 @@ def failed(folder: Path, rows, train=None, **sections):
     config = {
         "model": {"name": "tiny"},
         "data": {"train_files_path": str(write_jsonl(folder / "rows.jsonl", rows))},
-        "train": {"train_batch_size_per_gpu": 4, **(train or {})},
+        "train": {"alg_name": "sft", "train_batch_size_per_gpu": 4, **(train or {})},
         **sections,
     }
     with pytest.raises(Exception) as caught:
@@ -59,7 +59,7 @@ def failed(folder: Path, rows, train=None, **sections):
 @pytest.fixture(scope="module")
 def broken_loss(tmp_path_factory):
     folder = tmp_path_factory.mktemp("failure") / "one"
-    return failed(folder, pairs(8), {"alg_name": f"{folder / 'own.py'}:divides"})
+    return failed(folder, pairs(4), {"alg_name": f"{folder / 'own.py'}:divides"})
 
 
 def test_a_failure_is_written_down_and_goes_on(broken_loss):
@@ -86,8 +86,8 @@ def test_the_batch_that_was_at_work_is_kept_with_what_the_loss_saw(broken_loss):
 
 def test_equal_failures_have_equal_fingerprints_and_others_have_others(broken_loss, tmp_path):
     one = broken_loss[2]
-    again = failed(tmp_path / "a", pairs(12, "again "), {"alg_name": f"{tmp_path / 'a' / 'own.py'}:divides"})[2]
-    other = failed(tmp_path / "b", pairs(8), {"alg_name": f"{tmp_path / 'b' / 'own.py'}:mixes"})[2]
+    again = failed(tmp_path / "a", pairs(4, "again "), {"alg_name": f"{tmp_path / 'a' / 'own.py'}:divides"})[2]
+    other = failed(tmp_path / "b", pairs(4), {"alg_name": f"{tmp_path / 'b' / 'own.py'}:mixes"})[2]
     assert one["fingerprint"] == again["fingerprint"] != other["fingerprint"]
     numbers = [
         RuntimeError("row 'a.jsonl:7' has 3 tokens (of 5)"),
@@ -170,7 +170,7 @@ def test_where_is_the_innermost_place_in_oxrl(tmp_path):
     with pytest.raises(ValueError) as caught:
         load_config(tmp_path / "none.yaml")
     where = where_in_oxrl(caught.value)
-    assert (where.file, where.function) == ("oxrl/config.py", "_read")
+    assert (where.file, where.function) == ("oxrl/config/load.py", "_read")
     assert "raise ConfigError" in (Path(__file__).parents[1] / where.file).read_text().splitlines()[where.line - 1]
 
 

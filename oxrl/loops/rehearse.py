@@ -80,30 +80,46 @@ def heaviest(items: Sequence[Item], budget: int, layout: Layout) -> list[Item]:
 
 
 def longest_answers(
-    samples: Sequence[Sample], render: Render, algorithm: Algorithm, *, answers: int, max_tokens: int, vocabulary: int
+    samples: Sequence[Sample],
+    render: Render,
+    algorithm: Algorithm,
+    *,
+    prompts: int,
+    answers: int,
+    max_tokens: int,
+    vocabulary: int,
+    enough: int,
 ) -> list[Item]:
-    """Items of made-up answers, as long as answers may become, to the longest prompt; every second one is paid."""
+    """Items of made-up answers, as long as answers may become, to the longest prompts; every second one is paid.
+
+    To as many as a step has `prompts`, or fewer if those have `enough` tokens.
+    """
     assert algorithm.online is not None, "asked for only where a run samples"
-    sample, prompt = longest_prompt(samples, render)
     chance = np.random.default_rng(0)
-    rewards = islice(cycle((1.0, 0.0)), answers + algorithm.online.greedy)
-    group = [
-        Rollout(
-            sample,
-            (Turn(prompt, _made_up(chance.integers(0, vocabulary, max_tokens).tolist())),),
-            index=index,
-            score=Score(reward),
-            greedy=index == answers,
-        )
-        for index, reward in enumerate(rewards)
-    ]
-    return algorithm.online.items(group, render)
+    items: list[Item] = []
+    for number, (sample, prompt) in enumerate(islice(cycle(longest_prompts(samples, render, prompts)), prompts)):
+        if sum(len(row) for item in items for row in item) >= enough:
+            break
+        rewards = islice(cycle((1.0, 0.0)), answers + algorithm.online.greedy)
+        group = [
+            Rollout(
+                sample,
+                (Turn(prompt, _made_up(chance.integers(0, vocabulary, max_tokens).tolist())),),
+                group=number,
+                index=index,
+                score=Score(reward),
+                greedy=index == answers,
+            )
+            for index, reward in enumerate(rewards)
+        ]
+        items += algorithm.online.items(group, render)
+    return items
 
 
-def longest_prompt(samples: Sequence[Sample], render: Render) -> tuple[Sample, tuple[int, ...]]:
+def longest_prompts(samples: Sequence[Sample], render: Render, count: int) -> list[tuple[Sample, tuple[int, ...]]]:
     rendered = ((sample, render.prompt(sample.messages, tools=sample.tools)) for sample in samples)
-    sample, prompt = max(rendered, key=lambda pair: len(pair[1]))
-    return sample, tuple(prompt.tolist())
+    longest = sorted(rendered, key=lambda pair: len(pair[1]), reverse=True)[:count]
+    return [(sample, tuple(prompt.tolist())) for sample, prompt in longest]
 
 
 def _made_up(tokens: Sequence[int]) -> Generation:

@@ -80,10 +80,24 @@ async def test_answers_are_made_up_for_every_algorithm_that_samples(name):
     )
     samples = [Sample(f"s{n}", (Message("user", "x" * n),), answer="yes") for n in (3, 40, 12)]
     render = Renderer(load_tokenizer("tiny"))
-    items = longest_answers(samples, render, chosen, answers=4, max_tokens=24, vocabulary=256)
+    items = longest_answers(samples, render, chosen, prompts=2, answers=4, max_tokens=24, vocabulary=256, enough=10_000)
     part = await rehearse(backend, chosen, items, 100)
     prompt = len(render.prompt(samples[1].messages))
     assert max(len(row) for item in part for row in item) == prompt + 24
+
+
+def test_as_many_answers_are_made_up_as_a_micro_batch_holds_or_a_step_has():
+    samples = [Sample(f"s{n}", (Message("user", "x" * n),)) for n in (3, 40, 12)]
+    render, chosen = Renderer(load_tokenizer("tiny")), algorithm("grpo")
+
+    def groups(**sizes):
+        return longest_answers(samples, render, chosen, answers=2, max_tokens=24, vocabulary=256, **sizes)
+
+    longest = [max(map(len, item)) - 24 for item in groups(prompts=2, enough=10_000)]
+    lengths = sorted((len(render.prompt(sample.messages)) for sample in samples), reverse=True)
+    assert longest == lengths[:2]
+    assert len(groups(prompts=2, enough=10)) == 1
+    assert len(groups(prompts=5, enough=10_000)) == 5, "rows repeat where a step has more than there are"
 
 
 async def test_items_that_teach_nothing_by_themselves_are_no_failure():
