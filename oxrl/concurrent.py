@@ -24,7 +24,8 @@ async def task_group() -> AsyncIterator[TaskGroup]:
         async with anyio.create_task_group() as tasks:
             yield tasks
     except BaseExceptionGroup as group:
-        raise _first(group) from None
+        error = _first(group)
+        raise error from error.__cause__  # whose own cause stays, and not the group
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
