@@ -193,10 +193,13 @@ def test_tests_that_need_a_class_or_module_of_the_solution_are_left_out_of_mbpp(
         {"task_id": 700, "text": "Chain.", "code": "class Pair: pass\ndef chain(p): return 1", "test_list": [each]}
         for each in ("assert chain(Pair()) == 1", "assert chain(sys.maxsize) == 1", "assert chain(2) == 1")
     ]
+    rows.append({**rows[2], "test_setup_code": "import"})
     (tmp_path / "mbpp.json").write_text(json.dumps(rows))
     samples, card = prepare_samples(DATASETS["mbpp"], [str(tmp_path / "mbpp.json")])
     assert [sample.metadata["tests"] for sample in samples["train"]] == [["assert chain(2) == 1"]]
-    assert [entry["reason"][:20] for entry in card["skipped"]] == ["the tests use Pair, ", "the tests use sys, w"]
+    assert [entry["reason"][:20] for entry in card["skipped"]] == [
+        "test_list or its set", "the tests use Pair, ", "the tests use sys, w"
+    ]  # fmt: skip
 
 
 def test_the_other_file_of_mbpp_is_read_too(tmp_path):

@@ -18,7 +18,11 @@ def convert(row: Raw) -> list[Sample]:
     name, signature = function_under_test(code, tests[0])
     lines = [*texts_of(row, "test_imports"), *str(row.get("test_setup_code") or "").splitlines()]
     setup = "\n".join(line.rstrip() for line in lines)
-    if strange := set(names_of_program(tests, setup)) - functions_of(code).keys():
+    try:
+        strange = set(names_of_program(tests, setup)) - functions_of(code).keys()
+    except SyntaxError:
+        raise BadRow("test_list or its setup is not Python") from None
+    if strange:
         raise BadRow(f"the tests use {min(strange)}, which is no function and only there inside the solution")
     metadata = {
         "tests": tests,
