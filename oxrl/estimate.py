@@ -13,7 +13,8 @@ from typing import Literal, NamedTuple, TypeAlias
 GIB = 2**30
 SPARE = 0.85  # of a device's memory is planned with: estimates have errors, and allocators leave gaps
 CHUNK = MappingProxyType({"cpu": 2**26, "cuda": 2**28})  # logits at once, as the projection in `tensors` has it
-HEAP = 0.3  # of weights and activations: what glibc's heap holds beyond what is in use (measured: 0 to 0.5)
+HEAP = (0.3, 0.3)  # shares of weights and of activations that glibc's heap holds beyond what is in use: fitted
+HEAP_OF_ADAPTERS = (0.5, 0.75)  # more, perhaps because no large gradients fill the gaps that activations leave
 STEP = 64  # tokens by which a cache grows, as in `generators`
 LADDER = tuple(size for power in range(8, 17) for size in (2**power, 3 * 2 ** (power - 1)))  # 256, 384, 512, 768, ...
 
@@ -101,8 +102,14 @@ def memory(facts: ModelFacts, work: Work, kind: Kind, framework: int) -> Memory:
         activations=kept,
         logits=logits(facts, work, kind),
         generation=0 if work.generating is None else generation(facts, work.generating),
-        allocator=int(HEAP * (facts.weight_bytes + kept)) if kind == "cpu" else 0,
+        allocator=heap(facts, kept) if kind == "cpu" else 0,
     )
+
+
+def heap(facts: ModelFacts, kept: int) -> int:
+    """On a CPU tensors come out of one heap and leave gaps in it; how large, no arithmetic says."""
+    of_weights, of_activations = HEAP if facts.trained > facts.parameters / 2 else HEAP_OF_ADAPTERS
+    return int(of_weights * facts.weight_bytes + of_activations * kept)
 
 
 def activations(facts: ModelFacts, work: Work) -> int:

@@ -569,7 +569,7 @@ def describe(plan: Plan) -> Mapping[str, str]:
         "memory": "\n".join([*components, f"{'peak':12} {gib(plan.memory.peak):>10}{taking_turns}"]),
         **_spread(plan),
         "device": f"{plan.device.place}, {gib(plan.device.free)} free of {gib(plan.device.memory)}",
-        "time": f"about {step} a step, {whole} in all; rough: it was off by up to a factor of two",
+        "time": f"about {step} a step, {whole} in all; rough: it was off by up to a factor of three",
         "verdict": _verdict(plan),
     }
 
