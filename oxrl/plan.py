@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from oxrl.config import Config
+from oxrl.data.pack import computed_tokens
 from oxrl.data.render import Renderer
 from oxrl.estimate import (
     GIB,
@@ -233,19 +234,16 @@ def heaviest_work(config: Config, inputs: Inputs, facts: ModelFacts) -> Work:
         longest_items(items, budget)[: config.train.batch_size * _rows_each(config, inputs)], budget, "shared"
     )
     rows = [row for item in part for row in item]
-    prompts = [row.tokens[: int(row.mask.argmax())].tobytes() for row in rows]
-    repeated = sum(len(prompt) for prompt in prompts) - sum(len(prompt) for prompt in set(prompts))
-    whole = sum(map(len, rows))
     if inputs.online:
         rollout, longest = config.rollout, max(map(len, rows))
         answers = int(config.train.batch_size * rollout.over_sampling_factor) * rollout.n_samples
         generating = Generating(min(rollout.slots, answers), longest)
     return Work(
-        tokens=whole - repeated // 8,  # token ids are int64
+        tokens=computed_tokens(part),
         trained_tokens=sum(int(row.mask.sum()) for row in rows),
         gradient_checkpointing=config.model.gradient_checkpointing,
         longest=max(sum(map(len, item)) for item in part),
-        key_tokens=whole,
+        key_tokens=sum(map(len, rows)),
         others=other_bytes(config),
         statistics=max(len(each.reads) for each in algorithms),
         compares=any(read.of for each in algorithms for read in each.reads.values()),

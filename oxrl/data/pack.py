@@ -55,6 +55,12 @@ def pack(items: Sequence[Item], budget: int, *, layout: Layout = "shared") -> li
     return [part.items for part in _first_fit(parts, budget)]
 
 
+def computed_tokens(items: Sequence[Item]) -> int:
+    """What a micro-batch of all these items would compute where prompts are shared: each prompt once."""
+    prompts = [_prompt(row) for item in items for row in item]
+    return sum(len(row) for item in items for row in item) - _num_tokens(prompts) + _num_tokens(set(prompts))
+
+
 class _Part(NamedTuple):
     """Items of one micro-batch. Their price is what will be computed: each of their prompts once, and all behind."""
 

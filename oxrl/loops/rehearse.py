@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from oxrl.data.pack import pack
+from oxrl.data.pack import computed_tokens, pack
 from oxrl.loops.step import credit_step, update
 from oxrl.types import (
     Algorithm,
@@ -65,12 +65,10 @@ def _no_step(_: Backend) -> TrainFuture[dict[str, float]]:
 def longest_items(items: Sequence[Item], budget: int) -> list[Item]:
     """Those with the longest rows, as many as a micro-batch of `budget` tokens can hold."""
     chosen: list[Item] = []
-    tokens = 0
     for item in sorted(items, key=lambda item: -max(map(len, item))):
-        if tokens >= budget:
+        if computed_tokens(chosen) >= budget:
             break
         chosen.append(item)
-        tokens += sum(map(len, item))
     return chosen
 
 
@@ -98,7 +96,7 @@ def longest_answers(
     chance = np.random.default_rng(0)
     items: list[Item] = []
     for number, (sample, prompt) in enumerate(islice(cycle(longest_prompts(samples, render, prompts)), prompts)):
-        if sum(len(row) for item in items for row in item) >= enough:
+        if computed_tokens(items) >= enough:
             break
         rewards = islice(cycle((1.0, 0.0)), answers + algorithm.online.greedy)
         group = [
