@@ -31,6 +31,17 @@ class Hardware(NamedTuple):
         return tuple(device for device in self.devices if device.place != "cpu")
 
 
+def set_up_process() -> None:
+    """Settings that libraries read once, when they are first used; what the user has set stays.
+
+    Threads that spin while they wait starve each other as soon as the machine does anything else (measured: a step
+    takes seven times as long beside one busy process, against less than twice with threads that sleep). Blocks of GPU
+    memory that cannot grow leave gaps between rows of many lengths (measured: 118 GiB reserved to hold 63).
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+
 def detect_hardware() -> Hardware:
     """Looks, and changes nothing; imports torch."""
     import torch

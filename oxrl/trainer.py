@@ -19,7 +19,7 @@ from oxrl.data.prepare import DATASETS, data_dir
 from oxrl.estimate import fitting_batch
 from oxrl.evaluation import Evaluation, evaluate
 from oxrl.export import export_model, push_model
-from oxrl.hardware import Hardware, detect_hardware
+from oxrl.hardware import Hardware, detect_hardware, set_up_process
 from oxrl.imports import place_of
 from oxrl.inputs import model_config
 from oxrl.logs import set_up_logging
@@ -143,6 +143,7 @@ class Trainer:
         `data` and `val` are files, hub ids, names from `oxrl data list`, or rows; `reward` a name, a function, or
         several with weights. `resume` goes on with the run in `output`, by the config that lies there.
         """
+        set_up_process()
         if not logging.getLogger().handlers:  # a script that did not ask for silence is told what happens
             set_up_logging()
         if resume:

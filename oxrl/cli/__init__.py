@@ -12,6 +12,7 @@ import typer
 
 from oxrl.cli import config, data, doctor, export, look, models, plan, report, rewards, speak, train
 from oxrl.cli.eval import evaluate
+from oxrl.hardware import set_up_process
 from oxrl.logs import set_up_logging
 
 app = typer.Typer(
@@ -41,9 +42,7 @@ for name, family in FAMILIES.items():
 
 
 def main() -> None:
-    # Threads that spin while they wait starve each other as soon as the machine does anything else (measured: a step
-    # takes seven times as long beside one busy process, against less than twice with threads that sleep).
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    set_up_process()
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # a log file is no place for bars
     set_up_logging()
