@@ -406,8 +406,52 @@ def shaped_reward(config: Config, members: Mapping[AnyReward, float]) -> Reward:
     return whole if section.clamp is None else clamp(whole, *section.clamp)
 
 
+def named_mistakes(config: Config) -> list[str]:
+    """What the schema cannot tell, and neither rows nor models are needed for: names, and what they ask of others."""
+    from oxrl.loops.online import check_reuse
+
+    chosen, train = chosen_algorithm(config), config.train
+    checks: list[Callable[[], Any]] = [partial(other_models, config)]
+    if chosen.online is not None:
+        checks += [
+            partial(check_reuse, chosen, train.iterations * train.mini_batches),
+            partial(rollout_config, config, None),
+            partial(_check_reward_names, config),
+        ]
+        if config.rollout.env == "tools" and not config.rollout.tools:
+            checks.append(partial(chosen_env, config))
+        if not lacks_reward(config):
+            checks.append(partial(_grader_key, config))
+    mistakes = []
+    for check in checks:
+        try:
+            check()
+        except ValueError as mistake:
+            mistakes.append(str(mistake))
+    return mistakes
+
+
+def _check_reward_names(config: Config) -> None:
+    """Functions of one's own and models that grade are left for when they are loaded."""
+    named = config.reward.reward_func
+    names = list(named) if isinstance(named, dict) else [named] if named is not None else []
+    in_table = [name for name in names if ":" not in name and find_builder(name) is None]
+    for name in in_table:
+        find_reward(name)
+    if names and in_table == names:
+        chosen_reward(config)
+
+
 def check_reward(config: Config) -> None:
     """One source of rewards, and the one that the algorithm asks for."""
+    key = _grader_key(config)
+    if key == "reward_func":
+        chosen_reward(config)
+    elif key is not None:
+        check_model(model_config(config)._replace(name=resolve_weights(getattr(config.reward, key)), revision=None))
+
+
+def _grader_key(config: Config) -> str | None:
     online = chosen_algorithm(config).online
     assert online is not None, "asked for only where the run samples"
     keys = {"reward": "reward_func", "reward model": "model", "judge": "judge"}
@@ -415,7 +459,7 @@ def check_reward(config: Config) -> None:
     if len(given) > 1:
         raise ConfigError(f"reward: {' and '.join(given)} are set; an answer is graded by one of them")
     if online.graded_by is None:
-        return
+        return None
     if online.graded_by not in ("reward", _graded_by_name(config)) and given != [keys[online.graded_by]]:
         raise ConfigError(
             f"{config.train.alg_name} is graded by a {online.graded_by}: set reward.{keys[online.graded_by]}"
@@ -425,12 +469,7 @@ def check_reward(config: Config) -> None:
             f"{config.train.alg_name} learns from rewards: set reward.reward_func (`oxrl rewards list` shows them; "
             "FILE.py:FUNCTION is one of your own), reward.model or reward.judge"
         )
-    if given == ["reward_func"]:
-        chosen_reward(config)
-    else:
-        check_model(
-            model_config(config)._replace(name=resolve_weights(getattr(config.reward, given[0])), revision=None)
-        )
+    return given[0]
 
 
 def _graded_by_name(config: Config) -> str | None:

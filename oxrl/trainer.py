@@ -9,20 +9,20 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from oxrl.config import Config, check_config, load_config
+from oxrl.config import Config, check_config, load_config, nearest_key
 from oxrl.data.prepare import DATASETS, data_dir
 from oxrl.estimate import fitting_batch
 from oxrl.evaluation import Evaluation, evaluate
 from oxrl.export import export_model, push_model
 from oxrl.hardware import Hardware, detect_hardware, set_up_process
 from oxrl.imports import place_of
-from oxrl.inputs import model_config
+from oxrl.inputs import Inputs, model_config, read_inputs
 from oxrl.logs import set_up_logging
+from oxrl.metrics import read_metrics
 from oxrl.models.load import check_model, resolve_device
 from oxrl.plan import (
     Plan,
@@ -34,9 +34,9 @@ from oxrl.plan import (
     plan_inputs,
 )
 from oxrl.rewards.grade import AnyReward
-from oxrl.runs import resolve_weights
+from oxrl.runs import resolve_weights, run_folder
 from oxrl.types import GenerationConfig, Message, ModelConfig
-from oxrl.wiring import Prepared, RunResult, open_model, prepare_run, train_prepared
+from oxrl.wiring import RunResult, open_model, prepare_run, train_prepared
 
 logger = logging.getLogger(__name__)
 
@@ -141,43 +141,54 @@ class Trainer:
         """Check everything, say what was chosen, train, and return what became of it.
 
         `data` and `val` are files, hub ids, names from `oxrl data list`, or rows; `reward` a name, a function, or
-        several with weights. `resume` goes on with the run in `output`, by the config that lies there.
+        several with weights. `resume` goes on with the run in `output`: by the config that lies there, with what is
+        said here laid over it, as far as that can change in a run.
         """
         set_up_process()
         if not logging.getLogger().handlers:  # a script that did not ask for silence is told what happens
             set_up_logging()
+        named = {"task": task, "algorithm": algorithm, "data": data, "val": val, "reward": reward}
+        wanted = {**named, "steps": steps, "epochs": epochs, **overrides}
         if resume:
-            return self._resume(output, reward)
-        wanted = {"task": task, "algorithm": algorithm, "data": data, "val": val, "reward": reward}
-        prepared, choices = self._prepared(output, {**wanted, "steps": steps, "epochs": epochs, **overrides})
+            return self._resume(output, wanted)
+        config, tuning = self._chosen(wanted)
+        prepared = prepare_run(config, output)
+        fitted, sizes = choose_sizes(prepared.config, prepared.inputs, detect_hardware())
+        choices = (_where(fitted, detect_hardware()), *tuning, *sizes)
         for choice in choices:
             logger.info("%s", choice)
-        return _result(train_prepared(prepared), prepared.config, choices)
+        prepared = prepared._replace(config=fitted, inputs=prepared.inputs._replace(config=fitted))
+        return _result(train_prepared(prepared), fitted, choices)
 
     def plan(self, task: str | None = None, *, output: str | Path | None = None, **wanted: Any) -> Plan:
         """What `train` would do and take, told the same words; no weight is loaded."""
-        prepared, _ = self._prepared(output, {"task": task, **wanted})
-        return plan_inputs(prepared.config, prepared.inputs, prepared.folder, detect_hardware())
+        config, _ = self._chosen({"task": task, **wanted})
+        inputs = read_inputs(config)
+        fitted, _ = choose_sizes(inputs.config, inputs, detect_hardware())
+        return plan_inputs(fitted, inputs, run_folder(fitted, output), detect_hardware())
 
-    def _resume(self, output: str | Path | None, reward: RewardLike | None) -> TrainingResult:
-        if output is None:
-            raise ValueError("output names the run to resume")
-        if callable(reward):
-            place_of(reward)  # the run's config names it
-        prepared = prepare_run(load_config(Path(output) / "config.yaml"), output, resume=True)
+    def _resume(self, output: str | Path | None, wanted: Mapping[str, Any]) -> TrainingResult:
+        if output is None or not (Path(output) / "config.yaml").exists():
+            raise ValueError(f"output names the run to resume, and {output} is none")
+        sections = self._sections(wanted)
+        said = [
+            f"{section}.{key}={json.dumps(value)}" for section, keys in sections.items() for key, value in keys.items()
+        ]
+        prepared = prepare_run(load_config(Path(output) / "config.yaml", said), output, resume=True)
         return _result(train_prepared(prepared), prepared.config, ())
 
-    def _prepared(self, output: str | Path | None, wanted: Mapping[str, Any]) -> tuple[Prepared, tuple[Choice, ...]]:
-        hardware = detect_hardware()
+    def _sections(self, wanted: Mapping[str, Any]) -> Sections:
         said = {**self.overrides, **{name: value for name, value in wanted.items() if value is not None}}
         sections = sections_of(said)
         sections.setdefault("model", {})["name"] = self.model
+        return sections
+
+    def _chosen(self, wanted: Mapping[str, Any]) -> tuple[Config, tuple[Choice, ...]]:
+        sections = self._sections(wanted)
         tuning = choose_tuning(sections)
         for choice in tuning:
             sections.setdefault("lora", {})["enabled"] = choice.value
-        prepared = prepare_run(check_config(sections), output)
-        fitted, sizes = choose_sizes(prepared, hardware)
-        return fitted, (_where(fitted.config, hardware), *tuning, *sizes)
+        return check_config(sections), tuning
 
 
 def sections_of(keywords: Mapping[str, Any]) -> Sections:
@@ -215,7 +226,7 @@ def _schema() -> dict[str, Any]:
 def _which(name: str, homes: Sequence[str], keys: set[str]) -> str:
     if homes:
         return f"{name} is a key of {' and '.join(homes)}: say which, as in {homes[0]}={{{name!r}: ...}}"
-    near = get_close_matches(name, [*keys, *NAMES], n=1)
+    near = nearest_key(name, [*keys, *NAMES])
     return f"no key of the config is called {name}" + (
         f"; did you mean {near[0]}?" if near else "; docs/configuration.md"
     )
@@ -227,11 +238,20 @@ def _plain(section: str, key: str, value: Any) -> tuple[str, str, Any]:
         value = str(value)
     elif key == "reward_func" and callable(value):
         value = place_of(value)
-    elif key in ("train_files_path", "val_files_path") and isinstance(value, Sequence) and not isinstance(value, str):
-        value = str(_file_of(value))
+    elif key in ("train_files_path", "val_files_path") and not isinstance(value, str | Mapping):
+        value = str(_file_of(_rows(value)))
     elif key == "train_files_path" and value in DATASETS and not Path(value).exists():
         key = "dataset"
     return section, key, value
+
+
+def _rows(given: Any) -> list[Mapping[str, Any]]:
+    """A list of rows, a `datasets.Dataset` or a data frame."""
+    rows = given.to_dict("records") if hasattr(given, "iterrows") else given
+    rows = list(rows) if isinstance(rows, Iterable) else [rows]
+    if not all(isinstance(row, Mapping) for row in rows):
+        raise ValueError(f"data is a file, a dataset's name or a list of rows (dicts), not {type(given).__name__}")
+    return rows
 
 
 def _file_of(rows: Sequence[Mapping[str, Any]]) -> Path:
@@ -256,9 +276,8 @@ def choose_tuning(sections: Sections) -> tuple[Choice, ...]:
     return (Choice("lora.enabled", large, why),)
 
 
-def choose_sizes(prepared: Prepared, hardware: Hardware) -> tuple[Prepared, tuple[Choice, ...]]:
+def choose_sizes(config: Config, inputs: Inputs, hardware: Hardware) -> tuple[Config, tuple[Choice, ...]]:
     """Micro-batch, checkpointing and slots that fit the device by estimate; what the user set stays as it is."""
-    config, inputs = prepared.config, prepared.inputs
     device = chosen_device(resolve_device(config.model.device), hardware)
     facts = model_facts(model_config(config), lora_of(config))
     work = heaviest_work(config, inputs, facts)
@@ -286,7 +305,7 @@ def choose_sizes(prepared: Prepared, hardware: Hardware) -> tuple[Prepared, tupl
         config = config.model_copy(
             update={section: getattr(config, section).model_copy(update={key: getattr(fit, key)})}
         )
-    return prepared._replace(config=config, inputs=inputs._replace(config=config)), tuple(chosen)
+    return config, tuple(chosen)
 
 
 def _where(config: Config, hardware: Hardware) -> Choice:
@@ -297,4 +316,5 @@ def _where(config: Config, hardware: Hardware) -> Choice:
 
 
 def _result(run: RunResult, config: Config, choices: Sequence[Choice]) -> TrainingResult:
-    return TrainingResult(run.folder, run.checkpoint, run.history, config, tuple(choices))
+    history = run.history or read_metrics(run.folder / "metrics.jsonl")  # a finished run that had nothing left to do
+    return TrainingResult(run.folder, run.checkpoint, history, config, tuple(choices))

@@ -13,7 +13,7 @@ from oxrl.cli import app
 from oxrl.config import ConfigError, check_config, load_config, load_stages, trace_stages
 from oxrl.config.checks import contradictions, remarks
 from oxrl.config.reference import fields, generated, json_schema
-from oxrl.inputs import read_inputs
+from oxrl.inputs import named_mistakes, read_inputs
 from oxrl.rewards import REWARDS
 from oxrl.tasks import task_config, tasks
 from tests.rows import sums, write_jsonl
@@ -386,3 +386,33 @@ def test_the_doors_at_the_root_train_whatever_the_file_says(door, tmp_path, monk
         runpy.run_path(str(ROOT / door), run_name="__main__")
     assert end.value.code == 0
     assert (tmp_path / "out" / "checkpoints" / "step_0001").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"train": {"alg_name": "rlhf"}}, "set reward.model"),
+        ({"train": {"alg_name": "kd"}}, "model.teacher"),
+        ({"train": {"alg_name": "rloo", "iterations": 2}}, "one optimizer step per batch"),
+        ({"reward": {"model": "x", "judge": "y"}}, "graded by one of them"),
+        ({"reward": {"reward_func": "exact_mtch"}}, "did you mean exact_match?"),
+        ({"reward": {"reward_func": "exact_match", "params": {"nope": 1}}}, "no parameter nope"),
+        ({"rollout": {"filter": "nofilter"}}, "nofilter"),
+        ({"rollout": {"env": "tools"}}, "needs rollout.tools"),
+    ],
+)
+def test_names_that_cannot_work_together_are_told_without_rows_or_models(sections, message):
+    base = {"model": {"name": "tiny"}, "data": {"train_files_path": "rows.jsonl"}}
+    assert any(message in mistake for mistake in named_mistakes(check_config({**base, **sections})))
+    assert named_mistakes(check_config(base)) == []
+
+
+def test_what_only_sampling_reads_is_named_where_nothing_samples():
+    base = {"model": {"name": "tiny"}, "data": {"train_files_path": "rows.jsonl"}, "train": {"alg_name": "sft"}}
+    told = remarks(check_config({**base, "rollout": {"n_samples": 3}}))
+    assert "rollout.n_samples has no effect with an algorithm that does not sample" in told
+
+
+def test_keys_by_the_names_of_other_frameworks_are_told_ours():
+    with pytest.raises(ConfigError, match=r"train.learning_rate is not a key; did you mean lr\?"):
+        load_config(None, ["model.name=tiny", "data.train_files_path=x", "train.learning_rate=1"])

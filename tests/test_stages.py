@@ -7,10 +7,10 @@ import pytest
 from typer.testing import CliRunner
 
 from oxrl.cli import app
-from oxrl.config import ConfigError, load_stages
+from oxrl.config import ConfigError, load_config, load_stages
 from oxrl.metrics import read_metrics
 from oxrl.runs import recorded_stages, resolve_weights
-from oxrl.wiring import run_rl, run_sft
+from oxrl.wiring import prepare_run, run_rl, run_sft, train_prepared, train_run
 from tests.rows import sums, write_jsonl
 
 YAML = """
@@ -210,3 +210,24 @@ def test_a_run_in_stages_is_named_by_its_folder_and_means_its_last_stage(config,
     assert resolve_weights(str(tmp_path / "run")) == str(tmp_path / "run" / "rl" / "checkpoints" / "step_0002")
     drawn = run("plot", tmp_path / "run")
     assert drawn.exit_code == 0 and "steps 1 to 2" in drawn.output
+
+
+def test_what_the_command_line_says_wins_in_every_stage(config):
+    stages = load_stages(config, ["train.lr=0.5", "rl.train.train_steps_per_epoch=7"])
+    assert [stage.train.lr for stage in stages.values()] == [0.5, 0.5]
+    assert [stage.train.train_steps_per_epoch for stage in stages.values()] == [4, 7]
+    graded = load_stages(config, ["reward.reward_func=contains", "reward.params={}"])
+    assert (graded["sft"].reward.reward_func, graded["rl"].reward.reward_func) == (None, "contains")
+    with pytest.raises(ConfigError, match="each stage has its own algorithm"):
+        load_stages(config, ["train.alg_name=ppo"])
+
+
+def test_a_run_that_went_on_while_another_was_prepared_is_left_alone(tmp_path):
+    data = write_jsonl(tmp_path / "rows.jsonl", sums(16))
+    single = load_config(None, ["model.name=tiny", "train.alg_name=sft", f"data.train_files_path={data}"])
+    late = prepare_run(single, tmp_path / "run")
+    train_run(single, tmp_path / "run")
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    with pytest.raises(ConfigError, match="went on while this one was prepared"):
+        train_prepared(late)
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before

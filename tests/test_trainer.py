@@ -96,11 +96,40 @@ def test_the_result_speaks_is_graded_and_saved():
 def test_a_run_goes_on_in_its_folder():
     first = Trainer("tiny").train(algorithm="sft", data=sums(16), output="run", epochs=1)
     assert len(first.history) == 2
-    (first.folder / "config.yaml").write_text(
-        (first.folder / "config.yaml").read_text().replace("total_number_of_epochs: 1", "total_number_of_epochs: 2")
-    )
-    Trainer("tiny").train(output="run", resume=True)
+    again = Trainer("tiny").train(output="run", resume=True)
+    assert again.metrics == first.metrics, "nothing was left to do"
+    Trainer("tiny").train(output="run", epochs=2, resume=True)
     assert [row["step"] for row in read_metrics(first.folder / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "message"),
+    [
+        ("smollm2-135m", {}, "model.name 'tiny' and cannot be resumed"),
+        ("tiny", {"algorithm": "cpt"}, "train.alg_name 'sft' and cannot be resumed"),
+        ("tiny", {"data": sums(16, first=50)}, "data"),
+    ],
+)
+def test_what_cannot_change_in_a_run_is_refused_when_it_goes_on(model, words, message):
+    Trainer("tiny").train(algorithm="sft", data=sums(16), output="run", steps=1)
+    with pytest.raises(ValueError, match=message):
+        Trainer(model).train(output="run", resume=True, steps=2, **words)
+
+
+def test_a_plan_can_be_made_beside_a_run():
+    trainer = Trainer("tiny", algorithm="sft", data=sums(8))
+    trainer.train(steps=1)
+    assert trainer.plan(steps=1).steps == 1
+
+
+def test_rows_come_as_a_list_a_dataset_or_a_data_frame():
+    import pandas
+    from datasets import Dataset
+
+    for rows in (Dataset.from_list(sums(4)), pandas.DataFrame(sums(4))):
+        assert sections_of({"data": rows}) == sections_of({"data": sums(4)})
+    with pytest.raises(ValueError, match=r"a list of rows \(dicts\), not int"):
+        sections_of({"data": 5})
 
 
 def test_a_task_brings_data_reward_and_algorithm_and_each_can_be_replaced():
@@ -123,6 +152,8 @@ def test_keywords_find_their_section():
     ("keywords", "message"),
     [
         ({"lrr": 1}, "no key of the config is called lrr; did you mean lr?"),
+        ({"learning_rate": 1}, "did you mean lr?"),
+        ({"batch_size": 1}, "did you mean train_batch_size_per_gpu?"),
         ({"rollout": 3}, "rollout is a section"),
         ({"lr": "fast"}, "train.lr"),
         ({"algorithm": "dppo"}, "did you mean"),

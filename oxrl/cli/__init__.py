@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Annotated
 
 import typer
 
+import oxrl
 from oxrl.cli import config, data, doctor, export, look, models, plan, report, rewards, speak, train
 from oxrl.cli.eval import evaluate
 from oxrl.hardware import set_up_process
@@ -39,6 +41,13 @@ for command in COMMANDS:
 app.command("eval")(evaluate)
 for name, family in FAMILIES.items():
     app.add_typer(family, name=name)
+
+
+@app.callback()
+def _(version: Annotated[bool, typer.Option("--version", help="Print the version and end.")] = False) -> None:
+    if version:
+        typer.echo(oxrl.__version__)
+        raise typer.Exit
 
 
 def main() -> None:

@@ -70,11 +70,14 @@ def config_validate(file: File, set_: Set = None, json_: Json = False) -> None:
 def _mistakes(file: Path, overrides: list[str]) -> tuple[list[str], list[str]]:
     from oxrl.config import load_stages
     from oxrl.config.checks import contradictions, remarks
+    from oxrl.inputs import named_mistakes
 
     try:
         stages = load_stages(file, overrides).items()
         marked = [(f"{name}: " if name else "", config) for name, config in stages]
-        mistakes = [f"{mark}{each}" for mark, config in marked for each in contradictions(config)]
+        mistakes = [
+            f"{mark}{each}" for mark, config in marked for each in (*contradictions(config), *named_mistakes(config))
+        ]
         return mistakes, [f"{mark}{each}" for mark, config in marked for each in remarks(config)]
     except ValueError as mistake:
         return str(mistake).splitlines(), []

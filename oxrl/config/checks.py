@@ -144,6 +144,9 @@ def remarks(config: Config) -> list[str]:
         for idle in IDLE
         if _is_set(config, idle.place) and not idle.works(config, roles)
     ]
+    if algorithms[0].online is None:
+        set_here = [key for key in type(config.rollout).model_fields if _is_set(config, f"rollout.{key}")]
+        said += [f"rollout.{key} has no effect with an algorithm that does not sample" for key in set_here]
     if config.lora.enabled and config.lora.dropout and any(each.compares_logprobs for each in algorithms):
         said.append(f"lora.dropout has no effect where log-probs are compared, as {algorithms[0].name} does")
     for key in sorted(config.inference_engine.others):

@@ -35,6 +35,35 @@ REWARD_FILES = ("rewards/compute_score.py", "rewards.py")
 """Where a reward function that is named without its file is looked for, beside the config."""
 
 
+ELSEWHERE = {
+    "learning_rate": "lr",
+    "batch_size": "train_batch_size_per_gpu",
+    "per_device_train_batch_size": "train_batch_size_per_gpu",
+    "epochs": "total_number_of_epochs",
+    "num_epochs": "total_number_of_epochs",
+    "num_train_epochs": "total_number_of_epochs",
+    "steps": "train_steps_per_epoch",
+    "max_steps": "train_steps_per_epoch",
+    "algorithm": "alg_name",
+    "max_grad_norm": "clip_grad_norm",
+    "warmup_ratio": "warmup_steps_ratio",
+    "max_length": "max_seq_len",
+    "num_generations": "n_samples",
+    "max_new_tokens": "max_tokens",
+    "max_completion_length": "max_tokens",
+    "rank": "r",
+    "lora_alpha": "alpha",
+    "lora_dropout": "dropout",
+    "torch_dtype": "dtype",
+    "name_or_path": "name",
+    "path": "name",
+    "save_steps": "checkpoint_every",
+    "eval_steps": "eval_every",
+    "logging_steps": "log_every",
+}
+"""What other frameworks, and people in a hurry, call our keys."""
+
+
 class Stage(NamedTuple):
     """A checked config, and who set what: `{("train", "lr"): "line 4", ("train", "alg_name"): "task math"}`."""
 
@@ -65,12 +94,26 @@ def trace_stages(path: str | Path | None, overrides: Sequence[str] = ()) -> dict
         own_lines = {place[1:]: line for place, line in lines.items() if place[0] == name}
         inherited = {section: keys for section, keys in shared.items() if (name, section) != ("sft", "reward")}
         whole = _merged(_merged(inherited, STAGES.get(name, {})), own)
+        for override in overrides if name else ():
+            _override_stage(whole, override, name)
         if path is not None:
             whole = _with_own_rewards(whole, Path(path).parent)
         places = {**lines, **own_lines}
         config = check_config(whole, places)
         stages[name] = Stage(config, _origins(config, whole, places, name))
     return stages
+
+
+def _override_stage(whole: dict[str, Any], override: str, stage: str) -> None:
+    """What is said for all stages wins in each; which algorithm and which reward is a stage's own affair."""
+    section, _, rest = override.partition(".")
+    if section in STAGES:
+        return
+    if section == "train" and rest.partition("=")[0].strip() == "alg_name":
+        raise ConfigError(f"each stage has its own algorithm: name the stage, as in --set {stage}.{override}")
+    if (stage, section) != ("sft", "reward"):
+        whole[section] = dict(whole.get(section) or {})
+        _lay_over(whole, override)
 
 
 def _origins(
@@ -213,7 +256,7 @@ def _in_words(mistake: Any, lines: Mapping[tuple[str, ...], int]) -> str:
     where = f"line {line}: " if line is not None else ""
     name = ".".join(place)
     if mistake["type"] == "extra_forbidden":
-        near = get_close_matches(place[-1], _keys_at(place[:-1]), n=1)
+        near = nearest_key(place[-1], _keys_at(place[:-1]))
         hint = f"did you mean {near[0]}?" if near else f"allowed: {', '.join(_keys_at(place[:-1]))}"
         return f"{where}{name} is not a key; {hint}"
     if mistake["type"] == "missing":
@@ -222,6 +265,12 @@ def _in_words(mistake: Any, lines: Mapping[tuple[str, ...], int]) -> str:
     if mistake["type"] == "value_error":  # our own words, which say what was wrong
         return f"{where}{name}: {message}" if place else f"{where}{message}"
     return f"{where}{name}: {message}, got {mistake['input']!r}" if place else f"{where}{message}"
+
+
+def nearest_key(name: str, keys: Sequence[str]) -> list[str]:
+    """The key that was meant: what other frameworks call it, or the nearest spelling; none, if none is near."""
+    usual = [key for key in keys if key == ELSEWHERE.get(name)]
+    return usual or get_close_matches(name, keys, n=1)
 
 
 def _keys_at(place: tuple[str, ...]) -> list[str]:

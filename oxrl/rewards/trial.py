@@ -254,7 +254,7 @@ async def _try(
     unit = 1.0 if pays_for == "opinion" or full <= 0 else full
     right = tuple(_probe(form, form, scores, unit, full) for form, scores in values.items())
     forms = _forms(cases)
-    paid = {form: forms[form] for form in forms if max(0.0, *_known(values[form])) > threshold * unit}
+    paid = {form: forms[form] for form in forms if max([0.0, *_known(values[form])]) > threshold * unit}
     again = {form: await trial.scores(completions) for form, completions in written.items()}
     tried = cheats_of(cases, paid or forms, LONG_FOR_A_MODEL if pays_for == "opinion" else LONG)
     if pays_for == "form":

@@ -241,3 +241,10 @@ def test_mistakes_end_with_code_2(rows, arguments, words):
     done = run(*arguments, "--data", rows)
     assert done.exit_code == 2
     assert words in done.output
+
+
+def test_a_reward_that_always_fails_is_reported_and_no_accident():
+    def broken(rollout):
+        raise ZeroDivisionError("always")
+
+    assert "could not be graded" in problems(broken) or "ungraded" in problems(broken)
