@@ -9,6 +9,7 @@ import time
 import pytest
 from typer.testing import CliRunner
 
+import oxrl
 from oxrl.cli import app
 from tests.rows import sums, write_jsonl
 
@@ -256,3 +257,8 @@ def test_help_explains_each_command(command):
     done = run(*command, "--help")
     assert done.exit_code == 0
     assert "Usage" in done.output
+
+
+def test_the_version_is_told_without_a_command():
+    told = CliRunner().invoke(app, ["--version"])
+    assert (told.exit_code, told.output.strip()) == (0, oxrl.__version__)

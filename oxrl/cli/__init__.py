@@ -21,7 +21,6 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
-    help="Post-train language models, from a laptop to a cluster.",
 )
 COMMANDS = (
     train.train,
@@ -43,11 +42,19 @@ for name, family in FAMILIES.items():
     app.add_typer(family, name=name)
 
 
-@app.callback()
-def _(version: Annotated[bool, typer.Option("--version", help="Print the version and end.")] = False) -> None:
-    if version:
+def _tell_version(wanted: bool) -> None:
+    if wanted:
         typer.echo(oxrl.__version__)
         raise typer.Exit
+
+
+@app.callback()
+def oxrl_command(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    """Post-train language models: supervised, preference and reinforcement learning."""
 
 
 def main() -> None:
