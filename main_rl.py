@@ -1,15 +1,6 @@
 """`python main_rl.py --config-file config.yaml`: `oxrl train`, which goes by the algorithm that the file names."""
 
-from __future__ import annotations
-
-import argparse
-import sys
-
-from oxrl.cli import main
+from oxrl.cli import main_with_config_file
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--config-file", required=True, help="YAML file; further flags are those of `oxrl train`")
-    known, further = parser.parse_known_args()
-    sys.argv[1:] = ["train", known.config_file, *further]
-    main()
+    main_with_config_file(__doc__)

@@ -152,9 +152,9 @@ class Trainer:
         if resume:
             return self._resume(output, wanted)
         config, tuning = self._chosen(wanted)
-        prepared = prepare_run(config, output)
-        fitted, sizes = choose_sizes(prepared.config, prepared.inputs, detect_hardware())
-        choices = (_where(fitted, detect_hardware()), *tuning, *sizes)
+        prepared, hardware = prepare_run(config, output), detect_hardware()
+        fitted, sizes = choose_sizes(prepared.config, prepared.inputs, hardware)
+        choices = (_where(fitted, hardware), *tuning, *sizes)
         for choice in choices:
             logger.info("%s", choice)
         prepared = prepared._replace(config=fitted, inputs=prepared.inputs._replace(config=fitted))
@@ -163,9 +163,9 @@ class Trainer:
     def plan(self, task: str | None = None, *, output: str | Path | None = None, **wanted: Any) -> Plan:
         """What `train` would do and take, told the same words; no weight is loaded."""
         config, _ = self._chosen({"task": task, **wanted})
-        inputs = read_inputs(config)
-        fitted, _ = choose_sizes(inputs.config, inputs, detect_hardware())
-        return plan_inputs(fitted, inputs, run_folder(fitted, output), detect_hardware())
+        inputs, hardware = read_inputs(config), detect_hardware()
+        fitted, _ = choose_sizes(inputs.config, inputs, hardware)
+        return plan_inputs(fitted, inputs, run_folder(fitted, output), hardware)
 
     def _resume(self, output: str | Path | None, wanted: Mapping[str, Any]) -> TrainingResult:
         if output is None or not (Path(output) / "config.yaml").exists():

@@ -151,13 +151,12 @@ def train_prepared(prepared: Prepared) -> RunResult:
         held = lock.acquire()
     except Timeout:
         raise ConfigError(f"another process is training in {folder}: wait for it, or choose another --output") from None
-    if latest_checkpoint(folder / "checkpoints") != prepared.resume_from:
-        lock.release()
-        raise ConfigError(f"the run in {folder} went on while this one was prepared: start again with --resume")
-    run = prepared.config.run
-    plain = prepared.config.model_dump(mode="json")
-    with held, tracked(run.trackers, folder, plain, uri=run.tracking_uri) as track, failures_recorded(folder, plain):
-        return _train_locked(prepared, track)
+    with held:
+        if latest_checkpoint(folder / "checkpoints") != prepared.resume_from:
+            raise ConfigError(f"the run in {folder} went on while this one was prepared: start again with --resume")
+        run, plain = prepared.config.run, prepared.config.model_dump(mode="json")
+        with tracked(run.trackers, folder, plain, uri=run.tracking_uri) as track, failures_recorded(folder, plain):
+            return _train_locked(prepared, track)
 
 
 def _train_locked(prepared: Prepared, track: Sink) -> RunResult:

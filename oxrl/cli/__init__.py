@@ -5,6 +5,7 @@ One file per family of commands; `app` below is the table of them.
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from typing import Annotated
@@ -55,6 +56,15 @@ def oxrl_command(
     ] = False,
 ) -> None:
     """Post-train language models: supervised, preference and reinforcement learning."""
+
+
+def main_with_config_file(about: str) -> None:
+    """`--config-file X ...` as `oxrl train X ...`: the doors at the root of the repository."""
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--config-file", required=True, help="YAML file; further flags are those of `oxrl train`")
+    known, further = parser.parse_known_args()
+    sys.argv[1:] = ["train", known.config_file, *further]
+    main()
 
 
 def main() -> None:

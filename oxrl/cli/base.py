@@ -20,5 +20,21 @@ def mistakes_end_here() -> Iterator[None]:
         raise typer.Exit(2) from None
 
 
+@contextmanager
+def failures_end_here(what: str, interrupted: str = "interrupted") -> Iterator[None]:
+    """What failed on the way is one message and exit code 1, an interrupt 130, a mistake 2."""
+    try:
+        with mistakes_end_here():
+            yield
+    except KeyboardInterrupt:
+        typer.secho(interrupted, fg="yellow", err=True)
+        raise typer.Exit(130) from None
+    except typer.Exit:  # a RuntimeError too, but already told
+        raise
+    except RuntimeError as failure:
+        typer.secho(f"{what} failed: {failure}", fg="red", err=True)
+        raise typer.Exit(1) from failure
+
+
 Json = Annotated[bool, typer.Option("--json", help="As JSON.")]
 Sampling = Annotated[float, typer.Option(min=0, help="0 always takes the likeliest token.")]

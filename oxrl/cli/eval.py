@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from oxrl.cli.base import Json, mistakes_end_here
+from oxrl.cli.base import Json, failures_end_here
 
 
 def evaluate(
@@ -41,7 +41,7 @@ def evaluate(
     json_: Json = False,
 ) -> None:
     """Measure a model on held-out rows: oxrl eval runs/grpo --data gsm8k --against smollm2-135m"""
-    with _failures_end_here(), mistakes_end_here():
+    with failures_end_here("the evaluation"):
         if (data is None) == (harness is None):
             raise ValueError("give --data FILE or NAME, or --harness TASKS, one of the two")
         if harness is not None:
@@ -75,20 +75,6 @@ def evaluate(
             lines = "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in told.answers())
             output.write_text(lines, encoding="utf-8")
     typer.echo(json.dumps(told.to_dict()) if json_ else str(told))
-
-
-@contextmanager
-def _failures_end_here() -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt:
-        typer.secho("interrupted", fg="yellow", err=True)
-        raise typer.Exit(130) from None
-    except typer.Exit:  # a RuntimeError too, but already told
-        raise
-    except RuntimeError as failure:
-        typer.secho(f"the evaluation failed: {failure}", fg="red", err=True)
-        raise typer.Exit(1) from failure
 
 
 def _refuse(options: dict[str, Any], why: str) -> None:

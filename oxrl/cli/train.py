@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from oxrl.cli.base import mistakes_end_here
+from oxrl.cli.base import failures_end_here, mistakes_end_here
 from oxrl.cli.plan import show_plans
 
 if TYPE_CHECKING:
@@ -104,17 +104,9 @@ def _stages(path: Path | None, output: Path | None, resume: bool, overrides: lis
 def _train_and_tell(prepared: Any, as_json: bool) -> RunResult:
     from oxrl.wiring import train_prepared
 
-    try:
-        with mistakes_end_here():
-            result = train_prepared(prepared)
-    except KeyboardInterrupt:
-        typer.secho(f"\ninterrupted; go on with: oxrl train --output {prepared.folder} --resume", fg="yellow", err=True)
-        raise typer.Exit(130) from None
-    except typer.Exit:  # a RuntimeError too, but already told
-        raise
-    except RuntimeError as failure:
-        typer.secho(f"the run failed: {failure}", fg="red", err=True)
-        raise typer.Exit(1) from failure
+    go_on = f"\ninterrupted; go on with: oxrl train --output {prepared.folder} --resume"
+    with failures_end_here("the run", go_on):
+        result = train_prepared(prepared)
     last = result.history[-1] if result.history else {}
     if as_json:
         typer.echo(json.dumps({"folder": str(result.folder), "checkpoint": str(result.checkpoint), "last": last}))

@@ -182,13 +182,7 @@ async def run_online(
                     best = best.after(-metrics["eval_reward"], step)
                     last = last or 0 < config.patience <= best.evaluations_since
             ahead.release()
-            if step > 1 and differs(current, algorithm_at(step - 1)):
-                logger.info("step %d: from here on %s %s", step, current.name, dict(current.parameters))
-                metrics["algorithm_switched"] = 1.0
-            if metrics["grad_norm"] == 0:
-                logger.warning(
-                    "step %d taught nothing: its gradient is zero (are rewards equal, or all too low?)", step
-                )
+            metrics |= _said_aloud(step, current, algorithm_at(max(1, step - 1)), metrics)
             observe(step, ready.groups)
             if last or due(step, config.log_every) or "eval_reward" in metrics or "algorithm_switched" in metrics:
                 log(step, metrics)
@@ -200,6 +194,16 @@ async def run_online(
             if last:
                 break
     return history
+
+
+def _said_aloud(step: int, current: Algorithm, before: Algorithm, metrics: Mapping[str, float]) -> dict[str, float]:
+    """What whoever watches must not miss; and a mark in the metrics where the algorithm changes."""
+    if metrics["grad_norm"] == 0:
+        logger.warning("step %d taught nothing: its gradient is zero (are rewards equal, or all too low?)", step)
+    if not differs(current, before):
+        return {}
+    logger.info("step %d: from here on %s %s", step, current.name, dict(current.parameters))
+    return {"algorithm_switched": 1.0}
 
 
 async def _sync(backend: Backend, generators: Sequence[Generator]) -> None:
