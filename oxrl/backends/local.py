@@ -154,7 +154,7 @@ class PyTorchTrainingBackend:
     ) -> TrainFuture[dict[str, float]]:
         """Add the gradients of one step's micro-batches; each term is divided by the step's count of its unit."""
         parts = [self.backward(batch, algorithm, counts) for batch in batches]
-        self._stop_unless_finite(parts, batches)
+        self.stop_unless_finite(parts, batches)
         return ImmediateTrainFuture(sum_parts(parts, counts))
 
     def backward(self, batch: Batch, algorithm: Algorithm, counts: Counts, weight: float = 1.0) -> Part:
@@ -170,7 +170,7 @@ class PyTorchTrainingBackend:
             {name: Term(term.total.detach(), term.unit) for name, term in losses.metrics.items()},
         )
 
-    def _stop_unless_finite(self, parts: Sequence[Part], batches: Sequence[Batch]) -> None:
+    def stop_unless_finite(self, parts: Sequence[Part], batches: Sequence[Batch]) -> None:
         self._unstepped.extend(batches)
         finite = torch.stack([part.shares["loss"] for part in parts]).isfinite().tolist()
         if not all(finite):
