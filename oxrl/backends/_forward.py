@@ -99,7 +99,8 @@ class LanguageModel(nn.Module):
             read["value"] = values.roll(1) * batch.mask
             read["last_value"] = values[last]
         if "score" in self.heads:
-            read["score"] = self.heads["score"](hidden[last].float())[:, 0]
+            # The sum of one column instead of the column: a sharded module must not return a view.
+            read["score"] = self.heads["score"](hidden[last].float()).sum(1)
         return read
 
     def save_heads(self, folder: Path) -> None:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SHARDS = "shards"
+RANDOM = "random:"
 Load: TypeAlias = Callable[[], Any]
 """Gives a model; it is called on every rank, so it travels: `partial(load_model, "tiny")`."""
 
@@ -196,22 +197,31 @@ class FSDPWorker(PyTorchTrainingBackend):
 
     def save_shards(self, path: Path) -> None:
         """Each rank writes its slices; what it takes to go on to the bit, and nothing that is frozen."""
-        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict_saver import save
 
-        dcp.save(self._state(self.optimizer.tensors(), self.reference_moved), checkpoint_id=path / SHARDS)
+        state = self._state(self.optimizer.tensors(), self.reference_moved) | _random_state()
+        save(state, checkpoint_id=path / SHARDS)
 
     def load_shards(self, path: Path) -> None:
-        import torch.distributed.checkpoint as dcp
+        """Take back what any number of ranks saved; only the random numbers of dropout are a rank's own."""
+        from torch.distributed.checkpoint import filesystem, state_dict_loader
 
-        known = dcp.FileSystemReader(path / SHARDS).read_metadata().state_dict_metadata
+        if not (path / SHARDS).is_dir():
+            raise ValueError(f"{path} has no {SHARDS}/: it was not saved by this backend, so it cannot go on from it")
+        known = filesystem.FileSystemReader(path / SHARDS).read_metadata().state_dict_metadata
         optimizer = {
             key: tensor for key, tensor in self._blank_optimizer_state().items() if f"optimizer:{key}" in known
         }
         self.reference_moved = any(key.startswith("reference:") for key in known)
         state = self._state(optimizer, self.reference_moved)
-        if strangers := sorted(known.keys() ^ state.keys()):
-            raise ValueError(f"the checkpoint in {path} is of another model or optimizer: {strangers[0]} is not in both")
-        dcp.load(state, checkpoint_id=path / SHARDS)
+        if strangers := sorted(key for key in known.keys() ^ state.keys() if not key.startswith(RANDOM)):
+            raise ValueError(
+                f"the checkpoint in {path} is of another model or optimizer: {strangers[0]} is not in both"
+            )
+        random = {key: tensor for key, tensor in _random_state().items() if key in known}
+        state |= random
+        state_dict_loader.load(state, checkpoint_id=path / SHARDS)
+        _restore_random_state(random)
         self.version = int(state["version"])
         self.optimizer.restore(optimizer)
         self._gathered = -1
@@ -239,6 +249,18 @@ class FSDPWorker(PyTorchTrainingBackend):
             self._rehearsal.enter_context(self.rehearsing())
         else:
             self._rehearsal.close()
+
+
+def _random_state() -> dict[str, Tensor]:
+    states = {"cpu": torch.get_rng_state()} | (
+        {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
+    )
+    return {f"{RANDOM}{dist.get_rank()}:{device}": state for device, state in states.items()}
+
+
+def _restore_random_state(states: Mapping[str, Tensor]) -> None:
+    for key, state in states.items():
+        (torch.cuda.set_rng_state if key.endswith("cuda") else torch.set_rng_state)(state)
 
 
 def _full(parameter: Tensor) -> Tensor:

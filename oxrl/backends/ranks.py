@@ -1,10 +1,11 @@
 """One backend over several processes: rank 0 runs the loop, the other ranks serve the backend's verbs.
 
-Rank 0 scatters a command, does its own share of it, and gathers the replies; whatever the loop needs (losses, log-probs,
-metrics) is put together there, once. Each rank gets whole micro-batches, and the same number of them: where a step does
+Rank 0 scatters a command, does its own share of it, and gathers the replies; whatever the loop needs (losses, metrics,
+log-probs) is put together there, once. Each rank gets whole micro-batches, and the same number of them: where a step does
 not divide, a rank runs its smallest one again with weight 0, because every pass over a sharded model is a collective.
-A verb that fails on a rank says so to rank 0; a rank that died or hangs ends the wait at the latest with the time
-limit. What a rank does with its share is its worker's affair (`fsdp`); no engine is known here.
+A verb that fails on a rank says so to rank 0 at once, which waits beside its own share and not inside it: that one may
+hang in a collective with the rank that failed. A rank that died or hangs ends the wait with the time limit at the
+latest. What a rank does with its share is its worker's affair (`fsdp`); no engine is known here.
 """
 
 from __future__ import annotations
@@ -12,7 +13,12 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import queue
+import threading
+import time
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
@@ -46,6 +52,9 @@ logger = logging.getLogger(__name__)
 
 TIME_LIMIT = 600.0  # seconds that one collective of a verb may take
 IDLE_LIMIT = 24 * 3600.0  # seconds that a rank waits for the next command, while rank 0 generates and grades
+
+
+NOTICE_SECONDS = 0.5  # how often rank 0 looks whether another rank has failed
 
 
 class RankError(RuntimeError):
@@ -119,9 +128,11 @@ class Ranks:
         self.time_limit = time_limit
         self._commands = dist.new_group(backend="gloo", timeout=timedelta(seconds=idle_limit))
         self._replies = dist.new_group(backend="gloo", timeout=timedelta(seconds=time_limit))
+        self._notices = dist.distributed_c10d._get_default_store()
         self._hosted: dict[int, Any] = {}
-        self._started = 0
+        self._started = self._calls = 0
         self._broken: str | None = None
+        self._aside = _Aside()
 
     def start(self, build: Build) -> int:
         """Make a worker on every rank; returns the number to call it by."""
@@ -152,21 +163,49 @@ class Ranks:
     def serve(self) -> None:
         """On every rank but 0: do as told until told to stop."""
         while (command := self._receive()).call != "stop":
-            self._answer(command.call, self._perform(command))
+            self._calls += 1
+            self._perform_and_answer(command)
 
     def _call_each(self, commands: list[Command]) -> list[Any]:
         call = commands[0].call
         if self._broken is not None:
             raise RankError(f"{call} cannot run any more: {self._broken}")
         self._send(commands)
-        replies = self._answer(call, self._perform(commands[0]))
+        self._calls += 1
+        replies = self._wait(self._aside.submit(partial(self._perform_and_answer, commands[0])))
         failed = [(rank, reply.error) for rank, reply in enumerate(replies) if reply.error is not None]
         if failed:
-            error = _told(call, failed)
+            lost = all(_is_lost_peer(error) for _, error in failed)
+            error = _told(call, failed, self._missing() if lost else "")
             if isinstance(error, RankError):
                 self._broken = str(error)
             raise error from failed[0][1]
         return [reply.value for reply in replies]
+
+    def _wait(self, replies: Future[list[Reply]]) -> list[Reply]:
+        """For the replies of all, or for the first rank that says that it failed."""
+        while True:
+            try:
+                return replies.result(timeout=NOTICE_SECONDS)
+            except TimeoutError:
+                if replies.done():  # it was the call itself that ran into a time limit
+                    raise
+                if self._notices.check([self._notice]):
+                    rank, error = pickle.loads(b64decode(self._notices.get(self._notice)))  # noqa: S301 - our own
+                    return [Reply(error=error if each == rank else None) for each in range(self.world)]
+
+    @property
+    def _notice(self) -> str:
+        return f"oxrl: failed in call {self._calls}"
+
+    def _perform_and_answer(self, command: Command) -> list[Reply]:
+        reply = self._perform(command)
+        self._notices.set(f"oxrl: rank {self.rank} ended", str(self._calls))
+        if reply.error is not None and not isinstance(reply.error, ValueError | NonFiniteError):
+            # The others may wait for this rank inside a collective; what is a mistake or not a number, all come out of.
+            if self._notices.add(f"{self._notice}, ranks", 1) == 1:
+                self._notices.set(self._notice, b64encode(pickle.dumps((self.rank, reply.error))).decode())
+        return self._answer(command.call, reply)
 
     def _perform(self, command: Command) -> Reply:
         try:
@@ -176,13 +215,10 @@ class Ranks:
             if command.call == "release":
                 del self._hosted[command.target]
                 return Reply()
-            result = perform(self._hosted[command.target], command.call, command.arguments)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the driver has to hear of it
+            return Reply(perform(self._hosted[command.target], command.call, command.arguments))
+        except Exception as error:  # whatever it is, the driver has to hear of it
             logger.debug("rank %d failed in %s", self.rank, command.call, exc_info=True)
-            if not isinstance(error, ValueError | NonFiniteError):
-                _let_go_of_the_others()
             return Reply(error=_portable(error))
-        return Reply(result)
 
     def _send(self, commands: list[Command]) -> None:
         received: list[Any] = [None]
@@ -213,12 +249,45 @@ class Ranks:
             raise self._lost(call, reply.error or error) from error
         return replies or []
 
+    def _missing(self) -> str:
+        """Who has not come to the end of the call, told after those who wait for them have had time to give up too."""
+        time.sleep(2 * NOTICE_SECONDS)
+        keys = {rank: f"oxrl: rank {rank} ended" for rank in range(self.world)}
+        ended = {rank: int(self._notices.get(key)) if self._notices.check([key]) else 0 for rank, key in keys.items()}
+        missing = [str(rank) for rank, last in ended.items() if last < self._calls]
+        return f"; no word from rank {', '.join(missing)}, which died or hangs" if missing else ""
+
     def _lost(self, call: str, error: Exception) -> RankError:
         self._broken = (
             f"rank {self.rank}, {call}: another rank died, or did not answer within {self.time_limit:g} s "
-            f"({_line(error)})"
+            f"({_line(error)}){self._missing()}"
         )
         return RankError(self._broken)
+
+
+class _Aside:
+    """A thread for one call after the other; it is left behind when the process ends, whatever it waits for."""
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        threading.Thread(target=self._run, daemon=True, name="oxrl rank").start()
+
+    def submit(self, function: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._work.put((function, future))
+        return future
+
+    def _run(self) -> None:
+        if self._device is not None:  # each thread has a current device of its own
+            torch.cuda.set_device(self._device)
+        while True:
+            function, future = self._work.get()
+            try:
+                future.set_result(function())
+            except BaseException as error:  # noqa: BLE001 - raised again by whoever waits
+                future.set_exception(error)
+            del function, future
 
 
 def join_ranks(*, time_limit: float = TIME_LIMIT, idle_limit: float = IDLE_LIMIT) -> Ranks:
@@ -272,14 +341,12 @@ def add_gradients(
     algorithm = named.rebuilt()
     real = len(batches) - fillers
     weights = [1.0] * real + [0.0] * fillers
-    parts = [
-        worker.backward(batch, algorithm, counts, weight) for batch, weight in zip(batches, weights, strict=True)
-    ][:real]
+    parts = [worker.backward(batch, algorithm, counts, weight) for batch, weight in zip(batches, weights, strict=True)][
+        :real
+    ]
     if parts:
         worker.stop_unless_finite(parts, batches[:real])
-    return [
-        Part({name: value.cpu() for name, value in part.shares.items()}, _on_cpu(part.metrics)) for part in parts
-    ]
+    return [Part({name: value.cpu() for name, value in part.shares.items()}, _on_cpu(part.metrics)) for part in parts]
 
 
 VERBS: Mapping[str, Callable[..., Any]] = {"add_gradients": add_gradients}
@@ -425,24 +492,16 @@ def _on_cpu(metrics: Mapping[str, Term]) -> dict[str, Term]:
     return {name: Term(torch.as_tensor(total).cpu(), unit) for name, (total, unit) in metrics.items()}
 
 
-def _let_go_of_the_others() -> None:
-    """Close this rank's connections: whoever waits for it inside a collective then fails now, not at the time limit."""
-    try:
-        dist.distributed_c10d._get_default_group().abort()
-    except RuntimeError as error:
-        logger.debug("the process group cannot be aborted: %s", error)
-
-
 def _portable(error: Exception) -> Exception:
     """An exception that survives pickling, as itself or as its text."""
     try:
-        pickle.loads(pickle.dumps(error))
+        pickle.loads(pickle.dumps(error))  # noqa: S301 - our own
     except Exception:  # noqa: BLE001 - reducing an unknown exception may fail in any way
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
 
 
-def _told(call: str, failed: Sequence[tuple[int, Exception]]) -> Exception:
+def _told(call: str, failed: Sequence[tuple[int, Exception]], missing: str = "") -> Exception:
     """One exception for the loop. When several ranks failed, the first cause is not the one that lost its peer."""
     rank, error = min(failed, key=lambda each: _is_lost_peer(each[1]))
     where = f"rank {rank}, {call}"
@@ -450,7 +509,7 @@ def _told(call: str, failed: Sequence[tuple[int, Exception]]) -> Exception:
         return NonFiniteError(f"{where}: {error.what}", error.batches)
     if isinstance(error, ValueError):
         return ValueError(f"{error} ({where})")
-    return RankError(f"{where}: {type(error).__name__}: {_line(error)}")
+    return RankError(f"{where}: {type(error).__name__}: {_line(error)}{missing}")
 
 
 def _is_lost_peer(error: Exception) -> bool:
