@@ -1,11 +1,11 @@
 """One backend over several processes: rank 0 runs the loop, the other ranks serve the backend's verbs.
 
 Rank 0 scatters a command, does its own share of it, and gathers the replies; whatever the loop needs (losses, metrics,
-log-probs) is put together there, once. Each rank gets whole micro-batches, and the same number of them: where a step does
-not divide, a rank runs its smallest one again with weight 0, because every pass over a sharded model is a collective.
-A verb that fails on a rank says so to rank 0 at once, which waits beside its own share and not inside it: that one may
-hang in a collective with the rank that failed. A rank that died or hangs ends the wait with the time limit at the
-latest. What a rank does with its share is its worker's affair (`fsdp`); no engine is known here.
+log-probs) is put together there, once. Each rank gets whole micro-batches, and all get the same number of them: where a
+step does not divide, a rank runs the smallest one again with weight 0, because a pass over a sharded model is a
+collective. A verb that fails on a rank says so to rank 0 at once, which waits beside its own share and not inside it:
+that one may hang in a collective with the rank that failed. A rank that died or hangs ends the wait with the time limit
+at the latest. What a rank does with its share is its worker's affair (`fsdp`); no engine is known here.
 """
 
 from __future__ import annotations
@@ -203,9 +203,12 @@ class Ranks:
         self._notices.set(f"oxrl: rank {self.rank} ended", str(self._calls))
         if reply.error is not None and not isinstance(reply.error, ValueError | NonFiniteError):
             # The others may wait for this rank inside a collective; what is a mistake or not a number, all come out of.
-            if self._notices.add(f"{self._notice}, ranks", 1) == 1:
-                self._notices.set(self._notice, b64encode(pickle.dumps((self.rank, reply.error))).decode())
+            self._give_notice(reply.error)
         return self._answer(command.call, reply)
+
+    def _give_notice(self, error: Exception) -> None:
+        if self._notices.add(f"{self._notice}, ranks", 1) == 1:  # the first cause, not what follows from it
+            self._notices.set(self._notice, b64encode(pickle.dumps((self.rank, error))).decode())
 
     def _perform(self, command: Command) -> Reply:
         try:
@@ -506,7 +509,8 @@ def _told(call: str, failed: Sequence[tuple[int, Exception]], missing: str = "")
     rank, error = min(failed, key=lambda each: _is_lost_peer(each[1]))
     where = f"rank {rank}, {call}"
     if isinstance(error, NonFiniteError):
-        return NonFiniteError(f"{where}: {error.what}", error.batches)
+        suspects = [batch for _, each in failed if isinstance(each, NonFiniteError) for batch in each.batches]
+        return NonFiniteError(f"{where}: {error.what}", suspects)
     if isinstance(error, ValueError):
         return ValueError(f"{error} ({where})")
     return RankError(f"{where}: {type(error).__name__}: {_line(error)}{missing}")

@@ -48,7 +48,7 @@ from oxrl.algorithms.preference import Pairs
 
 def planted(pairs: Pairs):
     if dist.get_rank() == 2:
-        time.sleep(1000)
+        time.sleep(25)  # longer than the time limit, and then it goes home by itself
     return pairs.chosen * 0
 """
 
