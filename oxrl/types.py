@@ -473,6 +473,7 @@ class Algorithm:
     judged_by: str | None = "loss"  # the number of an evaluation that is better when lower; None: none of them is
     parameters: Mapping[str, Any] = field(default_factory=dict)
     online: Online | None = None  # None: it learns from files only
+    source: str = ""  # what `algorithm` was called with, a name or an import path: so it travels to other processes
 
     @property
     def others(self) -> set[str]:

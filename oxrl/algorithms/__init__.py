@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ def algorithm(name: str, **parameters: Any) -> Algorithm:
     recipe = find(name)
     _check_parameters(recipe, parameters)
     defaults = {each: parameter.default for each, parameter in recipe.schema().items()}
-    return recipe.build(recipe.name, {**defaults, **parameters})
+    return replace(recipe.build(recipe.name, {**defaults, **parameters}), source=name)
 
 
 def find(name: str) -> Recipe:

@@ -51,6 +51,7 @@ class LanguageModel(nn.Module):
         self.model = model
         self.temperature = temperature
         self.layout: Layout = "padded"  # always right; `prepare_layout` finds out whether packed is too
+        self.probed: Probed | None = None
         width = self.inner.get_output_embeddings().weight.shape[1]
         # Zero is a fair first guess of a value or score, and the same one on every machine.
         self.heads = nn.ModuleDict({name: _zero_linear(width).to(model.device) for name in heads})
@@ -61,9 +62,20 @@ class LanguageModel(nn.Module):
         return self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
 
     def forward(
-        self, batch: Batch, statistics: Mapping[str, Statistic] = MappingProxyType({}), other: Other | None = None
-    ) -> Outputs:
+        self,
+        batch: Batch,
+        statistics: Mapping[str, Statistic] = MappingProxyType({}),
+        other: Other | None = None,
+        *,
+        to_be_compared: bool = False,
+    ) -> Outputs | Other:
+        """What this model says of a batch, or what another needs to be compared with it.
+
+        A sharded module has its weights inside this call only, so everything that reads one happens here.
+        """
         hidden = self.hidden(batch)
+        if to_be_compared:
+            return Other(hidden, self.head)
         values = token_logprobs(hidden, batch.tokens, batch.mask, self.head, statistics, other)
         return Outputs(values.pop("logprob"), values, **self._read_heads(hidden, batch))
 
@@ -87,7 +99,8 @@ class LanguageModel(nn.Module):
             read["value"] = values.roll(1) * batch.mask
             read["last_value"] = values[last]
         if "score" in self.heads:
-            read["score"] = self.heads["score"](hidden[last].float())[:, 0]
+            # The sum of one column instead of the column: a sharded module must not return a view.
+            read["score"] = self.heads["score"](hidden[last].float()).sum(1)
         return read
 
     def save_heads(self, folder: Path) -> None:
@@ -105,7 +118,8 @@ class LanguageModel(nn.Module):
     def as_other(self, batch: Batch) -> Other:
         """This model as the one that another is compared with."""
         with torch.no_grad():
-            return Other(self.hidden(batch), self.head)
+            other: Other = self(batch, to_be_compared=True)
+            return other
 
 
 def _zero_linear(width: int) -> nn.Linear:
@@ -416,7 +430,7 @@ def prepare_layout(model: LanguageModel) -> Probed:
         probed = Probed("packed", f"{packed}, shared prompts in each of their rows: {unshared}")
     else:
         probed = Probed("shared", f"{packed}, shared prompts once")
-    model.layout = probed.layout
+    model.layout, model.probed = probed.layout, probed
     return probed
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,28 @@ class NonFiniteError(RuntimeError):
     def __init__(self, what: str, batches: Sequence[Batch]) -> None:
         rows = ", ".join([row for batch in batches for row in batch.ids][:4])
         super().__init__(f"{what} is not finite (rows {rows}, ...); a lower learning rate is the usual remedy")
+        self.what = what
         self.batches = list(batches)
+
+    def __reduce__(self) -> tuple[type[NonFiniteError], tuple[str, list[Batch]]]:
+        return NonFiniteError, (self.what, self.batches)  # it may have to travel between processes
+
+
+class Part(NamedTuple):
+    """What one micro-batch came to: `{"loss": 0.12, "nll": 0.12}`, its share of the step, and metrics as sums."""
+
+    shares: Mapping[str, Tensor]
+    metrics: Mapping[str, Term]
+
+
+def sum_parts(parts: Sequence[Part], counts: Counts) -> dict[str, float]:
+    """The losses and metrics of a step from those of its micro-batches."""
+    totals: dict[str, list[Tensor]] = {}
+    for part in parts:
+        for name, value in part.shares.items():
+            totals.setdefault(name, []).append(value)
+    summed = {name: float(torch.stack(values).sum()) for name, values in totals.items()}
+    return {**summed, **merge_metrics([part.metrics for part in parts], counts)}
 
 
 REFERENCE = "reference.safetensors"
@@ -67,12 +88,12 @@ class PyTorchTrainingBackend:
         scheduler: Schedule = full_rate,
         *,
         max_grad_norm: float = 1.0,
-        others: Mapping[str, PreTrainedModel] = MappingProxyType({}),
+        others: Mapping[str, PreTrainedModel | LanguageModel] = MappingProxyType({}),
         write_model: WriteModel = write_plain,
     ) -> None:
         self.module = model if isinstance(model, LanguageModel) else LanguageModel(model)
         self.model: PreTrainedModel = self.module.model
-        self.others = {name: _frozen(other, self.module.temperature) for name, other in others.items()}
+        self.others = {name: frozen(other, self.module.temperature) for name, other in others.items()}
         self.reference_moved = False
         self.write_model = write_model
         self.optimizer = optimizer
@@ -80,7 +101,7 @@ class PyTorchTrainingBackend:
         self.base_rate: float = optimizer.defaults["lr"]
         self.max_grad_norm = max_grad_norm
         self.version = 0
-        probed = prepare_layout(self.module)
+        probed = self.module.probed or prepare_layout(self.module)
         self.layout = probed.layout
         self._unstepped: list[Batch] = []
         logger.info("%s", probed.reason)
@@ -121,7 +142,7 @@ class PyTorchTrainingBackend:
         if which in self.others:
             yield self.others[which]
         elif which == "ref" and hasattr(self.model, "peft_config"):
-            with self.model.disable_adapter():
+            with adapter_off(self.model):
                 yield self.module
         else:
             raise ValueError(
@@ -132,30 +153,31 @@ class PyTorchTrainingBackend:
         self, batches: Sequence[Batch], algorithm: Algorithm, counts: Counts
     ) -> TrainFuture[dict[str, float]]:
         """Add the gradients of one step's micro-batches; each term is divided by the step's count of its unit."""
-        totals: dict[str, list[Tensor]] = {}
-        reported: list[Mapping[str, Term]] = []
-        for batch in batches:
-            set_training_mode(self.model, dropout=not algorithm.compares_logprobs)
-            here = _to(batch, self.device)
-            losses = algorithm.loss(self._pass(here, algorithm.reads), here)
-            shares = {name: term.total / counts[term.unit] for name, term in losses.terms.items()}
-            loss = torch.stack(list(shares.values())).sum()
-            loss.backward()  # type: ignore[no-untyped-call]
-            for name, value in {"loss": loss, **shares}.items():
-                totals.setdefault(name, []).append(value.detach())
-            reported.append(losses.metrics)
-        self._unstepped.extend(batches)
-        self._stop_unless_finite(totals["loss"], batches)
-        summed = {name: float(torch.stack(parts).sum()) for name, parts in totals.items()}
-        return ImmediateTrainFuture({**summed, **merge_metrics(reported, counts)})
+        parts = [self.backward(batch, algorithm, counts) for batch in batches]
+        self.stop_unless_finite(parts, batches)
+        return ImmediateTrainFuture(sum_parts(parts, counts))
 
-    def _stop_unless_finite(self, losses: Sequence[Tensor], batches: Sequence[Batch]) -> None:
-        finite = torch.stack(list(losses)).isfinite().tolist()
+    def backward(self, batch: Batch, algorithm: Algorithm, counts: Counts, weight: float = 1.0) -> Part:
+        """Add the gradient of one micro-batch, `weight` times."""
+        set_training_mode(self.model, dropout=not algorithm.compares_logprobs)
+        here = _to(batch, self.device)
+        losses = algorithm.loss(self._pass(here, algorithm.reads), here)
+        shares = {name: term.total / counts[term.unit] for name, term in losses.terms.items()}
+        loss = torch.stack(list(shares.values())).sum()
+        (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
+        return Part(
+            {name: value.detach() for name, value in {"loss": loss, **shares}.items()},
+            {name: Term(term.total.detach(), term.unit) for name, term in losses.metrics.items()},
+        )
+
+    def stop_unless_finite(self, parts: Sequence[Part], batches: Sequence[Batch]) -> None:
+        self._unstepped.extend(batches)
+        finite = torch.stack([part.shares["loss"] for part in parts]).isfinite().tolist()
         if not all(finite):
             raise NonFiniteError("the loss", [batch for batch, fine in zip(batches, finite, strict=True) if not fine])
 
     def optim_step(self) -> TrainFuture[dict[str, float]]:
-        norm = float(nn.utils.clip_grad_norm_(list(self.optimizer.masters.values()), self.max_grad_norm))
+        norm = float(self._clip_gradients())
         if not torch.isfinite(torch.tensor(norm)):
             raise NonFiniteError("the gradient", self._unstepped)
         rate = self.base_rate * self.scheduler(self.version)
@@ -166,6 +188,9 @@ class PyTorchTrainingBackend:
         self.version += 1
         self._unstepped.clear()
         return ImmediateTrainFuture({"grad_norm": norm, "lr": rate})
+
+    def _clip_gradients(self) -> Tensor:
+        return nn.utils.clip_grad_norm_(list(self.optimizer.masters.values()), self.max_grad_norm)
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
@@ -190,7 +215,7 @@ class PyTorchTrainingBackend:
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
         """Copy tensors by parameter name into the model (and into its master weights)."""
-        _copy_parameters(weights, self.model)
+        copy_parameters(weights, self.model)
         self.optimizer.take_weights()
         return ImmediateTrainFuture(None)
 
@@ -229,7 +254,7 @@ class PyTorchTrainingBackend:
         self.optimizer.restore(state)
         self.reference_moved = (path / REFERENCE).exists()
         if self.reference_moved:
-            _copy_parameters(load_file(path / REFERENCE), self.others["ref"].model)
+            copy_parameters(load_file(path / REFERENCE), self.others["ref"].model)
         return ImmediateTrainFuture(None)
 
 
@@ -266,7 +291,8 @@ def create_pytorch_backend(
 
 
 @torch.no_grad()
-def _copy_parameters(weights: Mapping[str, Tensor], model: nn.Module) -> None:
+def copy_parameters(weights: Mapping[str, Tensor], model: nn.Module) -> None:
+    """By name, and only where every name is known."""
     parameters = dict(model.named_parameters())
     if unknown := sorted(weights.keys() - parameters.keys()):
         raise ValueError(f"these weights are of another model: it has no parameter {unknown[0]}")
@@ -274,10 +300,31 @@ def _copy_parameters(weights: Mapping[str, Tensor], model: nn.Module) -> None:
         parameters[name].copy_(tensor)
 
 
-def _frozen(model: PreTrainedModel, temperature: float) -> LanguageModel:
+def frozen(model: PreTrainedModel | LanguageModel, temperature: float) -> LanguageModel:
+    """A model to compare with; one that was made ready before, a sharded one say, stays as it is."""
+    if isinstance(model, LanguageModel):
+        return model
     module = LanguageModel(model, temperature=temperature).eval().requires_grad_(False)
     prepare_layout(module)
     return module
+
+
+@contextmanager
+def adapter_off(model: nn.Module) -> Iterator[None]:
+    """Inside, the base model speaks. What requires a gradient stays as it is, which PEFT's own switch changes.
+
+    A sharded weight that is first gathered while it requires none would never get one.
+    """
+    layers: list[Any] = [layer for layer in model.modules() if hasattr(layer, "_disable_adapters")]
+    assert layers, "a model with peft_config has layers with adapters"
+    before = [layer._disable_adapters for layer in layers]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer, was_off in zip(layers, before, strict=True):
+            layer._disable_adapters = was_off
 
 
 def create_cross_entropy_loss() -> LossFn:

@@ -1,6 +1,7 @@
 """What every `Backend` must do, run over each implementation."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from oxrl.loops.step import train_step
 from oxrl.models.load import load_model
 from oxrl.tensors import entropy
 from oxrl.types import Read, Row
+from tests.contracts import together
 
 pytestmark = pytest.mark.anyio
 SFT = algorithm("sft")
@@ -27,12 +29,30 @@ def local(**options):
     return create_pytorch_backend(load_model("tiny"), **{"lr": 1e-3, **options})
 
 
-BACKENDS = {"local": local}
+def fsdp(**options):
+    from oxrl.backends.fsdp import FSDPTrainingBackend
+
+    return FSDPTrainingBackend(together.ranks(), partial(load_model, "tiny"), **{"lr": 1e-3, **options})
+
+
+BACKENDS = {"local": local, "fsdp": fsdp}
 
 
 @pytest.fixture(params=BACKENDS)
 def make(request):
-    return BACKENDS[request.param]
+    """Makes backends of one kind; what they hold on other ranks is freed with the test."""
+    if request.param != "local":
+        together.ranks()
+    made = []
+
+    def one_more(**options):
+        made.append(BACKENDS[request.param](**options))
+        return made[-1]
+
+    yield one_more
+    for backend in made:
+        if hasattr(backend, "close"):
+            backend.close()
 
 
 def some_items(lengths=(30, 7, 19, 4, 25, 11, 9, 16)):

@@ -1,0 +1,281 @@
+"""One model spread over several ranks by FSDP2: each holds a slice of every weight, gradient and optimizer state.
+
+A rank's worker is the local backend over a sharded module: the passes, the loss and the optimizer are the same code.
+What differs is here: sharding layer by layer, sums instead of means over ranks, bringing the weights together, and a
+checkpoint of slices (`shards/`, by `torch.distributed.checkpoint`) that any number of ranks can read. A model in half
+precision is kept in float32 slices and computes in its own precision. Who calls whom is in `ranks`.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from oxrl.backends._forward import LanguageModel, prepare_layout
+from oxrl.backends.local import PyTorchTrainingBackend, WriteModel, copy_parameters, frozen, write_plain
+from oxrl.backends.optimizer import create_adamw_optimizer, schedule
+from oxrl.backends.ranks import RankedBackend, Ranks
+from oxrl.types import Algorithm, Batch, Counts, ImmediateTrainFuture, Outputs, Read, TrainFuture
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PreTrainedModel
+
+    from oxrl.backends.local import Part
+
+logger = logging.getLogger(__name__)
+
+SHARDS = "shards"
+RANDOM = "random:"
+Load: TypeAlias = Callable[[], Any]
+"""Gives a model; it is called on every rank, so it travels: `partial(load_model, "tiny")`."""
+
+
+class FSDPSettings(NamedTuple):
+    """What a worker is made of; the same names and defaults as for the local backend."""
+
+    lr: float = 1e-5
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    lr_scheduler: str = "constant"
+    num_steps: int = 0
+    warmup_steps: int = 0
+    max_grad_norm: float = 1.0
+    heads: tuple[str, ...] = ()
+    temperature: float = 1.0
+
+
+class FSDPTrainingBackend(RankedBackend):
+    """`FSDPTrainingBackend(ranks, partial(load_model, "tiny"), lr=1e-4)` on rank 0, while the other ranks serve."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        load: Load,
+        *,
+        others: Mapping[str, Load] = MappingProxyType({}),
+        write_model: WriteModel = write_plain,
+        heads: Sequence[str] = (),
+        **settings: Any,
+    ) -> None:
+        chosen = FSDPSettings(heads=tuple(heads), **settings)
+        super().__init__(ranks, partial(build_worker, load, dict(others), chosen), write_model=write_model)
+
+
+def build_worker(load: Load, others: Mapping[str, Load], settings: FSDPSettings) -> FSDPWorker:
+    """Every rank loads, proves its layout on the whole model, and keeps its slice."""
+    module = LanguageModel(load(), settings.heads, temperature=settings.temperature)
+    logger.info("%s", prepare_layout(module).reason)
+    compared = {name: frozen(load_other(), settings.temperature) for name, load_other in others.items()}
+    whole = copy.deepcopy(module) if dist.get_rank() == 0 else None
+    mesh = _mesh(module.model.device.type)
+    for each in (module, *compared.values()):
+        shard(each, mesh)
+    return FSDPWorker(module, compared, settings, whole)
+
+
+def _mesh(device: str) -> DeviceMesh:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(device, (dist.get_world_size(),))
+
+
+def shard(module: LanguageModel, mesh: DeviceMesh) -> None:
+    """Slices of each layer and head, then of what is left; inside `forward`, and only there, weights are whole."""
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+    dtype = module.model.dtype
+    layers = _layers(module)
+    # Inputs are not cast: a batch carries log-probs and advantages, which stay in float32.
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    halves = policy
+    if dtype != torch.float32:
+        module.float()
+        halves = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for head in module.heads.values():
+        fully_shard(head, mesh=mesh, mp_policy=policy)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=halves)
+    # What the root holds (embedding and projection) stays whole from a forward to its backward, which needs it first.
+    fully_shard(module, mesh=mesh, mp_policy=halves, reshard_after_forward=False)
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            # The driver's counts are those of the whole step: gradients are summed over ranks, not averaged.
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+
+
+def _layers(module: LanguageModel) -> list[nn.Module]:
+    """The blocks that transformers says belong together."""
+    blocks = set(module.inner._no_split_modules or ())
+    return [part for part in module.inner.modules() if type(part).__name__ in blocks]
+
+
+class FSDPWorker(PyTorchTrainingBackend):
+    """One rank's slice. `whole` is the unsharded model of rank 0, brought up to date by `gather`."""
+
+    def __init__(
+        self,
+        module: LanguageModel,
+        others: Mapping[str, LanguageModel],
+        settings: FSDPSettings,
+        whole: LanguageModel | None,
+    ) -> None:
+        options = {name: getattr(settings, name) for name in ("lr", "weight_decay", "betas", "eps")}
+        super().__init__(
+            module,
+            create_adamw_optimizer(module, **options),
+            schedule(settings.lr_scheduler, settings.num_steps, settings.warmup_steps),
+            max_grad_norm=settings.max_grad_norm,
+            others=others,
+        )
+        self._whole = whole
+        self._gathered: int | None = 0  # the version that `whole` has; None: another one in all weights, frozen too
+        self._rehearsal = ExitStack()
+
+    @property
+    def whole(self) -> PreTrainedModel:
+        assert self._whole is not None, "only rank 0 has the whole model"
+        return self._whole.model
+
+    def logprobs(
+        self, batches: Sequence[Batch], which: str = "policy", reads: Mapping[str, Read] = MappingProxyType({})
+    ) -> TrainFuture[list[Outputs]]:
+        outputs = super().logprobs(batches, which, reads)
+        self._reshard()
+        return outputs
+
+    def backward(self, batch: Batch, algorithm: Algorithm, counts: Counts, weight: float = 1.0) -> Part:
+        part = super().backward(batch, algorithm, counts, weight)
+        self._reshard()
+        return part
+
+    def _reshard(self) -> None:
+        """A root without a backward pass stays whole, and would not notice that its weights have changed."""
+        for module in (self.module, *self.others.values()):
+            module.reshard()  # type: ignore[operator]
+
+    def _clip_gradients(self) -> Tensor:
+        norm: Any = super()._clip_gradients()
+        whole: Tensor = norm.full_tensor()
+        return whole
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Weight by weight, so that no rank but the first ever holds more than one of them whole."""
+        if self._gathered == self.version:
+            return
+        targets = dict(self._whole.named_parameters()) if self._whole is not None else {}
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad or self._gathered is None:
+                full = _full(parameter)
+                if targets:
+                    targets[name].copy_(full)
+        self._gathered = self.version
+
+    def write_heads(self, path: Path) -> None:
+        assert self._whole is not None, "only rank 0 has the whole model"
+        self._whole.save_heads(path)
+
+    @torch.no_grad()
+    def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
+        copy_parameters(_sliced(weights, self.model), self.model)
+        self.optimizer.take_weights()
+        self._gathered = None
+        return ImmediateTrainFuture(None)
+
+    def save_shards(self, path: Path) -> None:
+        """Each rank writes its slices; what it takes to go on to the bit, and nothing that is frozen."""
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        state = self._state(self.optimizer.tensors(), self.reference_moved) | _random_state()
+        save(state, checkpoint_id=path / SHARDS)
+
+    def load_shards(self, path: Path) -> None:
+        """Take back what any number of ranks saved; only the random numbers of dropout are a rank's own."""
+        from torch.distributed.checkpoint import filesystem, state_dict_loader
+
+        if not (path / SHARDS).is_dir():
+            raise ValueError(f"{path} has no {SHARDS}/: it was not saved by this backend, so it cannot go on from it")
+        known = filesystem.FileSystemReader(path / SHARDS).read_metadata().state_dict_metadata
+        optimizer = {
+            key: tensor for key, tensor in self._blank_optimizer_state().items() if f"optimizer:{key}" in known
+        }
+        self.reference_moved = any(key.startswith("reference:") for key in known)
+        state = self._state(optimizer, self.reference_moved)
+        if strangers := sorted(key for key in known.keys() ^ state.keys() if not key.startswith(RANDOM)):
+            raise ValueError(
+                f"the checkpoint in {path} is of another model or optimizer: {strangers[0]} is not in both"
+            )
+        random = {key: tensor for key, tensor in _random_state().items() if key in known}
+        state |= random
+        state_dict_loader.load(state, checkpoint_id=path / SHARDS)
+        _restore_random_state(random)
+        self.version = int(state["version"])
+        self.optimizer.restore(optimizer)
+        self._gathered = -1
+
+    def _state(self, optimizer: Mapping[str, Tensor], with_reference: bool) -> dict[str, Any]:
+        """By name, as the tensors that training uses: loading writes into them."""
+        state: dict[str, Any] = {f"optimizer:{key}": value for key, value in optimizer.items()}
+        state |= {f"weight:{name}": weight.detach() for name, weight in self.optimizer.masters.items()}
+        if with_reference:
+            moved = self.others["ref"].named_parameters()
+            state |= {f"reference:{name}": weight.detach() for name, weight in moved}
+        return state | {"version": torch.tensor(self.version)}
+
+    def _blank_optimizer_state(self) -> dict[str, Tensor]:
+        blank: dict[str, Tensor] = {}
+        for name, master in self.optimizer.masters.items():
+            blank[f"{name}:step"] = torch.zeros((), dtype=torch.float32)
+            blank[f"{name}:exp_avg"] = torch.zeros_like(master.detach())
+            blank[f"{name}:exp_avg_sq"] = torch.zeros_like(master.detach())
+        return blank
+
+    def rehearse(self, begin: bool) -> None:
+        """The two halves of `rehearsing`, which come as two calls."""
+        if begin:
+            self._rehearsal.enter_context(self.rehearsing())
+        else:
+            self._rehearsal.close()
+
+
+def _random_state() -> dict[str, Tensor]:
+    states = {"cpu": torch.get_rng_state()} | (
+        {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
+    )
+    return {f"{RANDOM}{dist.get_rank()}:{device}": state for device, state in states.items()}
+
+
+def _restore_random_state(states: Mapping[str, Tensor]) -> None:
+    for key, state in states.items():
+        (torch.cuda.set_rng_state if key.endswith("cuda") else torch.set_rng_state)(state)
+
+
+def _full(parameter: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+def _sliced(weights: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """This rank's part of each weight that the model has; every rank was given all of them."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    sliced = dict(weights)
+    for name, parameter in model.named_parameters():
+        if name in weights and isinstance(parameter, DTensor):
+            here = weights[name].to(parameter.device, parameter.dtype)
+            sliced[name] = distribute_tensor(here, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return sliced

@@ -1,0 +1,525 @@
+"""One backend over several processes: rank 0 runs the loop, the other ranks serve the backend's verbs.
+
+Rank 0 scatters a command, does its own share of it, and gathers the replies; whatever the loop needs (losses, metrics,
+log-probs) is put together there, once. Each rank gets whole micro-batches, and all get the same number of them: where a
+step does not divide, a rank runs the smallest one again with weight 0, because a pass over a sharded model is a
+collective. A verb that fails on a rank says so to rank 0 at once, which waits beside its own share and not inside it:
+that one may hang in a collective with the rank that failed. A rank that died or hangs ends the wait with the time limit
+at the latest. What a rank does with its share is its worker's affair (`fsdp`); no engine is known here.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import queue
+import threading
+import time
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from oxrl.algorithms import algorithm as named_algorithm
+from oxrl.backends.local import NonFiniteError, Part, WriteModel, sum_parts, write_plain
+from oxrl.types import (
+    Algorithm,
+    Batch,
+    Counts,
+    ImmediateTrainFuture,
+    Layout,
+    Outputs,
+    Read,
+    Term,
+    TrainFuture,
+    Weights,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+TIME_LIMIT = 600.0  # seconds that one collective of a verb may take
+IDLE_LIMIT = 24 * 3600.0  # seconds that a rank waits for the next command, while rank 0 generates and grades
+
+
+NOTICE_SECONDS = 0.5  # how often rank 0 looks whether another rank has failed
+
+
+class RankError(RuntimeError):
+    """A rank failed, died or did not answer in time; the message names it and the call."""
+
+
+class Worker(Protocol):
+    """One rank's part of a backend. Every verb is called on all ranks at once."""
+
+    layout: Layout
+    version: int
+
+    def logprobs(
+        self, batches: Sequence[Batch], which: str, reads: Mapping[str, Read]
+    ) -> TrainFuture[list[Outputs]]: ...
+
+    def backward(self, batch: Batch, algorithm: Algorithm, counts: Counts, weight: float) -> Part: ...
+
+    def stop_unless_finite(self, parts: Sequence[Part], batches: Sequence[Batch]) -> None: ...
+
+    def optim_step(self) -> TrainFuture[dict[str, float]]: ...
+
+    def set_temperature(self, temperature: float) -> None: ...
+
+    def gather(self) -> None:
+        """Bring the whole of the weights into `whole`, on rank 0."""
+        ...
+
+    @property
+    def whole(self) -> PreTrainedModel:
+        """The unsharded model of rank 0, with the weights of the last `gather`."""
+        ...
+
+    def write_heads(self, path: Path) -> None: ...
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]: ...
+
+    def update_reference(self, decay: float) -> TrainFuture[None]: ...
+
+    def save_shards(self, path: Path) -> None: ...
+
+    def load_shards(self, path: Path) -> None: ...
+
+    def rehearse(self, begin: bool) -> None: ...
+
+
+class Command(NamedTuple):
+    """`Command(0, "optim_step", ())`: a function to call on the object with this number."""
+
+    target: int
+    call: str
+    arguments: tuple[Any, ...]
+
+
+class Reply(NamedTuple):
+    value: Any = None
+    error: Exception | None = None
+
+
+Build: TypeAlias = Callable[[], Any]
+"""Makes one rank's worker; it travels, so it is a function of a module, or a `partial` of one."""
+
+
+class Ranks:
+    """The processes of one run, and the wire between them. Rank 0 calls; the others `serve` until it says stop."""
+
+    def __init__(self, *, time_limit: float = TIME_LIMIT, idle_limit: float = IDLE_LIMIT) -> None:
+        if not dist.is_initialized():
+            raise ValueError("there is no process group: start under torchrun, or use join_ranks()")
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.time_limit = time_limit
+        self._commands = dist.new_group(backend="gloo", timeout=timedelta(seconds=idle_limit))
+        self._replies = dist.new_group(backend="gloo", timeout=timedelta(seconds=time_limit))
+        self._notices = dist.distributed_c10d._get_default_store()
+        self._hosted: dict[int, Any] = {}
+        self._started = self._calls = 0
+        self._broken: str | None = None
+        self._aside = _Aside()
+
+    def start(self, build: Build) -> int:
+        """Make a worker on every rank; returns the number to call it by."""
+        self._started += 1
+        self._call_each([Command(self._started, "start", (build,))] * self.world)
+        return self._started
+
+    def here(self, target: int) -> Any:
+        """This rank's worker."""
+        return self._hosted[target]
+
+    def call(self, target: int, call: str, *arguments: Any) -> list[Any]:
+        """What each rank returns, rank 0 first."""
+        return self._call_each([Command(target, call, arguments)] * self.world)
+
+    def call_with_shares(self, target: int, call: str, shares: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """The same call with other arguments on each rank."""
+        return self._call_each([Command(target, call, arguments) for arguments in shares])
+
+    def release(self, target: int) -> None:
+        self.call(target, "release")
+
+    def stop(self) -> None:
+        """Let the other ranks go home."""
+        if self._broken is None:
+            self._send([Command(0, "stop", ())] * self.world)
+
+    def serve(self) -> None:
+        """On every rank but 0: do as told until told to stop."""
+        while (command := self._receive()).call != "stop":
+            self._calls += 1
+            self._perform_and_answer(command)
+
+    def _call_each(self, commands: list[Command]) -> list[Any]:
+        call = commands[0].call
+        if self._broken is not None:
+            raise RankError(f"{call} cannot run any more: {self._broken}")
+        self._send(commands)
+        self._calls += 1
+        replies = self._wait(self._aside.submit(partial(self._perform_and_answer, commands[0])))
+        failed = [(rank, reply.error) for rank, reply in enumerate(replies) if reply.error is not None]
+        if failed:
+            lost = all(_is_lost_peer(error) for _, error in failed)
+            error = _told(call, failed, self._missing() if lost else "")
+            if isinstance(error, RankError):
+                self._broken = str(error)
+            raise error from failed[0][1]
+        return [reply.value for reply in replies]
+
+    def _wait(self, replies: Future[list[Reply]]) -> list[Reply]:
+        """For the replies of all, or for the first rank that says that it failed."""
+        while True:
+            try:
+                return replies.result(timeout=NOTICE_SECONDS)
+            except TimeoutError:
+                if replies.done():  # it was the call itself that ran into a time limit
+                    raise
+                if self._notices.check([self._notice]):
+                    rank, error = pickle.loads(b64decode(self._notices.get(self._notice)))  # noqa: S301 - our own
+                    return [Reply(error=error if each == rank else None) for each in range(self.world)]
+
+    @property
+    def _notice(self) -> str:
+        return f"oxrl: failed in call {self._calls}"
+
+    def _perform_and_answer(self, command: Command) -> list[Reply]:
+        reply = self._perform(command)
+        self._notices.set(f"oxrl: rank {self.rank} ended", str(self._calls))
+        if reply.error is not None and not isinstance(reply.error, ValueError | NonFiniteError):
+            # The others may wait for this rank inside a collective; what is a mistake or not a number, all come out of.
+            self._give_notice(reply.error)
+        return self._answer(command.call, reply)
+
+    def _give_notice(self, error: Exception) -> None:
+        if self._notices.add(f"{self._notice}, ranks", 1) == 1:  # the first cause, not what follows from it
+            self._notices.set(self._notice, b64encode(pickle.dumps((self.rank, error))).decode())
+
+    def _perform(self, command: Command) -> Reply:
+        try:
+            if command.call == "start":
+                self._hosted[command.target] = command.arguments[0]()
+                return Reply()
+            if command.call == "release":
+                del self._hosted[command.target]
+                return Reply()
+            return Reply(perform(self._hosted[command.target], command.call, command.arguments))
+        except Exception as error:  # whatever it is, the driver has to hear of it
+            logger.debug("rank %d failed in %s", self.rank, command.call, exc_info=True)
+            return Reply(error=_portable(error))
+
+    def _send(self, commands: list[Command]) -> None:
+        received: list[Any] = [None]
+        try:
+            dist.scatter_object_list(received, commands, src=0, group=self._commands)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise ValueError(
+                f"{commands[0].call} has an argument that cannot travel to another process ({error}); use functions of "
+                "a module instead of ones made on the spot"
+            ) from error
+        except RuntimeError as error:
+            raise self._lost(commands[0].call, error) from error
+
+    def _receive(self) -> Command:
+        received: list[Any] = [None]
+        try:
+            dist.scatter_object_list(received, None, src=0, group=self._commands)
+        except RuntimeError as error:
+            raise RankError(f"rank {self.rank} lost rank 0 while it waited for a command: {_line(error)}") from error
+        command: Command = received[0]
+        return command
+
+    def _answer(self, call: str, reply: Reply) -> list[Reply]:
+        replies: list[Any] | None = [None] * self.world if self.rank == 0 else None
+        try:
+            dist.gather_object(reply, replies, dst=0, group=self._replies)
+        except RuntimeError as error:
+            raise self._lost(call, reply.error or error) from error
+        return replies or []
+
+    def _missing(self) -> str:
+        """Who has not come to the end of the call, told after those who wait for them have had time to give up too."""
+        time.sleep(2 * NOTICE_SECONDS)
+        keys = {rank: f"oxrl: rank {rank} ended" for rank in range(self.world)}
+        ended = {rank: int(self._notices.get(key)) if self._notices.check([key]) else 0 for rank, key in keys.items()}
+        missing = [str(rank) for rank, last in ended.items() if last < self._calls]
+        return f"; no word from rank {', '.join(missing)}, which died or hangs" if missing else ""
+
+    def _lost(self, call: str, error: Exception) -> RankError:
+        self._broken = (
+            f"rank {self.rank}, {call}: another rank died, or did not answer within {self.time_limit:g} s "
+            f"({_line(error)}){self._missing()}"
+        )
+        return RankError(self._broken)
+
+
+class _Aside:
+    """A thread for one call after the other; it is left behind when the process ends, whatever it waits for."""
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        threading.Thread(target=self._run, daemon=True, name="oxrl rank").start()
+
+    def submit(self, function: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._work.put((function, future))
+        return future
+
+    def _run(self) -> None:
+        if self._device is not None:  # each thread has a current device of its own
+            torch.cuda.set_device(self._device)
+        while True:
+            function, future = self._work.get()
+            try:
+                future.set_result(function())
+            except BaseException as error:  # noqa: BLE001 - raised again by whoever waits
+                future.set_exception(error)
+            del function, future
+
+
+def join_ranks(*, time_limit: float = TIME_LIMIT, idle_limit: float = IDLE_LIMIT) -> Ranks:
+    """The processes that torchrun started, as `Ranks`: NCCL where each has a GPU, else gloo."""
+    if "RANK" not in os.environ:
+        raise ValueError("this process has no rank: start it with torchrun --nproc-per-node N")
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=time_limit))
+    return Ranks(time_limit=time_limit, idle_limit=idle_limit)
+
+
+def perform(worker: Any, call: str, arguments: tuple[Any, ...]) -> Any:
+    """A verb of this file (they are made of a worker's), or one that the worker has as it is."""
+    verb = VERBS.get(call)
+    result = verb(worker, *arguments) if verb else getattr(worker, call)(*arguments)
+    return result.value if isinstance(result, ImmediateTrainFuture) else result
+
+
+class NamedAlgorithm(NamedTuple):
+    """`NamedAlgorithm("dpo", {"beta": 0.2})`: how an algorithm travels."""
+
+    source: str
+    parameters: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, algorithm: Algorithm) -> NamedAlgorithm:
+        """Refused where the other ranks would train with another loss than the one that was asked for."""
+        named = cls(algorithm.source or algorithm.name, dict(algorithm.parameters))
+        if _code(named.rebuilt().loss) != _code(algorithm.loss):
+            raise ValueError(
+                f"the loss of {algorithm.name} was made in this process, so other ranks cannot find it: write it into "
+                "a file and name it there, algorithm('my_file.py:my_loss')"
+            )
+        return named
+
+    def rebuilt(self) -> Algorithm:
+        return named_algorithm(self.source, **self.parameters)
+
+
+def _code(function: Any) -> tuple[str, str]:
+    inner = function.func if isinstance(function, partial) else function
+    return getattr(inner, "__module__", ""), getattr(inner, "__qualname__", repr(inner))
+
+
+def add_gradients(
+    worker: Worker, batches: Sequence[Batch], fillers: int, named: NamedAlgorithm, counts: Counts
+) -> list[Part]:
+    """One rank's micro-batches, the last `fillers` of which only keep step with the other ranks."""
+    algorithm = named.rebuilt()
+    real = len(batches) - fillers
+    weights = [1.0] * real + [0.0] * fillers
+    parts = [worker.backward(batch, algorithm, counts, weight) for batch, weight in zip(batches, weights, strict=True)][
+        :real
+    ]
+    if parts:
+        worker.stop_unless_finite(parts, batches[:real])
+    return [Part({name: value.cpu() for name, value in part.shares.items()}, _on_cpu(part.metrics)) for part in parts]
+
+
+VERBS: Mapping[str, Callable[..., Any]] = {"add_gradients": add_gradients}
+
+
+class Share(NamedTuple):
+    """Which micro-batches a rank runs, and how many more it runs to keep step."""
+
+    places: tuple[int, ...]
+    fillers: int
+
+
+def divide(sizes: Sequence[int], ranks: int) -> list[Share]:
+    """The largest first, each to the rank with the least to do; no rank gets more than its number of them."""
+    most = -(-len(sizes) // ranks)
+    places: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+        free = [rank for rank in range(ranks) if len(places[rank]) < most]
+        rank = min(free, key=lambda rank: loads[rank])
+        places[rank].append(place)
+        loads[rank] += sizes[place]
+    return [Share(tuple(sorted(own)), most - len(own)) for own in places]
+
+
+class RankedBackend:
+    """A `Backend` on rank 0 whose model is spread over all ranks by workers that `build` makes."""
+
+    def __init__(self, ranks: Ranks, build: Build, *, write_model: WriteModel = write_plain) -> None:
+        self.ranks = ranks
+        self.write_model = write_model
+        self._number = ranks.start(build)
+        self._warned = False
+
+    @property
+    def _here(self) -> Worker:
+        worker: Worker = self.ranks.here(self._number)
+        return worker
+
+    @property
+    def layout(self) -> Layout:
+        return self._here.layout
+
+    @property
+    def version(self) -> int:
+        return self._here.version
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The whole model on rank 0, with the weights of the last `get_weights`."""
+        return self._here.whole
+
+    def set_temperature(self, temperature: float) -> None:
+        self._call("set_temperature", temperature)
+
+    def logprobs(
+        self, batches: Sequence[Batch], which: str = "policy", reads: Mapping[str, Read] = MappingProxyType({})
+    ) -> TrainFuture[list[Outputs]]:
+        shares = divide([batch.num_tokens for batch in batches], self.ranks.world)
+        arguments = [(own, which, dict(reads)) for own in _filled(batches, shares)]
+        replies = self.ranks.call_with_shares(self._number, "logprobs", arguments)
+        found = {
+            place: outputs
+            for share, reply in zip(shares, replies, strict=True)
+            for place, outputs in zip(share.places, reply, strict=False)  # what fillers said is left out
+        }
+        return ImmediateTrainFuture([found[place] for place in range(len(batches))])
+
+    def forward_backward(
+        self, batches: Sequence[Batch], algorithm: Algorithm, counts: Counts
+    ) -> TrainFuture[dict[str, float]]:
+        self._warn_of_idle_ranks(len(batches))
+        named = NamedAlgorithm.of(algorithm)
+        shares = divide([batch.num_tokens for batch in batches], self.ranks.world)
+        arguments = [
+            (own, share.fillers, named, dict(counts))
+            for own, share in zip(_filled(batches, shares), shares, strict=True)
+        ]
+        replies = self.ranks.call_with_shares(self._number, "add_gradients", arguments)
+        return ImmediateTrainFuture(sum_parts([part for reply in replies for part in reply], counts))
+
+    def _warn_of_idle_ranks(self, num_batches: int) -> None:
+        if num_batches < self.ranks.world and not self._warned:
+            self._warned = True
+            logger.warning(
+                "a step of %d micro-batches leaves %d of %d ranks without work: lower train.micro_batch_tokens",
+                num_batches,
+                self.ranks.world - num_batches,
+                self.ranks.world,
+            )
+
+    def optim_step(self) -> TrainFuture[dict[str, float]]:
+        return ImmediateTrainFuture(self._call("optim_step"))
+
+    def get_weights(self) -> TrainFuture[Weights]:
+        self._call("gather")
+        return ImmediateTrainFuture(Weights(self._here.whole, self.version))
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
+        self._call("load_weights", {name: tensor.detach().cpu() for name, tensor in weights.items()})
+        return ImmediateTrainFuture(None)
+
+    def update_reference(self, decay: float) -> TrainFuture[None]:
+        self._call("update_reference", decay)
+        return ImmediateTrainFuture(None)
+
+    def save(self, path: Path) -> TrainFuture[None]:
+        """Plain weights for everybody in `path`, and each rank's part of the training state beside them."""
+        self._call("gather")
+        self.write_model(self._here.whole, path)
+        self._here.write_heads(path)
+        self._call("save_shards", path)
+        return ImmediateTrainFuture(None)
+
+    def load(self, path: Path) -> TrainFuture[None]:
+        self._call("load_shards", path)
+        return ImmediateTrainFuture(None)
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Inside, every rank's memory is as full as in later steps; then all is as it was."""
+        self._call("rehearse", True)
+        with ExitStack() as afterwards:
+            afterwards.callback(self._call, "rehearse", False)
+            yield
+
+    def close(self) -> None:
+        """Free what the ranks hold of this model; they go on serving others."""
+        self.ranks.release(self._number)
+
+    def _call(self, call: str, *arguments: Any) -> Any:
+        """What rank 0 says; for calls of which all ranks know the same."""
+        return self.ranks.call(self._number, call, *arguments)[0]
+
+
+def _filled(batches: Sequence[Batch], shares: Sequence[Share]) -> list[list[Batch]]:
+    """Each rank's micro-batches; the smallest of the step fills up."""
+    smallest = min(batches, key=lambda batch: batch.num_tokens)
+    return [[*(batches[place] for place in share.places), *[smallest] * share.fillers] for share in shares]
+
+
+def _on_cpu(metrics: Mapping[str, Term]) -> dict[str, Term]:
+    return {name: Term(torch.as_tensor(total).cpu(), unit) for name, (total, unit) in metrics.items()}
+
+
+def _portable(error: Exception) -> Exception:
+    """An exception that survives pickling, as itself or as its text."""
+    try:
+        pickle.loads(pickle.dumps(error))  # noqa: S301 - our own
+    except Exception:  # noqa: BLE001 - reducing an unknown exception may fail in any way
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _told(call: str, failed: Sequence[tuple[int, Exception]], missing: str = "") -> Exception:
+    """One exception for the loop. When several ranks failed, the first cause is not the one that lost its peer."""
+    rank, error = min(failed, key=lambda each: _is_lost_peer(each[1]))
+    where = f"rank {rank}, {call}"
+    if isinstance(error, NonFiniteError):
+        suspects = [batch for _, each in failed if isinstance(each, NonFiniteError) for batch in each.batches]
+        return NonFiniteError(f"{where}: {error.what}", suspects)
+    if isinstance(error, ValueError):
+        return ValueError(f"{error} ({where})")
+    return RankError(f"{where}: {type(error).__name__}: {_line(error)}{missing}")
+
+
+def _is_lost_peer(error: Exception) -> bool:
+    words = ("connection", "peer", "timed out", "timeout", "abort")
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
+
+
+def _line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

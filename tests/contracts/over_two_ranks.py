@@ -1,0 +1,270 @@
+"""A sharded model does as the local one does. Runs inside `together`, on rank 0 of two; the last test breaks it."""
+
+from __future__ import annotations
+
+import os
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from oxrl.algorithms import algorithm
+from oxrl.backends.fsdp import FSDPTrainingBackend
+from oxrl.backends.local import NonFiniteError, create_pytorch_backend
+from oxrl.backends.ranks import RankError
+from oxrl.data.assemble import assemble
+from oxrl.data.pack import collate, count_units
+from oxrl.data.render import Renderer
+from oxrl.data.sources import load_samples
+from oxrl.loops.step import train_step
+from oxrl.models.load import load_model, load_tokenizer
+from oxrl.models.lora import LoraSettings, attach_lora, save_adapter
+from oxrl.types import ModelConfig
+from tests.algorithms.conftest import raw_rows
+from tests.contracts import together
+from tests.contracts.test_backend import some_items, split, train
+
+pytestmark = pytest.mark.anyio
+NAMES = {"sft": {}, "dpo": {}, "grpo": {"kl_coef": 0.1}, "ppo": {}, "tdpo": {}}
+TINY = partial(load_model, "tiny")
+CLOSE = {"atol": 1e-5, "rtol": 0}
+
+
+@pytest.fixture
+def anyio_backend():
+    return "asyncio"
+
+
+@pytest.fixture
+def sharded():
+    made = []
+
+    def make(load=TINY, **options):
+        made.append(FSDPTrainingBackend(together.ranks(), load, **{"lr": 1e-3, **options}))
+        return made[-1]
+
+    yield make
+    for backend in made:
+        backend.close()
+
+
+def with_adapter(dropout=0.0):
+    return attach_lora(TINY(), LoraSettings(r=4, dropout=dropout), seed=1)
+
+
+def checkpointed(dtype="float32"):
+    return load_model(ModelConfig("tiny", dtype=dtype, gradient_checkpointing=True))
+
+
+def items_of(name, n=5):
+    chosen = algorithm(name)
+    samples = load_samples(raw_rows(chosen.assemble, n, seed=0)).samples
+    return assemble(samples, chosen, Renderer(load_tokenizer("tiny"))).items
+
+
+def local(load=TINY, others=None, **options):
+    loaded = {name: each() for name, each in (others or {}).items()}
+    return create_pytorch_backend(load(), others=loaded, **{"lr": 1e-3, **options})
+
+
+async def same_steps(one, two, built, items, steps=8):
+    """Losses and gradients at each step, with micro-batches of another size each time."""
+    for step in range(steps):
+        budget = (40, 90, 10_000)[step % 3]
+        expected = await train_step(one, built, items, budget, {})
+        found = await train_step(two, built, items, budget, {})
+        for key in expected.keys() - {"tokens_per_second", "step_seconds", "memory_gib"}:
+            assert found[key] == pytest.approx(expected[key], abs=1e-5, rel=1e-5), (step, key)
+    await same_weights(one, two)
+
+
+async def same_weights(one, two, **allowed):
+    expected = dict((await one.get_weights()).module.named_parameters())
+    found = dict((await two.get_weights()).module.named_parameters())
+    assert expected.keys() == found.keys()
+    for name, parameter in expected.items():
+        torch.testing.assert_close(
+            found[name], parameter, **{**CLOSE, **allowed}, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_eight_steps_are_those_of_the_local_backend(sharded, name):
+    built = algorithm(name, **NAMES[name])
+    common = {
+        "heads": built.heads,
+        "others": dict.fromkeys(built.others, TINY),
+        "lr_scheduler": "cosine",
+        "num_steps": 8,
+    }
+    await same_steps(local(**common), sharded(**common), built, items_of(name))
+
+
+@pytest.mark.parametrize("head", ["value", "score"])
+async def test_heads_of_a_model_in_half_precision_stay_in_float32(sharded, head):
+    backend = sharded(partial(checkpointed, "bfloat16"), heads=(head,))
+    (outputs,) = await backend.logprobs([collate(some_items())])
+    assert getattr(outputs, head).dtype == torch.float32
+
+
+async def test_ranks_without_a_micro_batch_of_their_own_keep_step(sharded):
+    """1, 3 and 5 micro-batches over two ranks: an even number is never needed."""
+    items = some_items()
+    for size in (8, 3, 2):
+        one, two = local(), sharded()
+        expected, found = await train(one, items[:-1], size), await train(two, items[:-1], size)
+        assert found[0] == pytest.approx(expected[0], abs=1e-5)
+        await same_weights(one, two)
+
+
+async def test_log_probs_come_back_in_the_order_of_the_batches(sharded):
+    batches = split(some_items(), 1)
+    expected, found = await local().logprobs(batches), await sharded().logprobs(batches)
+    for one, two in zip(expected, found, strict=True):
+        torch.testing.assert_close(two.logprob, one.logprob, **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["dpo", "tdpo"])
+async def test_an_adapter_is_trained_against_its_own_base(sharded, tmp_path, name):
+    one, two = local(with_adapter), sharded(with_adapter, write_model=save_adapter)
+    await same_steps(one, two, algorithm(name), items_of(name), steps=4)
+    await two.save(tmp_path)
+    batch = collate(some_items())
+    again = create_pytorch_backend(load_model(str(tmp_path)))
+    torch.testing.assert_close(
+        (await again.logprobs([batch]))[0].logprob, (await one.logprobs([batch]))[0].logprob, **CLOSE
+    )
+
+
+async def test_checkpointed_gradients_are_the_same(sharded):
+    await same_steps(local(), sharded(checkpointed), algorithm("sft"), items_of("sft"), steps=3)
+
+
+async def test_a_moving_reference_moves_alike_and_comes_back(sharded, tmp_path):
+    built, items, others = algorithm("dpo"), items_of("dpo"), {"ref": TINY}
+    one, two = local(others=others), sharded(others=others)
+    for backend in (one, two):
+        await train_step(backend, built, items, 90)
+        await backend.update_reference(0.5)
+    await same_steps(one, two, built, items, steps=2)
+    await two.save(tmp_path)
+    resumed = sharded(others=others)
+    await resumed.load(tmp_path)
+    await same_steps(one, resumed, built, items, steps=2)
+
+
+async def test_dropout_on_every_rank_goes_on_where_it_was(sharded, tmp_path):
+    load, items = partial(with_adapter, dropout=0.5), some_items()
+    through = sharded(load, write_model=save_adapter)
+    await train(through, items, 2, steps=2)
+    await through.save(tmp_path)
+    torch.manual_seed(0)  # rank 0's; the other's has gone on by itself
+    await through.load(tmp_path)
+    expected, _ = await train(through, items, 2, steps=2)
+    torch.rand(7)
+    resumed = sharded(load)
+    await resumed.load(tmp_path)
+    assert (await train(resumed, items, 2, steps=2))[0] == expected
+
+
+async def test_what_two_ranks_saved_is_handed_on(sharded):
+    """To `over_three_ranks.py`, which goes on from it."""
+    folder = os.environ.get("OXRL_TEST_HANDED_ON")
+    if folder is None:
+        pytest.skip("there is no folder to hand it on in")
+    backend = sharded(lr_scheduler="cosine", num_steps=6)
+    await train(backend, some_items(), 3, steps=2)
+    await backend.save(Path(folder))
+
+
+async def test_half_precision_computes_in_its_own_and_keeps_float32(sharded, tmp_path):
+    half = partial(checkpointed, "bfloat16")
+    one, two = local(half), sharded(half)
+    items = some_items()
+    expected, found = await train(one, items, 3), await train(two, items, 3)
+    assert found[0] == pytest.approx(expected[0], abs=0.03)
+    assert found[0][-1] < found[0][0] - 0.5
+    await two.save(tmp_path)
+    written = load_model(ModelConfig(str(tmp_path), dtype="bfloat16"))
+    for name, parameter in (await two.get_weights()).module.named_parameters():
+        assert parameter.dtype == torch.bfloat16
+        assert torch.equal(written.get_parameter(name), parameter)
+
+
+async def test_weights_that_changed_after_a_pass_are_the_ones_of_the_next(sharded):
+    """What a pass without gradients leaves whole must not answer for it later."""
+    one, two = local(), sharded()
+    batches, items = split(some_items(), 3), some_items()
+    for backend in (one, two):
+        await backend.forward_backward(batches, algorithm("sft"), count_units(items))
+        await backend.logprobs(batches)
+        await backend.optim_step()
+    for expected, found in zip(await one.logprobs(batches), await two.logprobs(batches), strict=True):
+        torch.testing.assert_close(found.logprob, expected.logprob, **CLOSE)
+
+
+async def test_a_rehearsal_leaves_nothing_behind(sharded):
+    one, two = local(), sharded()
+    items = some_items()
+    with two.rehearsing():
+        await two.forward_backward(split(items, 8), algorithm("sft"), count_units(items))
+    await same_steps(one, two, algorithm("sft"), items_of("sft"), steps=2)
+
+
+async def test_a_loss_made_on_the_spot_is_refused(sharded):
+    from dataclasses import replace
+
+    own = replace(algorithm("sft"), loss=lambda outputs, batch: None)
+    with pytest.raises(ValueError, match="other ranks cannot find it"):
+        await sharded().forward_backward(split(some_items(), 8), own, count_units(some_items()))
+
+
+async def test_a_missing_reference_is_a_mistake_that_harms_nobody(sharded):
+    backend = sharded()
+    with pytest.raises(ValueError, match="compares with the model 'ref'"):
+        await backend.logprobs(split(some_items(), 8), "ref")
+    await train(backend, some_items(), 3, steps=1)
+
+
+async def test_what_is_not_finite_on_one_rank_is_told_with_its_rows(sharded):
+    from dataclasses import replace
+
+    items = items_of("dpo")
+    stamped = [
+        tuple(replace(row, streams={"ref_logprob": row.mask.astype("float32") * -1.0}) for row in item)
+        for item in items
+    ]
+    stamped[3] = tuple(
+        replace(row, streams={"ref_logprob": np.where(row.mask, np.float32("nan"), 0.0)}) for row in items[3]
+    )
+    with pytest.raises(NonFiniteError, match="rank [01], add_gradients: the loss is not finite") as caught:
+        await sharded().forward_backward(split(stamped, 1), algorithm("dpo"), count_units(stamped))
+    assert [id for batch in caught.value.batches for id in batch.ids] == [row.id for row in items[3]]
+
+
+FAILS_ON_ONE_RANK = """
+import torch.distributed as dist
+from oxrl.algorithms.preference import Pairs
+
+def planted(pairs: Pairs):
+    if dist.get_rank() == 1:
+        raise RuntimeError("planted here")
+    return pairs.chosen * 0
+"""
+
+
+async def test_z_a_rank_that_fails_is_named_at_once_and_ends_the_backend(tmp_path):
+    """The last one: after it the ranks have no common process group any more."""
+    file = tmp_path / "planted.py"
+    file.write_text(FAILS_ON_ONE_RANK)
+    built, items = algorithm(f"{file}:planted"), items_of("dpo")
+    backend = FSDPTrainingBackend(together.ranks(), TINY, others={"ref": TINY})
+    started = time.monotonic()
+    with pytest.raises(RankError, match="rank 1, add_gradients: RuntimeError: planted here"):
+        await train_step(backend, built, items, 90)
+    assert time.monotonic() - started < together.TIME_LIMIT / 2
+    with pytest.raises(RankError, match="optim_step cannot run any more: rank 1"):
+        await backend.optim_step()
