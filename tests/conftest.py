@@ -12,9 +12,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 from collections.abc import Iterator
 from typing import Any
 
-import anyio
 import pytest
 
+from oxrl.concurrent import run_blocking
 from oxrl.models.builtin import prepare_builtin
 from oxrl.models.load import load_model, load_tokenizer
 from oxrl.types import ModelConfig
@@ -50,7 +50,7 @@ def vllm_url(tiny: tuple[ModelConfig, Any], tmp_path_factory: pytest.TempPathFac
     log = tmp_path_factory.mktemp("vllm") / "server.log"
     server = start_vllm_server(prepare_builtin("tiny"), arguments=ARGUMENTS, log=log)
     try:
-        anyio.run(until_ready, server)
+        run_blocking(until_ready, server)
         yield server.url
     finally:
         server.stop()
@@ -58,12 +58,10 @@ def vllm_url(tiny: tuple[ModelConfig, Any], tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="session")
 def vllm_in_process(tiny: tuple[ModelConfig, Any]) -> Iterator[Any]:
-    """vLLM in this process with `tiny` and room for an adapter, for the whole run."""
+    """vLLM in this process with `tiny`, for the whole run."""
     need_vllm()
     from oxrl.generators.vllm import VLLMRolloutEngine
 
-    engine = VLLMRolloutEngine(
-        prepare_builtin("tiny"), tiny[1], lora=8, dtype="float32", enforce_eager=True, max_num_seqs=32
-    )
+    engine = VLLMRolloutEngine(prepare_builtin("tiny"), tiny[1], dtype="float32", enforce_eager=True, max_num_seqs=32)
     yield engine
-    anyio.run(engine.close)
+    run_blocking(engine.close)

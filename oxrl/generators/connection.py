@@ -101,7 +101,7 @@ class Connection(NamedTuple):
         async with httpx.AsyncClient(timeout=None, trust_env=False, verify=_trusted()) as client:  # noqa: S113
             try:
                 response = await client.request(
-                    method, f"{self.url}{path}", json=None if body is None else dict(body), params=dict(query)
+                    method, f"{self.url}{path}", json=None if body is None else dict(body), params=dict(query) or None
                 )
             except httpx.TransportError as error:
                 return _Trouble(f"no connection, or one that broke: {type(error).__name__}")

@@ -22,6 +22,7 @@ from oxrl.generators.connection import Connection, EngineError
 from oxrl.generators.engine import check_sampling
 from oxrl.generators.probe import Heard, Probe, StaleEngineError
 from oxrl.generators.sampling import stream_key
+from oxrl.generators.vllm_worker import EXTENSION
 from oxrl.types import Generation, GenerationConfig, Request, Weights
 from oxrl.weights import write_weights
 
@@ -87,12 +88,13 @@ class VLLMEngine:
     """`VLLMEngine("http://127.0.0.1:8000")`: a vLLM server (0.32) that was started with `VLLM_SERVER_DEV_MODE=1`.
 
     Weights can be changed while sequences are under way: they are held, and go on with the new ones through a fresh
-    prefill.
+    prefill. Models with tied weights need `--worker-extension-cls` as in `vllm_worker` on a CPU; `server` starts so.
     """
 
     def __init__(self, url: str, *, time_limit: float = 600.0, retries: int = 4, backoff: float = 0.5) -> None:
         self._connection = Connection(url, time_limit, retries, backoff).checked()
         self._model = ""
+        self._extended = False
 
     @property
     def name(self) -> str:
@@ -102,6 +104,7 @@ class VLLMEngine:
         (model, *_) = (await self._connection.get("/v1/models"))["data"]
         self._model = model["id"]
         info = await self._connection.get("/server_info?config_format=json")
+        self._extended = info["vllm_config"]["parallel_config"]["worker_extension_cls"] == EXTENSION
         mode = str(info["vllm_config"]["model_config"]["logprobs_mode"])
         if not mode.endswith("_logprobs"):
             raise ValueError(f"{self.name} returns {mode}: start it with --logprobs-mode processed_logprobs")
@@ -159,9 +162,12 @@ class VLLMEngine:
     async def update_weights_from_checkpoint(self, checkpoint_path: str, version: int | None = None) -> dict[str, Any]:
         """Through `/collective_rpc` and `reload_weights`. An engine where this fails stays paused: start it anew."""
         started = time.monotonic()
+        await self._name_of_model()
         await self.pause()
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(checkpoint_path)}}
         await self._connection.post("/collective_rpc", body, once=True)
+        if self._extended:
+            await self._connection.post("/collective_rpc", {"method": "tie_head_again"}, once=True)
         await self.reset_prefix_cache()
         if version is not None:
             await self._connection.post("/update_weight_version", {"new_version": str(version)})

