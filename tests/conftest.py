@@ -58,10 +58,11 @@ def vllm_url(tiny: tuple[ModelConfig, Any], tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="session")
 def vllm_in_process(tiny: tuple[ModelConfig, Any]) -> Iterator[Any]:
-    """vLLM in this process with `tiny`, for the whole run."""
+    """vLLM in this process with `tiny` and room for an adapter, for the whole run."""
     need_vllm()
     from oxrl.generators.vllm import VLLMRolloutEngine
 
-    engine = VLLMRolloutEngine(prepare_builtin("tiny"), tiny[1], dtype="float32", enforce_eager=True, max_num_seqs=32)
+    options = {"dtype": "float32", "enforce_eager": True, "max_num_seqs": 32}
+    engine = VLLMRolloutEngine(prepare_builtin("tiny"), tiny[1], lora=8, **options)
     yield engine
     run_blocking(engine.close)

@@ -219,7 +219,7 @@ class SGLangEngine:
         about = reply["meta_info"]
         drawn = about.get("output_token_logprobs") or ()
         reason = (about["finish_reason"] or {}).get("type", "none")
-        return Said(tuple(int(token) for _, token, *_ in drawn), tuple(float(p) for p, *_ in drawn), reason)
+        return Said(tuple(token for _, token, *_ in drawn), tuple(logprob for logprob, *_ in drawn), reason)
 
     async def prompt_logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
         parameters = {"max_new_tokens": 1, "temperature": 1.0}
@@ -452,7 +452,8 @@ def as_generation(name: str, begun: Generation, said: Said, version: int, text: 
     """What was drawn before and now, as one; an answer that cannot be trusted is an error."""
     if said.finish_reason not in _REASONS:
         raise EngineError(f"{name} ended a generation by {said.finish_reason!r}")
-    if len(said.token_ids) != len(said.logprobs) or not all(-9999 < each <= 1e-3 for each in said.logprobs):
+    fine = all(isinstance(each, float | int) and -9999 < each <= 1e-3 for each in said.logprobs)
+    if len(said.token_ids) != len(said.logprobs) or not fine:
         raise EngineError(f"{name} returned {len(said.token_ids)} tokens whose log-probs are missing or not finite")
     ids, logprobs = (*begun.token_ids, *said.token_ids), (*begun.logprobs, *said.logprobs)
     reason: Any = _REASONS[said.finish_reason]

@@ -236,6 +236,7 @@ class _Worker:
     def reload(self, **source: Any) -> None:
         self._engine.collective_rpc("reload_weights", kwargs=source)
         self._engine.collective_rpc("tie_head_again")
+        self._adapter = None
 
     def load_adapter(self, module: Any) -> None:
         """Adapters reach vLLM through files; the same id in place of the one before."""

@@ -9,8 +9,10 @@ import threading
 import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 from pathlib import Path
 
+import anyio
 import pytest
 import torch
 
@@ -42,7 +44,7 @@ def anyio_backend():
 
 
 class Scripted(BaseHTTPRequestHandler):
-    """Answers by the server's `script`, one entry per request and the last for ever: (status, content) or a function."""
+    """Answers by the server's `script`, one entry per request, the last for ever: (status, content) or a function."""
 
     protocol_version = "HTTP/1.1"
 
@@ -60,7 +62,8 @@ class Scripted(BaseHTTPRequestHandler):
         self.end_headers()
         return self.wfile.write(body)
 
-    do_POST = do_GET
+    def do_POST(self):
+        self.do_GET()
 
     def log_message(self, *_):
         pass
@@ -89,7 +92,7 @@ async def test_what_may_pass_is_tried_again_with_growing_pauses():
     with scripted((503, {"error": "busy"}), hang_up, (429, {}), (200, {"fine": 1})) as server:
         assert await Connection(server.url, retries=3, backoff=0.05).post("/x") == {"fine": 1}
     times = [when for when, _ in server.seen]
-    pauses = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+    pauses = [later - earlier for earlier, later in pairwise(times)]
     assert len(pauses) == 3 and pauses[0] >= 0.05 and pauses[1] >= 0.1 and pauses[2] >= 0.2
 
 
@@ -132,7 +135,7 @@ def test_what_is_no_address_is_refused(url):
 async def test_log_probs_that_are_missing_or_not_numbers_are_an_error(bad, tiny):
     about = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-1.0, 5, None], [bad, 6, None]]}
     replies = [(200, {"context_length": 64}), (200, {"meta_info": about})]
-    with scripted(*replies) as server, pytest.raises((EngineError, TypeError)):
+    with scripted(*replies) as server, pytest.raises(EngineError, match="log-probs"):
         await sglang_generator([server.url], tiny[1], retries=0).generate([Request((1, 2))], SAMPLING)
 
 
@@ -227,8 +230,6 @@ async def test_a_vllm_server_takes_weights_from_disk_and_proves_it(vllm_url, tin
 
 
 async def test_a_paused_vllm_server_answers_after_it_is_resumed(vllm_url):
-    import anyio
-
     engine = VLLMEngine(vllm_url)
     said = []
 
