@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import anyio
+from anyio.lowlevel import RunVar
 
 from oxrl.concurrent import in_thread, task_group
 from oxrl.generators.connection import Connection, EngineError
@@ -287,10 +288,10 @@ async def sync_weights_to_engines(
 class HTTPGenerator:
     """`HTTPGenerator([VLLMEngine(url)], tokenizer)`: a `Generator` over one or more engines with the same weights.
 
-    A request goes to the engine that has least to do; what it draws depends on its seed, not on where. New weights are
-    written to a folder that the engines can read (`folder`, by default a private one in memory or in the temporary
-    folder), and every engine proves that it has them, to `tolerance` per log-prob. `end_token_ids` end an answer beside
-    the tokenizer's own.
+    A request goes to the engine that has least to do; what it draws depends on its seed, not on where. At most
+    `concurrency` requests are sent at a time. New weights are written to a folder that the engines can read (`folder`,
+    by default in this machine's memory), removed when they have them, and every engine proves that it has them, to
+    `tolerance` per log-prob. `end_token_ids` end an answer beside the tokenizer's own.
     """
 
     def __init__(
@@ -301,19 +302,23 @@ class HTTPGenerator:
         end_token_ids: Sequence[int] = (),
         folder: str | Path | None = None,
         tolerance: float | None = None,
+        concurrency: int = 256,
     ) -> None:
-        if not engines:
-            raise ValueError("a generator over HTTP needs at least one engine")
+        if not engines or concurrency < 1:
+            raise ValueError("a generator over HTTP needs at least one engine, and concurrency of 1 or more")
         self.engines, self.tokenizer = list(engines), tokenizer
         self.gap = 0.0  # the largest difference to the trainer's log-probs that the last sync showed
         self._ends = tuple(sorted({*end_token_ids, tokenizer.eos_token_id} - {None}))
-        self._folder, self._own_folder = folder, None if folder is not None else _private_folder()
+        self._folder = Path(folder) if folder is not None else _near_folder()
         self._tolerance = tolerance
         self._version = 0
         self._facts: dict[int, Facts] = {}
         self._load = [0] * len(self.engines)
         self._heard: dict[int, Heard] = {}
         self._under_way: set[object] = set()
+        self._aborts = 0
+        self._concurrency = concurrency
+        self._places: RunVar[anyio.CapacityLimiter] = RunVar(f"oxrl engines {id(self)}")
 
     @property
     def version(self) -> int:
@@ -333,22 +338,40 @@ class HTTPGenerator:
         return [answers[index] for index in range(len(requests))]
 
     async def _one(self, request: Request, sampling: GenerationConfig) -> Generation:
-        begun = request.begun or Generation((), (), "aborted", self.version)
-        place = min(range(len(self.engines)), key=self._load.__getitem__)
-        mark = object()
-        self._load[place] += 1
+        mark, aborts = object(), self._aborts
         self._under_way.add(mark)
         try:
-            ask = as_ask(request, sampling, await self._facts_of(place), self._ends)
-            version = begun.version if begun.token_ids else self.version
-            said = await self.engines[place].complete(ask) if ask.most > 0 else Said((), (), "length")
+            async with self._turn():
+                version, began = self.version, self._aborts == aborts
+                place = min(range(len(self.engines)), key=self._load.__getitem__)
+                said = await self._ask(place, request, sampling) if began else Said((), (), "abort")
+        finally:
+            self._under_way.discard(mark)
+        begun = request.begun or Generation((), (), "aborted", version)
+        version = begun.version if begun.token_ids else version
+        return as_generation(self.engines[place].name, begun, said, version, self._text)
+
+    async def _ask(self, place: int, request: Request, sampling: GenerationConfig) -> Said:
+        self._load[place] += 1
+        try:
+            if place not in self._facts:
+                self._facts[place] = await self.engines[place].facts()
+            ask = as_ask(request, sampling, self._facts[place], self._ends)
+            return await self.engines[place].complete(ask) if ask.most > 0 else Said((), (), "length")
         finally:
             self._load[place] -= 1
-            self._under_way.discard(mark)
-        return as_generation(self.engines[place].name, begun, said, version, self._text)
+
+    def _turn(self) -> anyio.CapacityLimiter:
+        """One limit per event loop, which all calls share."""
+        try:
+            return self._places.get()
+        except LookupError:
+            self._places.set(anyio.CapacityLimiter(self._concurrency))
+            return self._places.get()
 
     async def abort(self) -> None:
         """Everything under way returns now, as "aborted", with what it has."""
+        self._aborts += 1
         meant = set(self._under_way)
         with anyio.move_on_after(60):
             while meant & self._under_way:  # a request may reach its engine after the word to abort
@@ -362,8 +385,7 @@ class HTTPGenerator:
     async def update_weights(self, weights: Weights) -> None:
         """Write, sync, prove: answers once every engine speaks with these."""
         probe = await in_thread(partial(Probe.of, weights.module, self._tolerance))
-        home = Path(self._own_folder or self._folder or ".")
-        folder = Path(tempfile.mkdtemp(prefix=f"version-{weights.version}-", dir=home))
+        folder = Path(tempfile.mkdtemp(prefix=f"oxrl-weights-{weights.version}-", dir=self._folder))
         try:
             await in_thread(partial(write_weights, weights.module, folder))
             await sync_weights_to_engines(self.engines, str(folder), weights.version)
@@ -391,13 +413,6 @@ class HTTPGenerator:
 
     async def close(self) -> None:
         await self.abort()
-        if self._own_folder is not None:
-            shutil.rmtree(self._own_folder, ignore_errors=True)
-
-    async def _facts_of(self, place: int) -> Facts:
-        if place not in self._facts:
-            self._facts[place] = await self.engines[place].facts()
-        return self._facts[place]
 
     def _text(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
@@ -460,7 +475,7 @@ def as_generation(name: str, begun: Generation, said: Said, version: int, text: 
     return Generation(ids, logprobs, reason, version, text(ids))
 
 
-def _private_folder() -> str:
-    """Memory if this machine has some to spare as a folder: engines on other machines need a shared one instead."""
-    shared = Path("/dev/shm")  # noqa: S108 - mkdtemp makes a folder of its own in it
-    return tempfile.mkdtemp(prefix="oxrl-weights-", dir=shared if shared.is_dir() else None)
+def _near_folder() -> Path:
+    """In memory if this machine has a folder there: engines on other machines need a shared one instead."""
+    memory = Path("/dev/shm")  # noqa: S108 - mkdtemp makes a folder of its own in it
+    return memory if memory.is_dir() else Path(tempfile.gettempdir())

@@ -44,16 +44,22 @@ class VLLMServer(NamedTuple):
     log: Path
 
     def stop(self, patience: float = 10.0) -> None:
-        """End it and whatever it started; kindly first."""
+        """End it and whatever it started: kindly first, so that nobody leaves shared memory behind."""
         for sign, wait in ((signal.SIGTERM, patience), (signal.SIGKILL, 10.0)):
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, sign)
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(wait)
-                if not _group_lives(self.process.pid):
-                    break
+            if self._gone_within(wait):
+                break
         if self.process.stdin is not None:
             self.process.stdin.close()
+
+    def _gone_within(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None and not _group_lives(self.process.pid):
+                return True
+            time.sleep(0.05)
+        return False
 
 
 @asynccontextmanager

@@ -94,8 +94,9 @@ class VLLMRolloutEngine:
             change: Callable[[], None] = partial(self._worker.load_adapter, weights.module)
         else:
             change = partial(self._worker.reload, weights_iterator=plain_weights(weights.module))
-        await self._change(change, weights.version)
+        await self._on_worker(partial(self._worker.change, change, weights.version))
         await self.verify(probe, weights.version)
+        self._version = weights.version
 
     async def refresh_model(self, model_path: str | Path, version: int) -> bool:
         """The weights of a checkpoint on disk; False if that version is in place already. Nothing is proved here."""
@@ -103,7 +104,9 @@ class VLLMRolloutEngine:
             return False
         if not Path(model_path).is_dir():
             raise ValueError(f"there is no checkpoint folder {model_path}")
-        await self._change(partial(self._worker.reload, weights_path=str(model_path)), version)
+        change = partial(self._worker.reload, weights_path=str(model_path))
+        await self._on_worker(partial(self._worker.change, change, version))
+        self._version = version
         return True
 
     async def verify(self, probe: Probe, version: int) -> None:
@@ -124,10 +127,6 @@ class VLLMRolloutEngine:
     async def close(self) -> None:
         with anyio.CancelScope(shield=True):
             await in_thread(self._worker.close)
-
-    async def _change(self, change: Callable[[], None], version: int) -> None:
-        await self._on_worker(partial(self._worker.change, change, version))
-        self._version = version
 
     async def _on_worker(self, function: Callable[[], T]) -> T:
         return await in_thread(self._worker.submit(function).result)
@@ -183,6 +182,8 @@ class _Worker:
         self._adapter: Any = None
         self._engine: Any = None
         self._broken: BaseException | None = None
+        self._ended: EngineError | None = None
+        self._lock = threading.Lock()
         ready: Future[Facts] = Future()
         self._thread = threading.Thread(target=self._run, args=(open_engine, ready), name="oxrl vllm", daemon=True)
         self._thread.start()
@@ -191,10 +192,11 @@ class _Worker:
     def submit(self, function: Callable[[], T]) -> Future[T]:
         """Have it done by the thread, soon."""
         future: Future[T] = Future()
-        if not self._thread.is_alive():
-            future.set_exception(EngineError(f"{NAME} has ended{f': {self._broken}' if self._broken else ''}"))
-        else:
-            self._told.put((function, future))
+        with self._lock:
+            if self._ended is None:
+                self._told.put((function, future))
+            else:
+                future.set_exception(self._ended)
         return future
 
     def close(self) -> None:
@@ -215,8 +217,7 @@ class _Worker:
             self._jobs[job.id] = job
 
     def abort(self) -> None:
-        jobs = list(self._jobs.values())
-        self.drop(jobs)
+        self.drop(list(self._jobs.values()))
 
     def drop(self, jobs: Sequence[_Job]) -> None:
         """End these, if they have not ended."""
@@ -288,6 +289,8 @@ class _Worker:
 
     def _end(self) -> None:
         error = EngineError(f"{NAME} has ended{f': {self._broken}' if self._broken else ''}")
+        with self._lock:  # nobody is left in the queue unheard
+            self._ended = error
         for job in self._jobs.values():
             if not job.reason.done():
                 job.reason.set_exception(error)
