@@ -18,9 +18,11 @@ from oxrl.data.buffer import DataBuffer, MixedBuffer
 from oxrl.data.prepare import check_trainable, find_dataset, split_file
 from oxrl.data.render import Renderer
 from oxrl.data.sources import Loaded, load_samples
+from oxrl.devices import placed
 from oxrl.hardware import detect_hardware
 from oxrl.imports import import_object
 from oxrl.models.load import check_model, load_tokenizer
+from oxrl.models.lora import LoraSettings
 from oxrl.rewards import Reward, as_reward, check_samples, clamp, reward, weighted
 from oxrl.rewards.grade import AnyReward, defaults_of
 from oxrl.rewards.numbers import numbers_in
@@ -58,13 +60,16 @@ def read_inputs(config: Config) -> Inputs:
     from oxrl.loops.offline import scheduled
     from oxrl.loops.online import check_reuse
 
+    config = placed(config)
     if wrong := contradictions(config):
         raise ConfigError("\n".join(wrong))
     for remark in remarks(config):
         logger.warning("%s", remark)
-    if config.run.training_gpus and not detect_hardware().gpus:
+    if config.run.training_gpus and config.run.backend == "local" and not detect_hardware().gpus:
         logger.warning(
-            "run.training_gpus is %d, and this machine has none: the processor trains", config.run.training_gpus
+            "run.training_gpus is %d, and this machine has none: the processor trains, in one process unless "
+            "run.backend says otherwise",
+            config.run.training_gpus,
         )
     check_model(model_config(config))
     tokenizer = load_tokenizer(model_config(config))
@@ -93,9 +98,9 @@ def read_inputs(config: Config) -> Inputs:
         held_out += read(config, _load(config, path), tokenizer, f"{name}, held out")[0]
     every_row = [row for part, _ in parts.values() for row in part]
     rows = len(every_row)
-    if config.train.batch_size > rows:
-        logger.warning("a step of %d rows repeats the %d rows there are", config.train.batch_size, rows)
-    steps_per_epoch = config.train.train_steps_per_epoch or -(-rows // config.train.batch_size)
+    if config.batch_size > rows:
+        logger.warning("a step of %d rows repeats the %d rows there are", config.batch_size, rows)
+    steps_per_epoch = config.train.train_steps_per_epoch or -(-rows // config.batch_size)
     num_steps = config.train.total_number_of_epochs * steps_per_epoch
     source = _source(config, {name: part for name, (part, _) in parts.items()})
     left_out = sum(count for _, count in parts.values())
@@ -259,7 +264,7 @@ def made_up_answers(config: Config, inputs: Inputs, vocabulary: int) -> list[Ite
         inputs.rows,
         Renderer(inputs.tokenizer),
         chosen_algorithm(config),
-        prompts=config.train.batch_size,
+        prompts=config.batch_size,
         answers=rollout.n_samples,
         max_tokens=rollout.max_tokens,
         vocabulary=vocabulary,
@@ -295,6 +300,12 @@ def model_config(config: Config) -> ModelConfig:
         device=device,
         revision=model.revision,
     )
+
+
+def lora_of(config: Config) -> LoraSettings | None:
+    lora = config.lora
+    targets = lora.target_modules if isinstance(lora.target_modules, str) else tuple(lora.target_modules)
+    return LoraSettings(lora.r, lora.alpha, lora.dropout, targets) if lora.enabled else None
 
 
 def chosen_algorithm(config: Config) -> Algorithm:
@@ -498,7 +509,7 @@ def rollout_config(config: Config, graded_by: Reward | None) -> RolloutConfig:
     assert online is not None, "asked for only where the run samples"
     filter_fn = check_reward_nonzero_std if online.informative else keep_all
     return RolloutConfig(
-        batch_size=config.train.batch_size,
+        batch_size=config.batch_size,
         n_samples_per_prompt=rollout.n_samples,
         over_sampling_factor=rollout.over_sampling_factor,
         reward_fn=graded_by,

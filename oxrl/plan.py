@@ -42,6 +42,7 @@ from oxrl.inputs import (
     algorithm_schedule,
     chosen_algorithm,
     grader,
+    lora_of,
     made_up_answers,
     model_config,
     other_models,
@@ -157,7 +158,7 @@ def plan_inputs(
     shards: Shards = ONE_DEVICE,
 ) -> Plan:
     """`framework`: bytes that libraries take, default what they take in this process."""
-    algorithm, train = chosen_algorithm(config), config.train
+    algorithm = chosen_algorithm(config)
     device = chosen_device(resolve_device(config.model.device), hardware)
     kind: Kind = "cpu" if device.place == "cpu" else "cuda"
     facts = model_facts(model_config(config), lora_of(config))
@@ -166,7 +167,7 @@ def plan_inputs(
         framework = framework_bytes(kind == "cpu")
     held = partial(shards.memory, kind=kind, framework=framework)
     needed = held(facts, work)
-    rollouts = train.batch_size * config.rollout.n_samples if inputs.online else 0
+    rollouts = config.batch_size * config.rollout.n_samples if inputs.online else 0
     return Plan(
         model=config.model.name,
         tuning=_tuning(config, facts),
@@ -176,7 +177,7 @@ def plan_inputs(
         passes=_passes(config, inputs.online),
         rows=row_lengths(inputs),
         steps=inputs.num_steps,
-        rows_per_step=train.batch_size,
+        rows_per_step=config.batch_size,
         rollouts_per_step=rollouts,
         micro_batch_tokens=work.tokens,
         folder=folder,
@@ -193,12 +194,6 @@ def chosen_device(place: str, hardware: Hardware) -> Device:
         return Device("cpu", "", hardware.memory, hardware.free, bf16=False)
     index = int(place.partition(":")[2] or 0)
     return hardware.gpus[index]
-
-
-def lora_of(config: Config) -> LoraSettings | None:
-    lora = config.lora
-    targets = lora.target_modules if isinstance(lora.target_modules, str) else tuple(lora.target_modules)
-    return LoraSettings(lora.r, lora.alpha, lora.dropout, targets) if lora.enabled else None
 
 
 def _tuning(config: Config, facts: ModelFacts) -> str:
@@ -230,13 +225,11 @@ def heaviest_work(config: Config, inputs: Inputs, facts: ModelFacts) -> Work:
     algorithms = algorithm_schedule(config).values()
     items, generating = longest_training_items(config, inputs, facts.vocabulary), None
     budget = config.train.micro_batch_tokens
-    part = heaviest(
-        longest_items(items, budget)[: config.train.batch_size * _rows_each(config, inputs)], budget, "shared"
-    )
+    part = heaviest(longest_items(items, budget)[: config.batch_size * _rows_each(config, inputs)], budget, "shared")
     rows = [row for item in part for row in item]
     if inputs.online:
         rollout, longest = config.rollout, max(map(len, rows))
-        answers = int(config.train.batch_size * rollout.over_sampling_factor) * rollout.n_samples
+        answers = int(config.batch_size * rollout.over_sampling_factor) * rollout.n_samples
         generating = Generating(min(rollout.slots, answers), longest)
     return Work(
         tokens=computed_tokens(part),
@@ -478,9 +471,9 @@ def _seconds(config: Config, inputs: Inputs, facts: ModelFacts, speed: Speed) ->
     lengths = row_lengths(inputs)
     rows_each = 1 if inputs.online else len([row for item in inputs.rows for row in item]) / len(inputs.rows)
     row = lengths.tokens / (len(inputs.rows) * rows_each)
-    tokens, sampling = config.train.batch_size * rows_each * row, 0.0
+    tokens, sampling = config.batch_size * rows_each * row, 0.0
     if inputs.online:
-        answers = config.train.batch_size * config.rollout.n_samples
+        answers = config.batch_size * config.rollout.n_samples
         tokens += answers * config.rollout.max_tokens
         row += config.rollout.max_tokens
         sampling = generation_seconds(facts, answers, config.rollout.max_tokens, config.rollout.slots, speed)

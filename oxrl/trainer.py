@@ -20,7 +20,7 @@ from oxrl.evaluation import Evaluation, evaluate
 from oxrl.export import export_model, push_model
 from oxrl.hardware import Hardware, detect_hardware, set_up_process
 from oxrl.imports import place_of
-from oxrl.inputs import Inputs, model_config, read_inputs
+from oxrl.inputs import Inputs, lora_of, model_config, read_inputs
 from oxrl.logs import set_up_logging
 from oxrl.metrics import read_metrics
 from oxrl.models.load import check_model, resolve_device
@@ -29,7 +29,6 @@ from oxrl.plan import (
     chosen_device,
     framework_bytes,
     heaviest_work,
-    lora_of,
     model_facts,
     plan_inputs,
 )

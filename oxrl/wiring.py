@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,8 +23,6 @@ from oxrl.inputs import (
     chosen_reward,
     grader,
     made_up_answers,
-    model_config,
-    other_models,
     read_inputs,
     rollout_config,
     sampling_of,
@@ -31,8 +30,8 @@ from oxrl.inputs import (
 )
 from oxrl.loops.rehearse import advice_on_memory, rehearse
 from oxrl.metrics import JSONLLogger, LiveConsole, Sink, all_of
-from oxrl.models.load import check_model, check_tokenizer, load_model, load_tokenizer
-from oxrl.models.lora import LoraSettings, attach_lora, save_adapter
+from oxrl.models.load import check_model, load_model, load_tokenizer
+from oxrl.parts import Engine, open_backend, open_engine
 from oxrl.rewards import Reward, judge_reward
 from oxrl.rewards.judge import RUBRIC
 from oxrl.rollouts.buffer import Group
@@ -165,10 +164,11 @@ def _train_locked(prepared: Prepared, track: Sink) -> RunResult:
 
     config, folder = prepared.config, prepared.folder
     seed_everything(config.run.seed)
-    backend = _backend(config, prepared.inputs)
     done = 0 if prepared.resume_from is None else read_state(prepared.resume_from).step
-    disable_progress_bar()  # two live displays would write over each other
-    with LiveConsole(prepared.inputs.num_steps, first_step=done) as console:
+    with ExitStack() as parts:
+        backend = parts.enter_context(open_backend(config, prepared.inputs))
+        disable_progress_bar()  # two live displays would write over each other
+        console = parts.enter_context(LiveConsole(prepared.inputs.num_steps, first_step=done))
         history = anyio.run(until_interrupted, _run, prepared, backend, console, track)
     checkpoint = best_checkpoint(folder / "checkpoints")
     assert checkpoint is not None, "a finished run has at least its last checkpoint"
@@ -192,45 +192,6 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-
-
-def _backend(config: Config, inputs: Inputs) -> Any:
-    from oxrl.backends._forward import HEADS
-    from oxrl.backends.local import create_pytorch_backend, write_plain
-
-    tokenizer, train = inputs.tokenizer, config.train
-    num_steps = inputs.num_steps * (train.iterations * train.mini_batches if inputs.online else 1)
-    model = load_model(model_config(config))
-    check_tokenizer(model, tokenizer)
-    others = {
-        role: load_model(model_config(config)._replace(name=name, gradient_checkpointing=False), is_trainable=False)
-        for role, name in other_models(config).items()
-    }
-    for other in others.values():
-        check_tokenizer(other, tokenizer)
-    if config.lora.enabled:
-        lora = config.lora
-        targets = lora.target_modules if isinstance(lora.target_modules, str) else tuple(lora.target_modules)
-        model = attach_lora(model, LoraSettings(lora.r, lora.alpha, lora.dropout, targets), seed=config.run.seed)
-    backend = create_pytorch_backend(
-        model,
-        lr=train.lr,
-        weight_decay=train.weight_decay,
-        betas=(train.betas[0], train.betas[1]),
-        eps=train.adam_epsilon,
-        lr_scheduler=train.lr_scheduler,
-        num_steps=num_steps,
-        warmup_steps=int(train.warmup_steps_ratio * num_steps),
-        max_grad_norm=train.clip_grad_norm or float("inf"),
-        heads=sorted({head for each in algorithm_schedule(config).values() for head in each.heads}),
-        others=others,
-        write_model=save_adapter if hasattr(model, "peft_config") else write_plain,
-        temperature=config.rollout.temperature if inputs.online else 1.0,
-    )
-    weights = Path(model_config(config).name)
-    if (weights / HEADS).exists():  # a model that was trained with heads goes on with them
-        backend.module.load_heads(weights)
-    return backend
 
 
 async def _run(prepared: Prepared, backend: Any, console: LiveConsole, track: Sink) -> list[dict[str, float]]:
@@ -261,7 +222,7 @@ LESS_MEMORY = (
 async def _try_longest(prepared: Prepared, backend: Any) -> None:
     """Memory that will not be enough runs out now. A first step that sees every row tries them by itself."""
     config, inputs = prepared.config, prepared.inputs
-    if not inputs.online and len(inputs.rows) <= config.train.batch_size:
+    if not inputs.online and len(inputs.rows) <= config.batch_size:
         return
     vocabulary = backend.model.get_input_embeddings().weight.shape[0]
     items = made_up_answers(config, inputs, vocabulary) if inputs.online else inputs.rows
@@ -294,28 +255,37 @@ async def _run_offline(prepared: Prepared, backend: Any, **rest: Any) -> list[di
         backend,
         scheduled(algorithm_schedule(config)),
         prepared.inputs.source,
-        OfflineConfig(batch_size=config.train.batch_size, **_often(prepared)),
+        OfflineConfig(batch_size=config.batch_size, **_often(prepared)),
         evaluate=evaluate,
         **rest,
     )
 
 
-async def _run_online(
-    prepared: Prepared, backend: Any, *, state: TrainingState, say: Callable[[str], None], **rest: Any
+async def _run_online(prepared: Prepared, backend: Any, **rest: Any) -> list[dict[str, float]]:
+    async with open_engine(prepared.config, prepared.inputs, backend, prepared.folder) as engine:
+        return await _sample_and_train(prepared, backend, engine, **rest)
+
+
+async def _sample_and_train(
+    prepared: Prepared,
+    backend: Any,
+    engine: Engine,
+    *,
+    state: TrainingState,
+    say: Callable[[str], None],
+    **rest: Any,
 ) -> list[dict[str, float]]:
-    from oxrl.generators.embedded import EmbeddedGenerator
     from oxrl.loops.evaluate import evaluate_online
     from oxrl.loops.offline import scheduled
     from oxrl.loops.online import OnlineConfig, as_graded, normalised, run_online
     from oxrl.rollouts.collect import Answers, sampling_manager
 
     config, rollout, train = prepared.config, prepared.config.rollout, prepared.config.train
-    generator = EmbeddedGenerator(backend.model, prepared.inputs.tokenizer, slots=rollout.slots, mode=rollout.mode)
     render = Renderer(prepared.inputs.tokenizer)
     sampling = sampling_of(config)
-    answers = Answers(generator, render, sampling, env=chosen_env(config), seed=config.run.seed)
+    answers = Answers(engine.generator, render, sampling, env=chosen_env(config), seed=config.run.seed)
     held_out_answers = Answers(
-        generator, render, sampling._replace(temperature=rollout.eval_temperature), env=answers.env
+        engine.generator, render, sampling._replace(temperature=rollout.eval_temperature), env=answers.env
     )
     graded_by = live_reward(config)
     half = backend.model.dtype.itemsize < 4
@@ -323,7 +293,7 @@ async def _run_online(
         backend,
         scheduled(algorithm_schedule(config)),
         sampling_manager(prepared.inputs.source, answers, rollout_config(config, graded_by)),
-        [generator],
+        [engine.generator],
         render,
         OnlineConfig(
             lag=rollout.lag,
@@ -334,6 +304,7 @@ async def _run_online(
             **_often(prepared),
         ),
         state=state,
+        taking_turns=engine.taking_turns,
         evaluate=partial(
             evaluate_online, held_out_answers, prepared.inputs.held_out, graded_by, time_limit=config.reward.time_limit
         ),

@@ -16,6 +16,7 @@ import oxrl
 from oxrl.cli import config, data, doctor, export, look, models, plan, report, rewards, speak, train
 from oxrl.cli.eval import evaluate
 from oxrl.hardware import set_up_process
+from oxrl.launch import leave
 from oxrl.logs import set_up_logging
 
 app = typer.Typer(
@@ -72,4 +73,8 @@ def main() -> None:
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # a log file is no place for bars
     set_up_logging()
-    app()
+    try:
+        app()
+    except SystemExit as end:
+        leave(end.code if isinstance(end.code, int) else 0)
+        raise

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +13,7 @@ import typer
 
 from oxrl.cli.base import failures_end_here, mistakes_end_here
 from oxrl.cli.plan import show_plans
+from oxrl.launch import restarted
 
 if TYPE_CHECKING:
     from oxrl.config import Config
@@ -42,6 +46,8 @@ def train(
     lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
     lora: Annotated[bool, typer.Option("--lora", help="Train a LoRA adapter instead of all weights.")] = False,
     seed: Annotated[int | None, typer.Option(help="Fixes data order, dropout and new weights.")] = None,
+    backend: Annotated[str | None, typer.Option(help="What trains: auto, local, fsdp, deepspeed or ray.")] = None,
+    engine: Annotated[str | None, typer.Option(help="What samples: embedded, vllm or http.")] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Any config key: --set train.weight_decay=0.1")
     ] = None,
@@ -76,15 +82,31 @@ def train(
         "train.lr": lr,
         "lora.enabled": True if lora else None,
         "run.seed": seed,
+        "run.backend": backend,
+        "inference_engine.name": engine,
     }
     overrides = [f"{key}={json.dumps(value)}" for key, value in flags.items() if value is not None]
     with mistakes_end_here():
         stages = _stages(config, output, resume, [*overrides, *(set_ or [])])
         if dry_run:
             show_plans(stages, output, json_)
+        resume = resume or restarted(stages, output)
+        _start_ranks(stages)
         from oxrl.wiring import run_stages  # torch comes with it, and wrong input is answered before that
 
         run_stages(stages, output, resume=resume, train=lambda prepared: _train_and_tell(prepared, json_))
+
+
+def _start_ranks(stages: Mapping[str, Config]) -> None:
+    """Where a run takes several processes, this one only watches over them; in each of them it joins the others."""
+    from oxrl.devices import placed, ranks_to_start
+    from oxrl.launch import join, run_ranks
+
+    where = [placed(config) for config in stages.values()]
+    if ranks := max(ranks_to_start(config) for config in where):
+        raise typer.Exit(run_ranks(sys.argv[1:], ranks, max_restarts=where[0].run.max_restarts))
+    if "RANK" in os.environ:
+        join(time_limit=where[0].run.rank_time_limit)
 
 
 def _stages(path: Path | None, output: Path | None, resume: bool, overrides: list[str]) -> dict[str, Config]:

@@ -47,39 +47,69 @@ IDLE = (
     Idle("lora.dropout", lambda config, _: config.lora.enabled, "without lora.enabled: true"),
     Idle("lora.target_modules", lambda config, _: config.lora.enabled, "without lora.enabled: true"),
     Idle("reward.rubric", lambda config, _: config.reward.judge is not None, "without reward.judge"),
-    Idle("run.ray_address", lambda *_: False, "on one device, which needs no Ray"),
-    Idle("run.rollout_gpus", lambda *_: False, "with the embedded engine, which samples where training happens"),
+    Idle("run.ray_address", lambda config, _: config.run.backend in ("auto", "ray"), "without run.backend: ray"),
+    Idle("run.sharding", lambda config, _: config.run.backend in ("auto", "ray"), "where run.backend says the same"),
+    Idle("run.rollout_gpus", lambda config, _: _engine_is("vllm", config), "without inference_engine.name: vllm"),
+    Idle("inference_engine.urls", lambda config, _: _engine_is("http", config), "without name: http"),
+    Idle("inference_engine.replicas", lambda config, _: _engine_is("vllm", config), "without name: vllm"),
+    Idle("inference_engine.place", lambda config, _: _engine_is("vllm", config), "without name: vllm"),
+    Idle("inference_engine.folder", lambda config, _: not _engine_is("embedded", config), "with name: embedded"),
 )
+
+
+def _engine_is(name: str, config: Config) -> bool:
+    return config.inference_engine.name == name
 
 
 def contradictions(config: Config) -> list[str]:
     """What cannot work, each with what to change; imports torch."""
     chosen = algorithm(config.train.alg_name, **config.train.alg_params)
     later = [algorithm(each.alg_name, **each.alg_params) for each in config.train.alg_schedule]
-    return [*_devices(config), *_reference(config, [chosen, *later]), *_sampling(config, chosen)]
+    return [
+        *_devices(config),
+        *_engine(config, chosen),
+        *_reference(config, [chosen, *later]),
+        *_sampling(config, chosen),
+    ]
 
 
 def _devices(config: Config) -> Iterator[str]:
-    run, rollout = config.run, config.rollout
-    if config.inference_engine.name != "embedded":
-        yield f"inference_engine.name: {config.inference_engine.name} is not there yet: set embedded, or leave it out"
-    if run.training_gpus and config.model.device == "cpu":
+    run = config.run
+    if run.training_gpus and config.model.device == "cpu" and run.backend in ("auto", "local"):
         yield f"model.device: cpu and run.training_gpus: {run.training_gpus} contradict each other: leave one out"
     if run.training_gpus == 0 and config.model.device not in ("auto", "cpu"):
         yield f"run.training_gpus: 0 and model.device: {config.model.device} contradict each other: leave one out"
-    if run.rollout_gpus and run.rollout_gpus % rollout.tensor_parallel_size:
-        yield (
-            f"rollout.tensor_parallel_size {rollout.tensor_parallel_size} does not divide run.rollout_gpus "
-            f"{run.rollout_gpus}: each copy of the model takes that many devices"
-        )
-    elif rollout.tensor_parallel_size > 1:
-        yield "rollout.tensor_parallel_size: the embedded engine runs on one device: set 1, or leave it out"
+    if run.training_gpus is not None and run.training_gpus > 1 and run.backend == "local":
+        yield f"run.backend: local trains on one device, and run.training_gpus is {run.training_gpus}: leave one out"
+    if config.ranks > 1 and config.model.device not in ("auto", "cpu", "cuda"):
+        yield f"model.device: {config.model.device} is one device, and run.backend takes {config.ranks}: set auto"
     for section, given in (("deepspeed", config.deepspeed), ("deepspeed_ref", config.deepspeed_ref)):
         for key in sorted(SYNCED.keys() & given.others):
             yield f"{section}.{key} is not set here: {SYNCED[key]} says it, once for all backends"
     world_size = config.deepspeed.others.get("world_size")
     if world_size is not None and run.training_gpus is not None and world_size != run.training_gpus:
         yield f"deepspeed.world_size {world_size} is not run.training_gpus {run.training_gpus}: leave it out"
+
+
+def _engine(config: Config, chosen: Algorithm) -> Iterator[str]:
+    run, rollout, engine = config.run, config.rollout, config.inference_engine
+    parallel = rollout.tensor_parallel_size
+    if run.rollout_gpus and run.rollout_gpus % parallel:
+        yield (
+            f"rollout.tensor_parallel_size {parallel} does not divide run.rollout_gpus {run.rollout_gpus}: each copy "
+            "of the model takes that many devices"
+        )
+    elif parallel > 1 and engine.name != "vllm":
+        yield f"rollout.tensor_parallel_size {parallel} needs inference_engine.name: vllm: set 1, or leave it out"
+    if engine.name == "http" and not engine.urls:
+        yield "inference_engine.name: http needs inference_engine.urls, such as [http://127.0.0.1:8000]"
+    if run.backend == "ray" and engine.name == "embedded" and chosen.online is not None:
+        yield (
+            "run.backend: ray trains in other processes, whose weights the embedded engine does not have: set "
+            "inference_engine.name: vllm or http"
+        )
+    if engine.name != "embedded" and rollout.mode != "shrinking":
+        yield f"rollout.mode: {rollout.mode} is the embedded engine's: leave it out"
 
 
 def _reference(config: Config, algorithms: list[Algorithm]) -> Iterator[str]:
@@ -107,14 +137,14 @@ def _sampling(config: Config, chosen: Algorithm) -> Iterator[str]:
                 "section out, or choose an algorithm that samples, such as sgrpo"
             )
         return
-    updates, answers = train.iterations * train.mini_batches, train.batch_size * rollout.n_samples
+    updates, answers = train.iterations * train.mini_batches, config.batch_size * rollout.n_samples
     if train.mini_batches > answers:
         yield (
             f"train.mini_batches {train.mini_batches} is more than the {answers} answers of a step "
             "(train_batch_size_per_gpu x gradient_accumulation_steps x rollout.n_samples): lower it"
         )
-    if rollout.max_draws is not None and rollout.max_draws < train.batch_size:
-        yield f"rollout.max_draws {rollout.max_draws} is less than the {train.batch_size} prompts of a step: raise it"
+    if rollout.max_draws is not None and rollout.max_draws < config.batch_size:
+        yield f"rollout.max_draws {rollout.max_draws} is less than the {config.batch_size} prompts of a step: raise it"
     if config.data.max_seq_len is not None and rollout.max_tokens >= config.data.max_seq_len:
         yield (
             f"no prompt leaves room for rollout.max_tokens={rollout.max_tokens} in data.max_seq_len="
@@ -149,17 +179,13 @@ def remarks(config: Config) -> list[str]:
         said += [f"rollout.{key} has no effect with an algorithm that does not sample" for key in set_here]
     if config.lora.enabled and config.lora.dropout and any(each.compares_logprobs for each in algorithms):
         said.append(f"lora.dropout has no effect where log-probs are compared, as {algorithms[0].name} does")
-    for key in sorted(config.inference_engine.others):
-        said.append(f"inference_engine.{key} has no effect with the embedded engine")
+    if config.inference_engine.name != "vllm":
+        for key in sorted(config.inference_engine.others):
+            said.append(f"inference_engine.{key} has no effect with the {config.inference_engine.name} engine")
     for section, keys in (("deepspeed", config.deepspeed.others), ("deepspeed_ref", config.deepspeed_ref.others)):
-        if keys:
-            said.append(f"{section} ({', '.join(sorted(keys))}) has no effect on one device")
-    if config.run.training_gpus is not None and config.run.training_gpus > 1:
-        said.append(
-            f"run.training_gpus is {config.run.training_gpus}; several devices are not there yet: one trains, and a "
-            f"step has {config.train.batch_size} rows"
-        )
-    if algorithms[0].online and config.rollout.lag:
+        if keys and config.run.backend in ("local", "fsdp"):
+            said.append(f"{section} ({', '.join(sorted(keys))}) has no effect with run.backend: {config.run.backend}")
+    if algorithms[0].online and config.rollout.lag and config.inference_engine.name == "embedded":
         said.append("rollout.lag: the embedded engine has the trainer's own weights, so it gains no time")
     if same := sorted(set(config.data.val_files.values()) & set(config.data.train_files.values())):
         said.append(f"{same[0]} is trained on and evaluated on: what is held out says more")

@@ -40,13 +40,23 @@ class Run(_Section):
     task: str | None = Field(
         None, description="math, math-hard, code, reasoning, instruct or chat: fills in what is not set"
     )
+    backend: Literal["auto", "local", "fsdp", "deepspeed", "ray"] = Field(
+        "auto", description="what trains; auto: local on one device, on several DeepSpeed if installed, else FSDP2"
+    )
+    sharding: Literal["auto", "fsdp", "deepspeed"] = Field(
+        "auto", description="what spreads the model over devices where backend does not say it: auto and ray"
+    )
     training_gpus: int | None = Field(
-        None, ge=0, description="devices that train; default what there is, 0 is the processor (one device today)"
+        None, ge=0, description="devices that train; default what there is, 0 is the processor; without GPUs, processes"
     )
     rollout_gpus: int | None = Field(
         None, ge=0, description="devices that only sample; the embedded engine samples where training happens"
     )
-    ray_address: str | None = Field(None, description="a Ray cluster to run on; not used on one device")
+    ray_address: str | None = Field(
+        None, description="a Ray cluster to run on, such as auto or HOST:PORT; default one that lives with the run"
+    )
+    rank_time_limit: float = Field(600.0, gt=0, description="seconds before a silent rank or engine counts as lost")
+    max_restarts: int = Field(3, ge=0, description="times that a run which lost a rank goes on from its checkpoint")
     trackers: list[Literal["mlflow", "tensorboard", "wandb", "trackio"]] = Field(
         [], description="where metrics go besides metrics.jsonl"
     )
@@ -118,10 +128,6 @@ class Train(_Section):
         if self.alg_params:
             algorithm(self.alg_name, **self.alg_params)
         return self
-
-    @property
-    def batch_size(self) -> int:
-        return self.train_batch_size_per_gpu * self.gradient_accumulation_steps
 
 
 class Model(_Section):
@@ -311,9 +317,19 @@ class DeepSpeedRef(_Open):
 class InferenceEngine(_Open):
     """What answers are sampled with; any other key is a setting of that engine."""
 
-    name: Literal["embedded", "vllm"] = Field(
-        "embedded", description="embedded: in the trainer, with its own weights; vllm is not there yet"
+    name: Literal["embedded", "vllm", "http"] = Field(
+        "embedded", description="embedded: the trainer's own weights; vllm: started for the run; http: servers at urls"
     )
+    urls: list[str] = Field([], description="http: vLLM or SGLang servers, such as http://127.0.0.1:8000")
+    replicas: int | None = Field(
+        None,
+        ge=1,
+        description="vllm: copies that sample; default rollout_gpus / tensor_parallel_size, or 1",
+    )
+    place: Literal["auto", "process", "server"] = Field(
+        "auto", description="vllm: in the trainer's process, or servers of its own; auto: servers if lag or several"
+    )
+    folder: str | None = Field(None, description="where weights are handed over; default this machine's memory")
 
 
 class Config(_Section):
@@ -329,6 +345,16 @@ class Config(_Section):
     deepspeed: DeepSpeed = DeepSpeed.model_validate({})
     deepspeed_ref: DeepSpeedRef = DeepSpeedRef.model_validate({})
     inference_engine: InferenceEngine = InferenceEngine.model_validate({})
+
+    @property
+    def ranks(self) -> int:
+        """Processes that train; several only once it is decided where the run goes (`devices.placed`)."""
+        return max(1, self.run.training_gpus or 1) if self.run.backend in ("fsdp", "deepspeed", "ray") else 1
+
+    @property
+    def batch_size(self) -> int:
+        """Rows, pairs or prompts of an optimizer step, over all devices."""
+        return self.train.train_batch_size_per_gpu * self.train.gradient_accumulation_steps * self.ranks
 
     @model_validator(mode="before")
     @classmethod
