@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from oxrl.config import Config
 from oxrl.data.pack import computed_tokens
 from oxrl.data.render import Renderer
+from oxrl.devices import sharding_of
 from oxrl.estimate import (
     GIB,
     LADDER,
@@ -49,7 +50,7 @@ from oxrl.inputs import (
     read_inputs,
 )
 from oxrl.loops.rehearse import heaviest, longest_items
-from oxrl.models.load import adapter_base, find_model, resolve_device, resolve_dtype
+from oxrl.models.load import adapter_base, find_model, load_model_config, resolve_device, resolve_dtype
 from oxrl.models.lora import LoraSettings, attach_lora, read_adapter_config
 from oxrl.runs import run_folder
 from oxrl.types import Item, ModelConfig
@@ -98,7 +99,14 @@ class Shards(NamedTuple):
         return {"gradients": gradients, "weights": sync_traffic(sent, rollout_gpus=self.rollout_gpus)}
 
 
-ONE_DEVICE = Shards()
+def shards_of(config: Config) -> Shards:
+    """How the run that `config` describes is spread."""
+    rollout_gpus = config.run.rollout_gpus or 0
+    if config.ranks == 1:
+        return Shards(rollout_gpus=rollout_gpus)
+    sharding = sharding_of(config)
+    stage: Stage = 3 if sharding == "fsdp" else config.deepspeed.others.get("zero_optimization", {}).get("stage", 3)
+    return Shards(config.ranks, stage, rollout_gpus)
 
 
 class Plan(NamedTuple):
@@ -146,7 +154,7 @@ class Plan(NamedTuple):
 def plan_run(config: Config, output: str | Path | None = None) -> Plan:
     """Wrong input ends here, as a ValueError in words, as it would end the run."""
     inputs = read_inputs(config)
-    return plan_inputs(config, inputs, run_folder(config, output), detect_hardware())
+    return plan_inputs(inputs.config, inputs, run_folder(config, output), detect_hardware())
 
 
 def plan_inputs(
@@ -155,9 +163,10 @@ def plan_inputs(
     folder: Path,
     hardware: Hardware,
     framework: int | None = None,
-    shards: Shards = ONE_DEVICE,
+    shards: Shards | None = None,
 ) -> Plan:
-    """`framework`: bytes that libraries take, default what they take in this process."""
+    """`framework`: bytes that libraries take, default what they take in this process; `shards`: as the config says."""
+    shards = shards or shards_of(config)
     algorithm = chosen_algorithm(config)
     device = chosen_device(resolve_device(config.model.device), hardware)
     kind: Kind = "cpu" if device.place == "cpu" else "cuda"
@@ -275,7 +284,7 @@ def model_facts(config: ModelConfig, lora: LoraSettings | None = None) -> ModelF
         targets = read["target_modules"] if isinstance(read["target_modules"], str) else tuple(read["target_modules"])
         lora = LoraSettings(read["r"], read["lora_alpha"], 0.0, targets)
         config = config._replace(name=adapter_base(source.where), revision=None)
-    parsed = hf_config(config)
+    parsed = load_model_config(config)
     model = on_meta(parsed, dtype, lora, config.trust_remote_code)
     weights = {id(weight): weight for weight in model.parameters()}
     trained = [weight for weight in weights.values() if weight.requires_grad]
@@ -300,19 +309,6 @@ def model_facts(config: ModelConfig, lora: LoraSettings | None = None) -> ModelF
         cache=cache_bytes(text, dtype.itemsize),
         head_trained=head.requires_grad,
     )
-
-
-def hf_config(config: ModelConfig) -> Any:
-    from transformers import AutoConfig
-
-    from oxrl.models.builtin import prepare_builtin
-
-    source = find_model(config.name)
-    where = {"builtin": lambda: str(prepare_builtin(source.where))}.get(source.kind, lambda: source.where)()
-    options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code, "revision": config.revision or "main"}
-    if source.kind == "gguf":
-        return AutoConfig.from_pretrained(Path(where).parent, gguf_file=Path(where).name)
-    return AutoConfig.from_pretrained(where, **options)
 
 
 def on_meta(parsed: Any, dtype: torch.dtype, lora: LoraSettings | None, trust_remote_code: bool) -> PreTrainedModel:

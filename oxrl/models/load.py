@@ -113,6 +113,36 @@ def load_hf_tokenizer(
     return AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code, revision=revision or "main")
 
 
+def load_model_config(config: ModelConfig) -> PreTrainedConfig:
+    """The shape of a model, without its weights; an adapter's folder has its base's."""
+    from transformers import AutoConfig
+
+    source = find_model(config.name)
+    if source.kind == "adapter":
+        return load_model_config(config._replace(name=adapter_base(source.where), revision=None))
+    if source.kind == "gguf":
+        file = Path(source.where)
+        return AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    where = str(prepare_builtin(source.where)) if source.kind == "builtin" else source.where
+    return AutoConfig.from_pretrained(
+        where, trust_remote_code=config.trust_remote_code, revision=config.revision or "main"
+    )
+
+
+def end_tokens(config: ModelConfig) -> tuple[int, ...]:
+    """Tokens that end an answer, by the model's own account; its tokenizer may name others."""
+    from transformers import GenerationConfig
+
+    parsed = load_model_config(config)
+    source = find_model(config.name)
+    where = str(prepare_builtin(source.where)) if source.kind == "builtin" else source.where
+    try:
+        ends = GenerationConfig.from_pretrained(where, revision=config.revision or "main").eos_token_id
+    except OSError:  # it has no such file
+        ends = GenerationConfig.from_model_config(parsed).eos_token_id
+    return () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
+
+
 def load_model(
     config: ModelConfig | str, *, model_loader: ModelLoader = load_hf_model, is_trainable: bool = True
 ) -> PreTrainedModel:

@@ -1,0 +1,130 @@
+"""Ranks that `oxrl train` starts itself: they end with the run, with its driver, and a lost one is survived."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from oxrl.config import ConfigError, check_config
+from oxrl.devices import placed, ranks_to_start
+from oxrl.inputs import read_inputs
+from tests.rows import write_jsonl
+
+STEPS = 24
+PATIENCE = 240.0
+
+
+def rows(tmp_path: Path) -> Path:
+    pairs = [{"prompt": f"Say {number}.", "completion": " ".join(["yes"] * (1 + number % 5))} for number in range(12)]
+    return write_jsonl(tmp_path / "rows.jsonl", pairs)
+
+
+def config_of(tmp_path: Path, **sections):
+    data = {"train_files_path": str(rows(tmp_path))}
+    sections["train"] = {"alg_name": "sft", **sections.get("train", {})}
+    return check_config({"model": {"name": "tiny"}, "data": data, **sections})
+
+
+def start(data: Path, output: Path, *more: str) -> subprocess.Popen[str]:
+    command = ["train", "--model", "tiny", "--algorithm", "sft", "--data", str(data), "--output", str(output)]
+    command += ["--backend", "fsdp", "--steps", str(STEPS), "--batch-size", "2", "--lr", "1e-3"]
+    command += ["--set", "run.training_gpus=2", "--set", "train.checkpoint_every=4", *more]
+    return subprocess.Popen(
+        [sys.executable, "-m", "oxrl", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def steps_of(folder: Path) -> list[int]:
+    file = folder / "metrics.jsonl"
+    return [json.loads(line)["step"] for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def until(what, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not what():
+        assert process.poll() is None, process.communicate()[0][-3000:]
+        assert time.monotonic() < deadline, "it took too long"
+        time.sleep(0.05)
+
+
+def ranks_of(launcher: int) -> dict[int, int]:
+    """Rank to process id, of the ranks that this launcher started."""
+    found = {}
+    for place in Path("/proc").iterdir():
+        if place.name.isdecimal():
+            try:
+                settings = dict(
+                    part.split("=", 1) for part in (place / "environ").read_text().split("\0") if "=" in part
+                )
+            except OSError:  # it has ended meanwhile
+                continue
+            if settings.get("OXRL_RANK_OF") == str(launcher):
+                found[int(settings["RANK"])] = int(place.name)
+    return found
+
+
+def weights(folder: Path) -> dict:
+    return load_file(folder / "checkpoints" / f"step_{STEPS:04}" / "model.safetensors")
+
+
+def test_a_run_that_loses_a_rank_goes_on_and_ends_as_if_nothing_had_been(tmp_path):
+    data = rows(tmp_path)
+    broken = start(data, tmp_path / "broken")
+    until(lambda: max(steps_of(tmp_path / "broken"), default=0) >= 6, broken)
+    os.kill(ranks_of(broken.pid)[1], signal.SIGKILL)
+    said, _ = broken.communicate(timeout=PATIENCE)
+    assert broken.returncode == 0, said[-3000:]
+    assert "rank 1 was ended by SIGKILL: going on from the last checkpoint (restart 1 of 3)" in said
+
+    whole = start(data, tmp_path / "whole")
+    said, _ = whole.communicate(timeout=PATIENCE)
+    assert whole.returncode == 0, said[-3000:]
+    assert steps_of(tmp_path / "broken") == steps_of(tmp_path / "whole") == list(range(1, STEPS + 1))
+    expected, found = weights(tmp_path / "whole"), weights(tmp_path / "broken")
+    assert all(found[name].equal(tensor) for name, tensor in expected.items())
+
+
+def test_ranks_end_with_whoever_started_them(tmp_path):
+    launcher = start(rows(tmp_path), tmp_path / "run", "--set", "train.train_steps_per_epoch=100000")
+    until(lambda: steps_of(tmp_path / "run"), launcher)
+    assert sorted(ranks_of(launcher.pid)) == [0, 1]
+    launcher.kill()
+    launcher.communicate()
+    deadline = time.monotonic() + 20
+    while ranks_of(launcher.pid):
+        assert time.monotonic() < deadline, f"still there: {ranks_of(launcher.pid)}"
+        time.sleep(0.1)
+
+
+def test_more_processes_than_devices_are_refused_at_the_start(tmp_path, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    wide = placed(config_of(tmp_path, run={"backend": "fsdp", "training_gpus": 500}))
+    with pytest.raises(ConfigError, match="training_gpus is 500, and this machine has"):
+        ranks_to_start(wide)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ConfigError, match="3 processes were started, and run.training_gpus is 500"):
+        ranks_to_start(wide)
+
+
+def test_a_step_has_the_rows_of_all_devices(tmp_path):
+    config = config_of(tmp_path, run={"backend": "fsdp", "training_gpus": 3}, train={"train_batch_size_per_gpu": 2})
+    assert config.batch_size == 6
+    assert read_inputs(config).num_steps == 2  # of twelve rows
+
+
+def test_without_a_gpu_a_config_for_several_trains_in_one_process(tmp_path):
+    config = placed(config_of(tmp_path, run={"training_gpus": 8}))
+    assert (config.run.backend, config.ranks) == ("local", 1)
