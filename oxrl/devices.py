@@ -15,10 +15,13 @@ from oxrl.hardware import detect_hardware
 Sharding = Literal["fsdp", "deepspeed"]
 
 
-def placed(config: Config) -> Config:
-    """The same config with `run.backend` decided, and the number of devices where they are several."""
+def placed(config: Config, gpus: int | None = None) -> Config:
+    """The same config with `run.backend` decided, and the number of devices where they are several.
+
+    For a machine with so many `gpus`; by default this one.
+    """
     run = config.run
-    gpus = len(detect_hardware().gpus)
+    gpus = len(detect_hardware().gpus) if gpus is None else gpus
     wanted = _wanted(config, gpus)
     backend: str = run.backend
     if backend == "auto":

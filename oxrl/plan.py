@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from oxrl.config import Config
 from oxrl.data.pack import computed_tokens
 from oxrl.data.render import Renderer
-from oxrl.devices import sharding_of
+from oxrl.devices import placed, sharding_of
 from oxrl.estimate import (
     GIB,
     LADDER,
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ATTENTION = "oxrl_counted"
+ELSEWHERE = "a GPU elsewhere"
 CUDA_FRAMEWORK = int(0.8 * GIB)  # context and libraries on a GPU
 RUNNING = 48 * 2**20  # what training loads besides what planning has loaded
 ON_TRIAL = 64  # tokens of the pass that is counted
@@ -127,7 +128,7 @@ class Plan(NamedTuple):
     device: Device
     memory: Memory
     advice: tuple[str, ...]
-    seconds_per_step: float
+    seconds_per_step: float | None  # None: on a device that is not here
     shards: Shards
 
     @property
@@ -151,10 +152,22 @@ class Plan(NamedTuple):
         }
 
 
-def plan_run(config: Config, output: str | Path | None = None) -> Plan:
-    """Wrong input ends here, as a ValueError in words, as it would end the run."""
+def plan_run(config: Config, output: str | Path | None = None, gpu_memory: float | None = None) -> Plan:
+    """Wrong input ends here, as a ValueError in words, as it would end the run.
+
+    With `gpu_memory`, in GiB, for GPUs of that size, as many as the config asks for, and not for this machine.
+    """
+    if gpu_memory is not None:
+        config = placed(config, gpus=(config.run.training_gpus or 1) + (config.run.rollout_gpus or 0))
+        if config.model.dtype == "auto":
+            config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
     inputs = read_inputs(config)
-    return plan_inputs(inputs.config, inputs, run_folder(config, output), detect_hardware())
+    hardware = detect_hardware()
+    device = chosen_device(resolve_device(config.model.device), hardware)
+    if gpu_memory is not None:
+        whole = int(gpu_memory * 2**30)
+        device = Device(ELSEWHERE, "", whole, whole, bf16=True)
+    return plan_inputs(inputs.config, inputs, run_folder(config, output), hardware, device=device)
 
 
 def plan_inputs(
@@ -164,11 +177,14 @@ def plan_inputs(
     hardware: Hardware,
     framework: int | None = None,
     shards: Shards | None = None,
+    device: Device | None = None,
 ) -> Plan:
     """`framework`: bytes that libraries take, default what they take in this process; `shards`: as the config says."""
     shards = shards or shards_of(config)
     algorithm = chosen_algorithm(config)
-    device = chosen_device(resolve_device(config.model.device), hardware)
+    device = device or chosen_device(resolve_device(config.model.device), hardware)
+    if device.place == "cpu":  # whose memory all processes share
+        device = device._replace(memory=device.memory // shards.gpus, free=device.free // shards.gpus)
     kind: Kind = "cpu" if device.place == "cpu" else "cuda"
     facts = model_facts(model_config(config), lora_of(config))
     work = heaviest_work(config, inputs, facts)
@@ -193,7 +209,9 @@ def plan_inputs(
         device=device,
         memory=needed,
         advice=() if needed.peak <= device.free else tuple(_advice(config, facts, work, held, device)),
-        seconds_per_step=_seconds(config, inputs, facts, measure_speed(device.place)) / shards.gpus,
+        seconds_per_step=None
+        if device.place == ELSEWHERE
+        else _seconds(config, inputs, facts, measure_speed(device.place)) / shards.gpus,
         shards=shards,
     )
 
@@ -284,8 +302,14 @@ def model_facts(config: ModelConfig, lora: LoraSettings | None = None) -> ModelF
         targets = read["target_modules"] if isinstance(read["target_modules"], str) else tuple(read["target_modules"])
         lora = LoraSettings(read["r"], read["lora_alpha"], 0.0, targets)
         config = config._replace(name=adapter_base(source.where), revision=None)
-    parsed = load_model_config(config)
-    model = on_meta(parsed, dtype, lora, config.trust_remote_code)
+    return shape_facts(load_model_config(config), dtype, lora, trust_remote_code=config.trust_remote_code)
+
+
+def shape_facts(
+    parsed: Any, dtype: torch.dtype, lora: LoraSettings | None = None, *, trust_remote_code: bool = False
+) -> ModelFacts:
+    """The same of a shape as transformers describes it, such as a `Qwen2Config`."""
+    model = on_meta(parsed, dtype, lora, trust_remote_code)
     weights = {id(weight): weight for weight in model.parameters()}
     trained = [weight for weight in weights.values() if weight.requires_grad]
     text = parsed.get_text_config()
@@ -544,7 +568,6 @@ def describe(plan: Plan) -> Mapping[str, str]:
     sampled = f", {plan.rollouts_per_step} answers sampled" if plan.rollouts_per_step else ""
     components = [f"{name:12} {gib(size):>10}" for name, size in plan.memory.components() if size]
     taking_turns = " (training and generation take turns)" if plan.memory.generation else ""
-    step, whole = (_duration(plan.seconds_per_step * times) for times in (1, plan.steps))
     at_once = f"at most {plan.micro_batch_tokens} tokens at once"
     return {
         "model": f"{plan.model}: {_count(facts.parameters)} parameters{active}, {plan.dtype}",
@@ -556,9 +579,16 @@ def describe(plan: Plan) -> Mapping[str, str]:
         "memory": "\n".join([*components, f"{'peak':12} {gib(plan.memory.peak):>10}{taking_turns}"]),
         **_spread(plan),
         "device": f"{plan.device.place}, {gib(plan.device.free)} free of {gib(plan.device.memory)}",
-        "time": f"about {step} a step, {whole} in all; rough: it was off by up to a factor of three",
+        "time": _time(plan),
         "verdict": _verdict(plan),
     }
+
+
+def _time(plan: Plan) -> str:
+    if plan.seconds_per_step is None:
+        return "not known: speed is measured, and that device is not here"
+    step, whole = (_duration(plan.seconds_per_step * times) for times in (1, plan.steps))
+    return f"about {step} a step, {whole} in all; rough: it was off by up to a factor of three"
 
 
 def _spread(plan: Plan) -> dict[str, str]:

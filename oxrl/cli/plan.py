@@ -21,6 +21,10 @@ def plan(
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Any config key: --set train.micro_batch_tokens=512")
     ] = None,
+    gpu_memory: Annotated[
+        float | None,
+        typer.Option(min=1, help="GiB of each GPU: plan for as many as the config asks for, not for this machine."),
+    ] = None,
     json_: Json = False,
 ) -> None:
     """Say what a run would do, what memory and time it would take, and whether it fits. No weight is loaded.
@@ -28,18 +32,25 @@ def plan(
     oxrl plan config.yaml
 
     oxrl plan config.yaml --set model.gradient_checkpointing=true --json
+
+    oxrl plan config.yaml --set run.training_gpus=8 --gpu-memory 80
     """
     with mistakes_end_here():
         from oxrl.config import load_stages
 
-        show_plans(load_stages(config, set_ or []), output, json_)
+        show_plans(load_stages(config, set_ or []), output, json_, gpu_memory)
 
 
-def show_plans(stages: Mapping[str, Config], output: Path | None, as_json: bool) -> NoReturn:
+def show_plans(
+    stages: Mapping[str, Config], output: Path | None, as_json: bool, gpu_memory: float | None = None
+) -> NoReturn:
     """Every stage of a run; ends the command, with 1 if one of them does not fit."""
     from oxrl.plan import describe, plan_run
 
-    plans = {name: plan_run(config, output / name if output and name else output) for name, config in stages.items()}
+    plans = {
+        name: plan_run(config, output / name if output and name else output, gpu_memory)
+        for name, config in stages.items()
+    }
     if as_json:
         told: dict[str, Any] = {name: plan.as_dict() for name, plan in plans.items()}
         typer.echo(json.dumps(told.get("", told)))

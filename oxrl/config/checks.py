@@ -33,6 +33,10 @@ class Idle(NamedTuple):
     words: str
 
 
+def _sharding_counts(config: Config, _: set[str]) -> bool:
+    return config.run.backend in ("auto", "ray", config.run.sharding)
+
+
 IDLE = (
     Idle("model.ref_decay", lambda config, _: config.model.ref_update == "ema", "without model.ref_update: ema"),
     Idle("model.ref_every", lambda config, _: config.model.ref_update == "periodic", "without ref_update: periodic"),
@@ -48,7 +52,7 @@ IDLE = (
     Idle("lora.target_modules", lambda config, _: config.lora.enabled, "without lora.enabled: true"),
     Idle("reward.rubric", lambda config, _: config.reward.judge is not None, "without reward.judge"),
     Idle("run.ray_address", lambda config, _: config.run.backend in ("auto", "ray"), "without run.backend: ray"),
-    Idle("run.sharding", lambda config, _: config.run.backend in ("auto", "ray"), "where run.backend says the same"),
+    Idle("run.sharding", _sharding_counts, "with the backend that run.backend names"),
     Idle("run.rollout_gpus", lambda config, _: _engine_is("vllm", config), "without inference_engine.name: vllm"),
     Idle("inference_engine.urls", lambda config, _: _engine_is("http", config), "without name: http"),
     Idle("inference_engine.replicas", lambda config, _: _engine_is("vllm", config), "without name: vllm"),
