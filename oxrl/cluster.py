@@ -105,9 +105,8 @@ def reserve(count: int, *, gpus_each: int = 1, time_limit: float = PLACE_LIMIT) 
         free = {name: ray.available_resources().get(name, 0.0) for name in bundle}
         remove_placement_group(group)
         raise ValueError(
-            f"the Ray cluster found no room for {count} processes with {_told(bundle)} each within {time_limit:g} s: of "
-            f"{_told({name: everything.get(name, 0.0) for name in bundle})}, {_told(free)} are free; lower "
-            "run.training_gpus or run.rollout_gpus"
+            f"the Ray cluster found no room for {count} processes with {_told(bundle)} each within {time_limit:g} s "
+            f"({_told(free)} are free): lower run.training_gpus or run.rollout_gpus, or enlarge the cluster"
         )
     return Places(group, [bundle] * count)
 

@@ -11,32 +11,42 @@ import logging
 import os
 import pickle
 import socket
+import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from itertools import count
+from pathlib import Path
 from typing import Any
 
-from oxrl.backends.local import NonFiniteError, WriteModel, write_plain
+from oxrl.backends.local import NonFiniteError
 from oxrl.backends.queued import QueuedBackend
 from oxrl.backends.ranks import (
     TIME_LIMIT,
     Build,
     Command,
     RankedBackend,
+    RankedWeights,
     RankError,
     Reply,
+    Worker,
     _is_lost_peer,
     _line,
     _portable,
     _told,
     perform,
+    write_adapter_files,
 )
+from oxrl.buckets import BUCKET_BYTES, Bucket, in_buckets
 from oxrl.cluster import Places, import_ray, reserve
+from oxrl.types import ImmediateTrainFuture, TrainFuture, Weights
+from oxrl.weights import near_folder, plain_weights
 
 logger = logging.getLogger(__name__)
 
 CALL_LIMIT = 3600.0  # seconds that one call may take on all ranks, the loading of a model included
+_STREAMS = count(1)
 WORD_SECONDS = 5.0  # that a rank which lost its peer gives the peer's own failure to arrive first
 
 
@@ -128,12 +138,14 @@ class RayRanks:
 
     def _gather(self, call: str, references: Sequence[Any]) -> list[Any]:
         """The values of all; or the first cause of a failure, as soon as it is known."""
+        asked = time.monotonic()
         replies = self._replies(call, references)
         missing = [rank for rank in range(len(references)) if rank not in replies]
         failed = [(rank, reply.error) for rank, reply in replies.items() if reply.error is not None]
         if not failed and not missing:
             return [replies[rank].value for rank in range(len(references))]
-        silent = f"no word from rank {', '.join(map(str, missing))}, which died or hangs"
+        seconds = time.monotonic() - asked
+        silent = f"no word from rank {', '.join(map(str, missing))} within {seconds:.0f} s, which died or hangs"
         if not failed:
             error: Exception = RankError(f"{call}: {silent}")
         else:
@@ -181,6 +193,7 @@ class RankActor:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self._hosted: dict[int, Any] = {}
+        self._streams: dict[int, Iterator[Bucket]] = {}
 
     def meeting_point(self) -> tuple[str, int]:
         """Where the ranks find each other: the machine of the first, and a port that is free there."""
@@ -219,22 +232,65 @@ class RankActor:
             if command.call == "start":
                 self._hosted[command.target] = command.arguments[0]()
                 return Reply()
+            worker = self._hosted[command.target]
             if command.call == "release":
-                del self._hosted[command.target]
+                del self._hosted[command.target], worker
                 return Reply()
-            return Reply(perform(self._hosted[command.target], command.call, command.arguments))
+            if command.call == "put_bucket":
+                return Reply(self._put_bucket(worker, *command.arguments))
+            if command.call == "read_adapter":
+                return Reply(read_adapter(worker))
+            return Reply(perform(worker, command.call, command.arguments))
         except Exception as error:  # whatever it is, the driver has to hear of it
             logger.debug("rank %d failed in %s", self.rank, command.call, exc_info=True)
             return Reply(error=_portable(error))
 
+    def _put_bucket(self, worker: Worker, stream: int, version: int, most: int) -> Any:
+        """A reference to the next bucket of this stream, from rank 0; None at the end, and from the others."""
+        if worker.version != version:
+            raise ValueError(f"version {version} of the weights was asked for, and they are at {worker.version}")
+        if stream not in self._streams:
+            self._streams = {stream: in_buckets(plain_weights(worker.module, worker.full), most, keep=self.rank == 0)}
+        bucket = next(self._streams[stream], None)
+        if bucket is None:
+            del self._streams[stream]
+            return None
+        return import_ray().put(bucket) if self.rank == 0 else None
 
-def create_ray_backend(
-    ranks: RayRanks, build: Build, *, write_model: WriteModel = write_plain, time_limit: float | None = None
-) -> QueuedBackend:
+
+class RayWeights(RankedWeights):
+    """The weights that actors hold at one version; who samples gets references to them, and the driver no more."""
+
+    def references(self, most: int = BUCKET_BYTES) -> Iterator[Any]:
+        """To one `Bucket` after the other, each put into the object store by rank 0 when it is asked for."""
+        stream = next(_STREAMS)
+        while (reference := self._ask("put_bucket", stream, self._facts.version, most)) is not None:
+            yield reference
+
+    def adapter_files(self) -> dict[str, bytes]:
+        files: dict[str, bytes] = self._ask("read_adapter")
+        return files
+
+
+def read_adapter(worker: Worker) -> dict[str, bytes]:
+    """The files of an adapter, by name, from rank 0: they are small."""
+    with tempfile.TemporaryDirectory(prefix="oxrl-adapter-", dir=near_folder()) as folder:
+        write_adapter_files(worker, Path(folder))
+        return {file.name: file.read_bytes() for file in Path(folder).iterdir() if file.is_file()}
+
+
+class RayBackend(RankedBackend):
+    """A `Backend` whose workers are actors."""
+
+    def get_weights(self) -> TrainFuture[Weights]:
+        return ImmediateTrainFuture(Weights(None, self.version, RayWeights(self)))
+
+
+def create_ray_backend(ranks: RayRanks, build: Build, *, time_limit: float | None = None) -> QueuedBackend:
     """A backend whose workers are actors and whose calls are futures that are not done yet.
 
     `create_ray_backend(RayRanks(2), partial(fsdp.build_worker, load, {}, FSDPSettings(lr=1e-4)))`.
     """
     # Several calls of the ranks can be one call of the backend, as in `save`.
     limit = 4 * ranks.call_limit if time_limit is None else time_limit
-    return QueuedBackend(RankedBackend(ranks, build, write_model=write_model), time_limit=limit)  # type: ignore[arg-type]
+    return QueuedBackend(RayBackend(ranks, build), time_limit=limit)
