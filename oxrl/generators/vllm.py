@@ -10,7 +10,7 @@ import os
 import queue
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -69,19 +69,30 @@ class VLLMRolloutEngine:
     def version(self) -> int:
         return self._version
 
+    @property
+    def facts(self) -> Facts:
+        return self._worker.facts
+
     async def generate(self, requests: Sequence[Request], sampling: GenerationConfig) -> list[Generation]:
         """One generation per request, in order. Calls of several tasks share the engine."""
         check_sampling(sampling)
         asks = [as_ask(request, sampling, self._worker.facts, self._ends) for request in requests]
         begun = [request.begun or Generation((), (), "aborted", self.version) for request in requests]
         versions = [one.version if one.token_ids else self.version for one in begun]
-        jobs = [_Job(ask) for ask in asks]
+        said = await self._said([_Job(ask) for ask in asks])
+        return [as_generation(NAME, *each, self._text) for each in zip(begun, said, versions, strict=True)]
+
+    async def complete(self, ask: Ask) -> Said:
+        """One sequence, as an engine of several is asked."""
+        (said,) = await self._said([_Job(ask)])
+        return said
+
+    async def _said(self, jobs: Sequence[_Job]) -> list[Said]:
         try:
             await self._on_worker(partial(self._worker.add, [job for job in jobs if job.ask.most > 0]))
-            said = await in_thread(lambda: [job.said() for job in jobs])
+            return await in_thread(lambda: [job.said() for job in jobs])
         finally:
             self._worker.submit(partial(self._worker.drop, jobs))
-        return [as_generation(NAME, *each, self._text) for each in zip(begun, said, versions, strict=True)]
 
     async def abort(self) -> None:
         """Everything under way returns now, as "aborted", with what it has."""
@@ -116,15 +127,30 @@ class VLLMRolloutEngine:
         self._version = version
         return True
 
+    async def take_weights(self, weights: Iterator[tuple[str, Any]], version: int) -> None:
+        """Plain weights one by one, from wherever they come. Nothing is proved here."""
+        change = partial(self._worker.reload, weights_iterator=weights)
+        await self._on_worker(partial(self._worker.change, change, version))
+        self._version = version
+
+    async def take_adapter(self, folder: Path, version: int) -> None:
+        """An adapter from its files. Nothing is proved here."""
+        await self._on_worker(partial(self._worker.change, partial(self._worker.load_adapter, folder), version))
+        self._version = version
+
     async def verify(self, probe: Probe, version: int) -> None:
         """Stop if the engine's log-probs of the probe sequence are not the trainer's."""
-        job = _Job(Ask(probe.tokens, GenerationConfig(), 0, 1, ()), probing=True)
+        self._heard = probe.check(NAME, await self.prompt_logprobs(probe.tokens), version, self._heard)
+        self.gap = self._heard.gap
+
+    async def prompt_logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
+        """Of each token but the first, at temperature 1."""
+        job = _Job(Ask(tuple(tokens), GenerationConfig(), 0, 1, ()), probing=True)
         # vLLM (0.32) breaks where log-probs of a prompt meet other sequences and an adapter: there those end first.
         while not await self._on_worker(partial(self._worker.probe, job, alone=bool(self._lora))):
             await anyio.sleep(0.05)
         await in_thread(job.said)
-        self._heard = probe.check(NAME, job.prompt_logprobs, version, self._heard)
-        self.gap = self._heard.gap
+        return job.prompt_logprobs
 
     async def sleep(self, level: int = 1) -> None:
         """Give the device's memory back to the trainer, weights too; on a CPU nothing happens."""
