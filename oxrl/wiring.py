@@ -47,6 +47,7 @@ from oxrl.runs import (
 )
 from oxrl.trackers import check_trackers, tracked
 from oxrl.types import GenerationConfig, Message, ModelConfig, Request, TrainingState
+from oxrl.weights import source_of
 
 logger = logging.getLogger(__name__)
 
@@ -224,7 +225,7 @@ async def _try_longest(prepared: Prepared, backend: Any) -> None:
     config, inputs = prepared.config, prepared.inputs
     if not inputs.online and len(inputs.rows) <= config.batch_size:
         return
-    vocabulary = backend.model.get_input_embeddings().weight.shape[0]
+    vocabulary = source_of(await backend.get_weights()).vocabulary
     items = made_up_answers(config, inputs, vocabulary) if inputs.online else inputs.rows
     await rehearse(backend, chosen_algorithm(config), items, config.train.micro_batch_tokens)
 
@@ -262,7 +263,7 @@ async def _run_offline(prepared: Prepared, backend: Any, **rest: Any) -> list[di
 
 
 async def _run_online(prepared: Prepared, backend: Any, **rest: Any) -> list[dict[str, float]]:
-    async with open_engine(prepared.config, prepared.inputs, backend, prepared.folder) as engine:
+    async with open_engine(prepared.config, prepared.inputs, prepared.folder, backend) as engine:
         return await _sample_and_train(prepared, backend, engine, **rest)
 
 
@@ -288,7 +289,7 @@ async def _sample_and_train(
         engine.generator, render, sampling._replace(temperature=rollout.eval_temperature), env=answers.env
     )
     graded_by = live_reward(config)
-    half = backend.model.dtype.itemsize < 4
+    half = source_of(await backend.get_weights()).dtype.itemsize < 4
     return await run_online(
         backend,
         scheduled(algorithm_schedule(config)),
