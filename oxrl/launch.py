@@ -89,6 +89,8 @@ def _try(command: Sequence[str], ranks: int, **more: str) -> Ended:
     try:
         with _signals_go_to(processes[0]):
             return _watch(processes)
+    except KeyboardInterrupt:
+        return Ended(130, ())
     finally:
         for process in processes:
             _end(process)
@@ -128,12 +130,17 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def _signals_go_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """An interrupt is rank 0's to answer: it saves, and tells the others to go home."""
+    """An interrupt is rank 0's to answer: it saves, and tells the others to go home. A second one ends all at once."""
     if threading.current_thread() is not threading.main_thread():  # signals are the main thread's affair
         yield
         return
 
+    passed_on: list[int] = []
+
     def pass_on(number: int, _: FrameType | None) -> None:
+        if passed_on:
+            raise KeyboardInterrupt
+        passed_on.append(number)
         with suppress(ProcessLookupError):
             process.send_signal(number)
 

@@ -352,6 +352,7 @@ def _open_engine(model: str, lora: int, options: dict[str, Any]) -> Any:
         for name, value in CPU_SETTINGS.items():
             os.environ.setdefault(name, value)
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # what it remarks on would bury what the run says
     # vLLM reads it when it is first imported. In a process of its own it could not read the trainer's tensors.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     try:
