@@ -249,7 +249,7 @@ class Ranks:
             return Reply(perform(self._hosted[command.target], command.call, command.arguments))
         except Exception as error:  # whatever it is, the driver has to hear of it
             logger.debug("rank %d failed in %s", self.rank, command.call, exc_info=True)
-            return Reply(error=_portable(error))
+            return Reply(error=portable(error))
 
     def _send(self, commands: list[Command]) -> None:
         received: list[Any] = [None]
@@ -663,7 +663,7 @@ def _on_cpu(metrics: Mapping[str, Term]) -> dict[str, Term]:
     return {name: Term(torch.as_tensor(total).cpu(), unit) for name, (total, unit) in metrics.items()}
 
 
-def _portable(error: Exception) -> Exception:
+def portable(error: Exception) -> Exception:
     """An exception that survives pickling, as itself or as its text."""
     try:
         pickle.loads(pickle.dumps(error))  # noqa: S301 - our own
