@@ -190,8 +190,8 @@ async def ray_generator(
         raise ValueError("there must be at least one replica, on at least one device")
     if places is not None and (tensor_parallel_size > 1 or len(places) < replicas):
         raise ValueError(
-            f"{replicas} replicas of {tensor_parallel_size} devices do not fit {len(places)} places of one device: give "
-            "them places of their own"
+            f"{replicas} replicas of {tensor_parallel_size} devices do not fit {len(places)} places of one device: "
+            "give them places of their own"
         )
     given = dict(engine_options or {})
     if tensor_parallel_size > 1:
