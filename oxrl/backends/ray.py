@@ -106,7 +106,8 @@ class RayRanks:
         return self._call_each(call, [self._sent(Command(target, call, arguments)) for arguments in shares])
 
     def release(self, target: int) -> None:
-        self.call(target, "release")
+        if self._broken is None:  # else there is nothing left to free but the actors themselves
+            self.call(target, "release")
 
     def stop(self) -> None:
         """End the actors, and give their places back."""
@@ -141,7 +142,7 @@ class RayRanks:
         asked = time.monotonic()
         replies = self._replies(call, references)
         missing = [rank for rank in range(len(references)) if rank not in replies]
-        failed = [(rank, reply.error) for rank, reply in replies.items() if reply.error is not None]
+        failed = [(rank, reply.error) for rank, reply in sorted(replies.items()) if reply.error is not None]
         if not failed and not missing:
             return [replies[rank].value for rank in range(len(references))]
         seconds = time.monotonic() - asked

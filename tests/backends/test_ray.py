@@ -82,7 +82,7 @@ async def test_actors_do_as_the_local_backend_and_the_next_call_does_not_wait(ma
     for name, tensor in plain_weights(one.model):
         torch.testing.assert_close(sent[name], tensor, atol=1e-5, rtol=0)
     await rehearse(two, SFT, items, 100)
-    await two.optim_step()
+    await train_step(two, SFT, items, 40)
     with pytest.raises(MovedOnError, match="version 3 .* moved on to 4"):
         received(weights)
 

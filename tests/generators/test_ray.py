@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import anyio
 import pytest
@@ -106,4 +107,4 @@ async def test_a_replica_that_hangs_is_found_out_and_an_abort_does_not_wait_for_
     finally:
         replica.time_limit = before
     assert [answer.finish_reason for answer in answers] == ["aborted"]
-    assert not os.path.exists(f"/proc/{pid}")
+    assert not Path(f"/proc/{pid}").exists()
