@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 PLACE_LIMIT = 300.0  # seconds until the cluster has found room
 LOCAL_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_DISABLE_IMPORT_WARNING": "1",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # what this process may see of the devices, its actors may
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # as on those systems, a local cluster listens on loopback alone
 }
 
 
@@ -30,13 +30,14 @@ def ray_cluster(address: str | None = None, *, processes: int = 1, **options: An
     cluster with it, so that a driver that was killed leaves nothing behind. One that was entered before is used as it
     is. `options` go to `ray.init`.
     """
+    if address is None:
+        for name, value in LOCAL_SETTINGS.items():  # Ray reads them when it is imported
+            os.environ.setdefault(name, value)
     ray = import_ray()
     if ray.is_initialized():
         yield
         return
     if address is None:
-        for name, value in LOCAL_SETTINGS.items():
-            os.environ.setdefault(name, value)
         options = {
             "address": "local",
             "num_cpus": max(processes, os.cpu_count() or 1),

@@ -154,6 +154,10 @@ class ModuleWeights:
         return trainer_logprobs(self.module, tokens)
 
 
+class MovedOnError(RuntimeError):
+    """Weights of a version that their holder does not have any more: it has trained on."""
+
+
 def source_of(weights: Weights) -> WeightSource:
     """Whom to ask for these: the module if it is here, else whoever has them."""
     if weights.module is not None:

@@ -49,7 +49,7 @@ from oxrl.types import (
     TrainFuture,
     Weights,
 )
-from oxrl.weights import adapter_weights, pass_weights, write_adapter, write_weights
+from oxrl.weights import MovedOnError, adapter_weights, pass_weights, write_adapter, write_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -531,12 +531,17 @@ class RankedWeights:
         return said
 
     def _ask(self, call: str, *arguments: Any) -> Any:
+        self._stop_if_moved_on()
+        said = self._backend.ask(call, *arguments)
+        self._stop_if_moved_on()  # a step that was submitted before may have been under way
+        return said
+
+    def _stop_if_moved_on(self) -> None:
         if self._backend.version != self._facts.version:
-            raise RuntimeError(
+            raise MovedOnError(
                 f"version {self._facts.version} of the weights was asked for, and the ranks have moved on to "
                 f"{self._backend.version}: hand weights over before the next optimizer step"
             )
-        return self._backend.ask(call, *arguments)
 
 
 class RankedBackend:

@@ -106,7 +106,8 @@ class RayRanks:
         return self._call_each(call, [self._sent(Command(target, call, arguments)) for arguments in shares])
 
     def release(self, target: int) -> None:
-        self.call(target, "release")
+        if self._broken is None:  # else there is nothing left to free but the actors themselves
+            self.call(target, "release")
 
     def stop(self) -> None:
         """End the actors, and give their places back."""
@@ -141,7 +142,7 @@ class RayRanks:
         asked = time.monotonic()
         replies = self._replies(call, references)
         missing = [rank for rank in range(len(references)) if rank not in replies]
-        failed = [(rank, reply.error) for rank, reply in replies.items() if reply.error is not None]
+        failed = [(rank, reply.error) for rank, reply in sorted(replies.items()) if reply.error is not None]
         if not failed and not missing:
             return [replies[rank].value for rank in range(len(references))]
         seconds = time.monotonic() - asked
@@ -201,7 +202,8 @@ class RankActor:
 
         with socket.socket() as free:
             free.bind(("", 0))
-            return get_node_ip_address(), int(free.getsockname()[1])
+            address: str = get_node_ip_address()  # type: ignore[no-untyped-call]
+            return address, int(free.getsockname()[1])
 
     def process_id(self) -> int:
         return os.getpid()
@@ -245,10 +247,8 @@ class RankActor:
             logger.debug("rank %d failed in %s", self.rank, command.call, exc_info=True)
             return Reply(error=_portable(error))
 
-    def _put_bucket(self, worker: Worker, stream: int, version: int, most: int) -> Any:
+    def _put_bucket(self, worker: Worker, stream: int, most: int) -> Any:
         """A reference to the next bucket of this stream, from rank 0; None at the end, and from the others."""
-        if worker.version != version:
-            raise ValueError(f"version {version} of the weights was asked for, and they are at {worker.version}")
         if stream not in self._streams:
             self._streams = {stream: in_buckets(plain_weights(worker.module, worker.full), most, keep=self.rank == 0)}
         bucket = next(self._streams[stream], None)
@@ -264,7 +264,7 @@ class RayWeights(RankedWeights):
     def references(self, most: int = BUCKET_BYTES) -> Iterator[Any]:
         """To one `Bucket` after the other, each put into the object store by rank 0 when it is asked for."""
         stream = next(_STREAMS)
-        while (reference := self._ask("put_bucket", stream, self._facts.version, most)) is not None:
+        while (reference := self._ask("put_bucket", stream, most)) is not None:
             yield reference
 
     def adapter_files(self) -> dict[str, bytes]:

@@ -8,16 +8,18 @@ several machines are written for GPUs and were not run on any.
 
 from __future__ import annotations
 
+import collections.abc
 import logging
 import os
 import queue
 import tempfile
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import anyio
 
@@ -28,7 +30,7 @@ from oxrl.generators.connection import EngineError
 from oxrl.generators.http import Ask, Facts, HTTPGenerator, Said
 from oxrl.generators.probe import Probe, StaleEngineError
 from oxrl.types import Generation, GenerationConfig, Request, Weights, WeightSource
-from oxrl.weights import near_folder, plain_weights, read_weights, source_of
+from oxrl.weights import MovedOnError, near_folder, plain_weights, read_weights, source_of
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +67,7 @@ class RayGenerator(HTTPGenerator):
         super().__init__(replicas, tokenizer, **rest)
         self._own_places = own_places
         self._current: Weights | None = None
+        self._news = threading.Event()  # set when other weights come
         self._asleep = False
         for replica in replicas:
             replica.refresh = partial(self._refresh, replica)
@@ -76,17 +79,22 @@ class RayGenerator(HTTPGenerator):
     async def update_weights(self, weights: Weights) -> None:
         await self.wake_up()
         self._current = weights
-        lost = await self._give({replica: replica.engine for replica in self.engines}, weights)
+        self._news.set()
+        self._news = threading.Event()
+        probe = await self._probe(weights)
+        lost = await self._give({replica: replica.engine for replica in self.engines}, weights, probe)
         for replica, engine in lost.items():
             await replica.replaced(engine)
         self.gap = max(heard.gap for heard in self._heard.values())
         self._version = weights.version
 
-    async def _give(self, engines: dict[RayReplica, EngineHandle], weights: Weights) -> dict[RayReplica, EngineHandle]:
+    async def _probe(self, weights: Weights) -> Probe:
+        return await in_thread(partial(Probe.of, source_of(weights), self._tolerance))
+
+    async def _give(self, engines: Engines, weights: Weights, probe: Probe) -> Engines:
         """Weights to all of these side by side, and their proof; returns those that were lost on the way."""
         source = source_of(weights)
-        probe = await in_thread(partial(Probe.of, source, self._tolerance))
-        lost: dict[RayReplica, EngineHandle] = {}
+        lost: Engines = {}
 
         async def to_one(replica: RayReplica, *call: Any) -> Any:
             try:
@@ -116,12 +124,7 @@ class RayGenerator(HTTPGenerator):
         return lost
 
     async def _prove(
-        self,
-        replica: RayReplica,
-        engine: EngineHandle,
-        probe: Probe,
-        version: int,
-        lost: dict[RayReplica, EngineHandle],
+        self, replica: RayReplica, engine: EngineHandle, probe: Probe, version: int, lost: Engines
     ) -> None:
         try:
             told = await engine.ask("version", limit=replica.time_limit)
@@ -139,8 +142,18 @@ class RayGenerator(HTTPGenerator):
         self._heard.pop(self.engines.index(replica), None)
         given: Weights | None = None
         while self._current is not None and given is not self._current:
-            given = self._current
-            if await self._give({replica: engine}, given):
+            given, news = self._current, self._news
+            try:
+                probe = await self._probe(given)
+            except MovedOnError:  # the trainer has no more what the others speak with, and hands over its next soon
+                if not await in_thread(partial(news.wait, replica.time_limit)):
+                    raise EngineError(f"no weights came for {replica.name} within {replica.time_limit:g} s") from None
+                continue
+            try:
+                lost = await self._give({replica: engine}, given, probe)
+            except MovedOnError as error:
+                raise ReplicaLostError(f"{replica.name} has half of its weights: {error}") from error
+            if lost:
                 raise ReplicaLostError(f"{replica.name} was lost again while it got its weights")
 
     async def sleep(self, level: int = 1) -> None:
@@ -190,8 +203,8 @@ async def ray_generator(
         raise ValueError("there must be at least one replica, on at least one device")
     if places is not None and (tensor_parallel_size > 1 or len(places) < replicas):
         raise ValueError(
-            f"{replicas} replicas of {tensor_parallel_size} devices do not fit {len(places)} places of one device: give "
-            "them places of their own"
+            f"{replicas} replicas of {tensor_parallel_size} devices do not fit {len(places)} places of one device: "
+            "give them places of their own"
         )
     given = dict(engine_options or {})
     if tensor_parallel_size > 1:
@@ -298,8 +311,11 @@ class RayReplica:
         while self.engine is lost:
             if self._replacing is not None:
                 await self._replacing.wait()
-            else:
+                continue
+            try:
                 await self._replace()
+            except ReplicaLostError as error:  # tried again; not for ever
+                logger.warning("%s", error)
 
     async def _replace(self) -> None:
         self._restarts += 1
@@ -466,7 +482,9 @@ class EngineActor:
         await self.engine.close()
 
 
-def _references(weights: Weights, source: WeightSource | ReferencedWeights) -> Iterator[Any]:
+def _references(
+    weights: Weights, source: WeightSource | ReferencedWeights
+) -> collections.abc.Generator[Any, None, None]:
     """By whoever has the weights, if it can; else from here, where they are or come to."""
     if hasattr(source, "references"):
         yield from source.references()
@@ -494,6 +512,9 @@ def _write_files(weights: Iterator[tuple[str, Any]], folder: Path) -> None:
 
     for number, bucket in enumerate(in_buckets(weights)):
         save_file(dict(bucket.tensors()), folder / f"model-{number:05}.safetensors", metadata={"format": "pt"})
+
+
+Engines: TypeAlias = dict[RayReplica, EngineHandle]
 
 
 async def _nothing(_: EngineHandle) -> None:

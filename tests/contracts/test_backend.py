@@ -43,18 +43,29 @@ def queued(**options):
     return QueuedBackend(local(**options))
 
 
-BACKENDS = {"local": local, "queued": queued, "fsdp": fsdp}
+def ray(ranks, *, others=(), **options):
+    from oxrl.backends.fsdp import FSDPSettings, build_worker
+    from oxrl.backends.ray import create_ray_backend
+
+    settings = FSDPSettings(**{"lr": 1e-3, **options})
+    return create_ray_backend(ranks, partial(build_worker, partial(load_model, "tiny"), dict(others), settings))
+
+
+BACKENDS = {"local": local, "queued": queued, "fsdp": fsdp, "ray": ray}
 
 
 @pytest.fixture(params=BACKENDS)
 def make(request):
     """Makes backends of one kind; what they hold on other ranks is freed with the test."""
-    if request.param not in ("local", "queued"):
+    create = BACKENDS[request.param]
+    if request.param == "ray":
+        create = partial(create, request.getfixturevalue("ray_ranks"))
+    elif request.param not in ("local", "queued"):
         together.ranks()
     made = []
 
     def one_more(**options):
-        made.append(BACKENDS[request.param](**options))
+        made.append(create(**options))
         return made[-1]
 
     yield one_more
