@@ -1,11 +1,13 @@
 """A run's state to a folder and back, to the bit: weights, optimizer, random states, data position, step.
 
 `checkpoints/step_0040/` is a folder that plain transformers loads; beside the weights lie `optimizer.safetensors`,
-`rng.safetensors` and `training_state.json`. It appears under its name only when every byte is on the disk.
+`rng.safetensors` and `training_state.json`, which has a digest of each file and of itself. It appears under its name
+only when every byte is on the disk, and is read back only while every byte is what it was.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -13,7 +15,9 @@ import platform
 import random
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +33,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _UNFINISHED = ".unfinished-"
+_STATE = "training_state.json"
 _STEP = re.compile(r"step_(\d+)")
+
+
+class CorruptCheckpointError(ValueError):
+    """A checkpoint whose files are not what was written; the message begins with the file."""
 
 
 async def save_checkpoint(
@@ -48,14 +57,16 @@ async def save_checkpoint(
     final = root / f"step_{state.step:04d}"
     draft = root / f"{_UNFINISHED}{final.name}"
     shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    await backend.save(draft)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(draft)
-    save_file(_random_states(), draft / "rng.safetensors")
-    record = {**state._asdict(), "environment": environment()}
-    (draft / "training_state.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
-    _publish(draft, final)
+    with _all_or_nothing(draft, final):
+        draft.mkdir(parents=True)
+        await backend.save(draft)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(draft)
+        save_file(_random_states(), draft / "rng.safetensors")
+        record = {**state._asdict(), "files": _digests(draft)}
+        sealed = {**record, "seal": _seal(record), "environment": environment()}
+        (draft / _STATE).write_text(json.dumps(sealed, indent=1), encoding="utf-8")
+        _publish(draft, final)
     _prune(root, keep_last, keep)
     return final
 
@@ -65,6 +76,7 @@ async def load_checkpoint(path: str | Path, backend: Backend) -> TrainingState:
     from safetensors.torch import load_file
 
     path = Path(path)
+    check_files(path)
     state, then = _read_record(path)
     _warn_of_differences(then)
     await backend.load(path)
@@ -77,13 +89,71 @@ def read_state(path: str | Path) -> TrainingState:
     return _read_record(Path(path))[0]
 
 
+def check_files(path: str | Path) -> None:
+    """Stop, with its name, at a file of a checkpoint that is not what was written."""
+    path = Path(path)
+    files = _read_sealed(path).get("files", {})
+    if missing := sorted(name for name in files if not (path / name).is_file()):
+        raise CorruptCheckpointError(f"{path / missing[0]} is missing: the checkpoint is not what was written")
+    now = _digests(path, files)
+    for name, digest in files.items():
+        if now[name] != digest:
+            raise CorruptCheckpointError(f"{path / name} is damaged: it is not what was written")
+
+
 def _read_record(path: Path) -> tuple[TrainingState, dict[str, Any]]:
-    file = path / "training_state.json"
+    sealed = _read_sealed(path)
+    return TrainingState(**{name: sealed[name] for name in TrainingState._fields}), sealed["environment"]
+
+
+def _read_sealed(path: Path) -> dict[str, Any]:
+    file = path / _STATE
     if not file.exists():
-        raise ValueError(f"{path} is not a checkpoint: it has no training_state.json")
-    record = json.loads(file.read_text(encoding="utf-8"))
-    environment = record.pop("environment")
-    return TrainingState(**record), environment
+        raise ValueError(f"{path} is not a checkpoint: it has no {_STATE}")
+    try:
+        sealed: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        record = {name: sealed[name] for name in (*TrainingState._fields, "files") if name in sealed}
+        unsealed = not {"seal", "files"} & sealed.keys()  # by an older version of oxRL
+        intact = "environment" in sealed and (unsealed or sealed.get("seal") == _seal(record))
+    except (ValueError, TypeError, AttributeError):
+        intact = False
+    if not intact:
+        raise CorruptCheckpointError(f"{file} is damaged: it is not what was written")
+    return sealed
+
+
+def _seal(record: Mapping[str, Any]) -> str:
+    as_read = json.loads(json.dumps(record))  # keys that were numbers are words then
+    return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
+
+
+def _digests(folder: Path, names: Iterable[str] | None = None) -> dict[str, str]:
+    """Of the files in it, by name, side by side: hashing leaves the interpreter to others."""
+    if names is None:
+        names = [str(file.relative_to(folder)) for file in sorted(folder.rglob("*")) if file.is_file()]
+
+    def digest(name: str) -> str:
+        with (folder / name).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    with ThreadPoolExecutor(4) as threads:
+        return dict(zip(names, threads.map(digest, names), strict=True))
+
+
+@contextmanager
+def _all_or_nothing(draft: Path, final: Path) -> Iterator[None]:
+    """Of what cannot be written nothing stays, so that there is room again; what was there before stays as it is."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(draft, ignore_errors=True)
+        before = latest_checkpoint(final.parent)
+        kept = "there is none before it" if before is None else f"{before.name} is whole"
+        raise RuntimeError(
+            f"the checkpoint {final} could not be written: {error}; {kept}. Make room, then go on with --resume"
+        ) from error
 
 
 def checkpoints(root: str | Path) -> list[Path]:
@@ -95,6 +165,31 @@ def checkpoints(root: str | Path) -> list[Path]:
 def latest_checkpoint(root: str | Path) -> Path | None:
     """The finished checkpoint with the highest step; None if there is none."""
     return next(reversed(checkpoints(root)), None)
+
+
+def intact_checkpoint(root: str | Path) -> Path | None:
+    """The newest finished checkpoint that can be gone on from, None if there is none at all.
+
+    Damaged ones that are newer are moved aside with a warning. If all are damaged, it stops and changes nothing.
+    """
+    damaged: dict[Path, str] = {}
+    for path in reversed(checkpoints(root)):
+        try:
+            check_files(path)
+        except CorruptCheckpointError as error:
+            damaged[path] = str(error)
+            continue
+        for other, why in damaged.items():
+            aside = Path(root) / f"damaged-{other.name}"
+            shutil.rmtree(aside, ignore_errors=True)
+            with suppress(FileNotFoundError):  # another rank was faster
+                other.rename(aside)
+            logger.warning("%s; it was moved to %s, and %s is taken instead", why, aside, path.name)
+        return path
+    if damaged:
+        newest = next(iter(damaged.values()))
+        raise CorruptCheckpointError(f"{newest}, and so is every one before it: bring one back, or start a new run")
+    return None
 
 
 def best_checkpoint(root: str | Path) -> Path | None:

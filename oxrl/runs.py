@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from oxrl.checkpoint import best_checkpoint, latest_checkpoint
+from oxrl.checkpoint import best_checkpoint, intact_checkpoint, latest_checkpoint
 from oxrl.config import STAGES, Config, ConfigError, check_config
 from oxrl.metrics import drop_lines_after
 from oxrl.rollouts.buffer import Group
@@ -27,14 +27,14 @@ def run_folder(config: Config, output: str | Path | None) -> Path:
 
 
 def starting_point(folder: Path, resume: bool) -> Path | None:
-    newest = latest_checkpoint(folder / "checkpoints")
+    newest = intact_checkpoint(folder / "checkpoints") if resume else None
     if resume and newest is None:
         if not (folder / "config.yaml").exists():
             raise ConfigError(f"there is nothing to resume in {folder}: it has no run")
         logger.warning("%s has no checkpoint yet: starting over", folder)
     if not resume and (folder / "metrics.jsonl").exists():
         raise ConfigError(f"{folder} already holds a run: pass --resume to go on with it, or another --output")
-    return newest if resume else None
+    return newest
 
 
 def check_writable(folder: Path) -> None:

