@@ -91,7 +91,7 @@ def start_vllm_server(model: str | Path, *, arguments: Sequence[str] = (), log: 
     file = Path(log) if log is not None else Path(tempfile.mkdtemp(prefix="oxrl-vllm-")) / "server.log"
     command = [sys.executable, "-m", __name__, "--host", "127.0.0.1", "--port", str(port), "--model", str(model)]
     command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
-    command += ["--worker-extension-cls", EXTENSION, *arguments]
+    command += ["--worker-extension-cls", EXTENSION, "--enable-scale-out", *arguments]
     settings = {**_cpu_settings(), **os.environ, **SETTINGS}
     with file.open("wb") as out:
         process = subprocess.Popen(
