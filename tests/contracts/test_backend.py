@@ -9,6 +9,7 @@ import torch
 
 from oxrl.algorithms import algorithm
 from oxrl.backends.local import create_pytorch_backend
+from oxrl.backends.queued import QueuedBackend
 from oxrl.data.pack import collate, count_units
 from oxrl.loops.step import train_step
 from oxrl.models.load import load_model
@@ -35,13 +36,17 @@ def fsdp(**options):
     return FSDPTrainingBackend(together.ranks(), partial(load_model, "tiny"), **{"lr": 1e-3, **options})
 
 
-BACKENDS = {"local": local, "fsdp": fsdp}
+def queued(**options):
+    return QueuedBackend(local(**options))
+
+
+BACKENDS = {"local": local, "queued": queued, "fsdp": fsdp}
 
 
 @pytest.fixture(params=BACKENDS)
 def make(request):
     """Makes backends of one kind; what they hold on other ranks is freed with the test."""
-    if request.param != "local":
+    if request.param not in ("local", "queued"):
         together.ranks()
     made = []
 

@@ -1,0 +1,139 @@
+"""Calls in a queue: submitted at once, done in order, and none behind a failure."""
+
+import threading
+import time
+
+import anyio
+import pytest
+
+from oxrl.algorithms import algorithm
+from oxrl.backends.local import create_pytorch_backend
+from oxrl.backends.queued import QueuedBackend, UnrunError
+from oxrl.loops.rehearse import rehearse
+from oxrl.types import ImmediateTrainFuture, Row, Weights
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def anyio_backend(request):
+    return request.param
+
+
+class Slow:
+    """A backend whose steps wait until they may go on, and whose reference cannot be moved."""
+
+    layout = "packed"
+
+    def __init__(self):
+        self.done = []
+        self.go = threading.Event()
+
+    def optim_step(self):
+        assert self.go.wait(20)
+        self.done.append("step")
+        return ImmediateTrainFuture({"grad_norm": 1.0})
+
+    def get_weights(self):
+        self.done.append("weights")
+        return ImmediateTrainFuture(Weights(self, self.done.count("step")))
+
+    def update_reference(self, decay):
+        assert self.go.wait(20)
+        raise ValueError(f"there is no reference to keep {decay} of")
+
+    def close(self):
+        self.done.append("close")
+
+
+@pytest.fixture
+def slow():
+    backend = Slow()
+    yield backend
+    backend.go.set()
+
+
+async def test_calls_are_submitted_before_the_last_one_finished_and_done_in_order(slow):
+    queued = QueuedBackend(slow)
+    step, weights = queued.optim_step(), queued.get_weights()
+    assert slow.done == []
+    slow.go.set()
+    assert (await weights).version == 1, "it waited for the step"
+    assert await step == {"grad_norm": 1.0}
+    queued.close()
+    assert slow.done == ["step", "weights", "close"]
+
+
+async def test_the_event_loop_goes_on_while_a_call_is_awaited(slow):
+    queued, finished = QueuedBackend(slow), []
+
+    async def step():
+        finished.append(await queued.optim_step())
+
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(step)
+            await anyio.sleep(0.05)
+            assert not finished
+            slow.go.set()
+    assert finished
+
+
+async def test_nothing_runs_behind_a_failure_until_somebody_has_heard_of_it(slow):
+    queued = QueuedBackend(slow)
+    bad, step, weights = queued.update_reference(0.5), queued.optim_step(), queued.get_weights()
+    slow.go.set()
+    with pytest.raises(UnrunError, match=r"get_weights did not run, because update_reference .* no reference"):
+        await weights
+    fine = queued.get_weights()
+    with pytest.raises(UnrunError, match="optim_step did not run"):
+        await step
+    with pytest.raises(ValueError, match=r"keep 0\.5"):
+        await bad
+    assert (await fine).version == 0
+    assert slow.done == ["weights"]
+
+
+async def test_a_failure_that_nobody_waited_for_is_told_at_the_end(slow, caplog):
+    queued = QueuedBackend(slow)
+    queued.update_reference(0.5)
+    slow.go.set()
+    queued.close()
+    assert "update_reference failed, and nobody waited for it" in caplog.text
+    with pytest.raises(ValueError, match="optim_step comes too late"):
+        queued.optim_step()
+
+
+async def test_a_call_that_takes_too_long_is_named_and_so_is_what_waits_behind_it(slow):
+    queued = QueuedBackend(slow, time_limit=0.2)
+    step, weights = queued.optim_step(), queued.get_weights()
+    started = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"optim_step did not end within 0\.2 s, and get_weights waits behind it"):
+        await weights
+    with pytest.raises(TimeoutError, match=r"optim_step did not end within 0\.2 s$"):
+        await step
+    assert time.monotonic() - started < 5
+    slow.go.set()
+    with anyio.fail_after(5):
+        while slow.done != ["step", "weights"]:  # a limit ends the wait, not the call
+            await anyio.sleep(0.01)
+
+
+async def test_whoever_gives_up_waiting_leaves_the_call_running(slow):
+    queued = QueuedBackend(slow)
+    with anyio.move_on_after(0.05) as scope:
+        await queued.optim_step()
+    assert scope.cancelled_caught
+    slow.go.set()
+    assert (await queued.get_weights()).version == 1
+
+
+async def test_a_rehearsal_and_what_wiring_reads_pass_through(tiny_model):
+    queued = QueuedBackend(create_pytorch_backend(tiny_model))
+    assert queued.model is tiny_model and queued.module.model is tiny_model and queued.version == 0
+    queued.set_temperature(0.5)
+    assert queued.module.temperature == 0.5
+    rows = [(Row("a", [1, 2, 3], [False, True, True]),)]
+    assert await rehearse(queued, algorithm("sft"), rows, 100) == rows
+    assert all(parameter.grad is None for parameter in tiny_model.parameters())
+    queued.close()
