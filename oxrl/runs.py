@@ -16,7 +16,7 @@ from oxrl.config import STAGES, Config, ConfigError, check_config
 from oxrl.metrics import drop_lines_after
 from oxrl.rollouts.buffer import Group
 from oxrl.rollouts.record import digest_of
-from oxrl.types import Rollout
+from oxrl.types import Rollout, Turn
 
 logger = logging.getLogger(__name__)
 
@@ -133,4 +133,17 @@ def _told(rollout: Rollout) -> dict[str, Any]:
         "answer": rollout.sample.answer,
         "reward": rollout.reward,
         "status": rollout.status.value,
+        "version": rollout.version,
+        "turns": [_drawn(turn) for turn in rollout.turns],
+    }
+
+
+def _drawn(turn: Turn) -> dict[str, Any]:
+    """Token by token, for whoever asks later how likely the trainer finds them."""
+    generation = turn.generation
+    return {
+        "prompt_ids": list(turn.prompt_ids),
+        "token_ids": list(generation.token_ids),
+        "logprobs": list(generation.logprobs),
+        "versions": list(generation.token_versions),
     }

@@ -106,8 +106,8 @@ class Sample:
 class Generation(NamedTuple):
     """`Generation((19, 2), (-0.1, -0.01), "stop", version=3, text="4")`: what a generator returned for one prompt.
 
-    One that was aborted holds what was drawn until then and can be gone on with (`Request.begun`); its version stays
-    that of the weights which drew its first token.
+    One that was aborted holds what was drawn until then and can be gone on with (`Request.begun`). Where weights
+    changed on the way, `version` is that of the oldest which drew a token of it, and `versions` has each token's.
     """
 
     token_ids: tuple[int, ...]
@@ -116,6 +116,21 @@ class Generation(NamedTuple):
     version: int = 0
     text: str = ""
     cut_mass: float = 0.0  # mean probability that top-p, top-k and min-p took away per token
+    versions: tuple[int, ...] = ()  # of the weights that drew each token; (): all are of `version`
+
+    @property
+    def token_versions(self) -> tuple[int, ...]:
+        """One per token, whether they differ or not."""
+        return self.versions or (self.version,) * len(self.token_ids)
+
+    def drawn_with(self, versions: Sequence[int]) -> Generation:
+        """The same, each token with the version of the weights that drew it."""
+        if len(versions) != len(self.token_ids):
+            raise ValueError(f"{len(versions)} versions for {len(self.token_ids)} tokens; give one for each")
+        if not versions:
+            return self
+        differ = min(versions) != max(versions)
+        return self._replace(version=min(versions), versions=tuple(versions) if differ else ())
 
 
 class Request(NamedTuple):
@@ -185,6 +200,11 @@ class Rollout:
     def version(self) -> int:
         """Of the oldest weights that had a part in it."""
         return min((turn.generation.version for turn in self.turns), default=0)
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Of the weights that drew each sampled token, over all turns."""
+        return tuple(version for turn in self.turns for version in turn.generation.token_versions)
 
     @property
     def generation(self) -> Generation:

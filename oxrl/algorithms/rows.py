@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from oxrl.types import Rollout, Row, Score, Turn
+from oxrl.types import Generation, Rollout, Row, Score, Turn
 
 
 @dataclass(slots=True)
@@ -23,16 +23,33 @@ class _Growing:
     mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
 
-    def add(self, tokens: Sequence[int], logprobs: Sequence[float], rewards: Sequence[float], sampled: bool) -> None:
+    def see(self, tokens: Sequence[int]) -> None:
+        nothing = [0] * len(tokens)
+        self._add(tokens, False, nothing, nothing, nothing)
+
+    def say(self, generation: Generation, rewards: Sequence[float]) -> None:
+        self._add(generation.token_ids, True, generation.logprobs, rewards, generation.token_versions)
+
+    def _add(
+        self,
+        tokens: Sequence[int],
+        sampled: bool,
+        logprobs: Sequence[float],
+        rewards: Sequence[float],
+        versions: Sequence[int],
+    ) -> None:
         self.tokens += tokens
         self.mask += [sampled] * len(tokens)
         self.logprobs += logprobs
         self.rewards += rewards
+        self.versions += versions
 
 
 def rows_of(rollout: Rollout) -> list[Row]:
-    """Streams `sampler_logprob` and `reward` (where it was earned), scalars `reward` (the whole) and `ended`.
+    """Streams `sampler_logprob`, `sampler_version` and `reward` (where it was earned), scalars `reward` (the whole) and
+    `ended`.
 
     `ended` says of every row whether the rollout's last generation ended by itself: whoever discounts rewards takes
     the rows of a rollout as one run of tokens, so only its very end can be cut off. Rows without a sampled token are
@@ -52,6 +69,7 @@ def rows_of(rollout: Rollout) -> list[Row]:
             sequence=rollout.id,
             streams={
                 "sampler_logprob": np.array(row.logprobs, np.float32),
+                "sampler_version": np.array(row.versions, np.float32),
                 "reward": np.array(row.rewards, np.float32),
             },
             scalars={"reward": float(rollout.score.value), "ended": ended},
@@ -70,9 +88,8 @@ def _grown(turns: Sequence[Turn], rewards: Sequence[Sequence[float]]) -> list[_G
     for turn, earned in zip(turns, rewards, strict=True):
         if not rows or list(turn.prompt_ids[: len(rows[-1].tokens)]) != rows[-1].tokens:
             rows.append(_Growing())
-        seen = turn.prompt_ids[len(rows[-1].tokens) :]
-        rows[-1].add(seen, [0.0] * len(seen), [0.0] * len(seen), sampled=False)
-        rows[-1].add(turn.generation.token_ids, turn.generation.logprobs, earned, sampled=True)
+        rows[-1].see(turn.prompt_ids[len(rows[-1].tokens) :])
+        rows[-1].say(turn.generation, earned)
     return rows
 
 

@@ -32,7 +32,7 @@ class Job:
     key: int  # of its random numbers
     most: int  # tokens that it may draw in all
     ends: frozenset[int]  # tokens that end it
-    version: int
+    versions: list[int]  # of the weights that drew each token
     tokens: list[int]
     logprobs: list[float]
     cut_mass: float
@@ -76,7 +76,7 @@ class Engine:
             stream_key(sampling.seed, request.seed),
             min(sampling.max_new_tokens, self._room(request.tokens)),
             self._end_tokens(sampling),
-            begun.version if begun.token_ids else self.version,
+            list(begun.token_versions),
             list(begun.token_ids),
             list(begun.logprobs),
             begun.cut_mass * len(begun.token_ids),
@@ -118,8 +118,6 @@ class Engine:
     def change_version(self, version: int) -> None:
         """The weights have changed: what is under way goes on through a fresh prefill."""
         self.version = version
-        for job in self._unfinished():
-            job.version = job.version if job.tokens else version
         self._start_over()
 
     def _start_over(self) -> None:
@@ -188,6 +186,7 @@ class Engine:
     def _take(self, job: Job, token: int, logprob: float, cut_mass: float) -> None:
         job.tokens.append(token)
         job.logprobs.append(logprob)
+        job.versions.append(self.version)
         job.cut_mass += cut_mass
         job.on_token(token)
         if token in job.ends or self._said_stop(job.tokens, job.sampling.stop):
@@ -198,7 +197,8 @@ class Engine:
     def _finish(self, job: Job, reason: Literal["stop", "length", "aborted"]) -> None:
         mean_cut = job.cut_mass / max(len(job.tokens), 1)
         text = self._text(job.tokens)
-        job.result = Generation(tuple(job.tokens), tuple(job.logprobs), reason, job.version, text, mean_cut)
+        drawn = Generation(tuple(job.tokens), tuple(job.logprobs), reason, self.version, text, mean_cut)
+        job.result = drawn.drawn_with(job.versions)
 
     def _vacate(self, rows: Sequence[int]) -> None:
         """Free these rows; where rows can be moved the last ones close the gaps."""

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 _HEALTH_LIMIT = 10.0
 _MOST_TRIES = 8  # to ask one request anew, each on an engine that was found to be well
 _REASONS = {"stop": "stop", "length": "length", "abort": "aborted"}
+_TOKENS = "/inference/v1/generate"
 
 
 class Ask(NamedTuple):
@@ -51,6 +52,7 @@ class Said(NamedTuple):
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: str
+    versions: tuple[int, ...] = ()  # of the weights that drew each token; (): the engine does not tell
 
 
 class Facts(NamedTuple):
@@ -102,13 +104,16 @@ class VLLMEngine:
     """`VLLMEngine("http://127.0.0.1:8000")`: a vLLM server (0.32) that was started with `VLLM_SERVER_DEV_MODE=1`.
 
     Weights can be changed while sequences are under way: they are held, and go on with the new ones through a fresh
-    prefill. Models with tied weights need `--worker-extension-cls` as in `vllm_worker` on a CPU; `server` starts so.
+    prefill. Which token was drawn before and which after is told by servers with `--enable-scale-out`; by others the
+    whole answer counts as the older. Models with tied weights need `--worker-extension-cls` as in `vllm_worker` on a
+    CPU. `server` starts so.
     """
 
     def __init__(self, url: str, *, time_limit: float = 600.0, retries: int = 4, backoff: float = 0.5) -> None:
         self._connection = Connection(url, time_limit, retries, backoff).checked()
         self._model = ""
         self._extended = False
+        self._tells_versions = False
 
     @property
     def name(self) -> str:
@@ -127,16 +132,15 @@ class VLLMEngine:
         self._model = model["id"]
         info = await self._connection.get("/server_info?config_format=json")
         self._extended = info["vllm_config"]["parallel_config"]["worker_extension_cls"] == EXTENSION
+        self._tells_versions = await self._has(_TOKENS)
         mode = str(info["vllm_config"]["model_config"]["logprobs_mode"])
         if not mode.endswith("_logprobs"):
             raise ValueError(f"{self.name} returns {mode}: start it with --logprobs-mode processed_logprobs")
         return Facts(int(model["max_model_len"]), mode.removesuffix("_logprobs"))
 
     async def complete(self, ask: Ask) -> Said:
-        sampling = ask.sampling
-        body = {
-            "model": await self._name_of_model(),
-            "prompt": list(ask.tokens),
+        model, sampling = await self._name_of_model(), ask.sampling
+        wanted = {
             "max_tokens": ask.most,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -150,11 +154,33 @@ class VLLMEngine:
             "stop_token_ids": list(ask.ends),
             "seed": ask.seed,
             "logprobs": 0,
-            "return_token_ids": True,
         }
+        if self._tells_versions:
+            return await self._tokens({"model": model, "token_ids": list(ask.tokens), "sampling_params": wanted})
+        body = {"model": model, "prompt": list(ask.tokens), "return_token_ids": True, **wanted}
         (choice,) = (await self._connection.post("/v1/completions", body))["choices"]
         logprobs = choice["logprobs"]["token_logprobs"] if choice["logprobs"] else ()
         return Said(tuple(choice["token_ids"]), tuple(logprobs), str(choice["finish_reason"]))
+
+    async def _tokens(self, body: Mapping[str, Any]) -> Said:
+        """By the endpoint that also says with which weights each token was drawn."""
+        (choice,) = (await self._connection.post(_TOKENS, body))["choices"]
+        drawn = (choice["logprobs"] or {}).get("content") or ()
+        spans = choice["weight_versions"] or ()
+        versions = [span["version"] for span in spans for _ in range(span["start"], span["end"])]
+        told = all(version.isdecimal() for version in versions)  # before the first update it has a name of its own
+        return Said(
+            tuple(choice["token_ids"] or ()),
+            tuple(each["logprob"] for each in drawn),
+            str(choice["finish_reason"]),
+            tuple(map(int, versions)) if told else (),
+        )
+
+    async def _has(self, path: str) -> bool:
+        try:
+            return path in (await self._connection.get("/openapi.json"))["paths"]
+        except EngineError:  # a server may be started without its description
+            return False
 
     async def prompt_logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
         body = {"model": await self._name_of_model(), "prompt": list(tokens), "max_tokens": 1, "prompt_logprobs": 0}
@@ -207,7 +233,8 @@ class SGLangEngine:
     """`SGLangEngine("http://127.0.0.1:30000")`: an SGLang server, by its native protocol.
 
     Written from its documentation, and not yet run against SGLang itself. Seeds count only where the server was started
-    with `--enable-deterministic-inference`. Its log-probs are those at the sampling temperature, over all tokens.
+    with `--enable-deterministic-inference`. Its log-probs are those at the sampling temperature, over all tokens. It
+    does not say which token of an answer was drawn after an update: such an answer counts as of the older weights.
     """
 
     def __init__(self, url: str, *, time_limit: float = 600.0, retries: int = 4, backoff: float = 0.5) -> None:
@@ -377,9 +404,7 @@ class HTTPGenerator:
                 place, version, said = await self._somewhere(request, sampling, aborts)
         finally:
             self._under_way.discard(mark)
-        begun = request.begun or Generation((), (), "aborted", version)
-        version = begun.version if begun.token_ids else version
-        return as_generation(self.engines[place].name, begun, said, version, self._text)
+        return as_generation(self.engines[place].name, request.begun, said, version, self._text)
 
     async def _somewhere(self, request: Request, sampling: GenerationConfig, aborts: int) -> tuple[int, int, Said]:
         """Who answered, with which version, and what; nobody is asked once `abort` was called."""
@@ -560,8 +585,12 @@ def check_logprobs(sampling: GenerationConfig, facts: Facts) -> None:
         )
 
 
-def as_generation(name: str, begun: Generation, said: Said, version: int, text: Any) -> Generation:
-    """What was drawn before and now, as one; an answer that cannot be trusted is an error."""
+def as_generation(name: str, begun: Generation | None, said: Said, version: int, text: Any) -> Generation:
+    """What was drawn before and now, as one; an answer that cannot be trusted is an error.
+
+    `version` is that of the weights when it was asked for, and so of its tokens where the engine does not tell.
+    """
+    begun = begun or Generation((), (), "aborted", version)
     if said.finish_reason not in _REASONS:
         raise EngineError(f"{name} ended a generation by {said.finish_reason!r}")
     fine = all(isinstance(each, float | int) and -9999 < each <= 1e-3 for each in said.logprobs)
@@ -569,4 +598,7 @@ def as_generation(name: str, begun: Generation, said: Said, version: int, text: 
         raise EngineError(f"{name} returned {len(said.token_ids)} tokens whose log-probs are missing or not finite")
     ids, logprobs = (*begun.token_ids, *said.token_ids), (*begun.logprobs, *said.logprobs)
     reason: Any = _REASONS[said.finish_reason]
-    return Generation(ids, logprobs, reason, version, text(ids))
+    if said.versions and len(said.versions) != len(said.token_ids):
+        raise EngineError(f"{name} returned {len(said.token_ids)} tokens with versions of {len(said.versions)}")
+    versions = (*begun.token_versions, *(said.versions or (version,) * len(said.token_ids)))
+    return Generation(ids, logprobs, reason, version, text(ids)).drawn_with(versions)

@@ -107,7 +107,7 @@ def start_vllm_server(
     file = Path(log) if log is not None else Path(tempfile.mkdtemp(prefix="oxrl-vllm-")) / "server.log"
     command = [sys.executable, "-m", __name__, "--host", "127.0.0.1", "--port", str(port), "--model", str(model)]
     command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
-    command += ["--worker-extension-cls", EXTENSION, *arguments]
+    command += ["--worker-extension-cls", EXTENSION, "--enable-scale-out", *arguments]
     settings = {**_cpu_settings(), **os.environ, **SETTINGS, **environment}
     if home is not None:
         settings |= {"VLLM_RPC_BASE_PATH": str(home), _HOME: str(home)}

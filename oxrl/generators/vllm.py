@@ -77,10 +77,10 @@ class VLLMRolloutEngine:
         """One generation per request, in order. Calls of several tasks share the engine."""
         check_sampling(sampling)
         asks = [as_ask(request, sampling, self._worker.facts, self._ends) for request in requests]
-        begun = [request.begun or Generation((), (), "aborted", self.version) for request in requests]
-        versions = [one.version if one.token_ids else self.version for one in begun]
+        version = self.version
         said = await self._said([_Job(ask) for ask in asks])
-        return [as_generation(NAME, *each, self._text) for each in zip(begun, said, versions, strict=True)]
+        pairs = zip(requests, said, strict=True)
+        return [as_generation(NAME, request.begun, each, version, self._text) for request, each in pairs]
 
     async def complete(self, ask: Ask) -> Said:
         """One sequence, as an engine of several is asked."""
@@ -184,20 +184,22 @@ class _Job:
     id: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
     prompt_logprobs: tuple[float, ...] = ()
     reason: Future[str] = field(default_factory=Future)
 
     def said(self) -> Said:
         """Blocks until it has ended."""
         reason = self.reason.result() if self.ask.most > 0 else "length"
-        return Said(tuple(self.tokens), tuple(self.logprobs), reason)
+        return Said(tuple(self.tokens), tuple(self.logprobs), reason, tuple(self.versions))
 
-    def hear(self, output: Any) -> None:
+    def hear(self, output: Any, version: int) -> None:
         (new,) = output.outputs
         if output.prompt_logprobs and not self.prompt_logprobs:
             pairs = zip(output.prompt_logprobs[1:], self.ask.tokens[1:], strict=True)
             self.prompt_logprobs = tuple(float(each[token].logprob) for each, token in pairs)
         self.tokens += new.token_ids
+        self.versions += [version] * len(new.token_ids)
         for token, each in zip(new.token_ids, new.logprobs or (), strict=False):
             self.logprobs.append(float(each[token].logprob))
         if output.finished and not self.reason.done():
@@ -214,6 +216,7 @@ class _Worker:
         self._told: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._jobs: dict[str, _Job] = {}
         self._count = 0
+        self._version = 0
         self._adapter: Any = None
         self._engine: Any = None
         self._broken: BaseException | None = None
@@ -277,6 +280,7 @@ class _Worker:
         if not self._engine.reset_prefix_cache(reset_running_requests=True):
             raise EngineError(f"{NAME} did not give up its prefix cache, which belongs to older weights")
         self._engine.set_weight_version(str(version))
+        self._version = version
 
     def reload(self, **source: Any) -> None:
         self._engine.collective_rpc("reload_weights", kwargs=source)
@@ -312,7 +316,7 @@ class _Worker:
     def _step(self) -> None:
         for output in self._engine.step():
             if (job := self._jobs.get(output.request_id)) is not None:
-                job.hear(output)
+                job.hear(output, self._version)
                 if output.finished:
                     del self._jobs[job.id]
 

@@ -33,6 +33,7 @@ class Ready(NamedTuple):
     version: int
     produced: Produced
     expired: int  # groups of the run so far that grew too old
+    waited: float  # seconds that training stood still for it
 
     def costs(self) -> dict[str, float]:
         seconds, drawn = self.produced.seconds, sum(sampled_tokens(each) for group in self.groups for each in group)
@@ -40,18 +41,30 @@ class Ready(NamedTuple):
             **self.produced.counts,
             "expired_groups": float(self.expired),
             "generate_seconds": seconds,
+            "wait_seconds": self.waited,
             "generated_per_second": drawn / max(seconds, 1e-9),
         }
 
 
 class Ahead:
-    """Batches that were collected before they are needed: at most `lag + 1` between the first token and its update."""
+    """Batches that were collected before they are needed: at most `lag + 1` between the first token and its update.
+
+    `oldest` is how many versions a token may be behind the weights that learn from it; a step makes `updates` of them.
+    """
 
     def __init__(
-        self, manager: AsyncRolloutManager, generator: Generator, *, lag: int, oldest: int, taking_turns: bool
+        self,
+        manager: AsyncRolloutManager,
+        generator: Generator,
+        *,
+        lag: int,
+        oldest: int,
+        updates: int,
+        taking_turns: bool,
     ) -> None:
-        self.manager, self.generator = manager, generator
+        self.manager, self.generator, self.lag = manager, generator, lag
         self.permits = anyio.Semaphore(lag + 1)
+        self.oldest_begun = max(0, oldest - lag * updates)  # it will be older by the lag when its turn comes
         # Who trains on the weights that the producer speaks with waits until it has used up its permits and rests.
         self.enough = lag + 1 if taking_turns else 1
         self.to_come = 0
@@ -63,24 +76,25 @@ class Ahead:
         while self.to_come:
             await self.permits.acquire()
             started, version = time.monotonic(), self.generator.version
-            groups, counts = await self.manager.collect(version)
+            groups, counts = await self.manager.collect(version, self.oldest_begun)
             self.buffer.add(groups, version)
             self.waiting.append(Produced(len(groups), counts, time.monotonic() - started, self.manager.state()))
             self.to_come -= 1
             self.arrived.set()
 
     async def next(self, backend: Backend) -> Ready:
+        started = time.monotonic()
         while len(self.waiting) < self.enough and self.to_come:
             self.arrived = anyio.Event()
             await self.arrived.wait()
-        produced = self.waiting.popleft()
+        produced, waited = self.waiting.popleft(), time.monotonic() - started
         version = (await backend.get_weights()).version
         groups = self.buffer.take(produced.groups, version)
         if not groups:
             raise RuntimeError(
                 f"all {produced.groups} groups of a batch are more than {self.buffer.max_age} versions old: raise lag"
             )
-        return Ready(groups, version, produced, self.buffer.expired)
+        return Ready(groups, version, produced, self.buffer.expired, waited)
 
     def release(self) -> None:
         """The engine has confirmed a new version: another batch may be begun."""
@@ -93,6 +107,11 @@ class Ahead:
         return {"collector": newest.after, "waiting": waiting, "buffer": self.buffer.state()}
 
     async def restore(self, cursor: Mapping[str, Any]) -> None:
+        if len(cursor["waiting"]) > self.lag + 1:
+            raise ValueError(
+                f"the checkpoint holds {len(cursor['waiting'])} batches that were sampled ahead, and lag={self.lag} "
+                f"has room for {self.lag + 1}: resume with lag {len(cursor['waiting'])} or more"
+            )
         self.manager.restore(cursor["collector"])
         self.buffer.restore(cursor["buffer"])
         for produced in cursor["waiting"]:  # their permits are taken

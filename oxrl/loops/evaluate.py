@@ -82,7 +82,8 @@ async def answer_all(
     graders = anyio.CapacityLimiter(_GRADED_AT_ONCE)
 
     async def serve(place: int) -> None:
-        groups[place] = await answers(groups[place])
+        while any(rollout.status in (Status.PENDING, Status.ABORTED) for rollout in groups[place]):
+            groups[place] = await answers(groups[place])  # again where somebody else on the engine aborted it
         if reward is not None:
             async with graders:
                 groups[place] = tuple(await grade(groups[place], reward, time_limit=time_limit))

@@ -74,11 +74,17 @@ class OnlineConfig:
     patience: int = 0
     micro_batch_tokens: int = 1024
     max_logprob_gap: float = 0.05  # between sampler and trainer, on the same weights
-    max_age: int | None = None  # versions between a token and its update; default `lag`
+    max_age: int | None = None  # steps between a token and its update; default `lag`
+
+    @property
+    def updates(self) -> int:
+        """Versions of the weights that a step makes."""
+        return self.iterations * self.mini_batches
 
     @property
     def oldest(self) -> int:
-        return self.lag if self.max_age is None else self.max_age
+        """How many versions a token may be behind the weights that learn from it."""
+        return self.updates * (self.lag if self.max_age is None else self.max_age)
 
     def __post_init__(self) -> None:
         if self.lag < 0 or min(self.sync_every, self.iterations, self.mini_batches) < 1:
@@ -151,14 +157,16 @@ async def run_online(
 ) -> list[dict[str, float]]:
     """Train from `state` to `config.num_steps`; returns what was logged. A function of the step switches algorithms.
 
-    `taking_turns` is for generators that speak with the trainer's own weights.
+    `taking_turns` is for generators that speak with the trainer's own weights. Without it, and with `lag`, sampling and
+    training overlap as far as the backend's calls leave this thread alone: `QueuedBackend` makes any backend do so.
     """
     if taking_turns and config.sync_every > 1:
         raise ValueError("an engine that speaks with the trainer's own weights is always in sync: set sync_every to 1")
     algorithm_at: AlgorithmAt = (lambda _: algorithm) if isinstance(algorithm, Algorithm) else algorithm
     history: list[dict[str, float]] = []
     best, memory = Best.of(state), dict(state.cursor.get("memory", {}))
-    ahead = Ahead(manager, generators[0], lag=config.lag, oldest=config.oldest, taking_turns=taking_turns)
+    bounds = {"lag": config.lag, "oldest": config.oldest, "updates": config.updates}
+    ahead = Ahead(manager, generators[0], taking_turns=taking_turns, **bounds)
     if state.cursor:
         await ahead.restore(state.cursor)
     await _sync(backend, generators)
@@ -227,7 +235,7 @@ async def train_batch(
     backend: Backend, algorithm: Algorithm, items: Sequence[Item], config: OnlineConfig, memory: Memory
 ) -> dict[str, float]:
     """Credit once, over the whole batch; then one or more optimizer steps. Gaps are those of the first of them."""
-    check_reuse(algorithm, config.iterations * config.mini_batches)
+    check_reuse(algorithm, config.updates)
     started = time.monotonic()
     credited = await credit_step(backend, algorithm, items, config.micro_batch_tokens, memory)
     parts = [part.tolist() for part in np.array_split(np.arange(len(credited)), config.mini_batches)]

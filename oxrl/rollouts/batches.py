@@ -87,6 +87,7 @@ def build_batch_metadata(rollouts: Sequence[Rollout]) -> dict[str, Any]:
         "group_indices": [rollout.group_index for rollout in rollouts],
         "rollout_log_probs": [rollout.rollout_log_probs for rollout in rollouts],
         "versions": [rollout.version for rollout in rollouts],
+        "token_versions": [list(rollout.versions) for rollout in rollouts],
         "status": [rollout.status.value for rollout in rollouts],
         "samples": [dict(rollout.metadata) for rollout in rollouts],
     }

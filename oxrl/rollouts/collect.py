@@ -119,11 +119,12 @@ class AsyncRolloutManager:
     drawn: int = 0  # prompts so far; the next one gets this number
     _told_of_scores: bool = field(default=False, repr=False)
 
-    async def collect(self, version: int = 0) -> Collected:
-        """The next batch, for weights of this version."""
+    async def collect(self, version: int = 0, max_age: int | None = None) -> Collected:
+        """The next batch, for weights of this version; `max_age` in place of the config's, where that is higher."""
         config = self.config
+        oldest = config.max_age if max_age is None else min(max_age, config.max_age)
         tally = dict.fromkeys(("drawn", "filtered_groups", "ungraded", "ungraded_groups", "expired", "wasted"), 0.0)
-        self._let_go_of_old(version, tally)
+        self._let_go_of_old(version, oldest, tally)
         accepted: list[Group] = []
         failures: list[str] = []
         while (missing := config.batch_size - len(accepted)) > 0:
@@ -227,13 +228,13 @@ class AsyncRolloutManager:
         sampled = tuple(Rollout(sample, group=number, index=index) for index in range(answers))
         return (*sampled, Rollout(sample, group=number, index=answers, greedy=True)) if self.config.greedy else sampled
 
-    def _let_go_of_old(self, version: int, tally: dict[str, float]) -> None:
+    def _let_go_of_old(self, version: int, oldest: int, tally: dict[str, float]) -> None:
         """What was begun with other weights goes on only if that is wanted and it is not too old."""
         for place, group in enumerate(self.partial_samples):
             begun = [rollout for rollout in group if rollout.turns]
             if not begun or age_of(begun, version) == 0:
                 continue
-            too_old = age_of(begun, version) > self.config.max_age
+            too_old = age_of(begun, version) > oldest
             if too_old or not self.config.partial_rollouts:
                 tally["expired"] += too_old and self.config.partial_rollouts
                 tally["wasted"] += sum(len(turn.generation.token_ids) for each in begun for turn in each.turns)

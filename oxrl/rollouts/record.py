@@ -81,7 +81,7 @@ def _turn_from_json(raw: Mapping[str, Any]) -> Turn:
     generation = raw["generation"]
     return Turn(
         tuple(raw["prompt_ids"]),
-        Generation(**{**generation, **_tuples(generation, "token_ids", "logprobs")}),
+        Generation(**{**generation, **_tuples(generation, "token_ids", "logprobs", "versions")}),
         _messages(raw["messages"]),
     )
 
@@ -121,5 +121,5 @@ def _messages(raw: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
     return tuple(Message.from_dict(message) for message in raw)
 
 
-def _tuples(raw: Mapping[str, Any], *names: str) -> dict[str, tuple[Any, ...] | None]:
-    return {name: None if raw[name] is None else tuple(raw[name]) for name in names}
+def _tuples(raw: Mapping[str, Any], *names: str) -> dict[str, tuple[Any, ...]]:
+    return {name: tuple(raw[name]) for name in names if raw.get(name) is not None}

@@ -18,6 +18,7 @@ def rollout_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
     rewards = np.array([rollout.score.value for rollout in answers if rollout.score is not None])
     lengths = np.array([sampled_tokens(rollout) for rollout in answers])
     logprobs = [x for rollout in answers for turn in rollout.turns for x in turn.generation.logprobs]
+    versions = [each for rollout in answers for each in rollout.versions]
     drawn = sum(sampled_tokens(rollout) for group in groups for rollout in group)
     metrics = {
         "entropy": -float(np.mean(logprobs)) if logprobs else 0.0,  # of the sampler, estimated from what it drew
@@ -25,6 +26,7 @@ def rollout_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
         "longest": float(lengths.max()),
         "truncated": float(np.mean([rollout.status is Status.TRUNCATED for rollout in answers])),
         "age": float(max(age_of(group, version) for group in groups)),
+        "age_mean": version - float(np.mean(versions)) if versions else 0.0,  # over tokens
         "turns": float(np.mean([len(rollout.turns) for rollout in answers])),
         "groups": float(len(groups)),
         "generated_tokens": float(drawn),

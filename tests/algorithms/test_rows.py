@@ -28,7 +28,11 @@ def test_a_single_turn_is_one_row_whose_reward_is_on_its_last_token():
     (row,) = rows_of(rollout(turn([1, 2, 3], [40, 41, 2])))
     assert row.tokens.tolist() == [1, 2, 3, 40, 41, 2]
     assert row.mask.tolist() == [False] * 3 + [True] * 3
-    assert numbers(row) == {"sampler_logprob": [0, 0, 0, -0.5, -0.75, -1.0], "reward": [0, 0, 0, 0, 0, 1.5]}
+    assert numbers(row) == {
+        "sampler_logprob": [0, 0, 0, -0.5, -0.75, -1.0],
+        "sampler_version": [0] * 6,
+        "reward": [0, 0, 0, 0, 0, 1.5],
+    }
     assert row.scalars == {"reward": 1.5, "ended": 1.0}
     assert row.sequence == row.id == "train.jsonl:7#3/2"
 
@@ -43,6 +47,15 @@ def test_a_prompt_that_continues_the_row_extends_it_and_what_came_from_outside_i
     assert row.mask.tolist() == [False, False, True, True, False, False, True]
     assert numbers(row)["sampler_logprob"] == [0, 0, -0.5, -0.75, 0, 0, -3.0]
     assert numbers(row)["reward"] == [0, 0, 0, 0, 0, 0, 1.5]
+
+
+def test_every_sampled_token_keeps_the_version_that_drew_it():
+    begun, later = CONTINUED
+    begun = begun._replace(generation=begun.generation.drawn_with((4, 5)))
+    later = later._replace(generation=later.generation._replace(version=6))
+    (row,) = rows_of(rollout(begun, later))
+    assert numbers(row)["sampler_version"] == [0, 0, 4, 5, 0, 0, 6]
+    assert rollout(begun, later).versions == (4, 5, 6) and rollout(begun, later).version == 4
 
 
 def test_a_prompt_that_does_not_continue_it_begins_a_new_row_of_the_same_sequence():

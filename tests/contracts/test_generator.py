@@ -207,7 +207,9 @@ async def test_what_is_aborted_returns_what_it_has_and_can_be_gone_on_with(voice
     (whole,) = await voice.generator.generate([Request(PROMPTS[index], seed=index, begun=begun)], more)
     assert whole.token_ids[: len(begun.token_ids)] == begun.token_ids
     assert whole.logprobs[: len(begun.logprobs)] == begun.logprobs
-    assert whole.version == voice.first, "that of the weights which drew its first token"
+    assert whole.version == voice.first, "that of the oldest weights which had a part in it"
+    drawn_now = len(whole.token_ids) - len(begun.token_ids)
+    assert whole.token_versions == (voice.first,) * len(begun.token_ids) + (voice.first + 1,) * drawn_now
     assert whole.finish_reason == ("length" if len(whole.token_ids) == len(begun.token_ids) + 5 else "stop")
     assert whole.logprobs == pytest.approx(logprobs(voice.model, PROMPTS[index], whole.token_ids), abs=2e-4)
 
@@ -252,6 +254,12 @@ async def test_weights_can_change_while_answers_are_under_way(voice):
     switch = int(gaps[0].int().cumprod(0).sum())
     assert 0 < switch < len(answer.token_ids), "the change fell into the middle"
     assert gaps[1][switch:].all(), f"after token {switch} the new weights speak"
+    if any(isinstance(each, SGLangEngine) for each in getattr(voice.generator, "engines", ())):
+        assert not answer.versions, "SGLang does not tell"
+        return
+    first_new = answer.token_versions.index(voice.first + 1)
+    assert set(answer.token_versions) == {voice.first, voice.first + 1} and first_new > 0
+    assert gaps[0][:first_new].all() and gaps[1][first_new:].all(), "each token has the version that drew it"
 
 
 async def test_a_cancelled_call_costs_nobody_else_anything(voice):

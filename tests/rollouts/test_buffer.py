@@ -1,11 +1,13 @@
 """What waits to be trained on knows its age, and what is too old is not trained on."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from oxrl.rollouts.buffer import ReplayBuffer, age_of
 from oxrl.rollouts.record import digest_of, rollout_from_json, rollout_to_json
+from oxrl.rollouts.report import rollout_metrics
 from oxrl.types import Generation, Message, Rollout, Sample, Score, Turn
 
 SAMPLE = Sample("a:1", (Message("user", "2+2?"),), answer="4", tools=({"name": "f"},), metadata={"level": 3})
@@ -29,6 +31,22 @@ def test_age_counts_from_the_oldest_token_of_the_group():
     buffer = ReplayBuffer(max_age=3)
     buffer.add([mixed], version=6)
     assert buffer.take(1, version=6) == [mixed]
+
+
+def test_one_old_token_makes_a_whole_group_old():
+    fresh = group(0, version=6)
+    generation = fresh[1].turns[0].generation.drawn_with((3, 6))
+    mixed = (fresh[0], replace(fresh[1], turns=(fresh[1].turns[0]._replace(generation=generation),)))
+    assert age_of(mixed, version=6) == 3
+    metrics = rollout_metrics([mixed], version=6)
+    assert (metrics["age"], metrics["age_mean"]) == (3, 0.75)
+
+
+def test_versions_that_do_not_differ_take_no_room_and_a_wrong_number_of_them_is_refused():
+    drawn = Generation((3, 4), (-0.25, -0.1), "stop", 9)
+    assert drawn.drawn_with((7, 7)) == drawn._replace(version=7) and drawn.token_versions == (9, 9)
+    with pytest.raises(ValueError, match="1 versions for 2 tokens"):
+        drawn.drawn_with((7,))
 
 
 def test_strict_refuses_what_is_too_old_when_it_comes_and_when_it_goes():

@@ -27,7 +27,11 @@ def rich(number=0):
     said = Message("assistant", "", {"tool_calls": [{"function": {"name": "f", "arguments": {}}}]})
     turns = (
         Turn((1, 2), Generation((3,), (-0.1,), "stop", 4, "x", 0.25), (said, Message("tool", "7"))),
-        Turn((1, 2, 3), Generation((5, 6), (-1e-7, -2.5), "length", 5, "y"), (Message("assistant", "y"),)),
+        Turn(
+            (1, 2, 3),
+            Generation((5, 6), (-1e-7, -2.5), "length", 5, "y", versions=(5, 6)),
+            (Message("assistant", "y"),),
+        ),
     )
     score = Score(1 / 3, {"right": 1 / 3}, per_turn=(1 / 3, 0.0), per_token=(1 / 3, 0.0, 0.0))
     return Rollout(sample, turns, number, 2, score, greedy=True, kl_divergence=0.125, metadata={"ended": "stop"})

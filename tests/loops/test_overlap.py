@@ -1,0 +1,250 @@
+"""Sampling and training at the same time: the loop with a real vLLM server and a trainer in a thread of its own."""
+
+import time
+
+import anyio
+import pytest
+
+from oxrl.backends.queued import QueuedBackend
+from oxrl.checkpoint import load_checkpoint, save_checkpoint
+from oxrl.concurrent import task_group
+from oxrl.generators.embedded import EmbeddedGenerator
+from oxrl.generators.http import HTTPGenerator, VLLMEngine
+from oxrl.loops.evaluate import answer_all
+from oxrl.loops.online import OnlineConfig, run_online
+from oxrl.rollouts.collect import Answers
+from oxrl.types import GenerationConfig, Status
+from tests.loops.test_online import SAMPLES, Setting, small_letters
+
+
+class Slow:
+    """A backend that takes `seconds` longer for each update, as one does that has more to compute."""
+
+    def __init__(self, backend, seconds):
+        self.backend, self.seconds = backend, seconds
+
+    def __getattr__(self, name):
+        return getattr(self.backend, name)
+
+    def optim_step(self):
+        time.sleep(self.seconds)
+        return self.backend.optim_step()
+
+
+class Overlapping(Setting):
+    """GRPO on `tiny`, sampled by a vLLM server and trained in a thread."""
+
+    def __init__(self, url, *, slow=0.0, max_new_tokens=8, **parameters):
+        super().__init__("grpo", correction="truncated", lr=1e-3, **parameters)
+        self.generator = HTTPGenerator([VLLMEngine(url)], self.tokenizer)
+        self.answers = Answers(self.generator, self.render, GenerationConfig(max_new_tokens=max_new_tokens), seed=0)
+        self.local, self.backend = self.backend, QueuedBackend(Slow(self.backend, slow))
+
+    def run(self, steps, manager=None, *, lag=1, config=None, **rest):
+        manager = manager or self.manager(batch_size=4, n_samples_per_prompt=4)
+        return super().run(
+            steps,
+            manager,
+            generators=[self.generator],
+            taking_turns=False,
+            config={"lag": lag, **(config or {})},
+            **rest,
+        )
+
+
+def numbers(groups):
+    return [group[0].group for group in groups]
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "trio"])
+def test_batches_are_sampled_and_graded_while_the_trainer_computes(vllm_url, loop):
+    """A second of training hides a reward of half a second: only the first batch is waited for."""
+
+    async def takes_a_while(rollout):
+        await anyio.sleep(0.5)
+        return small_letters(rollout)
+
+    setting = Overlapping(vllm_url, slow=1.5)
+    seen = []
+    manager = setting.manager(batch_size=4, n_samples_per_prompt=4, reward_fn=takes_a_while)
+    history = setting.run(4, manager, backend=loop, observe=lambda step, groups: seen.append(numbers(groups)))
+    assert [line["age"] for line in history] == [0, 1, 1, 1]
+    assert seen == [list(range(start, start + 4)) for start in range(0, 16, 4)], "nothing twice, nothing skipped"
+    assert setting.generator.version == setting.local.version == 4
+    assert history[0]["wait_seconds"] > 0.5
+    assert max(line["wait_seconds"] for line in history[1:]) < 0.5
+
+
+def test_weights_that_change_under_way_leave_their_versions_on_the_tokens_and_bound_their_age(vllm_url):
+    setting = Overlapping(vllm_url, max_new_tokens=96)
+    rollouts = []
+    history = setting.run(
+        4,
+        setting.manager(batch_size=2, n_samples_per_prompt=4),
+        observe=lambda step, groups: rollouts.extend(each for group in groups for each in group),
+    )
+    mixed = [each for each in rollouts if len(set(each.versions)) > 1]
+    assert mixed, "no update fell into an answer: the test proves nothing"
+    assert all(list(each.versions) == sorted(each.versions) and each.version == each.versions[0] for each in mixed)
+    assert max(line["age"] for line in history) == 1
+    assert any(0 < line["age_mean"] < line["age"] for line in history)
+
+
+def test_over_sampling_partial_rollouts_and_evaluation_hold_while_training_overlaps(vllm_url):
+    setting = Overlapping(vllm_url, slow=0.3, max_new_tokens=24)
+    held_out = Answers(setting.generator, setting.render, GenerationConfig(max_new_tokens=24, temperature=0.0))
+    evaluated, seen = [], []
+
+    async def evaluate():
+        rollouts = await answer_all(held_out, SAMPLES[:2], small_letters)
+        evaluated.extend(rollouts)
+        return {"eval_reward": 0.0}
+
+    manager = setting.manager(
+        batch_size=4, n_samples_per_prompt=2, over_sampling_factor=1.5, partial_rollouts=True, max_age=3
+    )
+    history = setting.run(
+        6,
+        manager,
+        config={"max_age": 2, "eval_every": 1},
+        evaluate=evaluate,
+        observe=lambda step, groups: seen.extend(numbers(groups)),
+    )
+    assert any(line["carried"] for line in history), "nothing was carried over: the test proves nothing"
+    assert len(seen) == len(set(seen)) == 24, "every step has its batch, and no group comes twice"
+    assert max(line["age"] for line in history) <= 2 and history[-1]["expired_groups"] == 0
+    assert {each.status for each in evaluated} <= {Status.COMPLETED, Status.TRUNCATED}
+
+
+def test_what_others_abort_on_the_engine_is_gone_on_with_in_an_evaluation(vllm_url):
+    setting = Overlapping(vllm_url, max_new_tokens=96)
+    rollouts = []
+
+    async def go():
+        async def evaluate():
+            rollouts.extend(await answer_all(setting.answers, SAMPLES[:2], small_letters))
+
+        async with task_group() as tasks:
+            tasks.start_soon(evaluate)
+            for _ in range(3):
+                await anyio.sleep(0.15)
+                await setting.generator.abort()
+
+    anyio.run(go)
+    assert {each.status for each in rollouts} <= {Status.COMPLETED, Status.TRUNCATED}
+    assert all(len(each.generation.token_ids) == 96 for each in rollouts if each.status is Status.TRUNCATED)
+
+
+def test_a_run_with_lag_is_resumed_with_the_batches_that_waited(vllm_url, tmp_path):
+    first = Overlapping(vllm_url, slow=1.0)
+    seen = []
+
+    async def save(state, best_step):
+        await save_checkpoint(tmp_path, first.backend, state, keep_last=9)
+
+    observe = lambda step, groups: seen.append(groups)  # noqa: E731
+    first.run(3, config={"checkpoint_every": 1}, save=save, observe=observe)
+    done_again = seen.pop()
+    second = Overlapping(vllm_url, slow=0.2)
+    state = anyio.run(load_checkpoint, tmp_path / "step_0002", second.backend)
+    assert len(state.cursor["waiting"]) == 1 and second.local.version == 2
+    history = second.run(5, state=state, observe=observe)
+    assert [line["age"] for line in history] == [1, 1, 1]
+    assert seen[2] == done_again, "what was sampled before is not sampled again, to the last bit of its log-probs"
+    assert [numbers(groups) for groups in seen] == [list(range(start, start + 4)) for start in range(0, 20, 4)]
+
+
+def test_a_lag_that_has_no_room_for_what_waits_is_refused(tmp_path):
+    first = Setting("grpo", correction="truncated", lr=1e-3)
+
+    async def save(state, best_step):
+        await save_checkpoint(tmp_path, first.backend, state, keep_last=9)
+
+    first.run(3, first.manager(batch_size=2), config={"lag": 3, "checkpoint_every": 1}, save=save)
+    state = anyio.run(load_checkpoint, tmp_path / "step_0001", first.backend)
+    with pytest.raises(ValueError, match="2 batches .* lag=0 has room for 1"):
+        first.run(4, first.manager(batch_size=2), state=state)
+
+
+def test_several_optimizer_steps_a_batch_age_it_by_one_step(tiny):
+    """A version is an optimizer step; `lag` counts steps of the loop."""
+    setting = Setting("grpo", correction="truncated", lr=1e-3)
+    history = setting.run(3, setting.manager(batch_size=4), config={"lag": 1, "mini_batches": 2})
+    assert [line["age"] for line in history] == [0, 2, 2] and history[-1]["expired_groups"] == 0
+
+
+class Recorded:
+    """A generator that says again what was said to the same request, whatever its weights are."""
+
+    def __init__(self, said):
+        self.said, self.version = said, 0
+
+    async def generate(self, requests, sampling):
+        await anyio.lowlevel.checkpoint()
+        return [self.said[request.tokens, request.seed] for request in requests]
+
+    async def abort(self):
+        pass
+
+    async def update_weights(self, weights):
+        self.version = weights.version
+
+    async def close(self):
+        pass
+
+
+class Recording(Recorded):
+    """Asks another generator and remembers."""
+
+    def __init__(self, generator):
+        super().__init__({})
+        self.generator = generator
+
+    async def generate(self, requests, sampling):
+        answers = await self.generator.generate(requests, sampling)
+        self.said |= {(each.tokens, each.seed): answer for each, answer in zip(requests, answers, strict=True)}
+        return answers
+
+    async def update_weights(self, weights):
+        await self.generator.update_weights(weights)
+        self.version = weights.version
+
+
+def told(history):
+    return [{k: v for k, v in line.items() if "second" not in k and k != "memory_gib"} for line in history]
+
+
+def with_engine(setting, engine, **how):
+    setting.answers = Answers(engine, setting.render, GenerationConfig(max_new_tokens=8), seed=0)
+    manager = setting.manager(batch_size=4, n_samples_per_prompt=4)
+
+    async def go():
+        nothing = lambda step, metrics: None  # noqa: E731
+        config = OnlineConfig(num_steps=5)
+        return await run_online(
+            setting.backend, setting.algorithm, manager, [engine], setting.render, config, log=nothing, **how
+        )
+
+    return told(anyio.run(go))
+
+
+def weights(setting):
+    return dict(setting.model.named_parameters())
+
+
+@pytest.mark.parametrize("recorded_by", ["vllm", "embedded"])
+def test_on_the_same_rollouts_both_kinds_of_run_have_the_same_rewards_losses_and_weights(recorded_by, request):
+    """At lag 0; what was recorded in one kind of run is trained on in both, token by token and bit by bit."""
+    apart, own = Setting(lr=1e-3), Setting(lr=1e-3)  # an engine with weights of its own, and the embedded one
+    apart.backend = QueuedBackend(apart.backend)
+    if recorded_by == "vllm":
+        recording = Recording(HTTPGenerator([VLLMEngine(request.getfixturevalue("vllm_url"))], apart.tokenizer))
+        history = with_engine(apart, recording, taking_turns=False)
+        again = with_engine(own, Recorded(recording.said))
+    else:
+        recording = Recording(EmbeddedGenerator(own.model, own.tokenizer))
+        history = with_engine(own, recording)
+        again = with_engine(apart, Recorded(recording.said), taking_turns=False)
+    assert history == again and history[-1]["reward"] != history[0]["reward"]
+    assert all(weight.equal(weights(own)[name]) for name, weight in weights(apart).items())
+    assert max(line["logprob_gap"] for line in history) < 1e-4
