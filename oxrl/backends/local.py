@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -134,7 +135,10 @@ class PyTorchTrainingBackend:
         for name in compared:
             with self._speaking_as(name) as module:
                 other = module.as_other(batch)
-        outputs: Outputs = self.module(batch, {name: read.statistic for name, read in reads.items()}, other)
+        return self._forward(batch, {name: read.statistic for name, read in reads.items()}, other)
+
+    def _forward(self, *arguments: Any) -> Outputs:
+        outputs: Outputs = self.module(*arguments)
         return outputs
 
     @contextmanager
@@ -164,11 +168,14 @@ class PyTorchTrainingBackend:
         losses = algorithm.loss(self._pass(here, algorithm.reads), here)
         shares = {name: term.total / counts[term.unit] for name, term in losses.terms.items()}
         loss = torch.stack(list(shares.values())).sum()
-        (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
+        self._add_gradient(loss if weight == 1.0 else loss * weight)
         return Part(
             {name: value.detach() for name, value in {"loss": loss, **shares}.items()},
             {name: Term(term.total.detach(), term.unit) for name, term in losses.metrics.items()},
         )
+
+    def _add_gradient(self, loss: Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
 
     def stop_unless_finite(self, parts: Sequence[Part], batches: Sequence[Batch]) -> None:
         self._unstepped.extend(batches)
@@ -177,17 +184,22 @@ class PyTorchTrainingBackend:
             raise NonFiniteError("the loss", [batch for batch, fine in zip(batches, finite, strict=True) if not fine])
 
     def optim_step(self) -> TrainFuture[dict[str, float]]:
-        norm = float(self._clip_gradients())
-        if not torch.isfinite(torch.tensor(norm)):
-            raise NonFiniteError("the gradient", self._unstepped)
         rate = self.base_rate * self.scheduler(self.version)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        norm = self._update()
         self.version += 1
         self._unstepped.clear()
         return ImmediateTrainFuture({"grad_norm": norm, "lr": rate})
+
+    def _update(self) -> float:
+        """Clip and step; returns the norm before clipping. Where that is not finite, no weight has changed."""
+        norm = float(self._clip_gradients())
+        if not math.isfinite(norm):
+            raise NonFiniteError("the gradient", self._unstepped)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
 
     def _clip_gradients(self) -> Tensor:
         return nn.utils.clip_grad_norm_(list(self.optimizer.masters.values()), self.max_grad_norm)

@@ -1,0 +1,334 @@
+"""One model over several ranks by DeepSpeed: ZeRO stages 0 to 3, with the sections `deepspeed` and `deepspeed_ref`.
+
+A rank's worker is the local backend over a DeepSpeed engine: the passes and the loss are the same code, the update is
+DeepSpeed's, with the optimizer, schedule, clipping and precision of the training settings. The sections go to DeepSpeed
+as they are; what the training settings say cannot be said there a second time. Denominators are those of the whole
+step, so DeepSpeed's mean over ranks is undone, and every backward adds to the step until it is told to update. A
+checkpoint is DeepSpeed's own (`shards/`), for the same number of ranks. Who calls whom is in `ranks`.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from oxrl.backends._forward import LanguageModel, prepare_layout
+from oxrl.backends.fsdp import SHARDS, FSDPSettings, Load, _random_state, _restore_random_state
+from oxrl.backends.local import (
+    NonFiniteError,
+    PyTorchTrainingBackend,
+    WriteModel,
+    copy_parameters,
+    frozen,
+    write_plain,
+)
+from oxrl.backends.optimizer import decay_groups, schedule, trainable
+from oxrl.backends.ranks import RankedBackend, Ranks
+from oxrl.types import ImmediateTrainFuture, Outputs, TrainFuture
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+TAG = "deepspeed"  # the folder of DeepSpeed's files in `shards/`
+Section = Mapping[str, Any]
+"""A section of the config, in DeepSpeed's own words: `{"zero_optimization": {"stage": 3}}`."""
+
+
+class DeepSpeedTrainingBackend(RankedBackend):
+    """`DeepSpeedTrainingBackend(ranks, partial(load_model, "tiny"), deepspeed={"zero_optimization": {"stage": 2}})`.
+
+    On rank 0, while the other ranks serve. Without a stage it is 3. Frozen models are sharded as `deepspeed_ref` says
+    (stage 3, or 0 for a whole copy on each rank); without that, where the policy's weights are.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        load: Load,
+        *,
+        deepspeed: Section = MappingProxyType({}),
+        deepspeed_ref: Section = MappingProxyType({}),
+        others: Mapping[str, Load] = MappingProxyType({}),
+        write_model: WriteModel = write_plain,
+        heads: Sequence[str] = (),
+        **settings: Any,
+    ) -> None:
+        chosen = FSDPSettings(heads=tuple(heads), **settings)
+        build = partial(build_worker, load, dict(others), chosen, dict(deepspeed), dict(deepspeed_ref))
+        super().__init__(ranks, build, write_model=write_model)
+
+
+def build_worker(
+    load: Load, others: Mapping[str, Load], settings: FSDPSettings, section: Section, ref_section: Section
+) -> DeepSpeedWorker:
+    """Every rank loads, proves its layout on the whole model, and keeps what its stage leaves it."""
+    module = LanguageModel(load(), settings.heads, temperature=settings.temperature)
+    join_deepspeed(module.model.device)
+    config = training_config(section, settings, module.model.dtype)
+    logger.info("%s", prepare_layout(module).reason)
+    compared = {name: frozen(load_other(), settings.temperature) for name, load_other in others.items()}
+    whole = copy.deepcopy(module) if dist.get_rank() == 0 else None
+    for name, other in compared.items():
+        _shard_frozen(name, other, ref_section or {"zero_optimization": {"stage": 3 * (_stage(config) == 3)}})
+    return DeepSpeedWorker(module, compared, settings, config, whole)
+
+
+def join_deepspeed(device: torch.device) -> None:
+    """Let DeepSpeed use the process group that is there, without compiling anything on a CPU."""
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    import deepspeed
+
+    if deepspeed.comm.is_initialized():
+        return
+    if device.type == "cpu":
+        # Asking what can be built runs compilers, and what can is built: minutes, for a small gain between processes.
+        vars(deepspeed.ops)["__compatible_ops__"] = defaultdict(bool)
+    deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False)
+
+
+OWNED = ("optimizer", "scheduler", "gradient_clipping", "train_batch_size", "train_micro_batch_size_per_gpu")
+OWNED += ("gradient_accumulation_steps", "managed_gradient_accumulation", "bf16", "fp16")
+
+
+def training_config(section: Section, settings: FSDPSettings, dtype: torch.dtype) -> dict[str, Any]:
+    """DeepSpeed's config: the section, and what the training settings say."""
+    zero = {"stage": 3, **section.get("zero_optimization", {})}
+    clipping = settings.max_grad_norm if math.isfinite(settings.max_grad_norm) and zero["stage"] else 0.0
+    own: dict[str, Any] = {
+        "gradient_clipping": clipping,
+        "managed_gradient_accumulation": False,
+        # Our AdamW, wherever its state lies; DeepSpeed's own for CPUs is compiled on the first use.
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    if dtype == torch.bfloat16 and zero["stage"] >= 2:
+        # The stages below can add micro-batches up in the model's precision only.
+        own["data_types"] = {"grad_accum_dtype": "fp32"}
+    if zero["stage"] == 1:
+        zero.setdefault("overlap_comm", False)  # it is for a boundary that DeepSpeed decides on
+    return _checked("deepspeed", {**own, **section, "zero_optimization": zero}, section, dtype)
+
+
+def _checked(place: str, config: dict[str, Any], section: Section, dtype: torch.dtype) -> dict[str, Any]:
+    """With what holds for every engine; what DeepSpeed does not like is told in its words, before anything is built."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.config_utils import DeepSpeedConfigModel  # noqa: F401 - a missing name says: another version
+
+    if twice := sorted(set(OWNED) & section.keys()):
+        raise ValueError(f"{place}.{twice[0]} is not set here: the training settings say it, once for all backends")
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"{place}: models are trained in float32 or bfloat16 here, not in {dtype}: set model.dtype")
+    half = {"enabled": dtype == torch.bfloat16, "check_grad_overflow": True}
+    asked = _Asked(config | {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "bf16": half})
+    asked.pop("world_size", None)  # the number of ranks is what it is; the config has compared them
+    try:
+        DeepSpeedConfig(asked)
+    except (ValueError, AssertionError, TypeError, KeyError) as error:
+        raise ValueError(f"DeepSpeed does not take the section {place}: {error}") from None
+    if unread := sorted(section.keys() - asked.keys_read - {"world_size"}):
+        logger.warning("DeepSpeed has not looked at %s.%s: is it misspelt?", place, unread[0])
+    return dict(asked)
+
+
+class _Asked(dict[str, Any]):
+    """Knows which of its keys somebody asked for. DeepSpeed passes over a top-level key that it does not know."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.keys_read: set[str] = set()
+
+    def __copy__(self) -> _Asked:
+        return self  # DeepSpeed reads from a copy
+
+    def __getitem__(self, key: str) -> Any:
+        self.keys_read.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.keys_read.add(key)
+        return super().get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        self.keys_read.add(str(key))
+        return super().__contains__(key)
+
+
+def _stage(config: Section) -> int:
+    return int(config["zero_optimization"]["stage"])
+
+
+def _shard_frozen(name: str, module: LanguageModel, section: Section) -> None:
+    import deepspeed
+
+    zero = {"stage": 3, **section.get("zero_optimization", {})}
+    if zero["stage"] not in (0, 3):
+        raise ValueError(
+            f"deepspeed_ref: stage {zero['stage']} shards gradients or optimizer state, and the {name} model has "
+            "neither: set zero_optimization.stage to 3 (its weights are sharded) or 0 (each rank has a copy)"
+        )
+    config = _checked("deepspeed_ref", {**section, "zero_optimization": zero}, section, module.model.dtype)
+    if zero["stage"] == 3:
+        deepspeed.initialize(model=module, config=config)
+
+
+class DeepSpeedWorker(PyTorchTrainingBackend):
+    """One rank's part. `whole` is the unsharded model of rank 0, brought up to date by `gather`."""
+
+    def __init__(
+        self,
+        module: LanguageModel,
+        others: Mapping[str, LanguageModel],
+        settings: FSDPSettings,
+        config: dict[str, Any],
+        whole: LanguageModel | None,
+    ) -> None:
+        import deepspeed
+
+        options = {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps}
+        self.stage = _stage(config)
+        groups = decay_groups(trainable(module).values(), settings.weight_decay)
+        adamw: Any = torch.optim.AdamW
+        if config["zero_force_ds_cpu_optimizer"]:
+            adamw = deepspeed.ops.adam.DeepSpeedCPUAdam
+        else:
+            options["fused"] = True
+        self.engine, *_ = deepspeed.initialize(model=module, optimizer=adamw(groups, **options), config=config)
+        super().__init__(
+            module,
+            self.engine.basic_optimizer,
+            schedule(settings.lr_scheduler, settings.num_steps, settings.warmup_steps),
+            max_grad_norm=settings.max_grad_norm,
+            others=others,
+        )
+        if self.stage == 0:
+            self.optimizer.register_step_pre_hook(self._clip_whole_gradients)
+        self._norm = 0.0
+        self._rehearsing = False
+        self._whole = whole
+        self._gathered: int | None = 0
+
+    @property
+    def whole(self) -> PreTrainedModel:
+        assert self._whole is not None, "only rank 0 has the whole model"
+        return self._whole.model
+
+    def _forward(self, *arguments: Any) -> Outputs:
+        outputs: Outputs = self.engine(*arguments)
+        return outputs
+
+    def _add_gradient(self, loss: Tensor) -> None:
+        # The counts are those of the whole step: gradients are to be summed over ranks, and DeepSpeed takes their mean.
+        self.engine.backward(loss * (math.nan if self._rehearsing else dist.get_world_size()))
+
+    def _update(self) -> float:
+        self.engine.step()
+        if not self.engine.was_step_applied():
+            raise NonFiniteError("the gradient", self._unstepped)
+        return self._norm if self.stage == 0 else float(self.engine.get_global_grad_norm())
+
+    def _clip_whole_gradients(self, *_: Any) -> None:
+        """Without ZeRO, DeepSpeed neither tells the norm nor stops at one that is not finite."""
+        masters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        self._norm = float(nn.utils.clip_grad_norm_(masters, self.max_grad_norm))
+        if not math.isfinite(self._norm):
+            raise NonFiniteError("the gradient", self._unstepped)
+
+    def full(self, parameter: nn.Parameter) -> Tensor:
+        """The whole of one weight, on every rank."""
+        with gathered([parameter]):
+            return parameter.detach().clone()
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        if self._gathered == self.version:
+            return
+        targets = dict(self._whole.named_parameters()) if self._whole is not None else {}
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad or self._gathered is None:
+                full = self.full(parameter)
+                if targets:
+                    targets[name].copy_(full)
+        self._gathered = self.version
+
+    def write_heads(self, path: Path) -> None:
+        assert self._whole is not None, "only rank 0 has the whole model"
+        self._whole.save_heads(path)
+
+    @torch.no_grad()
+    def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
+        parameters = dict(self.model.named_parameters())
+        for name in sorted(weights):  # every rank was given all of them
+            with gathered([parameters[name]] if name in parameters else [], changed=True):
+                copy_parameters({name: weights[name]}, self.model)
+        if self.stage:
+            self.engine.optimizer.refresh_fp32_params()
+        self._gathered = None
+        return ImmediateTrainFuture(None)
+
+    @torch.no_grad()
+    def update_reference(self, decay: float) -> TrainFuture[None]:
+        if "ref" not in self.others:
+            raise ValueError("there is no reference model of its own that could follow the policy")
+        for old, new in zip(self.others["ref"].model.parameters(), self.model.parameters(), strict=True):
+            following = self.full(new)
+            with gathered([old], changed=True):
+                old.lerp_(following.to(old.dtype), 1 - decay)
+        self.reference_moved = True
+        return ImmediateTrainFuture(None)
+
+    def save_shards(self, path: Path) -> None:
+        """DeepSpeed's checkpoint without what is frozen, and what it knows nothing of beside it."""
+        from safetensors.torch import save_file
+
+        about = {"version": self.version, "ranks": dist.get_world_size(), "stage": self.stage}
+        self.engine.save_checkpoint(
+            str(path / SHARDS), TAG, client_state={"oxrl": about}, save_latest=False, exclude_frozen_parameters=True
+        )
+        save_file(_random_state(), path / SHARDS / f"random_{dist.get_rank()}.safetensors")
+        if self.reference_moved:
+            self._save_reference(path)
+
+    def _save_reference(self, path: Path) -> None:
+        from safetensors.torch import save_file
+
+        slices = {name: own for name, own in self._reference_slices().items() if own.numel()}
+        save_file(slices, path / SHARDS / f"reference_{dist.get_rank()}.safetensors")
+
+    def _reference_slices(self) -> dict[str, Tensor]:
+        """What this rank keeps of each weight; of a model that is not sharded, rank 0 keeps all."""
+        found = {}
+        for name, parameter in self.others["ref"].model.named_parameters():
+            whole = parameter.detach() if dist.get_rank() == 0 else torch.empty(0)
+            found[name] = getattr(parameter, "ds_tensor", whole)
+        return found
+
+    def load_shards(self, path: Path) -> None:
+        if not (path / SHARDS / TAG).is_dir():
+            raise ValueError(f"{path} has no {SHARDS}/{TAG}: it was not saved by this backend, so it cannot go on")
+        _, state = self.engine.load_checkpoint(str(path / SHARDS), TAG, load_module_strict=False)
+        self.version = state["oxrl"]["version"]
+        self._gathered = -1
+
+
+@contextmanager
+def gathered(parameters: Sequence[nn.Parameter], *, changed: bool = False) -> Iterator[None]:
+    """Inside, these weights are whole on every rank; what rank 0 changed, all have afterwards."""
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=0 if changed else None):
+        yield
