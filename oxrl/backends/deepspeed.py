@@ -10,12 +10,14 @@ checkpoint is DeepSpeed's own (`shards/`), for the same number of ranks. Who cal
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import math
 import os
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TAG = "deepspeed"  # the folder of DeepSpeed's files in `shards/`
+ABOUT = "deepspeed.json"
 Section = Mapping[str, Any]
 """A section of the config, in DeepSpeed's own words: `{"zero_optimization": {"stage": 3}}`."""
 
@@ -83,9 +86,9 @@ def build_worker(
     logger.info("%s", prepare_layout(module).reason)
     compared = {name: frozen(load_other(), settings.temperature) for name, load_other in others.items()}
     whole = copy.deepcopy(module) if dist.get_rank() == 0 else None
-    for name, other in compared.items():
-        _shard_frozen(name, other, ref_section or {"zero_optimization": {"stage": 3 * (_stage(config) == 3)}})
-    return DeepSpeedWorker(module, compared, settings, config, whole)
+    ref_section = ref_section or {"zero_optimization": {"stage": 3 if _stage(config) == 3 else 0}}
+    frozen_engines = [_shard_frozen(name, other, ref_section) for name, other in compared.items()]
+    return DeepSpeedWorker(module, compared, settings, config, frozen_engines, whole)
 
 
 def join_deepspeed(device: torch.device) -> None:
@@ -127,7 +130,6 @@ def training_config(section: Section, settings: FSDPSettings, dtype: torch.dtype
 def _checked(place: str, config: dict[str, Any], section: Section, dtype: torch.dtype) -> dict[str, Any]:
     """With what holds for every engine; what DeepSpeed does not like is told in its words, before anything is built."""
     from deepspeed.runtime.config import DeepSpeedConfig
-    from deepspeed.runtime.config_utils import DeepSpeedConfigModel  # noqa: F401 - a missing name says: another version
 
     if twice := sorted(set(OWNED) & section.keys()):
         raise ValueError(f"{place}.{twice[0]} is not set here: the training settings say it, once for all backends")
@@ -172,7 +174,8 @@ def _stage(config: Section) -> int:
     return int(config["zero_optimization"]["stage"])
 
 
-def _shard_frozen(name: str, module: LanguageModel, section: Section) -> None:
+def _shard_frozen(name: str, module: LanguageModel, section: Section) -> Any:
+    """The engine that brings its weights together for each pass, or None: each rank has all of them."""
     import deepspeed
 
     zero = {"stage": 3, **section.get("zero_optimization", {})}
@@ -182,8 +185,7 @@ def _shard_frozen(name: str, module: LanguageModel, section: Section) -> None:
             "neither: set zero_optimization.stage to 3 (its weights are sharded) or 0 (each rank has a copy)"
         )
     config = _checked("deepspeed_ref", {**section, "zero_optimization": zero}, section, module.model.dtype)
-    if zero["stage"] == 3:
-        deepspeed.initialize(model=module, config=config)
+    return deepspeed.initialize(model=module, config=config)[0] if zero["stage"] == 3 else None
 
 
 class DeepSpeedWorker(PyTorchTrainingBackend):
@@ -195,6 +197,7 @@ class DeepSpeedWorker(PyTorchTrainingBackend):
         others: Mapping[str, LanguageModel],
         settings: FSDPSettings,
         config: dict[str, Any],
+        frozen_engines: Sequence[Any],
         whole: LanguageModel | None,
     ) -> None:
         import deepspeed
@@ -219,6 +222,9 @@ class DeepSpeedWorker(PyTorchTrainingBackend):
             self.optimizer.register_step_pre_hook(self._clip_whole_gradients)
         self._norm = 0.0
         self._rehearsing = False
+        self._rehearsal = ExitStack()
+        engines = [engine for engine in (self.engine, *frozen_engines) if engine is not None]
+        weakref.finalize(self, _let_go, *engines).atexit = False
         self._whole = whole
         self._gathered: int | None = 0
 
@@ -295,34 +301,125 @@ class DeepSpeedWorker(PyTorchTrainingBackend):
         """DeepSpeed's checkpoint without what is frozen, and what it knows nothing of beside it."""
         from safetensors.torch import save_file
 
-        about = {"version": self.version, "ranks": dist.get_world_size(), "stage": self.stage}
-        self.engine.save_checkpoint(
-            str(path / SHARDS), TAG, client_state={"oxrl": about}, save_latest=False, exclude_frozen_parameters=True
-        )
-        save_file(_random_state(), path / SHARDS / f"random_{dist.get_rank()}.safetensors")
-        if self.reference_moved:
-            self._save_reference(path)
+        shards, rank = path / SHARDS, dist.get_rank()
+        self.engine.save_checkpoint(str(shards), TAG, save_latest=False, exclude_frozen_parameters=True)
+        save_file(_random_state(), shards / f"random_{rank}.safetensors")
+        if self.reference_moved and rank == self._reference_rank:
+            slices = {name: _own(weight) for name, weight in self.others["ref"].model.named_parameters()}
+            save_file(slices, shards / f"reference_{rank}.safetensors")
+        if rank == 0:
+            (shards / ABOUT).write_text(json.dumps(self._about()), encoding="utf-8")
 
-    def _save_reference(self, path: Path) -> None:
-        from safetensors.torch import save_file
-
-        slices = {name: own for name, own in self._reference_slices().items() if own.numel()}
-        save_file(slices, path / SHARDS / f"reference_{dist.get_rank()}.safetensors")
-
-    def _reference_slices(self) -> dict[str, Tensor]:
-        """What this rank keeps of each weight; of a model that is not sharded, rank 0 keeps all."""
-        found = {}
-        for name, parameter in self.others["ref"].model.named_parameters():
-            whole = parameter.detach() if dist.get_rank() == 0 else torch.empty(0)
-            found[name] = getattr(parameter, "ds_tensor", whole)
-        return found
-
+    @torch.no_grad()
     def load_shards(self, path: Path) -> None:
-        if not (path / SHARDS / TAG).is_dir():
-            raise ValueError(f"{path} has no {SHARDS}/{TAG}: it was not saved by this backend, so it cannot go on")
-        _, state = self.engine.load_checkpoint(str(path / SHARDS), TAG, load_module_strict=False)
-        self.version = state["oxrl"]["version"]
+        """Take back what as many ranks saved, to the bit."""
+        from safetensors.torch import load_file
+
+        shards = path / SHARDS
+        about = _read_about(shards, self._about())
+        # Not strict: what is frozen is not in it, and what is trained has been compared.
+        self.engine.load_checkpoint(str(shards), TAG, load_module_strict=False)
+        _restore_random_state(load_file(shards / f"random_{dist.get_rank()}.safetensors"))
+        self.version, self.reference_moved = about["version"], about["reference_moved"]
+        if self.reference_moved:
+            slices = load_file(shards / f"reference_{self._reference_rank}.safetensors")
+            for name, weight in self.others["ref"].model.named_parameters():
+                if _is_sharded(weight):
+                    weight.partition()  # type: ignore[attr-defined] # small ones stay whole beside their slices
+                _own(weight).copy_(slices[name])
         self._gathered = -1
+
+    def _about(self) -> dict[str, Any]:
+        """What must be the same where a run goes on, and where it is."""
+        return {
+            "ranks": dist.get_world_size(),
+            "stage": self.stage,
+            "weights": {name: list(_shape(weight)) for name, weight in trainable(self.module).items()},
+            "version": self.version,
+            "reference_moved": self.reference_moved,
+        }
+
+    @property
+    def _reference_rank(self) -> int:
+        """Whose file has what this rank needs of the reference: its own slices, or rank 0's copy."""
+        sharded = any(map(_is_sharded, self.others["ref"].parameters()))
+        return dist.get_rank() if sharded else 0
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """What is rehearsed is worth NaN, so that DeepSpeed itself drops the gradients and updates nothing."""
+        share = sum(math.prod(_shape(weight)) for weight in trainable(self.module).values())
+        share = 0 if self.optimizer.state else share // (dist.get_world_size() if self.stage else 1)
+        offloaded = self.engine.zero_cpu_offload() if self.stage else False
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            # Filled, because a page of zeros takes no memory on a CPU.
+            state = torch.full((2 * share,), 1.0, device="cpu" if offloaded else self.device)
+            self._rehearsing = True
+            try:
+                yield
+            finally:
+                del state
+                self._rehearsing = False
+                self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        if self.stage == 0:
+            self.engine.zero_grad()
+        elif self._unstepped:
+            self.engine.step()
+            assert not self.engine.was_step_applied(), "a step of gradients that are not numbers was applied"
+        self._unstepped.clear()
+
+    def rehearse(self, begin: bool) -> None:
+        """The two halves of `rehearsing`, which come as two calls."""
+        if begin:
+            self._rehearsal.enter_context(self.rehearsing())
+        else:
+            self._rehearsal.close()
+
+
+def _read_about(shards: Path, here: Mapping[str, Any]) -> dict[str, Any]:
+    if not (shards / ABOUT).is_file():
+        raise ValueError(f"{shards} has no {ABOUT}: it was not saved by this backend, so it cannot go on from it")
+    about: dict[str, Any] = json.loads((shards / ABOUT).read_text(encoding="utf-8"))
+    for key, words in (("ranks", "ranks"), ("stage", "zero_optimization.stage")):
+        if about[key] != here[key]:
+            raise ValueError(
+                f"the checkpoint in {shards} was saved with {words} {about[key]}, and here it is {here[key]}: its "
+                "slices fit no other; go on as it was saved, or begin anew from the plain weights beside it"
+            )
+    if different := sorted(
+        name
+        for name in about["weights"].keys() | here["weights"].keys()
+        if about["weights"].get(name) != here["weights"].get(name)
+    ):
+        raise ValueError(f"the checkpoint in {shards} is of another model: {different[0]} is not the same in both")
+    return about
+
+
+def _is_sharded(parameter: Tensor) -> bool:
+    return hasattr(parameter, "ds_tensor")
+
+
+def _own(parameter: Tensor) -> Tensor:
+    """What this rank keeps of a weight."""
+    own: Tensor = parameter.ds_tensor if _is_sharded(parameter) else parameter
+    return own.detach()
+
+
+def _shape(parameter: Tensor) -> torch.Size:
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape
+
+
+def _let_go(*engines: Any) -> None:
+    """DeepSpeed keeps every sharded module in a list of its own, for ever."""
+    from deepspeed.runtime.zero import parameter_offload
+
+    for engine in engines:
+        engine.destroy()
+        stack = parameter_offload.FWD_MODULE_STACK
+        stack[:] = [module for module in stack if module is not engine.module]
 
 
 @contextmanager

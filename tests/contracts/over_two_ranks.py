@@ -25,7 +25,7 @@ from oxrl.models.lora import LoraSettings, attach_lora, save_adapter
 from oxrl.types import ModelConfig
 from tests.algorithms.conftest import raw_rows
 from tests.contracts import together
-from tests.contracts.test_backend import some_items, split, train
+from tests.contracts.test_backend import BACKENDS, deepspeed, some_items, split, train
 
 pytestmark = pytest.mark.anyio
 NAMES = {"sft": {}, "dpo": {}, "grpo": {"kl_coef": 0.1}, "ppo": {}, "tdpo": {}}
@@ -38,12 +38,12 @@ def anyio_backend():
     return "asyncio"
 
 
-@pytest.fixture
-def sharded():
+@pytest.fixture(params=["fsdp", "zero2", "zero3"])
+def sharded(request):
     made = []
 
     def make(load=TINY, **options):
-        made.append(FSDPTrainingBackend(together.ranks(), load, **{"lr": 1e-3, **options}))
+        made.append(BACKENDS[request.param](load=load, **options))
         return made[-1]
 
     yield make
@@ -101,6 +101,14 @@ async def test_eight_steps_are_those_of_the_local_backend(sharded, name):
         "num_steps": 8,
     }
     await same_steps(local(**common), sharded(**common), built, items_of(name))
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+async def test_eight_steps_without_sharded_gradients_are_those_of_the_local_backend(stage):
+    common = {"lr_scheduler": "cosine", "num_steps": 8, "max_grad_norm": 0.5}
+    backend = deepspeed(stage, **common)
+    await same_steps(local(**common), backend, algorithm("sft"), items_of("sft"))
+    backend.close()
 
 
 @pytest.mark.parametrize("head", ["value", "score"])

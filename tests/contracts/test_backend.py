@@ -15,6 +15,7 @@ from oxrl.models.load import load_model
 from oxrl.tensors import entropy
 from oxrl.types import Read, Row
 from tests.contracts import together
+from tests.engines import need
 
 pytestmark = pytest.mark.anyio
 SFT = algorithm("sft")
@@ -32,10 +33,20 @@ def local(**options):
 def fsdp(**options):
     from oxrl.backends.fsdp import FSDPTrainingBackend
 
-    return FSDPTrainingBackend(together.ranks(), partial(load_model, "tiny"), **{"lr": 1e-3, **options})
+    load = options.pop("load", partial(load_model, "tiny"))
+    return FSDPTrainingBackend(together.ranks(), load, **{"lr": 1e-3, **options})
 
 
-BACKENDS = {"local": local, "fsdp": fsdp}
+def deepspeed(stage, **options):
+    from oxrl.backends.deepspeed import DeepSpeedTrainingBackend
+
+    need("deepspeed")
+    section = {"zero_optimization": {"stage": stage}}
+    load = options.pop("load", partial(load_model, "tiny"))
+    return DeepSpeedTrainingBackend(together.ranks(), load, **{"deepspeed": section, "lr": 1e-3, **options})
+
+
+BACKENDS = {"local": local, "fsdp": fsdp, "zero2": partial(deepspeed, 2), "zero3": partial(deepspeed, 3)}
 
 
 @pytest.fixture(params=BACKENDS)
