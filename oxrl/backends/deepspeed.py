@@ -14,6 +14,7 @@ import json
 import logging
 import math
 import os
+import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -98,6 +99,8 @@ def join_deepspeed(device: torch.device) -> None:
 
     if deepspeed.comm.is_initialized():
         return
+    # DeepSpeed calls collectives by names that PyTorch has given up since.
+    warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning, "torch.distributed")
     if device.type == "cpu":
         # Asking what can be built runs compilers, and what can is built: minutes, for a small gain between processes.
         vars(deepspeed.ops)["__compatible_ops__"] = defaultdict(bool)
@@ -110,16 +113,16 @@ OWNED += ("gradient_accumulation_steps", "managed_gradient_accumulation", "bf16"
 
 def training_config(section: Section, settings: FSDPSettings, dtype: torch.dtype) -> dict[str, Any]:
     """DeepSpeed's config: the section, and what the training settings say."""
-    zero = {"stage": 3, **section.get("zero_optimization", {})}
-    clipping = settings.max_grad_norm if math.isfinite(settings.max_grad_norm) and zero["stage"] else 0.0
+    zero = _zero("deepspeed", section)
+    clipped = math.isfinite(settings.max_grad_norm) and zero["stage"] != 0  # without ZeRO we clip ourselves
     own: dict[str, Any] = {
-        "gradient_clipping": clipping,
+        "gradient_clipping": settings.max_grad_norm if clipped else 0.0,
         "managed_gradient_accumulation": False,
         # Our AdamW, wherever its state lies; DeepSpeed's own for CPUs is compiled on the first use.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
-    if dtype == torch.bfloat16 and zero["stage"] >= 2:
+    if dtype == torch.bfloat16 and zero["stage"] in (2, 3):
         # The stages below can add micro-batches up in the model's precision only.
         own["data_types"] = {"grad_accum_dtype": "fp32"}
     if zero["stage"] == 1:
@@ -129,22 +132,24 @@ def training_config(section: Section, settings: FSDPSettings, dtype: torch.dtype
 
 def _checked(place: str, config: dict[str, Any], section: Section, dtype: torch.dtype) -> dict[str, Any]:
     """With what holds for every engine; what DeepSpeed does not like is told in its words, before anything is built."""
-    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 
     if twice := sorted(set(OWNED) & section.keys()):
         raise ValueError(f"{place}.{twice[0]} is not set here: the training settings say it, once for all backends")
     if dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"{place}: models are trained in float32 or bfloat16 here, not in {dtype}: set model.dtype")
     half = {"enabled": dtype == torch.bfloat16, "check_grad_overflow": True}
-    asked = _Asked(config | {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "bf16": half})
-    asked.pop("world_size", None)  # the number of ranks is what it is; the config has compared them
+    complete = config | {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "bf16": half}
+    complete.pop("world_size", None)  # the number of ranks is what it is; the config has compared them
+    asked = _Asked(complete)
     try:
         DeepSpeedConfig(asked)
-    except (ValueError, AssertionError, TypeError, KeyError) as error:
-        raise ValueError(f"DeepSpeed does not take the section {place}: {error}") from None
+    except (DeepSpeedConfigError, ValueError, AssertionError, TypeError, KeyError) as error:
+        words = "; ".join(line.strip() for line in str(error).splitlines() if "further information" not in line)
+        raise ValueError(f"DeepSpeed does not take the section {place}: {words}") from None
     if unread := sorted(section.keys() - asked.keys_read - {"world_size"}):
         logger.warning("DeepSpeed has not looked at %s.%s: is it misspelt?", place, unread[0])
-    return dict(asked)
+    return complete
 
 
 class _Asked(dict[str, Any]):
@@ -170,6 +175,13 @@ class _Asked(dict[str, Any]):
         return super().__contains__(key)
 
 
+def _zero(place: str, section: Section) -> dict[str, Any]:
+    zero = section.get("zero_optimization", {})
+    if not isinstance(zero, Mapping):
+        raise ValueError(f"{place}.zero_optimization holds settings, such as {{stage: 3}}, and is not {zero!r}")
+    return {"stage": 3, **zero}
+
+
 def _stage(config: Section) -> int:
     return int(config["zero_optimization"]["stage"])
 
@@ -178,8 +190,8 @@ def _shard_frozen(name: str, module: LanguageModel, section: Section) -> Any:
     """The engine that brings its weights together for each pass, or None: each rank has all of them."""
     import deepspeed
 
-    zero = {"stage": 3, **section.get("zero_optimization", {})}
-    if zero["stage"] not in (0, 3):
+    zero = _zero("deepspeed_ref", section)
+    if zero["stage"] in (1, 2):
         raise ValueError(
             f"deepspeed_ref: stage {zero['stage']} shards gradients or optimizer state, and the {name} model has "
             "neither: set zero_optimization.stage to 3 (its weights are sharded) or 0 (each rank has a copy)"
@@ -221,6 +233,7 @@ class DeepSpeedWorker(PyTorchTrainingBackend):
         if self.stage == 0:
             self.optimizer.register_step_pre_hook(self._clip_whole_gradients)
         self._norm = 0.0
+        self._pending = False  # whether gradients wait for a step
         self._rehearsing = False
         self._rehearsal = ExitStack()
         engines = [engine for engine in (self.engine, *frozen_engines) if engine is not None]
@@ -240,12 +253,17 @@ class DeepSpeedWorker(PyTorchTrainingBackend):
     def _add_gradient(self, loss: Tensor) -> None:
         # The counts are those of the whole step: gradients are to be summed over ranks, and DeepSpeed takes their mean.
         self.engine.backward(loss * (math.nan if self._rehearsing else dist.get_world_size()))
+        self._pending = True
 
     def _update(self) -> float:
-        self.engine.step()
+        self._step()
         if not self.engine.was_step_applied():
             raise NonFiniteError("the gradient", self._unstepped)
         return self._norm if self.stage == 0 else float(self.engine.get_global_grad_norm())
+
+    def _step(self) -> None:
+        self.engine.step()
+        self._pending = False
 
     def _clip_whole_gradients(self, *_: Any) -> None:
         """Without ZeRO, DeepSpeed neither tells the norm nor stops at one that is not finite."""
@@ -365,8 +383,8 @@ class DeepSpeedWorker(PyTorchTrainingBackend):
     def _drop_gradients(self) -> None:
         if self.stage == 0:
             self.engine.zero_grad()
-        elif self._unstepped:
-            self.engine.step()
+        elif self._pending:
+            self._step()
             assert not self.engine.was_step_applied(), "a step of gradients that are not numbers was applied"
         self._unstepped.clear()
 
