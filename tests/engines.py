@@ -15,8 +15,8 @@ from anyio.from_thread import start_blocking_portal
 from safetensors.torch import load_file
 
 from oxrl.generators.embedded import EmbeddedGenerator
-from oxrl.generators.probe import trainer_logprobs
 from oxrl.types import GenerationConfig, Request, Weights
+from oxrl.weights import trainer_logprobs
 
 ARGUMENTS = ["--dtype", "float32", "--enforce-eager", "--max-num-seqs", "32"]
 

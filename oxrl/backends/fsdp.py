@@ -8,7 +8,6 @@ precision is kept in float32 slices and computes in its own precision. Who calls
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -22,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from oxrl.backends._forward import LanguageModel, prepare_layout
-from oxrl.backends.local import PyTorchTrainingBackend, WriteModel, copy_parameters, frozen, write_plain
+from oxrl.backends.local import PyTorchTrainingBackend, copy_parameters, frozen
 from oxrl.backends.optimizer import create_adamw_optimizer, schedule
-from oxrl.backends.ranks import RankedBackend, Ranks
+from oxrl.backends.ranks import Crew, RankedBackend
 from oxrl.types import Algorithm, Batch, Counts, ImmediateTrainFuture, Outputs, Read, TrainFuture
 
 if TYPE_CHECKING:
@@ -61,16 +60,15 @@ class FSDPTrainingBackend(RankedBackend):
 
     def __init__(
         self,
-        ranks: Ranks,
+        ranks: Crew,
         load: Load,
         *,
         others: Mapping[str, Load] = MappingProxyType({}),
-        write_model: WriteModel = write_plain,
         heads: Sequence[str] = (),
         **settings: Any,
     ) -> None:
         chosen = FSDPSettings(heads=tuple(heads), **settings)
-        super().__init__(ranks, partial(build_worker, load, dict(others), chosen), write_model=write_model)
+        super().__init__(ranks, partial(build_worker, load, dict(others), chosen))
 
 
 def build_worker(load: Load, others: Mapping[str, Load], settings: FSDPSettings) -> FSDPWorker:
@@ -78,11 +76,11 @@ def build_worker(load: Load, others: Mapping[str, Load], settings: FSDPSettings)
     module = LanguageModel(load(), settings.heads, temperature=settings.temperature)
     logger.info("%s", prepare_layout(module).reason)
     compared = {name: frozen(load_other(), settings.temperature) for name, load_other in others.items()}
-    whole = copy.deepcopy(module) if dist.get_rank() == 0 else None
     mesh = _mesh(module.model.device.type)
+    dtypes = {name: tensor.dtype for name, tensor in module.state_dict().items()}
     for each in (module, *compared.values()):
         shard(each, mesh)
-    return FSDPWorker(module, compared, settings, whole)
+    return FSDPWorker(module, compared, settings, load, dtypes)
 
 
 def _mesh(device: str) -> DeviceMesh:
@@ -123,14 +121,15 @@ def _layers(module: LanguageModel) -> list[nn.Module]:
 
 
 class FSDPWorker(PyTorchTrainingBackend):
-    """One rank's slice. `whole` is the unsharded model of rank 0, brought up to date by `gather`."""
+    """One rank's slice. `dtypes` are those that the weights were loaded in, by name."""
 
     def __init__(
         self,
         module: LanguageModel,
         others: Mapping[str, LanguageModel],
         settings: FSDPSettings,
-        whole: LanguageModel | None,
+        load: Load,
+        dtypes: Mapping[str, torch.dtype],
     ) -> None:
         options = {name: getattr(settings, name) for name in ("lr", "weight_decay", "betas", "eps")}
         super().__init__(
@@ -140,14 +139,21 @@ class FSDPWorker(PyTorchTrainingBackend):
             max_grad_norm=settings.max_grad_norm,
             others=others,
         )
-        self._whole = whole
-        self._gathered: int | None = 0  # the version that `whole` has; None: another one in all weights, frozen too
+        self.whole: PreTrainedModel | None = None
+        self.dtype = dtypes[_name_of(module, module.inner.get_input_embeddings().weight)]
+        self._load = load
+        self._dtypes = {id(tensor): dtypes[name] for name, tensor in module.state_dict(keep_vars=True).items()}
         self._rehearsal = ExitStack()
 
-    @property
-    def whole(self) -> PreTrainedModel:
-        assert self._whole is not None, "only rank 0 has the whole model"
-        return self._whole.model
+    def full(self, parameter: Tensor) -> Tensor:
+        from torch.distributed.tensor import DTensor
+
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        return whole.detach().to(self._dtypes[id(parameter)])
+
+    def fresh(self) -> PreTrainedModel:
+        model: PreTrainedModel = self._load()
+        return model
 
     def logprobs(
         self, batches: Sequence[Batch], which: str = "policy", reads: Mapping[str, Read] = MappingProxyType({})
@@ -172,27 +178,9 @@ class FSDPWorker(PyTorchTrainingBackend):
         return whole
 
     @torch.no_grad()
-    def gather(self) -> None:
-        """Weight by weight, so that no rank but the first ever holds more than one of them whole."""
-        if self._gathered == self.version:
-            return
-        targets = dict(self._whole.named_parameters()) if self._whole is not None else {}
-        for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad or self._gathered is None:
-                full = _full(parameter)
-                if targets:
-                    targets[name].copy_(full)
-        self._gathered = self.version
-
-    def write_heads(self, path: Path) -> None:
-        assert self._whole is not None, "only rank 0 has the whole model"
-        self._whole.save_heads(path)
-
-    @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
         copy_parameters(_sliced(weights, self.model), self.model)
         self.optimizer.take_weights()
-        self._gathered = None
         return ImmediateTrainFuture(None)
 
     def save_shards(self, path: Path) -> None:
@@ -224,7 +212,6 @@ class FSDPWorker(PyTorchTrainingBackend):
         _restore_random_state(random)
         self.version = int(state["version"])
         self.optimizer.restore(optimizer)
-        self._gathered = -1
 
     def _state(self, optimizer: Mapping[str, Tensor], with_reference: bool) -> dict[str, Any]:
         """By name, as the tensors that training uses: loading writes into them."""
@@ -263,10 +250,8 @@ def _restore_random_state(states: Mapping[str, Tensor]) -> None:
         (torch.cuda.set_rng_state if key.endswith("cuda") else torch.set_rng_state)(state)
 
 
-def _full(parameter: Tensor) -> Tensor:
-    from torch.distributed.tensor import DTensor
-
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+def _name_of(module: nn.Module, weight: Tensor) -> str:
+    return next(name for name, tensor in module.state_dict(keep_vars=True).items() if tensor is weight)
 
 
 def _sliced(weights: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:

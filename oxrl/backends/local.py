@@ -107,6 +107,8 @@ class PyTorchTrainingBackend:
         self._unstepped: list[Batch] = []
         logger.info("%s", probed.reason)
 
+    parallel = 1  # micro-batches that run side by side
+
     @property
     def device(self) -> torch.device:
         device: torch.device = self.model.device

@@ -28,7 +28,7 @@ from oxrl.generators.probe import Heard, Probe
 from oxrl.generators.server import CPU_SETTINGS
 from oxrl.generators.vllm_worker import EXTENSION
 from oxrl.types import Generation, GenerationConfig, Request, Weights
-from oxrl.weights import plain_weights
+from oxrl.weights import near_folder, plain_weights, read_weights, source_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -89,12 +89,19 @@ class VLLMRolloutEngine:
 
     async def update_weights(self, weights: Weights) -> None:
         """Take the trainer's weights one by one, or its adapter; what is under way goes on through a fresh prefill."""
-        probe = await in_thread(partial(Probe.of, weights.module, self._tolerance))
-        if self._lora and hasattr(weights.module, "peft_config"):
-            change: Callable[[], None] = partial(self._worker.load_adapter, weights.module)
-        else:
-            change = partial(self._worker.reload, weights_iterator=plain_weights(weights.module))
-        await self._on_worker(partial(self._worker.change, change, weights.version))
+        source = source_of(weights)
+        probe = await in_thread(partial(Probe.of, source, self._tolerance))
+        with tempfile.TemporaryDirectory(prefix="oxrl-weights-", dir=near_folder()) as name:
+            folder = Path(name)
+            if self._lora and source.adapted:
+                await in_thread(partial(source.write_adapter, folder))
+                change: Callable[[], None] = partial(self._worker.load_adapter, folder)
+            elif weights.module is not None:
+                change = partial(self._worker.reload, weights_iterator=plain_weights(weights.module))
+            else:
+                await in_thread(partial(source.write, folder))
+                change = partial(self._worker.reload, weights_iterator=read_weights(folder))
+            await self._on_worker(partial(self._worker.change, change, weights.version))
         await self.verify(probe, weights.version)
         self._version = weights.version
 
@@ -250,14 +257,11 @@ class _Worker:
         self._engine.collective_rpc("tie_head_again")
         self._adapter = None
 
-    def load_adapter(self, module: Any) -> None:
+    def load_adapter(self, folder: Path) -> None:
         """Adapters reach vLLM through files; the same id in place of the one before."""
         from vllm.lora.request import LoRARequest
 
-        with tempfile.TemporaryDirectory(prefix="oxrl-adapter-") as folder:
-            module.save_pretrained(folder)
-            loaded = self._engine.add_lora(LoRARequest("policy", _ADAPTER_ID, folder, load_inplace=True))
-        if not loaded:
+        if not self._engine.add_lora(LoRARequest("policy", _ADAPTER_ID, str(folder), load_inplace=True)):
             raise EngineError(f"{NAME} did not take the adapter")
         self._adapter = LoRARequest("policy", _ADAPTER_ID, "loaded before")
 
