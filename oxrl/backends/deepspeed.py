@@ -9,7 +9,6 @@ checkpoint is DeepSpeed's own (`shards/`), for the same number of ranks. Who cal
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import math
@@ -18,32 +17,22 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from oxrl.backends._forward import LanguageModel, prepare_layout
-from oxrl.backends.fsdp import SHARDS, FSDPSettings, Load, _random_state, _restore_random_state
-from oxrl.backends.local import (
-    NonFiniteError,
-    PyTorchTrainingBackend,
-    WriteModel,
-    copy_parameters,
-    frozen,
-    write_plain,
-)
-from oxrl.backends.optimizer import decay_groups, schedule, trainable
-from oxrl.backends.ranks import RankedBackend, Ranks
+from oxrl.backends.local import NonFiniteError, copy_parameters, frozen
+from oxrl.backends.optimizer import decay_groups, trainable
+from oxrl.backends.ranks import Crew, RankedBackend
+from oxrl.backends.worker import SHARDS, Load, RankWorker, Settings, dtypes_of, random_state, restore_random_state
 from oxrl.types import ImmediateTrainFuture, Outputs, TrainFuture
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -62,23 +51,22 @@ class DeepSpeedTrainingBackend(RankedBackend):
 
     def __init__(
         self,
-        ranks: Ranks,
+        ranks: Crew,
         load: Load,
         *,
         deepspeed: Section = MappingProxyType({}),
         deepspeed_ref: Section = MappingProxyType({}),
         others: Mapping[str, Load] = MappingProxyType({}),
-        write_model: WriteModel = write_plain,
         heads: Sequence[str] = (),
         **settings: Any,
     ) -> None:
-        chosen = FSDPSettings(heads=tuple(heads), **settings)
+        chosen = Settings(heads=tuple(heads), **settings)
         build = partial(build_worker, load, dict(others), chosen, dict(deepspeed), dict(deepspeed_ref))
-        super().__init__(ranks, build, write_model=write_model)
+        super().__init__(ranks, build)
 
 
 def build_worker(
-    load: Load, others: Mapping[str, Load], settings: FSDPSettings, section: Section, ref_section: Section
+    load: Load, others: Mapping[str, Load], settings: Settings, section: Section, ref_section: Section
 ) -> DeepSpeedWorker:
     """Every rank loads, proves its layout on the whole model, and keeps what its stage leaves it."""
     module = LanguageModel(load(), settings.heads, temperature=settings.temperature)
@@ -86,10 +74,10 @@ def build_worker(
     config = training_config(section, settings, module.model.dtype)
     logger.info("%s", prepare_layout(module).reason)
     compared = {name: frozen(load_other(), settings.temperature) for name, load_other in others.items()}
-    whole = copy.deepcopy(module) if dist.get_rank() == 0 else None
+    dtypes = dtypes_of(module)
     ref_section = ref_section or {"zero_optimization": {"stage": 3 if _stage(config) == 3 else 0}}
     frozen_engines = [_shard_frozen(name, other, ref_section) for name, other in compared.items()]
-    return DeepSpeedWorker(module, compared, settings, config, frozen_engines, whole)
+    return DeepSpeedWorker(module, compared, settings, load, dtypes, config, frozen_engines)
 
 
 def join_deepspeed(device: torch.device) -> None:
@@ -107,11 +95,13 @@ def join_deepspeed(device: torch.device) -> None:
     deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False)
 
 
-OWNED = ("optimizer", "scheduler", "gradient_clipping", "train_batch_size", "train_micro_batch_size_per_gpu")
-OWNED += ("gradient_accumulation_steps", "managed_gradient_accumulation", "bf16", "fp16")
+OWNED = {
+    *("optimizer", "scheduler", "gradient_clipping", "bf16", "fp16", "managed_gradient_accumulation"),
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+}
 
 
-def training_config(section: Section, settings: FSDPSettings, dtype: torch.dtype) -> dict[str, Any]:
+def training_config(section: Section, settings: Settings, dtype: torch.dtype) -> dict[str, Any]:
     """DeepSpeed's config: the section, and what the training settings say."""
     zero = _zero("deepspeed", section)
     clipped = math.isfinite(settings.max_grad_norm) and zero["stage"] != 0  # without ZeRO we clip ourselves
@@ -122,8 +112,11 @@ def training_config(section: Section, settings: FSDPSettings, dtype: torch.dtype
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
+    if dtype == torch.bfloat16 and zero["stage"] == 0:
+        # DeepSpeed divides by a loss scale that it has not multiplied with.
+        raise ValueError("deepspeed: stage 0 trains in float32 only; in bfloat16 set zero_optimization.stage to 1")
     if dtype == torch.bfloat16 and zero["stage"] in (2, 3):
-        # The stages below can add micro-batches up in the model's precision only.
+        # Stage 1 can add micro-batches up in the model's precision only.
         own["data_types"] = {"grad_accum_dtype": "fp32"}
     if zero["stage"] == 1:
         zero.setdefault("overlap_comm", False)  # it is for a boundary that DeepSpeed decides on
@@ -134,7 +127,7 @@ def _checked(place: str, config: dict[str, Any], section: Section, dtype: torch.
     """With what holds for every engine; what DeepSpeed does not like is told in its words, before anything is built."""
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 
-    if twice := sorted(set(OWNED) & section.keys()):
+    if twice := sorted(OWNED & section.keys()):
         raise ValueError(f"{place}.{twice[0]} is not set here: the training settings say it, once for all backends")
     if dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"{place}: models are trained in float32 or bfloat16 here, not in {dtype}: set model.dtype")
@@ -200,17 +193,18 @@ def _shard_frozen(name: str, module: LanguageModel, section: Section) -> Any:
     return deepspeed.initialize(model=module, config=config)[0] if zero["stage"] == 3 else None
 
 
-class DeepSpeedWorker(PyTorchTrainingBackend):
-    """One rank's part. `whole` is the unsharded model of rank 0, brought up to date by `gather`."""
+class DeepSpeedWorker(RankWorker):
+    """One rank's part, with the engine that DeepSpeed made of it."""
 
     def __init__(
         self,
         module: LanguageModel,
         others: Mapping[str, LanguageModel],
-        settings: FSDPSettings,
+        settings: Settings,
+        load: Load,
+        dtypes: Mapping[str, torch.dtype],
         config: dict[str, Any],
         frozen_engines: Sequence[Any],
-        whole: LanguageModel | None,
     ) -> None:
         import deepspeed
 
@@ -223,28 +217,14 @@ class DeepSpeedWorker(PyTorchTrainingBackend):
         else:
             options["fused"] = True
         self.engine, *_ = deepspeed.initialize(model=module, optimizer=adamw(groups, **options), config=config)
-        super().__init__(
-            module,
-            self.engine.basic_optimizer,
-            schedule(settings.lr_scheduler, settings.num_steps, settings.warmup_steps),
-            max_grad_norm=settings.max_grad_norm,
-            others=others,
-        )
+        super().__init__(module, self.engine.basic_optimizer, others, settings, load, dtypes)
         if self.stage == 0:
             self.optimizer.register_step_pre_hook(self._clip_whole_gradients)
         self._norm = 0.0
         self._pending = False  # whether gradients wait for a step
         self._rehearsing = False
-        self._rehearsal = ExitStack()
         engines = [engine for engine in (self.engine, *frozen_engines) if engine is not None]
         weakref.finalize(self, _let_go, *engines).atexit = False
-        self._whole = whole
-        self._gathered: int | None = 0
-
-    @property
-    def whole(self) -> PreTrainedModel:
-        assert self._whole is not None, "only rank 0 has the whole model"
-        return self._whole.model
 
     def _forward(self, *arguments: Any) -> Outputs:
         outputs: Outputs = self.engine(*arguments)
@@ -272,48 +252,23 @@ class DeepSpeedWorker(PyTorchTrainingBackend):
         if not math.isfinite(self._norm):
             raise NonFiniteError("the gradient", self._unstepped)
 
-    def full(self, parameter: nn.Parameter) -> Tensor:
-        """The whole of one weight, on every rank."""
-        with gathered([parameter]):
+    def _in_one_piece(self, parameter: Tensor) -> Tensor:
+        if not _is_sharded(parameter):
+            return parameter
+        with gathered(parameter):
             return parameter.detach().clone()
 
     @torch.no_grad()
-    def gather(self) -> None:
-        if self._gathered == self.version:
-            return
-        targets = dict(self._whole.named_parameters()) if self._whole is not None else {}
-        for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad or self._gathered is None:
-                full = self.full(parameter)
-                if targets:
-                    targets[name].copy_(full)
-        self._gathered = self.version
-
-    def write_heads(self, path: Path) -> None:
-        assert self._whole is not None, "only rank 0 has the whole model"
-        self._whole.save_heads(path)
-
-    @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
-        parameters = dict(self.model.named_parameters())
-        for name in sorted(weights):  # every rank was given all of them
-            with gathered([parameters[name]] if name in parameters else [], changed=True):
-                copy_parameters({name: weights[name]}, self.model)
+        copy_parameters(weights, self.model, partial(gathered, changed=True))  # every rank was given all of them
         if self.stage:
             self.engine.optimizer.refresh_fp32_params()
-        self._gathered = None
         return ImmediateTrainFuture(None)
 
-    @torch.no_grad()
-    def update_reference(self, decay: float) -> TrainFuture[None]:
-        if "ref" not in self.others:
-            raise ValueError("there is no reference model of its own that could follow the policy")
-        for old, new in zip(self.others["ref"].model.parameters(), self.model.parameters(), strict=True):
-            following = self.full(new)
-            with gathered([old], changed=True):
-                old.lerp_(following.to(old.dtype), 1 - decay)
-        self.reference_moved = True
-        return ImmediateTrainFuture(None)
+    def _move(self, weight: Tensor, towards: Tensor, share: float) -> None:
+        policy = self._in_one_piece(towards)
+        with gathered(weight, changed=True):
+            super()._move(weight, policy, share)
 
     def save_shards(self, path: Path) -> None:
         """DeepSpeed's checkpoint without what is frozen, and what it knows nothing of beside it."""
@@ -321,7 +276,7 @@ class DeepSpeedWorker(PyTorchTrainingBackend):
 
         shards, rank = path / SHARDS, dist.get_rank()
         self.engine.save_checkpoint(str(shards), TAG, save_latest=False, exclude_frozen_parameters=True)
-        save_file(_random_state(), shards / f"random_{rank}.safetensors")
+        save_file(random_state(), shards / f"random_{rank}.safetensors")
         if self.reference_moved and rank == self._reference_rank:
             slices = {name: _own(weight) for name, weight in self.others["ref"].model.named_parameters()}
             save_file(slices, shards / f"reference_{rank}.safetensors")
@@ -337,15 +292,14 @@ class DeepSpeedWorker(PyTorchTrainingBackend):
         about = _read_about(shards, self._about())
         # Not strict: what is frozen is not in it, and what is trained has been compared.
         self.engine.load_checkpoint(str(shards), TAG, load_module_strict=False)
-        _restore_random_state(load_file(shards / f"random_{dist.get_rank()}.safetensors"))
+        restore_random_state(load_file(shards / f"random_{dist.get_rank()}.safetensors"))
         self.version, self.reference_moved = about["version"], about["reference_moved"]
         if self.reference_moved:
             slices = load_file(shards / f"reference_{self._reference_rank}.safetensors")
             for name, weight in self.others["ref"].model.named_parameters():
                 if _is_sharded(weight):
-                    weight.partition()  # type: ignore[attr-defined] # small ones stay whole beside their slices
+                    weight.partition()  # small ones stay whole beside their slices
                 _own(weight).copy_(slices[name])
-        self._gathered = -1
 
     def _about(self) -> dict[str, Any]:
         """What must be the same where a run goes on, and where it is."""
@@ -388,13 +342,6 @@ class DeepSpeedWorker(PyTorchTrainingBackend):
             assert not self.engine.was_step_applied(), "a step of gradients that are not numbers was applied"
         self._unstepped.clear()
 
-    def rehearse(self, begin: bool) -> None:
-        """The two halves of `rehearsing`, which come as two calls."""
-        if begin:
-            self._rehearsal.enter_context(self.rehearsing())
-        else:
-            self._rehearsal.close()
-
 
 def _read_about(shards: Path, here: Mapping[str, Any]) -> dict[str, Any]:
     if not (shards / ABOUT).is_file():
@@ -421,7 +368,7 @@ def _is_sharded(parameter: Tensor) -> bool:
 
 def _own(parameter: Tensor) -> Tensor:
     """What this rank keeps of a weight."""
-    own: Tensor = parameter.ds_tensor if _is_sharded(parameter) else parameter
+    own: Tensor = getattr(parameter, "ds_tensor", parameter)
     return own.detach()
 
 
@@ -441,9 +388,9 @@ def _let_go(*engines: Any) -> None:
 
 
 @contextmanager
-def gathered(parameters: Sequence[nn.Parameter], *, changed: bool = False) -> Iterator[None]:
-    """Inside, these weights are whole on every rank; what rank 0 changed, all have afterwards."""
+def gathered(parameter: Tensor, *, changed: bool = False) -> Iterator[None]:
+    """Inside, a weight is whole on every rank; what rank 0 has changed, all have afterwards."""
     import deepspeed
 
-    with deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=0 if changed else None):
+    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0 if changed else None):
         yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -239,9 +239,12 @@ class PyTorchTrainingBackend:
         if "ref" not in self.others:
             raise ValueError("there is no reference model of its own that could follow the policy")
         for old, new in zip(self.others["ref"].model.parameters(), self.model.parameters(), strict=True):
-            old.lerp_(new.to(old.dtype), 1 - decay)
+            self._move(old, new, 1 - decay)
         self.reference_moved = True
         return ImmediateTrainFuture(None)
+
+    def _move(self, weight: Tensor, towards: Tensor, share: float) -> None:
+        weight.lerp_(towards.to(weight.dtype), share)
 
     def save(self, path: Path) -> TrainFuture[None]:
         """Weights as plain transformers (or PEFT) files in `path`, optimizer and version beside them."""
@@ -305,13 +308,18 @@ def create_pytorch_backend(
 
 
 @torch.no_grad()
-def copy_parameters(weights: Mapping[str, Tensor], model: nn.Module) -> None:
-    """By name, and only where every name is known."""
+def copy_parameters(
+    weights: Mapping[str, Tensor],
+    model: nn.Module,
+    inside: Callable[[Tensor], AbstractContextManager[Any]] = nullcontext,
+) -> None:
+    """By name, and only where every name is known; each while it is `inside`, where it can be written to."""
     parameters = dict(model.named_parameters())
     if unknown := sorted(weights.keys() - parameters.keys()):
         raise ValueError(f"these weights are of another model: it has no parameter {unknown[0]}")
     for name, tensor in weights.items():
-        parameters[name].copy_(tensor)
+        with inside(parameters[name]):
+            parameters[name].copy_(tensor)
 
 
 def frozen(model: PreTrainedModel | LanguageModel, temperature: float) -> LanguageModel:

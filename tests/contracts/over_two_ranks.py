@@ -60,6 +60,9 @@ def checkpointed(dtype="float32"):
     return load_model(ModelConfig("tiny", dtype=dtype, gradient_checkpointing=True))
 
 
+HALF = partial(checkpointed, "bfloat16")
+
+
 def items_of(name, n=5):
     chosen = algorithm(name)
     samples = load_samples(raw_rows(chosen.assemble, n, seed=0)).samples
@@ -162,6 +165,7 @@ async def test_a_section_reaches_deepspeed_and_a_reference_can_be_a_whole_copy(z
         ({"deepspeed": {"zero_optimization": 3}}, "holds settings, such as {stage: 3}"),
         ({"deepspeed": {"gradient_clipping": 3}}, "gradient_clipping is not set here"),
         ({"deepspeed_ref": {"zero_optimization": {"stage": 2}}}, "stage 2 shards gradients or optimizer state"),
+        ({"deepspeed": {"zero_optimization": {"stage": 0}}, "load": HALF}, "stage 0 trains in float32 only"),
     ],
 )
 async def test_a_section_that_cannot_work_is_refused_and_harms_nobody(zero, sections, words):
@@ -189,7 +193,7 @@ async def test_a_stage_without_sharding_goes_on_to_the_bit(zero, tmp_path):
 
 @pytest.mark.parametrize("head", ["value", "score"])
 async def test_heads_of_a_model_in_half_precision_stay_in_float32(sharded, head):
-    backend = sharded(partial(checkpointed, "bfloat16"), heads=(head,))
+    backend = sharded(HALF, heads=(head,))
     (outputs,) = await backend.logprobs([collate(some_items())])
     assert getattr(outputs, head).dtype == torch.float32
 
@@ -264,6 +268,7 @@ async def test_dropout_on_every_rank_goes_on_where_it_was(sharded, tmp_path):
     assert (await train(resumed, items, 2, steps=2))[0] == expected
 
 
+@pytest.mark.parametrize("sharded", ["fsdp"], indirect=True)
 async def test_what_two_ranks_saved_is_handed_on(sharded):
     """To `over_three_ranks.py`, which goes on from it."""
     folder = os.environ.get("OXRL_TEST_HANDED_ON")
@@ -275,8 +280,7 @@ async def test_what_two_ranks_saved_is_handed_on(sharded):
 
 
 async def test_half_precision_computes_in_its_own_and_keeps_float32(sharded, tmp_path):
-    half = partial(checkpointed, "bfloat16")
-    one, two = local(half), sharded(half)
+    one, two = local(HALF), sharded(HALF)
     items = some_items()
     expected, found = await train(one, items, 3), await train(two, items, 3)
     assert found[0] == pytest.approx(expected[0], abs=0.03)
