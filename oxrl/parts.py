@@ -6,7 +6,8 @@ sampled and trained is the loops' affair.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping
+import json
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -70,16 +71,9 @@ def training_settings(config: Config, inputs: Inputs) -> dict[str, Any]:
 @contextmanager
 def open_backend(config: Config, inputs: Inputs) -> Iterator[Any]:
     """The backend that `run.backend` names, with the model that the config names in it."""
-    place = model_config(config)
-    load = partial(load_policy, place, lora_of(config), config.run.seed, inputs.tokenizer)
-    others = {
-        role: partial(load_other, place._replace(name=name, gradient_checkpointing=False), inputs.tokenizer)
-        for role, name in other_models(config).items()
-    }
-    settings = training_settings(config, inputs)
-    opened = {"local": _local, "fsdp": _ranked, "deepspeed": _ranked}[config.run.backend]
-    with opened(config, load, others, settings) as backend:
-        if config.inference_engine.name == "embedded" or not inputs.online:
+    opened = {"local": _local, "fsdp": _ranked, "deepspeed": _ranked, "ray": _on_ray}[config.run.backend]
+    with opened(config, inputs) as backend:
+        if config.inference_engine.name == "embedded" or not inputs.online or isinstance(backend, QueuedBackend):
             yield backend
         else:  # whoever asks an engine and grades its answers goes on while the trainer computes
             queued = QueuedBackend(backend, time_limit=10 * config.run.rank_time_limit)
@@ -87,17 +81,34 @@ def open_backend(config: Config, inputs: Inputs) -> Iterator[Any]:
             queued.close()
 
 
+class Loads(NamedTuple):
+    """How a process gets its models; functions that travel, because every rank calls them."""
+
+    policy: Any
+    others: Mapping[str, Any]
+
+
+def loads_of(config: Config, inputs: Inputs) -> Loads:
+    place = model_config(config)
+    others = {
+        role: partial(load_other, place._replace(name=name, gradient_checkpointing=False), inputs.tokenizer)
+        for role, name in other_models(config).items()
+    }
+    return Loads(partial(load_policy, place, lora_of(config), config.run.seed, inputs.tokenizer), others)
+
+
 @contextmanager
-def _local(config: Config, load: Any, others: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[Any]:
+def _local(config: Config, inputs: Inputs) -> Iterator[Any]:
     from oxrl.backends._forward import HEADS
     from oxrl.backends.local import create_pytorch_backend, write_plain
 
-    model = load()
+    loads = loads_of(config, inputs)
+    model = loads.policy()
     backend = create_pytorch_backend(
         model,
-        others={role: load_one() for role, load_one in others.items()},
+        others={role: load() for role, load in loads.others.items()},
         write_model=save_adapter if hasattr(model, "peft_config") else write_plain,
-        **settings,
+        **training_settings(config, inputs),
     )
     weights = Path(model_config(config).name)
     if (weights / HEADS).exists():  # a model that was trained with heads goes on with them
@@ -106,17 +117,44 @@ def _local(config: Config, load: Any, others: Mapping[str, Any], settings: Mappi
 
 
 @contextmanager
-def _ranked(config: Config, load: Any, others: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[Any]:
-    from oxrl.backends.fsdp import FSDPTrainingBackend
+def _ranked(config: Config, inputs: Inputs) -> Iterator[Any]:
+    """Over the processes that were started for it."""
+    from oxrl.backends.ranks import RankedBackend
     from oxrl.launch import join
 
-    ranks = join(time_limit=config.run.rank_time_limit)
-    assert sharding_of(config) == "fsdp"
-    backend = FSDPTrainingBackend(ranks, load, others=others, **settings)
-    try:
-        yield backend
-    finally:
-        backend.close()
+    backend = RankedBackend(join(time_limit=config.run.rank_time_limit), worker_of(config, inputs))
+    yield backend
+    backend.close()  # after a failure there may be nobody left to tell
+
+
+@contextmanager
+def _on_ray(config: Config, inputs: Inputs) -> Iterator[Any]:
+    """Over actors; the cluster is there for whoever samples, too."""
+    from oxrl.backends.ray import RayRanks, create_ray_backend
+    from oxrl.cluster import ray_cluster
+
+    run = config.run
+    with ray_cluster(run.ray_address, processes=config.ranks + replicas_of(config)):
+        ranks = RayRanks(config.ranks, time_limit=run.rank_time_limit)
+        try:
+            backend = create_ray_backend(ranks, worker_of(config, inputs))
+            yield backend
+            backend.close()
+        finally:
+            ranks.stop()
+
+
+def worker_of(config: Config, inputs: Inputs) -> Any:
+    """What makes one rank's part of the backend, there."""
+    from oxrl.backends import deepspeed, fsdp
+    from oxrl.backends.worker import Settings
+
+    loads = loads_of(config, inputs)
+    settings = Settings(**training_settings(config, inputs))
+    if sharding_of(config) == "fsdp":
+        return partial(fsdp.build_worker, loads.policy, loads.others, settings)
+    sections = config.deepspeed.others, config.deepspeed_ref.others
+    return partial(deepspeed.build_worker, loads.policy, loads.others, settings, *sections)
 
 
 @asynccontextmanager
@@ -137,29 +175,118 @@ async def _embedded(config: Config, inputs: Inputs, folder: Path, backend: Any) 
 
 @asynccontextmanager
 async def _vllm(config: Config, inputs: Inputs, folder: Path, backend: Any) -> AsyncIterator[Engine]:  # noqa: ARG001
+    """In the trainer's process, in processes of its own, or as actors of the cluster that the trainer is on."""
+    write_shape(config, inputs, folder)
+    ends = end_tokens(model_config(config))
+    if config.run.backend == "ray":
+        opened = _as_actors(config, inputs, folder, ends)
+    elif in_the_trainer(config):
+        opened = _in_process(config, inputs, folder, ends)
+    else:
+        opened = _as_servers(config, inputs, folder, ends)
+    async with opened as generator:
+        yield Engine(generator, False)
+
+
+@asynccontextmanager
+async def _in_process(config: Config, inputs: Inputs, folder: Path, ends: Sequence[int]) -> AsyncIterator[Generator]:
     from oxrl.generators.vllm import vllm_generator
 
-    write_shape(config, inputs, folder)
-    options = {"end_token_ids": end_tokens(model_config(config)), **engine_options(config)}
-    generator = await vllm_generator(folder, inputs.tokenizer, **options)
+    generator = await vllm_generator(folder, inputs.tokenizer, end_token_ids=ends, **engine_options(config))
     try:
-        yield Engine(generator, False)
+        yield generator
+    finally:
+        await generator.close()
+
+
+@asynccontextmanager
+async def _as_servers(config: Config, inputs: Inputs, folder: Path, ends: Sequence[int]) -> AsyncIterator[Generator]:
+    from oxrl.generators.fleet import Limits, serving
+
+    options: dict[str, Any] = {"end_token_ids": ends}
+    if config.inference_engine.folder is not None:
+        options["folder"] = config.inference_engine.folder
+    async with serving(
+        folder,
+        inputs.tokenizer,
+        replicas=replicas_of(config),
+        arguments=as_arguments(engine_options(config)),
+        devices=rollout_devices(config),
+        log_folder=folder,
+        limits=Limits(answer=config.run.rank_time_limit),
+        **options,
+    ) as generator:
+        yield generator
+
+
+@asynccontextmanager
+async def _as_actors(config: Config, inputs: Inputs, folder: Path, ends: Sequence[int]) -> AsyncIterator[Generator]:
+    from oxrl.generators.ray import ray_generator
+
+    options = engine_options(config)
+    parallel = options.pop("tensor_parallel_size")
+    generator = await ray_generator(
+        folder,
+        inputs.tokenizer,
+        replicas=replicas_of(config),
+        tensor_parallel_size=parallel,
+        time_limit=config.run.rank_time_limit,
+        engine_options=options,
+        end_token_ids=ends,
+    )
+    try:
+        yield generator
     finally:
         await generator.close()
 
 
 @asynccontextmanager
 async def _http(config: Config, inputs: Inputs, folder: Path, backend: Any) -> AsyncIterator[Engine]:  # noqa: ARG001
-    from oxrl.generators.http import HTTPGenerator, VLLMEngine
+    from oxrl.generators.fleet import served_at
 
-    limit = config.run.rank_time_limit
-    engines = [VLLMEngine(url, time_limit=limit) for url in config.inference_engine.urls]
+    engine = config.inference_engine
     ends = end_tokens(model_config(config))
-    generator = HTTPGenerator(engines, inputs.tokenizer, end_token_ids=ends, folder=config.inference_engine.folder)
-    try:
+    limit = config.run.rank_time_limit
+    async with served_at(
+        engine.urls, inputs.tokenizer, time_limit=limit, end_token_ids=ends, folder=engine.folder
+    ) as generator:
         yield Engine(generator, False)
-    finally:
-        await generator.close()
+
+
+def in_the_trainer(config: Config) -> bool:
+    """Whether vLLM shares the trainer's process: where nothing is to overlap, and no other process trains."""
+    engine = config.inference_engine
+    alone = config.run.backend == "local" and replicas_of(config) == 1 and not config.run.rollout_gpus
+    return engine.place == "process" or (engine.place == "auto" and alone and config.rollout.lag == 0)
+
+
+def replicas_of(config: Config) -> int:
+    if config.inference_engine.name != "vllm":
+        return 0
+    by_devices = (config.run.rollout_gpus or 0) // config.rollout.tensor_parallel_size
+    return config.inference_engine.replicas or max(1, by_devices)
+
+
+def rollout_devices(config: Config) -> list[str]:
+    """CUDA_VISIBLE_DEVICES of each replica, behind those that train; none where nothing was set apart."""
+    if not config.run.rollout_gpus:
+        return []
+    each = config.run.rollout_gpus // replicas_of(config)
+    first = max(config.ranks, 1)
+    places = [first + number for number in range(config.run.rollout_gpus)]
+    return [",".join(map(str, places[start : start + each])) for start in range(0, each * replicas_of(config), each)]
+
+
+def as_arguments(options: Mapping[str, Any]) -> list[str]:
+    """`as_arguments({"enforce_eager": True, "dtype": "float32"}) == ["--enforce-eager", "--dtype", "float32"]`."""
+    arguments: list[str] = []
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            arguments.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            arguments += [f"--{flag}", value if isinstance(value, str) else json.dumps(value)]
+    return arguments
 
 
 def write_shape(config: Config, inputs: Inputs, folder: Path) -> None:

@@ -339,16 +339,15 @@ class Batch:
         return self.borders[-1]
 
 
-@dataclass(frozen=True, slots=True)
-class Outputs:
+class Outputs(NamedTuple):
     """What one forward pass says about a batch, all `[T]`, read at the hidden state *before* each token.
 
     Untrained tokens hold 0. `statistics` has what the algorithm asked for by name in `reads`; `value` and `score` are
-    there when the model has that head.
+    there when the model has that head. A tuple, because engines that shard look for tensors in what a module returns.
     """
 
     logprob: Tensor
-    statistics: Mapping[str, Tensor] = field(default_factory=dict)
+    statistics: Mapping[str, Tensor] = {}
     value: Tensor | None = None  # [T]
     last_value: Tensor | None = None  # [R], after the last token of each row
     score: Tensor | None = None  # [R], read at the last token of each row

@@ -53,8 +53,7 @@ class LanguageModel(nn.Module):
         self.layout: Layout = "padded"  # always right; `prepare_layout` finds out whether packed is too
         self.probed: Probed | None = None
         width = self.inner.get_output_embeddings().weight.shape[1]
-        # Zero is a fair first guess of a value or score, and the same one on every machine.
-        self.heads = nn.ModuleDict({name: _zero_linear(width).to(model.device) for name in heads})
+        self.heads = nn.ModuleDict({name: _Readout(width).to(model.device) for name in heads})
 
     @property
     def inner(self) -> PreTrainedModel:
@@ -75,7 +74,8 @@ class LanguageModel(nn.Module):
         """
         hidden = self.hidden(batch)
         if to_be_compared:
-            return Other(hidden, self.head)
+            # Detached from the parameter, not only from its gradient: a sharded one is emptied when this call ends.
+            return Other(hidden, self.head._replace(weight=self.head.weight.detach()))
         values = token_logprobs(hidden, batch.tokens, batch.mask, self.head, statistics, other)
         return Outputs(values.pop("logprob"), values, **self._read_heads(hidden, batch))
 
@@ -95,12 +95,12 @@ class LanguageModel(nn.Module):
         last = torch.tensor(batch.borders[1:], device=hidden.device) - 1
         read: dict[str, Tensor] = {}
         if "value" in self.heads:
-            values = self.heads["value"](hidden.float())[:, 0]
+            values = self.heads["value"](hidden)[:, 0]
             read["value"] = values.roll(1) * batch.mask
             read["last_value"] = values[last]
         if "score" in self.heads:
             # The sum of one column instead of the column: a sharded module must not return a view.
-            read["score"] = self.heads["score"](hidden[last].float()).sum(1)
+            read["score"] = self.heads["score"](hidden[last]).sum(1)
         return read
 
     def save_heads(self, folder: Path) -> None:
@@ -122,10 +122,16 @@ class LanguageModel(nn.Module):
             return other
 
 
-def _zero_linear(width: int) -> nn.Linear:
-    layer = nn.Linear(width, 1, bias=False)
-    nn.init.zeros_(layer.weight)
-    return layer
+class _Readout(nn.Linear):
+    """One number per position, in float32, also where an engine holds every weight in half precision."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, 1, bias=False)
+        # Zero is a fair first guess of a value or score, and the same one on every machine.
+        nn.init.zeros_(self.weight)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return nn.functional.linear(hidden.float(), self.weight.float())
 
 
 def _check_rotation(inner: PreTrainedModel, batch: Batch) -> None:

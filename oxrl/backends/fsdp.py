@@ -11,51 +11,40 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from oxrl.backends._forward import LanguageModel, Probed, prepare_layout, register_attention
-from oxrl.backends.local import PyTorchTrainingBackend, copy_parameters
-from oxrl.backends.optimizer import create_adamw_optimizer, schedule
+from oxrl.backends.local import copy_parameters
+from oxrl.backends.optimizer import create_adamw_optimizer
 from oxrl.backends.ranks import Crew, RankedBackend, portable
+from oxrl.backends.worker import (
+    RANDOM,
+    SHARDS,
+    Load,
+    RankWorker,
+    Settings,
+    dtypes_of,
+    random_state,
+    restore_random_state,
+    tensors_of,
+)
 from oxrl.types import Algorithm, Batch, Counts, ImmediateTrainFuture, Outputs, Read, TrainFuture
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from transformers import PreTrainedModel
 
     from oxrl.backends.local import Part
 
 logger = logging.getLogger(__name__)
 
-SHARDS = "shards"
-RANDOM = "random:"
 T = TypeVar("T")
-Load: TypeAlias = Callable[[], Any]
-"""Gives a model; it travels: `partial(load_model, "tiny")`. Rank 0 calls it as it is, and every rank once more inside
-`torch.device("meta")`, for a model of the same make without weights."""
-
-
-class FSDPSettings(NamedTuple):
-    """What a worker is made of; the same names and defaults as for the local backend."""
-
-    lr: float = 1e-5
-    weight_decay: float = 0.01
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    lr_scheduler: str = "constant"
-    num_steps: int = 0
-    warmup_steps: int = 0
-    max_grad_norm: float = 1.0
-    heads: tuple[str, ...] = ()
-    temperature: float = 1.0
 
 
 class FSDPTrainingBackend(RankedBackend):
@@ -70,11 +59,11 @@ class FSDPTrainingBackend(RankedBackend):
         heads: Sequence[str] = (),
         **settings: Any,
     ) -> None:
-        chosen = FSDPSettings(heads=tuple(heads), **settings)
+        chosen = Settings(heads=tuple(heads), **settings)
         super().__init__(ranks, partial(build_worker, load, dict(others), chosen))
 
 
-def build_worker(load: Load, others: Mapping[str, Load], settings: FSDPSettings) -> FSDPWorker:
+def build_worker(load: Load, others: Mapping[str, Load], settings: Settings) -> FSDPWorker:
     """The model and what it is compared with, one after the other: no rank has more than one of them whole."""
     trained = spread(load, settings.heads, settings.temperature)
     compared = {name: spread(each, (), settings.temperature, frozen=True).module for name, each in others.items()}
@@ -132,20 +121,15 @@ def _describe(module: LanguageModel) -> Told:
     return Told(
         module.probed,
         module.inner.config._attn_implementation,
-        {name: tensor.dtype for name, tensor in _tensors(module).items()},
+        dtypes_of(module),
     )
-
-
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers, also those that no checkpoint has; a tied one once."""
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 @torch.no_grad()
 def _fill(module: LanguageModel, loaded: LanguageModel | None, dtypes: Mapping[str, torch.dtype]) -> None:
     """One after the other, each whole on every rank for a moment."""
-    found = _tensors(loaded) if loaded is not None else {}
-    for name, tensor in _tensors(module).items():
+    found = tensors_of(loaded) if loaded is not None else {}
+    for name, tensor in tensors_of(module).items():
         whole = torch.empty(tensor.shape, dtype=dtypes[name], device=tensor.device)
         if found:
             whole.copy_(found[name])
@@ -213,36 +197,18 @@ def _layers(module: LanguageModel) -> list[nn.Module]:
     return [part for part in module.inner.modules() if type(part).__name__ in blocks]
 
 
-class FSDPWorker(PyTorchTrainingBackend):
+class FSDPWorker(RankWorker):
     """One rank's slice."""
 
-    def __init__(
-        self, trained: Spread, others: Mapping[str, LanguageModel], settings: FSDPSettings, load: Load
-    ) -> None:
+    def __init__(self, trained: Spread, others: Mapping[str, LanguageModel], settings: Settings, load: Load) -> None:
         module = trained.module
         options = {name: getattr(settings, name) for name in ("lr", "weight_decay", "betas", "eps")}
-        super().__init__(
-            module,
-            create_adamw_optimizer(module, **options),
-            schedule(settings.lr_scheduler, settings.num_steps, settings.warmup_steps),
-            max_grad_norm=settings.max_grad_norm,
-            others=others,
-        )
-        self.whole: PreTrainedModel | None = None
-        self.dtype = trained.dtypes[_name_of(module, module.inner.get_input_embeddings().weight)]
-        self._load = load
-        self._dtypes = {id(tensor): trained.dtypes[name] for name, tensor in _tensors(module).items()}
-        self._rehearsal = ExitStack()
+        super().__init__(module, create_adamw_optimizer(module, **options), others, settings, load, trained.dtypes)
 
-    def full(self, parameter: Tensor) -> Tensor:
+    def _in_one_piece(self, parameter: Tensor) -> Tensor:
         from torch.distributed.tensor import DTensor
 
-        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        return whole.detach().to(self._dtypes[id(parameter)])
-
-    def fresh(self) -> PreTrainedModel:
-        model: PreTrainedModel = self._load()
-        return model
+        return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
     def logprobs(
         self, batches: Sequence[Batch], which: str = "policy", reads: Mapping[str, Read] = MappingProxyType({})
@@ -276,7 +242,7 @@ class FSDPWorker(PyTorchTrainingBackend):
         """Each rank writes its slices; what it takes to go on to the bit, and nothing that is frozen."""
         from torch.distributed.checkpoint.state_dict_saver import save
 
-        state = self._state(self.optimizer.tensors(), self.reference_moved) | _random_state()
+        state = self._state(self.optimizer.tensors(), self.reference_moved) | random_state()
         save(state, checkpoint_id=path / SHARDS)
 
     def load_shards(self, path: Path) -> None:
@@ -295,10 +261,10 @@ class FSDPWorker(PyTorchTrainingBackend):
             raise ValueError(
                 f"the checkpoint in {path} is of another model or optimizer: {strangers[0]} is not in both"
             )
-        random = {key: tensor for key, tensor in _random_state().items() if key in known}
+        random = {key: tensor for key, tensor in random_state().items() if key in known}
         state |= random
         state_dict_loader.load(state, checkpoint_id=path / SHARDS)
-        _restore_random_state(random)
+        restore_random_state(random)
         self.version = int(state["version"])
         self.optimizer.restore(optimizer)
 
@@ -319,28 +285,9 @@ class FSDPWorker(PyTorchTrainingBackend):
             blank[f"{name}:exp_avg_sq"] = torch.zeros_like(master.detach())
         return blank
 
-    def rehearse(self, begin: bool) -> None:
-        """The two halves of `rehearsing`, which come as two calls."""
-        if begin:
-            self._rehearsal.enter_context(self.rehearsing())
-        else:
-            self._rehearsal.close()
-
-
-def _random_state() -> dict[str, Tensor]:
-    states = {"cpu": torch.get_rng_state()} | (
-        {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
-    )
-    return {f"{RANDOM}{dist.get_rank()}:{device}": state for device, state in states.items()}
-
-
-def _restore_random_state(states: Mapping[str, Tensor]) -> None:
-    for key, state in states.items():
-        (torch.cuda.set_rng_state if key.endswith("cuda") else torch.set_rng_state)(state)
-
 
 def _name_of(module: nn.Module, weight: Tensor) -> str:
-    return next(name for name, tensor in _tensors(module).items() if tensor is weight)
+    return next(name for name, tensor in tensors_of(module).items() if tensor is weight)
 
 
 def _slice(whole: Tensor, like: Tensor) -> Tensor:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -136,7 +137,10 @@ class PyTorchTrainingBackend:
         for name in compared:
             with self._speaking_as(name) as module:
                 other = module.as_other(batch)
-        outputs: Outputs = self.module(batch, {name: read.statistic for name, read in reads.items()}, other)
+        return self._forward(batch, {name: read.statistic for name, read in reads.items()}, other)
+
+    def _forward(self, *arguments: Any) -> Outputs:
+        outputs: Outputs = self.module(*arguments)
         return outputs
 
     @contextmanager
@@ -166,11 +170,14 @@ class PyTorchTrainingBackend:
         losses = algorithm.loss(self._pass(here, algorithm.reads), here)
         shares = {name: term.total / counts[term.unit] for name, term in losses.terms.items()}
         loss = torch.stack(list(shares.values())).sum()
-        (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
+        self._add_gradient(loss if weight == 1.0 else loss * weight)
         return Part(
             {name: value.detach() for name, value in {"loss": loss, **shares}.items()},
             {name: Term(term.total.detach(), term.unit) for name, term in losses.metrics.items()},
         )
+
+    def _add_gradient(self, loss: Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
 
     def stop_unless_finite(self, parts: Sequence[Part], batches: Sequence[Batch]) -> None:
         self._unstepped.extend(batches)
@@ -179,17 +186,22 @@ class PyTorchTrainingBackend:
             raise NonFiniteError("the loss", [batch for batch, fine in zip(batches, finite, strict=True) if not fine])
 
     def optim_step(self) -> TrainFuture[dict[str, float]]:
-        norm = float(self._clip_gradients())
-        if not torch.isfinite(torch.tensor(norm)):
-            raise NonFiniteError("the gradient", self._unstepped)
         rate = self.base_rate * self.scheduler(self.version)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        norm = self._update()
         self.version += 1
         self._unstepped.clear()
         return ImmediateTrainFuture({"grad_norm": norm, "lr": rate})
+
+    def _update(self) -> float:
+        """Clip and step; returns the norm before clipping. Where that is not finite, no weight has changed."""
+        norm = float(self._clip_gradients())
+        if not math.isfinite(norm):
+            raise NonFiniteError("the gradient", self._unstepped)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
 
     def _clip_gradients(self) -> Tensor:
         return nn.utils.clip_grad_norm_(list(self.optimizer.masters.values()), self.max_grad_norm)
@@ -227,9 +239,12 @@ class PyTorchTrainingBackend:
         if "ref" not in self.others:
             raise ValueError("there is no reference model of its own that could follow the policy")
         for old, new in zip(self.others["ref"].model.parameters(), self.model.parameters(), strict=True):
-            old.lerp_(new.to(old.dtype), 1 - decay)
+            self._move(old, new, 1 - decay)
         self.reference_moved = True
         return ImmediateTrainFuture(None)
+
+    def _move(self, weight: Tensor, towards: Tensor, share: float) -> None:
+        weight.lerp_(towards.to(weight.dtype), share)
 
     def save(self, path: Path) -> TrainFuture[None]:
         """Weights as plain transformers (or PEFT) files in `path`, optimizer and version beside them."""
@@ -293,13 +308,18 @@ def create_pytorch_backend(
 
 
 @torch.no_grad()
-def copy_parameters(weights: Mapping[str, Tensor], model: nn.Module) -> None:
-    """By name, and only where every name is known."""
+def copy_parameters(
+    weights: Mapping[str, Tensor],
+    model: nn.Module,
+    inside: Callable[[Tensor], AbstractContextManager[Any]] = nullcontext,
+) -> None:
+    """By name, and only where every name is known; each while it is `inside`, where it can be written to."""
     parameters = dict(model.named_parameters())
     if unknown := sorted(weights.keys() - parameters.keys()):
         raise ValueError(f"these weights are of another model: it has no parameter {unknown[0]}")
     for name, tensor in weights.items():
-        parameters[name].copy_(tensor)
+        with inside(parameters[name]):
+            parameters[name].copy_(tensor)
 
 
 def frozen(model: PreTrainedModel | LanguageModel, temperature: float) -> LanguageModel:

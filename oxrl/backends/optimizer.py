@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -23,11 +23,7 @@ class AdamW(torch.optim.AdamW):
     def __init__(self, named: Mapping[str, nn.Parameter], weight_decay: float, **options: Any) -> None:
         self.masters: dict[str, nn.Parameter] = {name: _master(parameter) for name, parameter in named.items()}
         self.parameters = dict(named)
-        # Norms and biases are not decayed: pulling a gain to zero is not regularisation.
-        decayed = [master for master in self.masters.values() if master.ndim >= 2]
-        others = [master for master in self.masters.values() if master.ndim < 2]
-        groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-        super().__init__([group for group in groups if group["params"]], fused=True, **options)
+        super().__init__(decay_groups(self.masters.values(), weight_decay), fused=True, **options)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -70,6 +66,15 @@ class AdamW(torch.optim.AdamW):
             self.state[master] = {key: value.clone().to(master.device) for key, value in parts.items()}
 
 
+def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Norms and biases are not decayed: pulling a gain to zero is not regularisation."""
+    flat: dict[bool, list[nn.Parameter]] = {False: [], True: []}
+    for parameter in parameters:
+        flat[parameter.ndim < 2].append(parameter)
+    groups = [{"params": flat[False], "weight_decay": weight_decay}, {"params": flat[True], "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
 def _master(parameter: nn.Parameter) -> nn.Parameter:
     if parameter.dtype == torch.float32:
         return parameter
@@ -93,10 +98,15 @@ def create_adamw_optimizer(
     eps: float = 1e-8,
 ) -> AdamW:
     """AdamW over the parameters of `model` that require gradients."""
-    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if not trainable:
+    return AdamW(trainable(model), weight_decay, lr=lr, betas=betas, eps=eps)
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that require gradients, by name."""
+    found = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not found:
         raise ValueError("no parameter of the model requires a gradient: there is nothing to train")
-    return AdamW(trainable, weight_decay, lr=lr, betas=betas, eps=eps)
+    return found
 
 
 def full_rate(_done: int) -> float:

@@ -33,9 +33,9 @@ from oxrl.backends.ranks import (
     Worker,
     _is_lost_peer,
     _line,
-    portable,
     _told,
     perform,
+    portable,
     write_adapter_files,
 )
 from oxrl.buckets import BUCKET_BYTES, Bucket, in_buckets
@@ -289,7 +289,7 @@ class RayBackend(RankedBackend):
 def create_ray_backend(ranks: RayRanks, build: Build, *, time_limit: float | None = None) -> QueuedBackend:
     """A backend whose workers are actors and whose calls are futures that are not done yet.
 
-    `create_ray_backend(RayRanks(2), partial(fsdp.build_worker, load, {}, FSDPSettings(lr=1e-4)))`.
+    `create_ray_backend(RayRanks(2), partial(fsdp.build_worker, load, {}, Settings(lr=1e-4)))`.
     """
     # Several calls of the ranks can be one call of the backend, as in `save`.
     limit = 4 * ranks.call_limit if time_limit is None else time_limit

@@ -112,6 +112,11 @@ def _engine(config: Config, chosen: Algorithm) -> Iterator[str]:
             "run.backend: ray trains in other processes, whose weights the embedded engine does not have: set "
             "inference_engine.name: vllm or http"
         )
+    if engine.place == "process" and (config.ranks > 1 or engine.replicas not in (None, 1) or run.rollout_gpus):
+        yield (
+            "inference_engine.place: process is one vLLM in a trainer of one process: set server for several, for "
+            "devices of its own, or beside several ranks"
+        )
     if engine.name != "embedded" and rollout.mode != "shrinking":
         yield f"rollout.mode: {rollout.mode} is the embedded engine's: leave it out"
 

@@ -34,13 +34,14 @@ def anyio_backend():
 
 @pytest.fixture
 def make(ray_ranks):
-    from oxrl.backends.fsdp import FSDPSettings, build_worker
+    from oxrl.backends.fsdp import build_worker
+    from oxrl.backends.worker import Settings
     from oxrl.backends.ray import create_ray_backend
 
     made = []
 
     def one_more(load=TINY, others=(), **options):
-        build = partial(build_worker, load, dict(others), FSDPSettings(**{"lr": 1e-3, **options}))
+        build = partial(build_worker, load, dict(others), Settings(**{"lr": 1e-3, **options}))
         made.append(create_ray_backend(ray_ranks, build))
         return made[-1]
 

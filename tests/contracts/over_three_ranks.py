@@ -17,11 +17,11 @@ from oxrl.backends.ranks import RankError
 from oxrl.loops.step import train_step
 from oxrl.models.load import load_model
 from tests.contracts import together
-from tests.contracts.over_two_ranks import CLOSE, TINY, items_of
+from tests.contracts.over_two_ranks import CLOSE, RATES, TINY, items_of
 from tests.contracts.test_backend import some_items, train
 
 pytestmark = pytest.mark.anyio
-SCHEDULE = {"lr": 1e-3, "lr_scheduler": "cosine", "num_steps": 6}
+SCHEDULE = {**RATES, "lr_scheduler": "cosine", "num_steps": 6}
 
 
 @pytest.fixture

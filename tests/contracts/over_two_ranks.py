@@ -25,12 +25,13 @@ from oxrl.models.lora import LoraSettings, attach_lora
 from oxrl.types import ModelConfig
 from tests.algorithms.conftest import raw_rows
 from tests.contracts import together
-from tests.contracts.test_backend import some_items, split, train
+from tests.contracts.test_backend import BACKENDS, deepspeed, some_items, split, train
 
 pytestmark = pytest.mark.anyio
 NAMES = {"sft": {}, "dpo": {}, "grpo": {"kl_coef": 0.1}, "ppo": {}, "tdpo": {}}
 TINY = partial(load_model, "tiny")
 CLOSE = {"atol": 1e-5, "rtol": 0}
+RATES = {"lr": 1e-3, "eps": 1e-6}  # with a smaller eps, a gradient that is nothing but rounding becomes a step
 
 
 @pytest.fixture
@@ -38,12 +39,12 @@ def anyio_backend():
     return "asyncio"
 
 
-@pytest.fixture
-def sharded():
+@pytest.fixture(params=["fsdp", "zero2", "zero3"])
+def sharded(request):
     made = []
 
     def make(load=TINY, **options):
-        made.append(FSDPTrainingBackend(together.ranks(), load, **{"lr": 1e-3, **options}))
+        made.append(BACKENDS[request.param](load=load, **{**RATES, **options}))
         return made[-1]
 
     yield make
@@ -59,6 +60,9 @@ def checkpointed(dtype="float32"):
     return load_model(ModelConfig("tiny", dtype=dtype, gradient_checkpointing=True))
 
 
+HALF = partial(checkpointed, "bfloat16")
+
+
 def items_of(name, n=5):
     chosen = algorithm(name)
     samples = load_samples(raw_rows(chosen.assemble, n, seed=0)).samples
@@ -67,7 +71,7 @@ def items_of(name, n=5):
 
 def local(load=TINY, others=None, **options):
     loaded = {name: each() for name, each in (others or {}).items()}
-    return create_pytorch_backend(load(), others=loaded, **{"lr": 1e-3, **options})
+    return create_pytorch_backend(load(), others=loaded, **{**RATES, **options})
 
 
 async def same_steps(one, two, built, items, steps=8):
@@ -109,9 +113,87 @@ async def test_eight_steps_are_those_of_the_local_backend(sharded, name):
     await same_steps(local(**common), sharded(**common), built, items_of(name))
 
 
+@pytest.fixture
+def zero():
+    """Makes DeepSpeed backends with a section of their own."""
+    made = []
+
+    def make(section, load=TINY, **options):
+        made.append(deepspeed(3, load=load, deepspeed=section, **{**RATES, **options}))
+        return made[-1]
+
+    yield make
+    for backend in made:
+        backend.close()
+
+
+def engine_of(backend):
+    return together.ranks().here(backend._number).engine
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+async def test_eight_steps_without_sharded_gradients_are_those_of_the_local_backend(zero, stage):
+    common = {"lr_scheduler": "cosine", "num_steps": 8, "max_grad_norm": 0.5}
+    backend = zero({"zero_optimization": {"stage": stage}}, **common)
+    await same_steps(local(**common), backend, algorithm("sft"), items_of("sft"))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+async def test_an_optimizer_state_beside_the_device_changes_nothing(zero, stage):
+    section = {"zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu"}}}
+    backend = zero(section)
+    assert engine_of(backend).zero_use_cpu_optimizer()
+    await same_steps(local(), backend, algorithm("sft"), items_of("sft"), steps=3)
+
+
+async def test_a_section_reaches_deepspeed_and_a_reference_can_be_a_whole_copy(zero):
+    others, built = {"ref": TINY}, algorithm("dpo")
+    section = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 12_345}}
+    backend = zero(section, others=others, deepspeed_ref={"zero_optimization": {"stage": 0}})
+    assert engine_of(backend).zero_reduce_bucket_size() == 12_345
+    worker = together.ranks().here(backend._number)
+    assert hasattr(next(worker.module.parameters()), "ds_tensor")
+    assert not hasattr(next(worker.others["ref"].parameters()), "ds_tensor")
+    await same_steps(local(others=others), backend, built, items_of("dpo"), steps=2)
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"deepspeed": {"zero_optimization": {"reduce_bucket": 5}}}, "section deepspeed: .*reduce_bucket; Extra"),
+        ({"deepspeed": {"zero_optimization": {"stage": 7}}}, "section deepspeed: .*Input should be 0, 1, 2, 3"),
+        ({"deepspeed": {"zero_optimization": 3}}, "holds settings, such as {stage: 3}"),
+        ({"deepspeed": {"gradient_clipping": 3}}, "gradient_clipping is not set here"),
+        ({"deepspeed_ref": {"zero_optimization": {"stage": 2}}}, "stage 2 shards gradients or optimizer state"),
+        ({"deepspeed": {"zero_optimization": {"stage": 0}}, "load": HALF}, "stage 0 trains in float32 only"),
+    ],
+)
+async def test_a_section_that_cannot_work_is_refused_and_harms_nobody(zero, sections, words):
+    with pytest.raises(ValueError, match=words):
+        deepspeed(3, others={"ref": TINY}, **sections)
+    await zero({}).logprobs(split(some_items(), 8))
+
+
+async def test_a_checkpoint_of_another_stage_is_refused(zero, tmp_path):
+    saved, other = zero({"zero_optimization": {"stage": 2}}), zero({"zero_optimization": {"stage": 3}})
+    await saved.save(tmp_path)
+    with pytest.raises(ValueError, match="saved with zero_optimization.stage 2, and here it is 3"):
+        await other.load(tmp_path)
+
+
+async def test_a_stage_without_sharding_goes_on_to_the_bit(zero, tmp_path):
+    through, resumed = (zero({"zero_optimization": {"stage": 0}}) for _ in range(2))
+    await train(through, some_items(), 3, steps=2)
+    await through.save(tmp_path)
+    await resumed.load(tmp_path)
+    expected, _ = await train(through, some_items(), 3, steps=2)
+    found, _ = await train(resumed, some_items(), 3, steps=2)
+    assert found == expected
+
+
 @pytest.mark.parametrize("head", ["value", "score"])
 async def test_heads_of_a_model_in_half_precision_stay_in_float32(sharded, head):
-    backend = sharded(partial(checkpointed, "bfloat16"), heads=(head,))
+    backend = sharded(HALF, heads=(head,))
     (outputs,) = await backend.logprobs([collate(some_items())])
     assert getattr(outputs, head).dtype == torch.float32
 
@@ -145,6 +227,16 @@ async def test_an_adapter_is_trained_against_its_own_base(sharded, tmp_path, nam
     )
 
 
+async def test_without_its_adapter_a_model_speaks_as_its_base_to_the_bit(sharded):
+    backend, base = sharded(with_adapter), sharded()
+    batches = split(some_items(), 3)
+    await train(backend, some_items(), 3, steps=1)
+    for expected, found in zip(await base.logprobs(batches), await backend.logprobs(batches, "ref"), strict=True):
+        assert torch.equal(found.logprob, expected.logprob)
+    for expected, found in zip(await base.logprobs(batches), await backend.logprobs(batches), strict=True):
+        assert not torch.equal(found.logprob, expected.logprob)
+
+
 async def test_checkpointed_gradients_are_the_same(sharded):
     await same_steps(local(), sharded(checkpointed), algorithm("sft"), items_of("sft"), steps=3)
 
@@ -176,6 +268,7 @@ async def test_dropout_on_every_rank_goes_on_where_it_was(sharded, tmp_path):
     assert (await train(resumed, items, 2, steps=2))[0] == expected
 
 
+@pytest.mark.parametrize("sharded", ["fsdp"], indirect=True)
 async def test_what_two_ranks_saved_is_handed_on(sharded):
     """To `over_three_ranks.py`, which goes on from it."""
     folder = os.environ.get("OXRL_TEST_HANDED_ON")
@@ -187,8 +280,7 @@ async def test_what_two_ranks_saved_is_handed_on(sharded):
 
 
 async def test_half_precision_computes_in_its_own_and_keeps_float32(sharded, tmp_path):
-    half = partial(checkpointed, "bfloat16")
-    one, two = local(half), sharded(half)
+    one, two = local(HALF), sharded(HALF)
     items = some_items()
     expected, found = await train(one, items, 3), await train(two, items, 3)
     assert found[0] == pytest.approx(expected[0], abs=0.03)
@@ -249,6 +341,24 @@ async def test_what_is_not_finite_on_one_rank_is_told_with_its_rows(sharded):
     with pytest.raises(NonFiniteError, match="rank [01], add_gradients: the loss is not finite") as caught:
         await sharded().forward_backward(split(stamped, 1), algorithm("dpo"), count_units(stamped))
     assert [id for batch in caught.value.batches for id in batch.ids] == [row.id for row in items[3]]
+
+
+NO_GRADIENT = """
+from oxrl.algorithms.preference import Pairs
+
+def planted(pairs: Pairs):
+    return (pairs.chosen * 0).abs().sqrt()  # 0, and its slope is not a number
+"""
+
+
+async def test_a_gradient_that_is_not_finite_changes_no_weight(sharded, tmp_path):
+    file = tmp_path / "planted.py"
+    file.write_text(NO_GRADIENT)
+    built, items = algorithm(f"{file}:planted"), items_of("dpo")
+    backend, untouched = sharded(others={"ref": TINY}), local()
+    with pytest.raises(NonFiniteError, match="optim_step: the gradient is not finite"):
+        await train_step(backend, built, items, 90)
+    await same_weights(untouched, backend, atol=0)
 
 
 FAILS_ON_ONE_RANK = """

@@ -19,6 +19,7 @@ from oxrl.tensors import entropy
 from oxrl.types import Read, Row
 from oxrl.weights import read_weights, source_of
 from tests.contracts import together
+from tests.engines import need
 
 pytestmark = pytest.mark.anyio
 SFT = algorithm("sft")
@@ -36,7 +37,8 @@ def local(**options):
 def fsdp(**options):
     from oxrl.backends.fsdp import FSDPTrainingBackend
 
-    return FSDPTrainingBackend(together.ranks(), partial(load_model, "tiny"), **{"lr": 1e-3, **options})
+    load = options.pop("load", partial(load_model, "tiny"))
+    return FSDPTrainingBackend(together.ranks(), load, **{"lr": 1e-3, **options})
 
 
 def queued(**options):
@@ -44,14 +46,31 @@ def queued(**options):
 
 
 def ray(ranks, *, others=(), **options):
-    from oxrl.backends.fsdp import FSDPSettings, build_worker
+    from oxrl.backends.fsdp import build_worker
     from oxrl.backends.ray import create_ray_backend
+    from oxrl.backends.worker import Settings
 
-    settings = FSDPSettings(**{"lr": 1e-3, **options})
+    settings = Settings(**{"lr": 1e-3, **options})
     return create_ray_backend(ranks, partial(build_worker, partial(load_model, "tiny"), dict(others), settings))
 
 
-BACKENDS = {"local": local, "queued": queued, "fsdp": fsdp, "ray": ray}
+def deepspeed(stage, **options):
+    from oxrl.backends.deepspeed import DeepSpeedTrainingBackend
+
+    need("deepspeed", "pip install deepspeed")
+    section = {"zero_optimization": {"stage": stage}}
+    load = options.pop("load", partial(load_model, "tiny"))
+    return DeepSpeedTrainingBackend(together.ranks(), load, **{"deepspeed": section, "lr": 1e-3, **options})
+
+
+BACKENDS = {
+    "local": local,
+    "queued": queued,
+    "fsdp": fsdp,
+    "zero2": partial(deepspeed, 2),
+    "zero3": partial(deepspeed, 3),
+    "ray": ray,
+}
 
 
 @pytest.fixture(params=BACKENDS)
