@@ -73,12 +73,13 @@ def open_backend(config: Config, inputs: Inputs) -> Iterator[Any]:
     """The backend that `run.backend` names, with the model that the config names in it."""
     opened = {"local": _local, "fsdp": _ranked, "deepspeed": _ranked, "ray": _on_ray}[config.run.backend]
     with opened(config, inputs) as backend:
-        if config.inference_engine.name == "embedded" or not inputs.online or isinstance(backend, QueuedBackend):
-            yield backend
-        else:  # whoever asks an engine and grades its answers goes on while the trainer computes
-            queued = QueuedBackend(backend, time_limit=10 * config.run.rank_time_limit)
-            yield queued
-            queued.close()
+        elsewhere = inputs.online and config.inference_engine.name != "embedded"
+        if elsewhere and not isinstance(backend, QueuedBackend):
+            # Whoever asks the engine and grades its answers goes on while the trainer computes.
+            backend = QueuedBackend(backend, time_limit=10 * config.run.rank_time_limit)
+        yield backend
+        if hasattr(backend, "close"):  # not after a failure, when there may be nobody left to tell
+            backend.close()
 
 
 class Loads(NamedTuple):
@@ -122,9 +123,7 @@ def _ranked(config: Config, inputs: Inputs) -> Iterator[Any]:
     from oxrl.backends.ranks import RankedBackend
     from oxrl.launch import join
 
-    backend = RankedBackend(join(time_limit=config.run.rank_time_limit), worker_of(config, inputs))
-    yield backend
-    backend.close()  # after a failure there may be nobody left to tell
+    yield RankedBackend(join(time_limit=config.run.rank_time_limit), worker_of(config, inputs))
 
 
 @contextmanager
@@ -137,9 +136,7 @@ def _on_ray(config: Config, inputs: Inputs) -> Iterator[Any]:
     with ray_cluster(run.ray_address, processes=config.ranks + replicas_of(config)):
         ranks = RayRanks(config.ranks, time_limit=run.rank_time_limit)
         try:
-            backend = create_ray_backend(ranks, worker_of(config, inputs))
-            yield backend
-            backend.close()
+            yield create_ray_backend(ranks, worker_of(config, inputs))
         finally:
             ranks.stop()
 

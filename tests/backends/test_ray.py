@@ -35,8 +35,8 @@ def anyio_backend():
 @pytest.fixture
 def make(ray_ranks):
     from oxrl.backends.fsdp import build_worker
-    from oxrl.backends.worker import Settings
     from oxrl.backends.ray import create_ray_backend
+    from oxrl.backends.worker import Settings
 
     made = []
 
