@@ -31,7 +31,8 @@ from oxrl.backends._forward import LanguageModel, prepare_layout
 from oxrl.backends.local import NonFiniteError, copy_parameters, frozen
 from oxrl.backends.optimizer import decay_groups, trainable
 from oxrl.backends.ranks import Crew, RankedBackend
-from oxrl.backends.worker import SHARDS, Load, RankWorker, Settings, dtypes_of, random_state, restore_random_state
+from oxrl.backends.shards import SHARDS
+from oxrl.backends.worker import Load, RankWorker, Settings, dtypes_of, random_state, restore_random_state
 from oxrl.types import ImmediateTrainFuture, Outputs, TrainFuture
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,6 @@ from oxrl.backends.optimizer import schedule
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-SHARDS = "shards"  # the folder of the ranks' slices in a checkpoint
 RANDOM = "random:"
 Load: TypeAlias = Callable[[], Any]
 """Gives a model; it travels: `partial(load_model, "tiny")`. Rank 0 calls it as it is; where every rank is to get its
