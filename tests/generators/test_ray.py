@@ -27,8 +27,8 @@ def anyio_backend():
     return "trio"
 
 
-async def process_id(generator):
-    return await generator.engines[0].engine.ask("process_id", limit=20)
+def process_id(generator):
+    return generator.engines[0].engine.process.pid
 
 
 async def test_an_adapter_is_reloaded_in_place_and_gone_with_plain_weights(ray_replicas, tiny):
@@ -72,7 +72,7 @@ async def test_a_replica_that_was_killed_comes_back_with_the_weights_and_answers
     await generator.update_weights(Weights(model, 120))
     requests = [Request((1, 2, 3), seed=seed) for seed in range(3)]
     expected = await generator.generate(requests, SAMPLING)
-    pid, answers = await process_id(generator), []
+    pid, answers = process_id(generator), []
 
     async def ask():
         answers.extend(await generator.generate(requests, LONG))
@@ -83,7 +83,7 @@ async def test_a_replica_that_was_killed_comes_back_with_the_weights_and_answers
         await anyio.sleep(0.2)
         os.kill(pid, signal.SIGKILL)
     assert time.monotonic() - started < 200
-    assert await process_id(generator) != pid
+    assert process_id(generator) != pid
     for answer, before in zip(answers, expected, strict=True):
         assert answer.version == 120 and answer.token_ids[: len(before.token_ids)] == before.token_ids
         assert answer.logprobs == pytest.approx(logprobs(model, (1, 2, 3), answer.token_ids), abs=5e-4)
@@ -91,7 +91,7 @@ async def test_a_replica_that_was_killed_comes_back_with_the_weights_and_answers
 
 async def test_a_replica_that_hangs_is_found_out_and_an_abort_does_not_wait_for_the_next(ray_replicas):
     generator, (replica,) = ray_replicas, ray_replicas.engines
-    pid, answers = await process_id(generator), []
+    pid, answers = process_id(generator), []
     replica.time_limit, before = 2.0, replica.time_limit
     os.kill(pid, signal.SIGSTOP)
 
