@@ -9,21 +9,22 @@ precision is kept in float32 slices and computes in its own precision. Who calls
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from oxrl.backends._forward import LanguageModel, prepare_layout
-from oxrl.backends.local import PyTorchTrainingBackend, copy_parameters, frozen
+from oxrl.backends._forward import LanguageModel, Probed, prepare_layout, register_attention
+from oxrl.backends.local import PyTorchTrainingBackend, copy_parameters
 from oxrl.backends.optimizer import create_adamw_optimizer, schedule
-from oxrl.backends.ranks import Crew, RankedBackend
+from oxrl.backends.ranks import Crew, RankedBackend, portable
 from oxrl.types import Algorithm, Batch, Counts, ImmediateTrainFuture, Outputs, Read, TrainFuture
 
 if TYPE_CHECKING:
@@ -36,8 +37,10 @@ logger = logging.getLogger(__name__)
 
 SHARDS = "shards"
 RANDOM = "random:"
+T = TypeVar("T")
 Load: TypeAlias = Callable[[], Any]
-"""Gives a model; it is called on every rank, so it travels: `partial(load_model, "tiny")`."""
+"""Gives a model; it travels: `partial(load_model, "tiny")`. Rank 0 calls it as it is, and every rank once more inside
+`torch.device("meta")`, for a model of the same make without weights."""
 
 
 class FSDPSettings(NamedTuple):
@@ -72,15 +75,103 @@ class FSDPTrainingBackend(RankedBackend):
 
 
 def build_worker(load: Load, others: Mapping[str, Load], settings: FSDPSettings) -> FSDPWorker:
-    """Every rank loads, proves its layout on the whole model, and keeps its slice."""
-    module = LanguageModel(load(), settings.heads, temperature=settings.temperature)
-    logger.info("%s", prepare_layout(module).reason)
-    compared = {name: frozen(load_other(), settings.temperature) for name, load_other in others.items()}
-    mesh = _mesh(module.model.device.type)
-    dtypes = {name: tensor.dtype for name, tensor in module.state_dict().items()}
-    for each in (module, *compared.values()):
-        shard(each, mesh)
-    return FSDPWorker(module, compared, settings, load, dtypes)
+    """The model and what it is compared with, one after the other: no rank has more than one of them whole."""
+    trained = spread(load, settings.heads, settings.temperature)
+    compared = {name: spread(each, (), settings.temperature, frozen=True).module for name, each in others.items()}
+    return FSDPWorker(trained, compared, settings, load)
+
+
+class Spread(NamedTuple):
+    """A module in slices, and the precision that each of its weights was loaded in."""
+
+    module: LanguageModel
+    dtypes: Mapping[str, torch.dtype]
+
+
+class Told(NamedTuple):
+    """What rank 0, which has loaded the model, tells the others of it."""
+
+    probed: Probed
+    attention: str
+    dtypes: Mapping[str, torch.dtype]
+
+
+def spread(load: Load, heads: Sequence[str], temperature: float, *, frozen: bool = False) -> Spread:
+    """Rank 0 loads, and proves the layout on the whole model; all build an empty one and get their slices of it."""
+    loaded, module = _all_or_none(partial(_build, load, heads, temperature))
+    (told,) = _from_first([_describe(loaded)] if loaded is not None else [None])
+    module.layout, module.probed = told.probed.layout, told.probed
+    register_attention()
+    module.inner.set_attn_implementation(told.attention)
+    if frozen:
+        module.eval().requires_grad_(False)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shard(module, _mesh(device), told.dtypes[_name_of(module, module.inner.get_input_embeddings().weight)])
+    module.to_empty(device=device)
+    module.inner.tie_weights()
+    _fill(module, loaded, told.dtypes)
+    if loaded is not None:
+        for name in ("generation_config", "_weight_conversions"):  # which come with weights
+            if hasattr(loaded.inner, name):
+                setattr(module.inner, name, getattr(loaded.inner, name))
+    return Spread(module, told.dtypes)
+
+
+def _build(load: Load, heads: Sequence[str], temperature: float) -> tuple[LanguageModel | None, LanguageModel]:
+    loaded = None
+    if dist.get_rank() == 0:
+        loaded = LanguageModel(load(), heads, temperature=temperature)
+        prepare_layout(loaded)
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*which is a no-op")  # nothing shall be copied yet
+        return loaded, LanguageModel(load(), heads, temperature=temperature)
+
+
+def _describe(module: LanguageModel) -> Told:
+    assert module.probed is not None, "it was prepared"
+    return Told(
+        module.probed,
+        module.inner.config._attn_implementation,
+        {name: tensor.dtype for name, tensor in _tensors(module).items()},
+    )
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers, also those that no checkpoint has; a tied one once."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+@torch.no_grad()
+def _fill(module: LanguageModel, loaded: LanguageModel | None, dtypes: Mapping[str, torch.dtype]) -> None:
+    """One after the other, each whole on every rank for a moment."""
+    found = _tensors(loaded) if loaded is not None else {}
+    for name, tensor in _tensors(module).items():
+        whole = torch.empty(tensor.shape, dtype=dtypes[name], device=tensor.device)
+        if found:
+            whole.copy_(found[name])
+        dist.broadcast(whole, 0)
+        tensor.copy_(_slice(whole, tensor))
+
+
+def _all_or_none(make: Callable[[], T]) -> T:
+    """What each rank makes; where one cannot, its reason on all of them, so that nobody waits for it."""
+    made, error = None, None
+    try:
+        made = make()
+    except Exception as caught:  # noqa: BLE001 - raised again below, on every rank
+        error = portable(caught)
+    errors: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    for failed in (error, *errors):
+        if failed is not None:
+            raise failed
+    assert made is not None, "there was no error"
+    return made
+
+
+def _from_first(values: list[Any]) -> list[Any]:
+    dist.broadcast_object_list(values, src=0)
+    return values
 
 
 def _mesh(device: str) -> DeviceMesh:
@@ -89,17 +180,19 @@ def _mesh(device: str) -> DeviceMesh:
     return init_device_mesh(device, (dist.get_world_size(),))
 
 
-def shard(module: LanguageModel, mesh: DeviceMesh) -> None:
-    """Slices of each layer and head, then of what is left; inside `forward`, and only there, weights are whole."""
+def shard(module: LanguageModel, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    """Slices of each layer and head, then of what is left; inside `forward`, and only there, weights are whole.
+
+    `dtype` is the precision to compute in; slices are kept in float32.
+    """
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-    dtype = module.model.dtype
     layers = _layers(module)
+    module.float()
     # Inputs are not cast: a batch carries log-probs and advantages, which stay in float32.
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     halves = policy
     if dtype != torch.float32:
-        module.float()
         halves = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for head in module.heads.values():
         fully_shard(head, mesh=mesh, mp_policy=policy)
@@ -121,16 +214,12 @@ def _layers(module: LanguageModel) -> list[nn.Module]:
 
 
 class FSDPWorker(PyTorchTrainingBackend):
-    """One rank's slice. `dtypes` are those that the weights were loaded in, by name."""
+    """One rank's slice."""
 
     def __init__(
-        self,
-        module: LanguageModel,
-        others: Mapping[str, LanguageModel],
-        settings: FSDPSettings,
-        load: Load,
-        dtypes: Mapping[str, torch.dtype],
+        self, trained: Spread, others: Mapping[str, LanguageModel], settings: FSDPSettings, load: Load
     ) -> None:
+        module = trained.module
         options = {name: getattr(settings, name) for name in ("lr", "weight_decay", "betas", "eps")}
         super().__init__(
             module,
@@ -140,9 +229,9 @@ class FSDPWorker(PyTorchTrainingBackend):
             others=others,
         )
         self.whole: PreTrainedModel | None = None
-        self.dtype = dtypes[_name_of(module, module.inner.get_input_embeddings().weight)]
+        self.dtype = trained.dtypes[_name_of(module, module.inner.get_input_embeddings().weight)]
         self._load = load
-        self._dtypes = {id(tensor): dtypes[name] for name, tensor in module.state_dict(keep_vars=True).items()}
+        self._dtypes = {id(tensor): trained.dtypes[name] for name, tensor in _tensors(module).items()}
         self._rehearsal = ExitStack()
 
     def full(self, parameter: Tensor) -> Tensor:
@@ -251,16 +340,22 @@ def _restore_random_state(states: Mapping[str, Tensor]) -> None:
 
 
 def _name_of(module: nn.Module, weight: Tensor) -> str:
-    return next(name for name, tensor in module.state_dict(keep_vars=True).items() if tensor is weight)
+    return next(name for name, tensor in _tensors(module).items() if tensor is weight)
+
+
+def _slice(whole: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of a weight that every rank has, in the precision that slices are kept in."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    here = whole.to(like.device, like.dtype)
+    if not isinstance(like, DTensor):
+        return here
+    return distribute_tensor(here, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def _sliced(weights: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """This rank's part of each weight that the model has; every rank was given all of them."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    sliced = dict(weights)
-    for name, parameter in model.named_parameters():
-        if name in weights and isinstance(parameter, DTensor):
-            here = weights[name].to(parameter.device, parameter.dtype)
-            sliced[name] = distribute_tensor(here, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    return sliced
+    parameters = dict(model.named_parameters())
+    return {
+        name: _slice(weight, parameters[name]) if name in parameters else weight for name, weight in weights.items()
+    }

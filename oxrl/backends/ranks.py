@@ -249,7 +249,7 @@ class Ranks:
             return Reply(perform(self._hosted[command.target], command.call, command.arguments))
         except Exception as error:  # whatever it is, the driver has to hear of it
             logger.debug("rank %d failed in %s", self.rank, command.call, exc_info=True)
-            return Reply(error=_portable(error))
+            return Reply(error=portable(error))
 
     def _send(self, commands: list[Command]) -> None:
         received: list[Any] = [None]
@@ -335,7 +335,11 @@ def join_ranks(*, time_limit: float = TIME_LIMIT, idle_limit: float = IDLE_LIMIT
 def perform(worker: Any, call: str, arguments: tuple[Any, ...]) -> Any:
     """A verb of this file (they are made of a worker's), or one that the worker has as it is."""
     verb = VERBS.get(call)
-    result = verb(worker, *arguments) if verb else getattr(worker, call)(*arguments)
+    return _value(verb(worker, *arguments) if verb else getattr(worker, call)(*arguments))
+
+
+def _value(result: Any) -> Any:
+    """What a worker answered; its futures are always done."""
     return result.value if isinstance(result, ImmediateTrainFuture) else result
 
 
@@ -396,9 +400,9 @@ def facts(worker: Worker) -> Facts:
     return Facts(worker.layout, worker.version, worker.dtype, vocabulary, hasattr(model, "peft_config"))
 
 
-def step(worker: Worker) -> tuple[dict[str, float], int]:
-    """The optimizer's, and the version that it led to."""
-    metrics: dict[str, float] = perform(worker, "optim_step", ())
+def optim_step(worker: Worker) -> tuple[dict[str, float], int]:
+    """Also says which version it led to."""
+    metrics: dict[str, float] = _value(worker.optim_step())
     return metrics, worker.version
 
 
@@ -438,7 +442,7 @@ def say_logprobs(worker: Worker, tokens: Sequence[int]) -> tuple[float, ...]:
     before = worker.module.temperature
     worker.set_temperature(1.0)
     try:
-        (outputs,) = perform(worker, "logprobs", ([collate([(Row("probe", np.array(tokens), mask),)])], "policy", {}))
+        (outputs,) = _value(worker.logprobs([collate([(Row("probe", np.array(tokens), mask),)])], "policy", {}))
     finally:
         worker.set_temperature(before)
     return tuple(outputs.logprob[1:].tolist())
@@ -466,7 +470,7 @@ VERBS: Mapping[str, Callable[..., Any]] = {
     for verb in (
         add_gradients,
         facts,
-        step,
+        optim_step,
         write_plain_files,
         write_adapter_files,
         write_model_files,
@@ -606,7 +610,7 @@ class RankedBackend:
         return ImmediateTrainFuture(sum_parts([part for reply in replies for part in reply], counts))
 
     def optim_step(self) -> TrainFuture[dict[str, float]]:
-        metrics, version = self.ask("step")
+        metrics, version = self.ask("optim_step")
         self.facts = self.facts._replace(version=version)
         return ImmediateTrainFuture(metrics)
 
@@ -664,7 +668,7 @@ def _on_cpu(metrics: Mapping[str, Term]) -> dict[str, Term]:
     return {name: Term(torch.as_tensor(total).cpu(), unit) for name, (total, unit) in metrics.items()}
 
 
-def _portable(error: Exception) -> Exception:
+def portable(error: Exception) -> Exception:
     """An exception that survives pickling, as itself or as its text."""
     try:
         pickle.loads(pickle.dumps(error))  # noqa: S301 - our own
