@@ -33,9 +33,9 @@ from oxrl.backends.ranks import (
     Worker,
     _is_lost_peer,
     _line,
-    _portable,
     _told,
     perform,
+    portable,
     write_adapter_files,
 )
 from oxrl.buckets import BUCKET_BYTES, Bucket, in_buckets
@@ -217,7 +217,7 @@ class RankActor:
         try:
             dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=time_limit))
         except RuntimeError as error:
-            return Reply(error=_portable(error))
+            return Reply(error=portable(error))
         return Reply(Process.current())
 
     def perform(self, command: Command) -> Reply:
@@ -236,7 +236,7 @@ class RankActor:
             return Reply(perform(worker, command.call, command.arguments))
         except Exception as error:  # whatever it is, the driver has to hear of it
             logger.debug("rank %d failed in %s", self.rank, command.call, exc_info=True)
-            return Reply(error=_portable(error))
+            return Reply(error=portable(error))
 
     def _put_bucket(self, worker: Worker, stream: int, most: int) -> Any:
         """A reference to the next bucket of this stream, from rank 0; None at the end, and from the others."""
