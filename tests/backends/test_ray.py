@@ -133,17 +133,20 @@ class Talker:
 
 @pytest.fixture
 def talkers(ray_here):
+    """On places of which they have half, as beside an engine."""
     from oxrl.backends.ray import RayRanks
+    from oxrl.cluster import reserve
 
-    started = []
+    places, started = reserve(2, time_limit=30), []
 
     def start(**limits):
-        started.append(RayRanks(2, **limits))
+        started.append(RayRanks(2, places=places, share=0.5, **limits))
         return started[-1], started[-1].start(Talker)
 
     yield start
     for ranks in started:
         ranks.stop()
+    places.free()
 
 
 def gone(pids, seconds):
