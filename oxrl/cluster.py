@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +67,29 @@ def import_ray() -> Any:
     except ImportError as error:
         raise ValueError("Ray is not installed: pip install 'oxrl[ray]'") from error
     return ray
+
+
+class Process(NamedTuple):
+    """Where an actor runs."""
+
+    node: str
+    pid: int
+
+    @classmethod
+    def current(cls) -> Process:
+        return cls(str(import_ray().get_runtime_context().get_node_id()), os.getpid())
+
+
+def end_actor(actor: Any, process: Process | None = None) -> None:
+    """At once, whatever it does. Ray asks a process to end; one on this machine that is stopped does not hear that."""
+    ray = import_ray()
+    if not ray.is_initialized():  # it ended with the cluster
+        return
+    ray.kill(actor, no_restart=True)
+    if process is not None and process.node == ray.get_runtime_context().get_node_id():
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if Path(f"/proc/{process.pid}/cmdline").read_bytes().startswith(b"ray::"):  # and not somebody else by now
+                os.kill(process.pid, signal.SIGKILL)
 
 
 class Places:

@@ -43,7 +43,6 @@ from oxrl.backends.worker import (
     restore_random_state,
     tensors_of,
 )
-)
 from oxrl.types import Algorithm, Batch, Counts, ImmediateTrainFuture, Outputs, Read, TrainFuture
 
 if TYPE_CHECKING:

@@ -39,7 +39,7 @@ from oxrl.backends.ranks import (
     write_adapter_files,
 )
 from oxrl.buckets import BUCKET_BYTES, Bucket, in_buckets
-from oxrl.cluster import Places, import_ray, reserve
+from oxrl.cluster import Places, Process, end_actor, import_ray, reserve
 from oxrl.types import ImmediateTrainFuture, TrainFuture, Weights
 from oxrl.weights import near_folder, plain_weights
 
@@ -78,17 +78,14 @@ class RayRanks:
         self._lock = threading.Lock()  # two calls that reach two ranks in another order would wait for each other
         actor = ray.remote(max_restarts=0, max_task_retries=0)(RankActor)
         self._actors = [actor.options(**self._places.options(rank, share)).remote(rank) for rank in range(world)]
+        self.processes: list[Process | None] = [None] * world
         try:
             meeting = self._gather("start", [self._actors[0].meeting_point.remote()])[0]
-            self._gather("join", [actor.join.remote(world, *meeting, time_limit) for actor in self._actors])
+            joining = [actor.join.remote(world, *meeting, time_limit) for actor in self._actors]
+            self.processes = self._gather("join", joining)
         except BaseException:
             self.stop()
             raise
-
-    @property
-    def process_ids(self) -> list[int]:
-        """For whoever looks after them: `ps`, a test that kills one."""
-        return self._gather("process_id", [actor.process_id.remote() for actor in self._actors])
 
     def start(self, build: Build) -> int:
         """Make a worker on every rank; returns the number to call it by."""
@@ -111,12 +108,9 @@ class RayRanks:
 
     def stop(self) -> None:
         """End the actors, and give their places back."""
-        ray = import_ray()
         self._broken = self._broken or "the ranks were stopped"
-        if not ray.is_initialized():  # they ended with the cluster
-            return
-        for actor in self._actors:
-            ray.kill(actor, no_restart=True)
+        for actor, process in zip(self._actors, self.processes, strict=True):
+            end_actor(actor, process)
         if self._own_places:
             self._places.free()
 
@@ -205,9 +199,6 @@ class RankActor:
             address: str = get_node_ip_address()  # type: ignore[no-untyped-call]
             return address, int(free.getsockname()[1])
 
-    def process_id(self) -> int:
-        return os.getpid()
-
     def join(self, world: int, address: str, port: int, time_limit: float) -> Reply:
         """The environment that torchrun would have given this rank, and the process group."""
         import torch
@@ -227,7 +218,7 @@ class RankActor:
             dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=time_limit))
         except RuntimeError as error:
             return Reply(error=portable(error))
-        return Reply()
+        return Reply(Process.current())
 
     def perform(self, command: Command) -> Reply:
         try:

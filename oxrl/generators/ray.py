@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections.abc
 import logging
-import os
 import queue
 import tempfile
 import threading
@@ -24,7 +23,7 @@ from typing import Any, Protocol, TypeAlias
 import anyio
 
 from oxrl.buckets import Bucket, in_buckets
-from oxrl.cluster import Places, import_ray, reserve
+from oxrl.cluster import Places, Process, end_actor, import_ray, reserve
 from oxrl.concurrent import in_thread, task_group
 from oxrl.generators.connection import EngineError
 from oxrl.generators.http import Ask, Facts, HTTPGenerator, Said
@@ -244,13 +243,16 @@ class RayReplica:
         self.refresh: Callable[[EngineHandle], Awaitable[None]] = _nothing
         self._start = start
         self.engine = EngineHandle(name, start())
+        self._facts: Facts | None = None
         self._replacing: anyio.Event | None = None
         self._restarts = self._aborts = 0
         self._waiting: set[anyio.CancelScope] = set()
 
     async def facts(self) -> Facts:
-        facts: Facts = await self.engine.ask("facts", limit=self.start_limit)
-        return facts
+        """Answers when the engine is ready; those of one replica do not change."""
+        if self._facts is None:
+            self._facts = await self.engine.ready(self.start_limit)
+        return self._facts
 
     async def complete(self, ask: Ask) -> Said:
         """What is lost with its engine is asked again of the one that takes its place."""
@@ -283,8 +285,9 @@ class RayReplica:
             scope.cancel()
         try:
             await self.engine.ask("abort", limit=_HEALTH_LIMIT)
-        except ReplicaLostError as error:  # nothing is under way there any more
+        except ReplicaLostError as error:  # what is under way there ends with it, and is not asked again
             logger.warning("%s", error)
+            self.engine.kill()
 
     async def pause(self) -> None:
         """Nothing to do: an engine takes weights between two of its steps."""
@@ -326,7 +329,7 @@ class RayReplica:
         await lost.end()
         fresh = EngineHandle(self.name, self._start())
         try:
-            await fresh.ask("facts", limit=self.start_limit)
+            await fresh.ready(self.start_limit)
             await self.refresh(fresh)
             self.engine = fresh
             self.recoveries += 1
@@ -345,6 +348,12 @@ class EngineHandle:
 
     def __init__(self, name: str, actor: Any) -> None:
         self.name, self._actor = name, actor
+        self.process: Process | None = None  # once it is ready
+
+    async def ready(self, limit: float) -> Facts:
+        facts: Facts = await self.ask("facts", limit=limit)
+        self.process = await self.ask("process", limit=limit)
+        return facts
 
     async def ask(self, method: str, *arguments: Any, limit: float) -> Any:
         from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
@@ -369,9 +378,7 @@ class EngineHandle:
         return answer
 
     def kill(self) -> None:
-        ray = import_ray()
-        if ray.is_initialized():
-            ray.kill(self._actor, no_restart=True)
+        end_actor(self._actor, self.process)
 
     async def end(self, patience: float = 0.0) -> None:
         if patience:
@@ -407,8 +414,8 @@ class EngineActor:
     async def version(self) -> int:
         return self.engine.version
 
-    async def process_id(self) -> int:
-        return os.getpid()
+    async def process(self) -> Process:
+        return Process.current()
 
     async def complete(self, ask: Ask) -> Said:
         return await self.engine.complete(ask)

@@ -5,9 +5,11 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,7 +21,6 @@ from oxrl.loops.rehearse import rehearse
 from oxrl.loops.step import train_step
 from oxrl.models.load import load_model
 from oxrl.models.lora import LoraSettings, attach_lora
-from oxrl.types import Algorithm, Losses, Term
 from oxrl.weights import MovedOnError, adapter_weights, plain_weights
 from tests.contracts.test_backend import SFT, some_items, split
 
@@ -105,20 +106,15 @@ async def test_an_adapter_arrives_merged_or_as_its_files(make, tmp_path):
         torch.testing.assert_close(found[name], tensor)
 
 
-def broken_loss(outputs, batch) -> Losses:
-    return Losses({"nan": Term(outputs.logprob.sum() * float("nan"), "token")})
-
-
 async def test_mistakes_and_numbers_that_are_none_stay_what_they_are(make):
     backend, items = make(), some_items()
     with pytest.raises(ValueError, match=r"the model 'ref': give the backend.* \(rank 0, logprobs\)"):
         await backend.logprobs(split(items, 3), "ref")
-    source = f"{Path(__file__)}:broken_loss"
-    not_finite = algorithm(source)
-    assert isinstance(not_finite, Algorithm)
-    with pytest.raises(NonFiniteError, match="rank 0, add_gradients: the loss") as caught:
-        await backend.forward_backward(split(items, 3), not_finite, count_units(items))
-    assert caught.value.batches, "the suspects come with it"
+    pair = tuple(row for item in items[:2] for row in item)
+    bad = tuple(replace(row, streams={"ref_logprob": np.where(row.mask, np.float32("nan"), 0.0)}) for row in pair)
+    with pytest.raises(NonFiniteError, match="rank [01], add_gradients: the loss is not finite") as caught:
+        await backend.forward_backward(split([bad], 1), algorithm("dpo"), count_units([bad]))
+    assert [row for batch in caught.value.batches for row in batch.ids] == ["row0", "row1"], "the suspects"
     with pytest.raises(ValueError, match="cannot travel"):
         backend.ranks.call(1, "logprobs", (each for each in ()))
     await backend.logprobs(split(items, 3))
@@ -135,24 +131,23 @@ class Talker:
     def process_id(self):
         return os.getpid()
 
-    def oversleep(self, which):
-        if torch.distributed.get_rank() == which:
-            time.sleep(60)
-
 
 @pytest.fixture
 def talkers(ray_here):
+    """On places of which they have half, as beside an engine."""
     from oxrl.backends.ray import RayRanks
+    from oxrl.cluster import reserve
 
-    started = []
+    places, started = reserve(2, time_limit=30), []
 
     def start(**limits):
-        started.append(RayRanks(2, **limits))
+        started.append(RayRanks(2, places=places, share=0.5, **limits))
         return started[-1], started[-1].start(Talker)
 
     yield start
     for ranks in started:
         ranks.stop()
+    places.free()
 
 
 def gone(pids, seconds):
@@ -182,9 +177,10 @@ def test_a_rank_that_died_is_named_and_nothing_runs_after_it(talkers):
 def test_a_rank_that_hangs_ends_the_wait_with_its_name(talkers):
     ranks, number = talkers(time_limit=3, call_limit=60)
     pids = ranks.call(number, "process_id")
+    os.kill(pids[1], signal.SIGSTOP)
     started = time.monotonic()
-    with pytest.raises(RankError, match=r"oversleep: no word from rank 1 within \d+ s"):
-        ranks.call(number, "oversleep", 1)
+    with pytest.raises(RankError, match=r"process_id: no word from rank 1 within \d+ s"):
+        ranks.call(number, "process_id")
     assert 3 <= time.monotonic() - started < 15
     ranks.stop()
     assert gone(pids, 20)

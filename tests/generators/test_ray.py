@@ -3,18 +3,23 @@
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import anyio
 import pytest
 import torch
 
+from oxrl.backends.fsdp import FSDPSettings, build_worker
+from oxrl.backends.ray import create_ray_backend
 from oxrl.concurrent import task_group
 from oxrl.generators.probe import StaleEngineError
+from oxrl.loops.step import train_step
 from oxrl.models.load import load_model
 from oxrl.models.lora import LoraSettings, attach_lora
 from oxrl.types import GenerationConfig, Request, Weights
-from oxrl.weights import ModuleWeights
+from oxrl.weights import ModuleWeights, MovedOnError
+from tests.contracts.test_backend import SFT, some_items
 from tests.generators.test_vllm import logprobs, step
 
 pytestmark = pytest.mark.anyio
@@ -27,8 +32,8 @@ def anyio_backend():
     return "trio"
 
 
-async def process_id(generator):
-    return await generator.engines[0].engine.ask("process_id", limit=20)
+def process_id(generator):
+    return generator.engines[0].engine.process.pid
 
 
 async def test_an_adapter_is_reloaded_in_place_and_gone_with_plain_weights(ray_replicas, tiny):
@@ -40,6 +45,23 @@ async def test_an_adapter_is_reloaded_in_place_and_gone_with_plain_weights(ray_r
         (answer,) = await generator.generate([Request((1, 2, 3))], SAMPLING)
         assert answer.version == version == generator.version
         assert answer.logprobs == pytest.approx(logprobs(speaker, (1, 2, 3), answer.token_ids), abs=5e-4)
+
+
+async def test_weights_go_from_training_actors_to_replicas_and_the_driver_has_none(ray_ranks, ray_replicas):
+    backend = create_ray_backend(
+        ray_ranks, partial(build_worker, partial(load_model, "tiny"), {}, FSDPSettings(lr=0.05))
+    )
+    items = some_items()
+    for _ in range(2):
+        await train_step(backend, SFT, items, 100)
+    weights = await backend.get_weights()
+    assert weights.module is None
+    weights = weights._replace(version=105)
+    await ray_replicas.update_weights(weights)
+    (answer,) = await ray_replicas.generate([Request((1, 2, 3))], SAMPLING)
+    spoken = weights.source.logprobs((1, 2, 3, *answer.token_ids))[2:]
+    assert answer.logprobs == pytest.approx(spoken, abs=5e-4)
+    backend.close()
 
 
 class Liar(ModuleWeights):
@@ -72,7 +94,7 @@ async def test_a_replica_that_was_killed_comes_back_with_the_weights_and_answers
     await generator.update_weights(Weights(model, 120))
     requests = [Request((1, 2, 3), seed=seed) for seed in range(3)]
     expected = await generator.generate(requests, SAMPLING)
-    pid, answers = await process_id(generator), []
+    pid, answers = process_id(generator), []
 
     async def ask():
         answers.extend(await generator.generate(requests, LONG))
@@ -83,28 +105,48 @@ async def test_a_replica_that_was_killed_comes_back_with_the_weights_and_answers
         await anyio.sleep(0.2)
         os.kill(pid, signal.SIGKILL)
     assert time.monotonic() - started < 200
-    assert await process_id(generator) != pid
+    assert process_id(generator) != pid
     for answer, before in zip(answers, expected, strict=True):
         assert answer.version == 120 and answer.token_ids[: len(before.token_ids)] == before.token_ids
         assert answer.logprobs == pytest.approx(logprobs(model, (1, 2, 3), answer.token_ids), abs=5e-4)
 
 
-async def test_a_replica_that_hangs_is_found_out_and_an_abort_does_not_wait_for_the_next(ray_replicas):
+class Passing(ModuleWeights):
+    """Weights that their trainer has until it goes on."""
+
+    gone = False
+
+    def logprobs(self, tokens):
+        if self.gone:
+            raise MovedOnError("the trainer has moved on")
+        return super().logprobs(tokens)
+
+
+async def test_a_replica_that_hangs_is_given_up_and_its_successor_waits_for_weights_that_exist(ray_replicas, tiny):
     generator, (replica,) = ray_replicas, ray_replicas.engines
-    pid, answers = await process_id(generator), []
-    replica.time_limit, before = 2.0, replica.time_limit
-    os.kill(pid, signal.SIGSTOP)
+    source, answers = Passing(load_model(tiny[0])), []
+    await generator.update_weights(Weights(None, 130, source))
+    pid = process_id(generator)
 
     async def ask():
         answers.extend(await generator.generate([Request((1, 2, 3))], SAMPLING))
 
-    try:
-        with anyio.fail_after(60):
-            async with task_group() as tasks:
-                tasks.start_soon(ask)
-                await anyio.sleep(4.0)  # it is given up by now, and another one is on its way
-                await generator.abort()
-    finally:
-        replica.time_limit = before
-    assert [answer.finish_reason for answer in answers] == ["aborted"]
+    os.kill(pid, signal.SIGSTOP)
+    source.gone = True
+    replica.time_limit, before = 2.0, replica.time_limit
+    with anyio.fail_after(60):
+        async with task_group() as tasks:
+            tasks.start_soon(ask)
+            await anyio.sleep(4.0)  # it is given up by now, and another one is on its way
+            await generator.abort()
+    replica.time_limit = before
+    assert [answer.finish_reason for answer in answers] == ["aborted"], "without a wait for the successor"
     assert not Path(f"/proc/{pid}").exists()
+    with anyio.fail_after(200):
+        async with task_group() as tasks:
+            tasks.start_soon(ask)
+            await anyio.sleep(2.0)
+            step(source.module, 8)
+            await generator.update_weights(Weights(source.module, 131))
+    assert answers[1].version == 131
+    assert answers[1].logprobs == pytest.approx(logprobs(source.module, (1, 2, 3), answers[1].token_ids), abs=5e-4)
