@@ -44,13 +44,12 @@ class SGLangStandIn(BaseHTTPRequestHandler):
 
     def do_GET(self):
         server = self.server
-        self.reply(
-            {
-                "/health": {},
-                "/get_server_info": {"context_length": server.speaker.model.config.max_position_embeddings},
-                "/get_weight_version": {"weight_version": server.weight_version},
-            }[self.path]
-        )
+        known = {
+            "/health": {},
+            "/get_server_info": {"context_length": server.speaker.model.config.max_position_embeddings},
+            "/get_weight_version": {"weight_version": server.weight_version},
+        }
+        self.reply(known.get(self.path, {}), 200 if self.path in known else 404)
 
     def do_POST(self):
         raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -86,10 +85,12 @@ class SGLangStandIn(BaseHTTPRequestHandler):
 
     def update_weights_from_disk(self, body):
         server = self.server
+        if server.refuses:
+            return self.reply({"success": False, "message": "no room"})
         if not server.deaf:
             server.portal.call(self.take, load_file(f"{body['model_path']}/model.safetensors"))
         server.weight_version = body.get("weight_version", server.weight_version)
-        self.reply({"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0})
+        return self.reply({"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0})
 
     async def take(self, weights):
         speaker = self.server.speaker
@@ -121,12 +122,15 @@ class SGLangStandIn(BaseHTTPRequestHandler):
 
 @contextmanager
 def sglang_stand_in(model, tokenizer):
-    """`.url`; `.deaf` makes it answer an update without taking it; `.seen` has the requests."""
+    """`.url`; `.seen` has the requests.
+
+    `.deaf` makes it answer an update without taking it, `.refuses` say that it cannot.
+    """
     with start_blocking_portal() as portal:
         server = ThreadingHTTPServer(("127.0.0.1", 0), SGLangStandIn)
         server.daemon_threads = True
         server.portal, server.speaker = portal, EmbeddedGenerator(model, tokenizer)
-        server.weight_version, server.deaf, server.seen = "default", False, []
+        server.weight_version, server.deaf, server.refuses, server.seen = "default", False, False, []
         server.url = f"http://127.0.0.1:{server.server_port}"
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()

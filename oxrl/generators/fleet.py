@@ -202,10 +202,11 @@ class Replica:
         self._well = False
         for scope in list(self._calls):
             scope.cancel()
+        refused = 0
         while not self._well:
             started = time.monotonic()
             self._times = [when for when in self._times if started - when < _HOUR]
-            if len(self._times) >= self.limits.restarts:
+            if len(self._times) >= self.limits.restarts or refused == 2:
                 often = f"{self.name} was started again {len(self._times)} times within an hour, and failed once more"
                 self._given_up = f"{often}: {why}; {last_words(self.server.log)}"
                 return
@@ -218,6 +219,7 @@ class Replica:
                 await self._catch_up()
             except (EngineError, StaleEngineError) as error:
                 self._well, why = False, str(error)
+                refused += self.server.process.poll() is None  # it is up, and does not take the weights
         version = self._kept.version if self._kept else 0
         logger.warning("%s is back after %.1f s, with version %s", self.name, time.monotonic() - started, version)
 

@@ -1,0 +1,145 @@
+"""Engines that die, hang, refuse or stay away: recovered from within a stated time, or a stop that names them."""
+
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from oxrl.generators.connection import EngineError
+from oxrl.generators.fleet import engine_at, served_at
+from oxrl.generators.http import SGLangEngine, VLLMEngine
+from oxrl.models.load import load_model
+from oxrl.types import GenerationConfig, Request, Weights
+from tests.engines import need_vllm, sglang_stand_in
+
+pytestmark = pytest.mark.anyio
+SAMPLING = GenerationConfig(max_new_tokens=6, seed=4)
+REQUESTS = [Request((1, 50 + seed), seed=seed) for seed in range(6)]
+START = 400  # seconds that a vLLM server may take to start on a busy machine; 45 on two idle cores
+
+
+@pytest.fixture
+def anyio_backend():
+    return "trio"
+
+
+class Driver:
+    """The process of `driver.py`; `next("fault")` is the next line that has this key, within so many seconds."""
+
+    def __init__(self, folder: Path, loop: str) -> None:
+        self.said, self.complaints = folder / "said", folder / "complaints"
+        with self.said.open("wb") as out, self.complaints.open("wb") as err:
+            command = [sys.executable, "-m", "tests.faults.driver", str(folder / "logs"), loop]
+            self.process = subprocess.Popen(command, stdout=out, stderr=err)
+        self.read = 0
+
+    def next(self, key: str, within: float) -> dict:
+        deadline = time.monotonic() + within
+        while time.monotonic() < deadline:
+            lines = [line for line in self.said.read_text().splitlines(keepends=True) if line.endswith("\n")]
+            for line in lines[self.read :]:
+                self.read += 1
+                if line.startswith("{") and key in (facts := json.loads(line)):
+                    return facts
+            assert self.process.poll() is None, f"the driver ended: {self.complaints.read_text()[-3000:]}"
+            time.sleep(0.1)
+        self.process.kill()
+        return pytest.fail(f"nothing about {key!r} within {within:g} s: {self.complaints.read_text()[-3000:]}")
+
+
+def lives(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def shared_memory(group: int) -> set[Path]:
+    """What the processes of a group have mapped of it."""
+    names = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # ended meanwhile
+            if os.getpgid(int(process.name)) == group:
+                names |= set(re.findall(r"/dev/shm/\S+", (process / "maps").read_text()))
+    return {Path(name) for name in names}
+
+
+def test_a_vllm_server_that_dies_or_hangs_comes_back_and_a_killed_driver_leaves_nothing(tmp_path):
+    """One launch for all: a start takes most of a minute."""
+    need_vllm()
+    driver = Driver(tmp_path, "asyncio")
+    try:
+        first = driver.next("ready", START)
+        for count, fault in enumerate(("SIGKILL", "SIGSTOP"), start=1):
+            assert driver.next("asked", START)["asked"], "the fault came too late to cut anything off"
+            seen = driver.next("fault", START + 30)
+            assert seen["fault"] == fault and seen["restarts"] == count
+            assert seen["equal"] and seen["gap"] < 1e-4 and seen["versions"] == [5]
+            assert not lives(seen["old_group"]), "what the old server had started is gone"
+        assert "restart 2" in driver.complaints.read_text()
+        assert driver.next("step", 60)["gap"] < 1e-4 and driver.next("step", 60)["restarts"] == 2
+        ours = {each for each in (Path(first["home"]), *shared_memory(seen["group"])) if each.exists()}
+        assert len(ours) > 1, "its home, and what vLLM shares between its processes"
+    finally:
+        driver.process.kill()
+        driver.process.wait(20)
+    deadline = time.monotonic() + 20
+    while (lives(seen["group"]) or any(each.exists() for each in ours)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not lives(seen["group"]), "its server outlived it"
+    assert not [each for each in ours if each.exists()], "left in memory"
+
+
+async def test_requests_of_a_server_that_is_gone_go_to_another_one_with_a_warning(tiny, caplog):
+    with sglang_stand_in(load_model(tiny[0]), tiny[1]) as good:
+        with sglang_stand_in(load_model(tiny[0]), tiny[1]) as gone:
+            urls = [gone.url, good.url]
+        async with served_at(urls[1:], tiny[1]) as alone:
+            expected = await alone.generate(REQUESTS, SAMPLING)
+        async with served_at(urls[1:], tiny[1], retries=1, backoff=0.01) as generator:
+            generator.engines.insert(0, SGLangEngine(urls[0], retries=1, backoff=0.01))
+            generator._load.insert(0, 0)
+            with caplog.at_level(logging.WARNING):
+                said = await generator.generate(REQUESTS, SAMPLING)
+                await generator.update_weights(Weights(load_model(tiny[0]), 3))
+        assert [each.token_ids for each in said] == [each.token_ids for each in expected]
+        assert generator.version == 3
+    assert caplog.text.count(f"SGLang server at {urls[0]} does not answer") == 1
+    assert f"SGLang server at {urls[0]} is left out" in caplog.text
+
+
+async def test_where_no_server_answers_it_stops_with_the_address(tiny):
+    with sglang_stand_in(load_model(tiny[0]), tiny[1]) as gone:
+        async with served_at([gone.url], tiny[1], retries=1, backoff=0.01) as generator:
+            gone.shutdown()
+            gone.server_close()
+            with pytest.raises(EngineError, match=rf"{gone.url}/\w+: no connection.*tried 2 times"):
+                await generator.generate(REQUESTS, SAMPLING)
+            with pytest.raises(EngineError, match=gone.url):
+                await generator.update_weights(Weights(load_model(tiny[0]), 1))
+
+
+async def test_a_server_that_refuses_weights_stops_the_run_with_its_name(tiny):
+    with sglang_stand_in(load_model(tiny[0]), tiny[1]) as server:
+        server.refuses = True
+        async with served_at([server.url], tiny[1]) as generator:
+            with pytest.raises(EngineError, match=f"SGLang server at {server.url} did not take the weights: no room"):
+                await generator.update_weights(Weights(load_model(tiny[0]), 1))
+        assert generator.version == 0
+
+
+async def test_servers_are_told_apart_by_what_they_answer(tiny):
+    with sglang_stand_in(load_model(tiny[0]), tiny[1]) as server:
+        assert isinstance(await engine_at(server.url), SGLangEngine)
+
+
+async def test_a_vllm_server_is_told_apart(vllm_url):
+    assert isinstance(await engine_at(vllm_url), VLLMEngine)

@@ -1,0 +1,92 @@
+"""A reward that asks a service which is slow, answers nonsense or is down: errors are data, and never a reward of 0."""
+
+import json
+import threading
+import time
+import urllib.request
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from tests.loops.test_online import Setting, small_letters
+
+LIMIT = 3.0  # seconds that a reward may take
+
+
+class Service(BaseHTTPRequestHandler):
+    """Grades as `small_letters` does; `server.fault(count)` says what is wrong with the request of this number."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self):
+        tokens = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            self.server.count += 1
+            fault = self.server.fault(self.server.count)
+        if fault == "slow":
+            time.sleep(2 * LIMIT)
+        share = sum(97 <= token < 123 for token in tokens) / max(1, len(tokens))
+        body = b"<html>busy" if fault == "nonsense" else json.dumps(share).encode()
+        self.send_response(503 if fault == "busy" else 200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@contextmanager
+def service(fault):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
+    server.daemon_threads, server.lock, server.count, server.fault = True, threading.Lock(), 0, fault
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def asking(port):
+    def service_reward(rollout):
+        body = json.dumps(list(rollout.generation.token_ids)).encode()
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/", body, timeout=20) as reply:
+            return json.load(reply)
+
+    return service_reward
+
+
+def test_a_service_that_fails_now_and_then_costs_answers_and_the_run_goes_on():
+    kinds = {5: "slow", 11: "busy", 17: "nonsense"}  # of every 40 requests
+    seen, setting = [], Setting()
+    with service(lambda count: kinds.get(count % 40)) as server:
+        manager = setting.manager(batch_size=5, reward_fn=asking(server.server_port), reward_time_limit=LIMIT)
+        history = setting.run(4, manager, observe=lambda _step, groups: seen.extend(groups))
+    ungraded = sum(line["ungraded"] for line in history)
+    assert len(history) == 4 and ungraded >= 4 * 3
+    rollouts = [rollout for group in seen for rollout in group]
+    assert all(rollout.reward == pytest.approx(small_letters(rollout)) for rollout in rollouts), "none was made up"
+    assert len(rollouts) >= 4 * 5 * 8 - ungraded, "what was graded is trained on"
+
+
+def test_a_service_that_goes_down_stops_the_run_with_its_own_words_and_teaches_nothing():
+    setting, steps = Setting(), []
+    with service(lambda _: None) as server:
+        manager = setting.manager(reward_fn=asking(server.server_port), reward_time_limit=LIMIT)
+
+        def down_after_two(step, _metrics):
+            steps.append({name: tensor.clone() for name, tensor in setting.model.state_dict().items()})
+            if step == 2:
+                server.shutdown()
+                server.server_close()
+
+        started = time.monotonic()
+        with pytest.raises(
+            RuntimeError, match=r"none of 8 prompts .* 8 could not be graded; the first failure: reward "
+        ):
+            setting.run(6, manager, log=down_after_two)
+    assert time.monotonic() - started < 60
+    assert len(steps) == 2
+    assert all(steps[-1][name].equal(tensor) for name, tensor in setting.model.state_dict().items())
