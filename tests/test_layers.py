@@ -22,7 +22,7 @@ LAYERS = [
     {"failure"},
     {"inputs"},
     {"wiring", "plan", "show", "explain", "primitives", "verify", "export", "testing", "reference"},
-    {"evaluation", "harness", "doctor", "report"},
+    {"evaluation", "harness", "doctor", "report", "mismatch"},
     {"trainer"},
     {"cli"},
 ]
