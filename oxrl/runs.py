@@ -133,6 +133,7 @@ def _told(rollout: Rollout) -> dict[str, Any]:
         "answer": rollout.sample.answer,
         "reward": rollout.reward,
         "status": rollout.status.value,
+        "greedy": rollout.greedy,
         "version": rollout.version,
         "turns": [_drawn(turn) for turn in rollout.turns],
     }

@@ -24,7 +24,7 @@ LAYERS = [
     {"inputs"},
     {"parts"},
     {"wiring", "plan", "show", "explain", "primitives", "verify", "export", "testing", "reference"},
-    {"evaluation", "harness", "doctor", "report"},
+    {"evaluation", "harness", "doctor", "report", "mismatch"},
     {"trainer"},
     {"cli"},
 ]

@@ -186,20 +186,22 @@ def _gap(logprob: Tensor, sampler_logprob: Tensor, mask: Tensor) -> Tensor:
     return (logprob - sampler_logprob).detach() * mask
 
 
-def ppo(*, value_coef: float = 0.1, value_clip: float = 0.2, entropy_coef: float = 0.0) -> None:
+def ppo(
+    *, value_coef: float = 0.1, value_clip: float = 0.2, entropy_coef: float = 0.0, correction: str = "none"
+) -> None:
     """GAE over a value head on the shared backbone, clipped surrogate, clipped value loss. Schulman et al. 2017."""
 
 
 def actor_critic(name: str = "ppo") -> Recipe:
     def build(name: str, parameters: Parameters) -> Algorithm:
-        own, entropy_coef = accepted(policy.clipped, parameters), parameters["entropy_coef"]
+        corrected, entropy_coef = _corrected(policy.clipped, parameters), parameters["entropy_coef"]
 
         def step(outputs: Outputs, batch: Batch) -> Losses:
             assert outputs.value is not None, "the value head is missing"
             view, old, target = policy_view(outputs, batch), batch.streams["value"], batch.streams["return"]
             value_loss = policy.ppo_value(outputs.value, old, target, view.mask, clip=parameters["value_clip"])
             terms = {
-                "policy": Term(policy.clipped(view, **own).sum(), "token"),
+                "policy": Term(corrected(view, batch).sum(), "token"),
                 "value": Term(parameters["value_coef"] * value_loss.sum(), "token"),
             }
             return Losses({**terms, **_entropy_term(outputs, view, entropy_coef)}, _policy_metrics(view))

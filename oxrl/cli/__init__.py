@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 import oxrl
-from oxrl.cli import config, data, doctor, export, look, models, plan, report, rewards, speak, train
+from oxrl.cli import config, data, doctor, export, look, mismatch, models, plan, report, rewards, speak, train
 from oxrl.cli.eval import evaluate
 from oxrl.hardware import set_up_process
 from oxrl.launch import leave
@@ -35,6 +35,7 @@ COMMANDS = (
     export.export,
     doctor.doctor,
     report.report,
+    mismatch.mismatch,
 )
 FAMILIES = {"config": config.app, "data": data.app, "rewards": rewards.app, "models": models.app}
 for command in COMMANDS:

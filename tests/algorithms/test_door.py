@@ -197,6 +197,7 @@ def policy_batch(sampler: float) -> Batch:
     from oxrl.data.pack import collate
 
     streams = {"advantage": [0, 3.0], "policy_logprob": [0, -1.0], "sampler_logprob": [0, sampler]}
+    streams |= {"value": [0, 0], "return": [0, 0]}
     row = Row("a", [1, 2], [False, True], streams={name: np.array(s, np.float32) for name, s in streams.items()})
     return collate([(row,)])
 
@@ -213,9 +214,17 @@ def policy_batch(sampler: float) -> Batch:
     ],
 )
 def test_the_gap_between_sampler_and_trainer_is_corrected_as_asked(correction, sampler, expected):
-    built = algorithm("grpo", correction=correction)
-    losses = built.loss(Outputs(torch.tensor([0.0, -1.0])), policy_batch(sampler))
-    assert float(losses.terms["policy"].total) == pytest.approx(expected, rel=1e-5)
+    for name in ("grpo", "ppo"):
+        built = algorithm(name, correction=correction)
+        losses = built.loss(Outputs(torch.tensor([0.0, -1.0]), value=torch.zeros(2)), policy_batch(sampler))
+        assert float(losses.terms["policy"].total) == pytest.approx(expected, rel=1e-5)
+
+
+def test_every_policy_gradient_can_be_corrected():
+    policy_gradients = {name for name in ALGORITHMS if "entropy_coef" in algorithm(name).parameters}
+    assert {"grpo", "sgrpo", "ppo", "rloo", "gspo", "cispo", "dapo", "dr_grpo", "reinforce"} <= policy_gradients
+    for name in policy_gradients:
+        assert algorithm(name, correction="masked").parameters["correction"] == "masked"
 
 
 def test_the_weight_of_the_nll_can_be_set():

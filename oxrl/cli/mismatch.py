@@ -1,0 +1,37 @@
+"""`oxrl mismatch`: does a run's engine say what its trainer says, and if not, why."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from oxrl.cli.base import Json, failures_end_here
+
+
+def mismatch(
+    run: Annotated[Path, typer.Argument(help="The folder of a run that samples (grpo, ppo, ...).")],
+    answers: Annotated[int, typer.Option(min=1, help="How many to draw and compare.")] = 8,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Of each answer.")] = 64,
+    recorded: Annotated[bool, typer.Option("--recorded", help="What the run drew, instead of fresh answers.")] = False,
+    json_: Json = False,
+) -> None:
+    """Compare the log-probs of a run's engine with its trainer's, token by token, and say what explains the gap.
+
+    Exit code 0: within train.max_logprob_gap; 1: above it; 2: there is no such run.
+
+    oxrl mismatch runs/first
+
+    oxrl mismatch runs/first --recorded --json
+    """
+    from oxrl.concurrent import run_blocking
+    from oxrl.mismatch import audit_mismatch
+
+    with failures_end_here("the audit"):
+        audit = partial(audit_mismatch, run, answers=answers, max_tokens=max_tokens, recorded=recorded)
+        found = run_blocking(audit)
+    typer.echo(json.dumps(found.to_json()) if json_ else str(found))
+    raise typer.Exit(0 if found.within else 1)
