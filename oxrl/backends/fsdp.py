@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LOAD_LIMIT = 3600.0  # seconds that ranks wait for each other while a model is read, which no other call takes
 T = TypeVar("T")
 
 
@@ -147,13 +149,15 @@ def _fill(module: LanguageModel, loaded: LanguageModel | None, dtypes: Mapping[s
 
 def _all_or_none(make: Callable[[], T]) -> T:
     """What each rank makes; where one cannot, its reason on all of them, so that nobody waits for it."""
+    patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=LOAD_LIMIT))
     made, error = None, None
     try:
         made = make()
     except Exception as caught:  # noqa: BLE001 - raised again below, on every rank
         error = portable(caught)
     errors: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
+    dist.all_gather_object(errors, error, group=patient)
+    dist.destroy_process_group(patient)
     for failed in (error, *errors):
         if failed is not None:
             raise failed
