@@ -1,9 +1,9 @@
 """One model spread over several ranks by FSDP2: each holds a slice of every weight, gradient and optimizer state.
 
 A rank's worker is the local backend over a sharded module: the passes, the loss and the optimizer are the same code.
-What differs is here: sharding layer by layer, sums instead of means over ranks, bringing the weights together, and a
-checkpoint of slices (`shards/`, by `torch.distributed.checkpoint`) that any number of ranks can read. A model in half
-precision is kept in float32 slices and computes in its own precision. Who calls whom is in `ranks`.
+What differs is here: sharding layer by layer, slices of a model that rank 0 alone has loaded, sums instead of means
+over ranks, and bringing a weight together. A model in half precision is kept in float32 slices and computes in its own
+precision. Who calls whom is in `ranks`, what a checkpoint holds in `shards`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from oxrl.backends._forward import LanguageModel, Probed, prepare_layout, register_attention
+from oxrl.backends._forward import HEADS, LanguageModel, Probed, prepare_layout, register_attention
 from oxrl.backends.local import PyTorchTrainingBackend, copy_parameters
 from oxrl.backends.optimizer import create_adamw_optimizer, schedule
 from oxrl.backends.ranks import Crew, RankedBackend, portable
+from oxrl.backends.shards import (
+    OPTIMIZER,
+    SHARDS,
+    Files,
+    has_shards,
+    load_shards,
+    load_whole,
+    save_shards,
+    slice_of,
+)
 from oxrl.types import Algorithm, Batch, Counts, ImmediateTrainFuture, Outputs, Read, TrainFuture
 
 if TYPE_CHECKING:
@@ -35,7 +45,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SHARDS = "shards"
 RANDOM = "random:"
 T = TypeVar("T")
 Load: TypeAlias = Callable[[], Any]
@@ -150,7 +159,7 @@ def _fill(module: LanguageModel, loaded: LanguageModel | None, dtypes: Mapping[s
         if found:
             whole.copy_(found[name])
         dist.broadcast(whole, 0)
-        tensor.copy_(_slice(whole, tensor))
+        tensor.copy_(slice_of(whole, tensor))
 
 
 def _all_or_none(make: Callable[[], T]) -> T:
@@ -272,52 +281,28 @@ class FSDPWorker(PyTorchTrainingBackend):
         self.optimizer.take_weights()
         return ImmediateTrainFuture(None)
 
-    def save_shards(self, path: Path) -> None:
-        """Each rank writes its slices; what it takes to go on to the bit, and nothing that is frozen."""
-        from torch.distributed.checkpoint.state_dict_saver import save
+    @torch.no_grad()
+    def load_heads(self, path: Path) -> None:
+        heads = Files(path / HEADS)
+        for name, weight in self.module.heads.named_parameters():
+            weight.copy_(slice_of(heads[name], weight))
 
-        state = self._state(self.optimizer.tensors(), self.reference_moved) | _random_state()
-        save(state, checkpoint_id=path / SHARDS)
+    def save_shards(self, path: Path) -> None:
+        save_shards(self, path, _random_state())
 
     def load_shards(self, path: Path) -> None:
-        """Take back what any number of ranks saved; only the random numbers of dropout are a rank's own."""
-        from torch.distributed.checkpoint import filesystem, state_dict_loader
-
-        if not (path / SHARDS).is_dir():
-            raise ValueError(f"{path} has no {SHARDS}/: it was not saved by this backend, so it cannot go on from it")
-        known = filesystem.FileSystemReader(path / SHARDS).read_metadata().state_dict_metadata
-        optimizer = {
-            key: tensor for key, tensor in self._blank_optimizer_state().items() if f"optimizer:{key}" in known
-        }
-        self.reference_moved = any(key.startswith("reference:") for key in known)
-        state = self._state(optimizer, self.reference_moved)
-        if strangers := sorted(key for key in known.keys() ^ state.keys() if not key.startswith(RANDOM)):
+        """What any number of ranks saved, or one process; only the random numbers of dropout are a rank's own."""
+        if has_shards(path):
+            random = _random_state()
+            load_shards(self, path, random, alone=False)
+            _restore_random_state(random)
+        elif (path / OPTIMIZER).is_file():
+            load_whole(self, path)
+        else:
             raise ValueError(
-                f"the checkpoint in {path} is of another model or optimizer: {strangers[0]} is not in both"
+                f"{path} has neither {SHARDS}/ of this backend nor {OPTIMIZER}: it cannot go on from it; to begin anew "
+                "with its weights, name it as the model"
             )
-        random = {key: tensor for key, tensor in _random_state().items() if key in known}
-        state |= random
-        state_dict_loader.load(state, checkpoint_id=path / SHARDS)
-        _restore_random_state(random)
-        self.version = int(state["version"])
-        self.optimizer.restore(optimizer)
-
-    def _state(self, optimizer: Mapping[str, Tensor], with_reference: bool) -> dict[str, Any]:
-        """By name, as the tensors that training uses: loading writes into them."""
-        state: dict[str, Any] = {f"optimizer:{key}": value for key, value in optimizer.items()}
-        state |= {f"weight:{name}": weight.detach() for name, weight in self.optimizer.masters.items()}
-        if with_reference:
-            moved = self.others["ref"].named_parameters()
-            state |= {f"reference:{name}": weight.detach() for name, weight in moved}
-        return state | {"version": torch.tensor(self.version)}
-
-    def _blank_optimizer_state(self) -> dict[str, Tensor]:
-        blank: dict[str, Tensor] = {}
-        for name, master in self.optimizer.masters.items():
-            blank[f"{name}:step"] = torch.zeros((), dtype=torch.float32)
-            blank[f"{name}:exp_avg"] = torch.zeros_like(master.detach())
-            blank[f"{name}:exp_avg_sq"] = torch.zeros_like(master.detach())
-        return blank
 
     def rehearse(self, begin: bool) -> None:
         """The two halves of `rehearsing`, which come as two calls."""
@@ -343,19 +328,9 @@ def _name_of(module: nn.Module, weight: Tensor) -> str:
     return next(name for name, tensor in _tensors(module).items() if tensor is weight)
 
 
-def _slice(whole: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of a weight that every rank has, in the precision that slices are kept in."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    here = whole.to(like.device, like.dtype)
-    if not isinstance(like, DTensor):
-        return here
-    return distribute_tensor(here, like.device_mesh, like.placements, src_data_rank=None)
-
-
 def _sliced(weights: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """This rank's part of each weight that the model has; every rank was given all of them."""
     parameters = dict(model.named_parameters())
     return {
-        name: _slice(weight, parameters[name]) if name in parameters else weight for name, weight in weights.items()
+        name: slice_of(weight, parameters[name]) if name in parameters else weight for name, weight in weights.items()
     }
