@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 from oxrl.backends.fsdp import FSDPSettings, build_worker
 from oxrl.backends.ray import create_ray_backend
-from oxrl.concurrent import task_group
+from oxrl.concurrent import in_thread, task_group
 from oxrl.generators.probe import StaleEngineError
 from oxrl.loops.step import train_step
 from oxrl.models.load import load_model
@@ -116,8 +117,13 @@ class Passing(ModuleWeights):
 
     gone = False
 
+    def __init__(self, module):
+        super().__init__(module)
+        self.refused = threading.Event()
+
     def logprobs(self, tokens):
         if self.gone:
+            self.refused.set()
             raise MovedOnError("the trainer has moved on")
         return super().logprobs(tokens)
 
@@ -145,8 +151,8 @@ async def test_a_replica_that_hangs_is_given_up_and_its_successor_waits_for_weig
     with anyio.fail_after(200):
         async with task_group() as tasks:
             tasks.start_soon(ask)
-            await anyio.sleep(2.0)
+            assert await in_thread(partial(source.refused.wait, 190))
             step(source.module, 8)
             await generator.update_weights(Weights(source.module, 131))
-    assert answers[1].version == 131
+    assert generator.version == 131
     assert answers[1].logprobs == pytest.approx(logprobs(source.module, (1, 2, 3), answers[1].token_ids), abs=5e-4)
