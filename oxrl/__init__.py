@@ -19,7 +19,9 @@ _HOMES = {
     "oxrl.algorithms": "ALGORITHMS algorithm",
     "oxrl.backends.local": ("NonFiniteError PyTorchTrainingBackend create_cross_entropy_loss create_pytorch_backend"),
     "oxrl.backends.optimizer": "create_adamw_optimizer create_warmup_cosine_scheduler",
-    "oxrl.checkpoint": "best_checkpoint latest_checkpoint load_checkpoint save_checkpoint",
+    "oxrl.checkpoint": (
+        "CorruptCheckpointError best_checkpoint intact_checkpoint latest_checkpoint load_checkpoint save_checkpoint"
+    ),
     "oxrl.config": "Config ConfigError load_config",
     "oxrl.evaluation": "Evaluation evaluate",
     "oxrl.data.buffer": "DataBuffer MixedBuffer",
@@ -30,6 +32,7 @@ _HOMES = {
     "oxrl.export": "export_model merge_run push_model",
     "oxrl.generators.connection": "EngineError",
     "oxrl.generators.embedded": "EmbeddedGenerator",
+    "oxrl.generators.fleet": "served_at serving",
     "oxrl.generators.http": (
         "HTTPGenerator InferenceEngine SGLangEngine VLLMEngine sglang_generator sync_weights_to_engines"
     ),

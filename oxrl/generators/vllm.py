@@ -10,8 +10,10 @@ import os
 import queue
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 NAME = "vLLM in this process"
 _ADAPTER_ID = 1
+_START_LIMIT = 3600.0  # seconds, for a model of any size from any disk
 
 
 class VLLMRolloutEngine:
@@ -43,7 +46,9 @@ class VLLMRolloutEngine:
 
     `options` go to vLLM: `tensor_parallel_size`, `gpu_memory_utilization`, `max_model_len`, `enforce_eager` and so on.
     With `lora` the rank of an adapter, adapters are reloaded beside the base model that is in `model`; without it an
-    adapter's weights are merged on their way. Making one takes many seconds: `vllm_generator` does so in a thread.
+    adapter's weights are merged on their way. An engine that does not move for `time_limit` seconds while somebody
+    waits is given up on: inside of this process it cannot be started again. Making one takes many seconds:
+    `vllm_generator` does so in a thread.
     """
 
     def __init__(
@@ -54,6 +59,7 @@ class VLLMRolloutEngine:
         end_token_ids: Sequence[int] = (),
         lora: int = 0,
         tolerance: float | None = None,
+        time_limit: float = 600.0,
         **options: Any,
     ) -> None:
         self.tokenizer = tokenizer
@@ -63,7 +69,7 @@ class VLLMRolloutEngine:
         self._tolerance = tolerance
         self._version = 0
         self._heard: Heard | None = None
-        self._worker = _Worker(partial(_open_engine, str(model), lora, dict(options)))
+        self._worker = _Worker(partial(_open_engine, str(model), lora, dict(options)), time_limit)
 
     @property
     def version(self) -> int:
@@ -90,7 +96,7 @@ class VLLMRolloutEngine:
     async def _said(self, jobs: Sequence[_Job]) -> list[Said]:
         try:
             await self._on_worker(partial(self._worker.add, [job for job in jobs if job.ask.most > 0]))
-            return await in_thread(lambda: [job.said() for job in jobs])
+            return await in_thread(lambda: [job.said(self._worker.wait) for job in jobs])
         finally:
             self._worker.submit(partial(self._worker.drop, jobs))
 
@@ -147,9 +153,12 @@ class VLLMRolloutEngine:
         """Of each token but the first, at temperature 1."""
         job = _Job(Ask(tuple(tokens), GenerationConfig(), 0, 1, ()), probing=True)
         # vLLM (0.32) breaks where log-probs of a prompt meet other sequences and an adapter: there those end first.
+        deadline = time.monotonic() + self._worker.time_limit
         while not await self._on_worker(partial(self._worker.probe, job, alone=bool(self._lora))):
+            if time.monotonic() > deadline:
+                raise EngineError(f"{NAME} had other sequences under way for {self._worker.time_limit:g} s of waiting")
             await anyio.sleep(0.05)
-        await in_thread(job.said)
+        await in_thread(partial(job.said, self._worker.wait))
         return job.prompt_logprobs
 
     async def sleep(self, level: int = 1) -> None:
@@ -164,7 +173,7 @@ class VLLMRolloutEngine:
             await in_thread(self._worker.close)
 
     async def _on_worker(self, function: Callable[[], T]) -> T:
-        return await in_thread(self._worker.submit(function).result)
+        return await in_thread(partial(self._worker.wait, self._worker.submit(function)))
 
     def _text(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
@@ -188,10 +197,15 @@ class _Job:
     prompt_logprobs: tuple[float, ...] = ()
     reason: Future[str] = field(default_factory=Future)
 
-    def said(self) -> Said:
+    def said(self, wait: Callable[[Future[str]], str]) -> Said:
         """Blocks until it has ended."""
+<<<<<<< HEAD
         reason = self.reason.result() if self.ask.most > 0 else "length"
         return Said(tuple(self.tokens), tuple(self.logprobs), reason, tuple(self.versions))
+=======
+        reason = wait(self.reason) if self.ask.most > 0 else "length"
+        return Said(tuple(self.tokens), tuple(self.logprobs), reason)
+>>>>>>> wip-faults
 
     def hear(self, output: Any, version: int) -> None:
         (new,) = output.outputs
@@ -212,7 +226,9 @@ class _Worker:
     An error inside of a step ends every sequence with it, and the engine: nobody knows what state it is in.
     """
 
-    def __init__(self, open_engine: Callable[[], Any]) -> None:
+    def __init__(self, open_engine: Callable[[], Any], time_limit: float = 600.0) -> None:
+        self.time_limit = time_limit
+        self._moved = time.monotonic()
         self._told: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._jobs: dict[str, _Job] = {}
         self._count = 0
@@ -225,6 +241,9 @@ class _Worker:
         ready: Future[Facts] = Future()
         self._thread = threading.Thread(target=self._run, args=(open_engine, ready), name="oxrl vllm", daemon=True)
         self._thread.start()
+        wait_for([ready], timeout=_START_LIMIT)
+        if not ready.done():
+            raise EngineError(f"{NAME} was not ready after {_START_LIMIT:g} s")
         self.facts = ready.result()
 
     def submit(self, function: Callable[[], T]) -> Future[T]:
@@ -236,6 +255,15 @@ class _Worker:
             else:
                 future.set_exception(self._ended)
         return future
+
+    def wait(self, future: Future[T]) -> T:
+        """Blocks until it is done, for as long as the engine moves."""
+        since = time.monotonic()
+        while not future.done():
+            wait_for([future], timeout=1.0)
+            if time.monotonic() - max(since, self._moved) > self.time_limit and not future.done():
+                raise EngineError(f"{NAME} hangs: it has not moved for {self.time_limit:g} s")
+        return future.result()
 
     def close(self) -> None:
         self._told.put(None)
@@ -314,7 +342,9 @@ class _Worker:
         self._end()
 
     def _step(self) -> None:
-        for output in self._engine.step():
+        outputs = self._engine.step()
+        self._moved = time.monotonic()
+        for output in outputs:
             if (job := self._jobs.get(output.request_id)) is not None:
                 job.hear(output, self._version)
                 if output.finished:
@@ -334,6 +364,7 @@ class _Worker:
                 future.set_result(function())
             except BaseException as error:  # noqa: BLE001 - raised again by the one who waits
                 future.set_exception(error)
+            self._moved = time.monotonic()
 
     def _end(self) -> None:
         error = EngineError(f"{NAME} has ended{f': {self._broken}' if self._broken else ''}")

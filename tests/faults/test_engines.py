@@ -143,3 +143,18 @@ async def test_servers_are_told_apart_by_what_they_answer(tiny):
 
 async def test_a_vllm_server_is_told_apart(vllm_url):
     assert isinstance(await engine_at(vllm_url), VLLMEngine)
+
+
+async def test_vllm_in_this_process_that_hangs_is_given_up_on_in_time(vllm_in_process):
+    worker = vllm_in_process._worker
+    limit, worker.time_limit = worker.time_limit, 0.5
+    held = worker.submit(lambda: time.sleep(6))
+    try:
+        started = time.monotonic()
+        with pytest.raises(EngineError, match="vLLM in this process hangs: it has not moved for 0.5 s"):
+            await vllm_in_process.generate(REQUESTS, SAMPLING)
+        assert time.monotonic() - started < 5
+    finally:
+        worker.time_limit = limit
+    worker.wait(held)
+    assert len(await vllm_in_process.generate(REQUESTS, SAMPLING)) == 6
