@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any, Literal
 
 from oxrl.config import Config, ConfigError
 from oxrl.hardware import detect_hardware
@@ -20,17 +20,22 @@ def placed(config: Config, gpus: int | None = None) -> Config:
 
     For a machine with so many `gpus`; by default this one.
     """
-    run = config.run
     gpus = len(detect_hardware().gpus) if gpus is None else gpus
+    if config.engine == "vllm" and not gpus and config.inference_engine.name == "auto":
+        config = _with(config, "inference_engine", name="embedded")  # what was set apart is not there
+    run = config.run
     wanted = _wanted(config, gpus)
     backend: str = run.backend
     if backend == "auto":
         several = "ray" if run.ray_address is not None else sharding_of(config)
         backend = several if wanted > 1 and gpus else "local"
     if backend == "local":
-        return config.model_copy(update={"run": run.model_copy(update={"backend": "local"})})
-    decided = {"backend": backend, "training_gpus": max(1, wanted)}
-    return config.model_copy(update={"run": run.model_copy(update=decided)})
+        return _with(config, "run", backend="local")
+    return _with(config, "run", backend=backend, training_gpus=max(1, wanted))
+
+
+def _with(config: Config, section: str, **decided: Any) -> Config:
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=decided)})
 
 
 def _wanted(config: Config, gpus: int) -> int:

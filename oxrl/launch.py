@@ -41,8 +41,12 @@ class Ended(NamedTuple):
     lost: tuple[str, ...]
 
 
-def run_ranks(command: Sequence[str], ranks: int, *, max_restarts: int) -> int:
+OXRL = (sys.executable, "-m", "oxrl")
+
+
+def run_ranks(arguments: Sequence[str], ranks: int, *, max_restarts: int, program: Sequence[str] = OXRL) -> int:
     """`run_ranks(["train", "config.yaml"], 2, max_restarts=3)`: the exit code of `oxrl train config.yaml`."""
+    command = [*program, *arguments]
     ended = _try(command, ranks)
     for restart in range(1, max_restarts + 1):
         if not ended.lost:
@@ -79,7 +83,7 @@ def _try(command: Sequence[str], ranks: int, **more: str) -> Ended:
     }
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "oxrl", *command],
+            command,
             env={**os.environ, **settings, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdin=subprocess.PIPE,
             start_new_session=True,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -23,8 +24,9 @@ import yaml
 from oxrl.checkpoint import checkpoints, read_state
 from oxrl.config import Config, check_config
 from oxrl.inputs import chosen_algorithm, model_config, read_inputs, sampling_of
+from oxrl.parts import open_engine
 from oxrl.runs import last_stage
-from oxrl.types import GenerationConfig, Generator, Request, Row
+from oxrl.types import GenerationConfig, Generator, Request, Row, Weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -139,11 +141,14 @@ class Audit(NamedTuple):
 
 
 @asynccontextmanager
-async def engine_of(config: Config, checkpoint: Path, model: Any, tokenizer: Any) -> AsyncIterator[Generator]:  # noqa: ARG001
-    """The run's engine, speaking with this checkpoint's weights."""
-    from oxrl.generators.embedded import EmbeddedGenerator
-
-    yield EmbeddedGenerator(model, tokenizer, slots=config.rollout.slots, mode=config.rollout.mode)
+async def engine_of(config: Config, trainer: _Trainer) -> AsyncIterator[Generator]:
+    """The run's engine, speaking with the trainer's weights; beside a trainer of one process, whatever the run had."""
+    alone = config.run.model_copy(update={"backend": "local", "training_gpus": None, "rollout_gpus": None})
+    beside = config.model_copy(update={"run": alone})
+    with tempfile.TemporaryDirectory(prefix="oxrl-mismatch-") as folder:
+        async with open_engine(beside, trainer.tokenizer, Path(folder), trainer) as engine:
+            await engine.generator.update_weights(Weights(trainer.model, 1))
+            yield engine.generator
 
 
 async def audit_mismatch(
@@ -172,7 +177,7 @@ async def audit_mismatch(
         if engine is not None:
             drawn = await _ask(engine, prompts, answers, sampling)
         else:
-            async with engine_of(config, kept[at], trainer.model, trainer.tokenizer) as own:
+            async with engine_of(config, trainer) as own:
                 drawn = await _ask(own, prompts, answers, sampling)
     drawn = [answer for answer in drawn if answer.tokens]
     if not drawn:

@@ -73,7 +73,7 @@ def open_backend(config: Config, inputs: Inputs) -> Iterator[Any]:
     """The backend that `run.backend` names, with the model that the config names in it."""
     opened = {"local": _local, "fsdp": _ranked, "deepspeed": _ranked, "ray": _on_ray}[config.run.backend]
     with opened(config, inputs) as backend:
-        elsewhere = inputs.online and config.inference_engine.name != "embedded"
+        elsewhere = inputs.online and config.engine != "embedded"
         if elsewhere and not isinstance(backend, QueuedBackend):
             # Whoever asks the engine and grades its answers goes on while the trainer computes.
             backend = QueuedBackend(backend, time_limit=10 * config.run.rank_time_limit)
@@ -155,41 +155,44 @@ def worker_of(config: Config, inputs: Inputs) -> Any:
 
 
 @asynccontextmanager
-async def open_engine(config: Config, inputs: Inputs, folder: Path, backend: Any) -> AsyncIterator[Engine]:
-    """The engine that `inference_engine.name` names; `folder` keeps what an engine of its own needs and says."""
-    opened = {"embedded": _embedded, "vllm": _vllm, "http": _http}[config.inference_engine.name]
-    async with opened(config, inputs, folder / "engine", backend) as engine:
+async def open_engine(config: Config, tokenizer: Any, folder: Path, trainer: Any) -> AsyncIterator[Engine]:
+    """The engine that `inference_engine.name` names; `folder` keeps what an engine of its own needs and says.
+
+    The embedded one speaks with `trainer.model`; any other has no weights before the first `update_weights`.
+    """
+    opened = {"embedded": _embedded, "vllm": _vllm, "http": _http}[config.engine]
+    async with opened(config, tokenizer, folder / "engine", trainer) as engine:
         yield engine
 
 
 @asynccontextmanager
-async def _embedded(config: Config, inputs: Inputs, folder: Path, backend: Any) -> AsyncIterator[Engine]:  # noqa: ARG001
+async def _embedded(config: Config, tokenizer: Any, folder: Path, trainer: Any) -> AsyncIterator[Engine]:  # noqa: ARG001
     from oxrl.generators.embedded import EmbeddedGenerator
 
     rollout = config.rollout
-    yield Engine(EmbeddedGenerator(backend.model, inputs.tokenizer, slots=rollout.slots, mode=rollout.mode), True)
+    yield Engine(EmbeddedGenerator(trainer.model, tokenizer, slots=rollout.slots, mode=rollout.mode), True)
 
 
 @asynccontextmanager
-async def _vllm(config: Config, inputs: Inputs, folder: Path, backend: Any) -> AsyncIterator[Engine]:  # noqa: ARG001
+async def _vllm(config: Config, tokenizer: Any, folder: Path, trainer: Any) -> AsyncIterator[Engine]:  # noqa: ARG001
     """In the trainer's process, in processes of its own, or as actors of the cluster that the trainer is on."""
-    write_shape(config, inputs, folder)
+    write_shape(config, tokenizer, folder)
     ends = end_tokens(model_config(config))
     if config.run.backend == "ray":
-        opened = _as_actors(config, inputs, folder, ends)
+        opened = _as_actors(config, tokenizer, folder, ends)
     elif in_the_trainer(config):
-        opened = _in_process(config, inputs, folder, ends)
+        opened = _in_process(config, tokenizer, folder, ends)
     else:
-        opened = _as_servers(config, inputs, folder, ends)
+        opened = _as_servers(config, tokenizer, folder, ends)
     async with opened as generator:
         yield Engine(generator, False)
 
 
 @asynccontextmanager
-async def _in_process(config: Config, inputs: Inputs, folder: Path, ends: Sequence[int]) -> AsyncIterator[Generator]:
+async def _in_process(config: Config, tokenizer: Any, folder: Path, ends: Sequence[int]) -> AsyncIterator[Generator]:
     from oxrl.generators.vllm import vllm_generator
 
-    generator = await vllm_generator(folder, inputs.tokenizer, end_token_ids=ends, **engine_options(config))
+    generator = await vllm_generator(folder, tokenizer, end_token_ids=ends, **engine_options(config))
     try:
         yield generator
     finally:
@@ -197,34 +200,32 @@ async def _in_process(config: Config, inputs: Inputs, folder: Path, ends: Sequen
 
 
 @asynccontextmanager
-async def _as_servers(config: Config, inputs: Inputs, folder: Path, ends: Sequence[int]) -> AsyncIterator[Generator]:
+async def _as_servers(config: Config, tokenizer: Any, folder: Path, ends: Sequence[int]) -> AsyncIterator[Generator]:
     from oxrl.generators.fleet import Limits, serving
 
-    options: dict[str, Any] = {"end_token_ids": ends}
-    if config.inference_engine.folder is not None:
-        options["folder"] = config.inference_engine.folder
     async with serving(
         folder,
-        inputs.tokenizer,
+        tokenizer,
         replicas=replicas_of(config),
         arguments=as_arguments(engine_options(config)),
         devices=rollout_devices(config),
         log_folder=folder,
         limits=Limits(answer=config.run.rank_time_limit),
-        **options,
+        end_token_ids=ends,
+        **handed_over(config),
     ) as generator:
         yield generator
 
 
 @asynccontextmanager
-async def _as_actors(config: Config, inputs: Inputs, folder: Path, ends: Sequence[int]) -> AsyncIterator[Generator]:
+async def _as_actors(config: Config, tokenizer: Any, folder: Path, ends: Sequence[int]) -> AsyncIterator[Generator]:
     from oxrl.generators.ray import ray_generator
 
     options = engine_options(config)
     parallel = options.pop("tensor_parallel_size")
     generator = await ray_generator(
         folder,
-        inputs.tokenizer,
+        tokenizer,
         replicas=replicas_of(config),
         tensor_parallel_size=parallel,
         time_limit=config.run.rank_time_limit,
@@ -238,14 +239,15 @@ async def _as_actors(config: Config, inputs: Inputs, folder: Path, ends: Sequenc
 
 
 @asynccontextmanager
-async def _http(config: Config, inputs: Inputs, folder: Path, backend: Any) -> AsyncIterator[Engine]:  # noqa: ARG001
+async def _http(config: Config, tokenizer: Any, folder: Path, trainer: Any) -> AsyncIterator[Engine]:  # noqa: ARG001
     from oxrl.generators.fleet import served_at
 
-    engine = config.inference_engine
-    ends = end_tokens(model_config(config))
-    limit = config.run.rank_time_limit
     async with served_at(
-        engine.urls, inputs.tokenizer, time_limit=limit, end_token_ids=ends, folder=engine.folder
+        config.inference_engine.urls,
+        tokenizer,
+        time_limit=config.run.rank_time_limit,
+        end_token_ids=end_tokens(model_config(config)),
+        **handed_over(config),
     ) as generator:
         yield Engine(generator, False)
 
@@ -258,10 +260,16 @@ def in_the_trainer(config: Config) -> bool:
 
 
 def replicas_of(config: Config) -> int:
-    if config.inference_engine.name != "vllm":
+    if config.engine != "vllm":
         return 0
     by_devices = (config.run.rollout_gpus or 0) // config.rollout.tensor_parallel_size
     return config.inference_engine.replicas or max(1, by_devices)
+
+
+def handed_over(config: Config) -> dict[str, Any]:
+    """Where weights go on their way to engines: a folder that was named, or this machine's memory."""
+    folder = config.inference_engine.folder
+    return {} if folder is None else {"folder": folder}
 
 
 def rollout_devices(config: Config) -> list[str]:
@@ -286,11 +294,11 @@ def as_arguments(options: Mapping[str, Any]) -> list[str]:
     return arguments
 
 
-def write_shape(config: Config, inputs: Inputs, folder: Path) -> None:
+def write_shape(config: Config, tokenizer: Any, folder: Path) -> None:
     """What an engine has to know before it gets weights: the model's config and its tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     load_model_config(model_config(config)).save_pretrained(folder)
-    inputs.tokenizer.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def engine_options(config: Config) -> dict[str, Any]:

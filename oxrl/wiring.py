@@ -263,7 +263,7 @@ async def _run_offline(prepared: Prepared, backend: Any, **rest: Any) -> list[di
 
 
 async def _run_online(prepared: Prepared, backend: Any, **rest: Any) -> list[dict[str, float]]:
-    async with open_engine(prepared.config, prepared.inputs, prepared.folder, backend) as engine:
+    async with open_engine(prepared.config, prepared.inputs.tokenizer, prepared.folder, backend) as engine:
         return await _sample_and_train(prepared, backend, engine, **rest)
 
 

@@ -88,8 +88,8 @@ def test_the_files_that_users_were_promised_load_as_written(tmp_path):
     minimal = load_config(written(tmp_path, SEED_MINIMAL))
     assert (minimal.run.training_gpus, minimal.run.rollout_gpus) == (2, 2)
     assert minimal.data.train_files == {"my_data": "./data/train.parquet"}
-    assert contradictions(minimal) == []
-    assert any("run.training_gpus is 2" in remark for remark in remarks(minimal))
+    assert contradictions(minimal) == [] and remarks(minimal) == []
+    assert minimal.engine == "vllm"
     reasoning = load_config(written(tmp_path, SEED_REASONING))
     assert (reasoning.train.alg_name, reasoning.data.dataset, reasoning.lora.enabled) == ("sgrpo", "openr1_math", True)
     assert contradictions(reasoning) == [] and remarks(reasoning) == []
@@ -157,8 +157,13 @@ def test_a_config_survives_being_written_and_read():
         ({"run": {"training_gpus": 1}, "model": {"device": "cpu"}}, "contradict each other"),
         ({"run": {"training_gpus": 0}, "model": {"device": "cuda"}}, "contradict each other"),
         ({"run": {"rollout_gpus": 3}, "rollout": {"tensor_parallel_size": 2}}, "does not divide run.rollout_gpus 3"),
-        ({"rollout": {"tensor_parallel_size": 2}}, "embedded engine runs on one device: set 1"),
-        ({"inference_engine": {"name": "vllm"}}, "is not there yet: set embedded"),
+        ({"rollout": {"tensor_parallel_size": 2}}, "tensor_parallel_size 2 needs inference_engine.name: vllm"),
+        ({"inference_engine": {"name": "http"}}, "http needs inference_engine.urls"),
+        ({"inference_engine": {"name": "vllm", "place": "process", "replicas": 2}}, "place: process is one vLLM"),
+        ({"inference_engine": {"name": "vllm"}, "rollout": {"mode": "fixed"}}, "mode: fixed is the embedded engine's"),
+        ({"run": {"backend": "ray"}}, "whose weights the embedded engine does not have"),
+        ({"run": {"backend": "local", "training_gpus": 2}}, "local trains on one device, and run.training_gpus is 2"),
+        ({"run": {"backend": "fsdp", "training_gpus": 2}, "model": {"device": "cuda:1"}}, "is one device"),
         ({"deepspeed": {"optimizer": {}}}, "deepspeed.optimizer is not set here: train.lr"),
         ({"deepspeed": {"world_size": 4}, "run": {"training_gpus": 2}}, "world_size 4 is not run.training_gpus 2"),
         ({"train": {"mini_batches": 65}}, "more than the 64 answers of a step"),

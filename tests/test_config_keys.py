@@ -6,6 +6,8 @@ must show something else.
 """
 
 import json
+import socket
+import sys
 from collections.abc import Callable
 from contextlib import chdir
 from itertools import count
@@ -22,8 +24,12 @@ from oxrl.config.checks import contradictions, remarks
 from oxrl.config.reference import SECTIONS, fields, section_class
 from oxrl.data.prepare import prepare
 from oxrl.data.render import Renderer
+from oxrl.devices import placed, ranks_to_start
+from oxrl.generators.connection import EngineError
 from oxrl.inputs import chosen_env, chosen_reward, default_reward, model_config
+from oxrl.launch import run_ranks
 from oxrl.models.load import load_model
+from oxrl.parts import engine_options, handed_over, in_the_trainer, open_engine, replicas_of, worker_of
 from oxrl.rewards import grade
 from oxrl.rollouts.envs import Talker
 from oxrl.runs import run_folder
@@ -101,6 +107,8 @@ RL = (
     "train.alg_name=grpo", *ROWS, *STEPS, "rollout.n_samples=2", "rollout.max_tokens=6", "rollout.log_samples=64",
     "reward.reward_func=oxrl.verify:any_difference",
 )  # fmt: skip
+VLLM = (*RL, "inference_engine.name=vllm")
+DEEPSPEED = (*SFT, "run.backend=deepspeed")
 LENGTH = (*RL, "reward.reward_func=length_target", "reward.params={{target: 3}}")
 REFERENCE = (
     *RL, "train.train_steps_per_epoch=3", "train.lr=1e-2", "train.warmup_steps_ratio=0",
@@ -262,6 +270,40 @@ num_steps = prepared(lambda run: run.inputs.num_steps)
 size = prepared(lambda run: len(run.inputs.source))
 can_begin = prepared(lambda run: "it can")
 rows_drawn = prepared(drawn)
+
+
+def worker_sections(place, overrides):
+    sections = prepared(lambda run: worker_of(run.config, run.inputs).args[-2:])(place, overrides)
+    return [section.get("zero_optimization") for section in sections]
+
+
+def tries_of_a_launch(place, overrides):
+    """Of a command that is killed each time."""
+    file = place.folder / f"tries-{next(place.numbers)}"
+    killed = f"import os; open({str(file)!r}, 'a').write('x'); os.kill(os.getpid(), 9)"
+    limit = place.config(overrides).run.max_restarts
+    assert run_ranks([], 1, max_restarts=limit, program=[sys.executable, "-c", killed]) == 1
+    return len(file.read_text())
+
+
+def patience_with_an_engine(place, overrides):
+    """Whether one that never answers was given up within a few seconds."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        config = place.config([*overrides, f"inference_engine.urls=[{url}]"])
+
+        async def give_up():
+            with anyio.move_on_after(15):
+                async with open_engine(config, None, place.folder, None):
+                    pass
+
+        try:
+            anyio.run(give_up)
+        except EngineError:
+            return True
+        return False
+
+
 said_about = of_config(remarks)
 refused = of_config(contradictions)
 
@@ -271,8 +313,12 @@ KEYS = {
     "run.checkpoint_dir": Effect("here", of_config(lambda config: run_folder(config, None)), ROWS, Path("here/run")),
     "run.task": Effect("math", of_config(lambda config: (config.train.lr, default_reward(config))), ROWS),
     "run.training_gpus": Effect(0, asked_for("device"), ROWS, "cpu"),
-    "run.rollout_gpus": Effect(2, said_about, ROWS),
-    "run.ray_address": Effect("auto", said_about, ROWS),
+    "run.backend": Effect("fsdp", of_config(ranks_to_start), (*ROWS, "run.training_gpus=2"), 2),
+    "run.sharding": Effect("fsdp", of_config(lambda config: placed(config, gpus=2).run.backend), ROWS, "fsdp"),
+    "run.rollout_gpus": Effect(2, of_config(replicas_of), VLLM, 2),
+    "run.ray_address": Effect("auto", of_config(lambda config: placed(config, gpus=2).run.backend), ROWS, "ray"),
+    "run.rank_time_limit": Effect(0.5, patience_with_an_engine, (*RL, "inference_engine.name=http"), True),
+    "run.max_restarts": Effect(0, tries_of_a_launch, ROWS, 1),
     "run.trackers": Effect(["tensorboard"], written("tensorboard"), SFT, True),
     "run.tracking_uri": Effect(
         "sqlite:///{place.folder}/elsewhere.db", kept_elsewhere, (*SFT, "run.trackers=[mlflow]"), True
@@ -352,17 +398,21 @@ KEYS = {
     "rollout.max_draws": Effect(4, failed, IMPOSSIBLE),
     "rollout.lag": Effect(1, logged("age"), (*RL, "train.train_steps_per_epoch=3")),
     "rollout.force_strict_on_policy": Effect(True, refused, (*RL, "train.iterations=2")),
-    "rollout.tensor_parallel_size": Effect(2, refused, RL),
+    "rollout.tensor_parallel_size": Effect(2, of_config(engine_options), VLLM),
     "rollout.mode": Effect("fixed", engine_settings("mode"), RL, ["fixed"]),
     "rollout.slots": Effect(3, engine_settings("slots"), RL, [3]),
     "rollout.env": Effect("tools", can_begin, RL),
     "rollout.tools": Effect(["oxrl.rollouts.tools:calculator"], can_begin, (*RL, "rollout.env=tools"), "it can"),
     "rollout.max_turns": Effect(3, turns_of_a_caller, TOOLS, 3),
     "rollout.log_samples": Effect(1, lambda *at: [len(step) for step in said(*at)], RL, [1, 1]),
-    "deepspeed.zero_optimization": Effect({"stage": 3}, said_about, ROWS),
-    "deepspeed_ref.zero_optimization": Effect({"stage": 3}, said_about, ROWS),
-    "inference_engine.name": Effect("vllm", refused, ROWS),
-    "inference_engine.gpu_memory_utilization": Effect(0.5, said_about, ROWS),
+    "deepspeed.zero_optimization": Effect({"stage": 2}, worker_sections, DEEPSPEED, [{"stage": 2}, None]),
+    "deepspeed_ref.zero_optimization": Effect({"stage": 0}, worker_sections, DEEPSPEED, [None, {"stage": 0}]),
+    "inference_engine.name": Effect("vllm", of_config(replicas_of), RL, 1),
+    "inference_engine.urls": Effect(["http://127.0.0.1:8000"], refused, (*RL, "inference_engine.name=http"), []),
+    "inference_engine.replicas": Effect(3, of_config(replicas_of), VLLM, 3),
+    "inference_engine.place": Effect("server", of_config(in_the_trainer), (*VLLM, "run.backend=local"), False),
+    "inference_engine.folder": Effect("here", of_config(handed_over), VLLM, {"folder": "here"}),
+    "inference_engine.gpu_memory_utilization": Effect(0.5, of_config(engine_options), VLLM),
 }  # fmt: skip
 
 

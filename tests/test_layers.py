@@ -27,6 +27,7 @@ LAYERS = [
     {"evaluation", "harness", "doctor", "report", "mismatch"},
     {"trainer"},
     {"cli"},
+    {"__main__"},
 ]
 STRANGERS = [
     ("models", "generators"),

@@ -16,7 +16,7 @@ from oxrl.hardware import Device, Hardware
 from oxrl.inputs import read_inputs
 from oxrl.models.load import load_model
 from oxrl.models.lora import LoraSettings, attach_lora
-from oxrl.plan import ONE_DEVICE, Shards, cache_bytes, describe, kept_bytes, model_facts, on_meta, plan_inputs, plan_run
+from oxrl.plan import Shards, cache_bytes, describe, kept_bytes, model_facts, on_meta, plan_inputs, plan_run
 from oxrl.types import ModelConfig
 from tests.rows import sums, write_jsonl
 
@@ -35,7 +35,7 @@ def config_file(tmp_path):
     return tmp_path / "config.yaml"
 
 
-def planned(path, memory=8 * 2**30, shards=ONE_DEVICE, **sections):
+def planned(path, memory=8 * 2**30, shards=None, **sections):
     raw = yaml.safe_load(path.read_text())
     for section, keys in sections.items():
         raw[section] = {**raw.get(section, {}), **keys}

@@ -62,7 +62,7 @@ IDLE = (
 
 
 def _engine_is(name: str, config: Config) -> bool:
-    return config.inference_engine.name == name
+    return config.engine == name
 
 
 def contradictions(config: Config) -> list[str]:
@@ -103,11 +103,11 @@ def _engine(config: Config, chosen: Algorithm) -> Iterator[str]:
             f"rollout.tensor_parallel_size {parallel} does not divide run.rollout_gpus {run.rollout_gpus}: each copy "
             "of the model takes that many devices"
         )
-    elif parallel > 1 and engine.name != "vllm":
+    elif parallel > 1 and config.engine != "vllm":
         yield f"rollout.tensor_parallel_size {parallel} needs inference_engine.name: vllm: set 1, or leave it out"
-    if engine.name == "http" and not engine.urls:
+    if config.engine == "http" and not engine.urls:
         yield "inference_engine.name: http needs inference_engine.urls, such as [http://127.0.0.1:8000]"
-    if run.backend == "ray" and engine.name == "embedded" and chosen.online is not None:
+    if run.backend == "ray" and config.engine == "embedded" and chosen.online is not None:
         yield (
             "run.backend: ray trains in other processes, whose weights the embedded engine does not have: set "
             "inference_engine.name: vllm or http"
@@ -117,7 +117,7 @@ def _engine(config: Config, chosen: Algorithm) -> Iterator[str]:
             "inference_engine.place: process is one vLLM in a trainer of one process: set server for several, for "
             "devices of its own, or beside several ranks"
         )
-    if engine.name != "embedded" and rollout.mode != "shrinking":
+    if config.engine != "embedded" and rollout.mode != "shrinking":
         yield f"rollout.mode: {rollout.mode} is the embedded engine's: leave it out"
 
 
@@ -188,13 +188,13 @@ def remarks(config: Config) -> list[str]:
         said += [f"rollout.{key} has no effect with an algorithm that does not sample" for key in set_here]
     if config.lora.enabled and config.lora.dropout and any(each.compares_logprobs for each in algorithms):
         said.append(f"lora.dropout has no effect where log-probs are compared, as {algorithms[0].name} does")
-    if config.inference_engine.name != "vllm":
+    if config.engine != "vllm":
         for key in sorted(config.inference_engine.others):
-            said.append(f"inference_engine.{key} has no effect with the {config.inference_engine.name} engine")
+            said.append(f"inference_engine.{key} has no effect with the {config.engine} engine")
     for section, keys in (("deepspeed", config.deepspeed.others), ("deepspeed_ref", config.deepspeed_ref.others)):
         if keys and config.run.backend in ("local", "fsdp"):
             said.append(f"{section} ({', '.join(sorted(keys))}) has no effect with run.backend: {config.run.backend}")
-    if algorithms[0].online and config.rollout.lag and config.inference_engine.name == "embedded":
+    if algorithms[0].online and config.rollout.lag and config.engine == "embedded":
         said.append("rollout.lag: the embedded engine has the trainer's own weights, so it gains no time")
     if same := sorted(set(config.data.val_files.values()) & set(config.data.train_files.values())):
         said.append(f"{same[0]} is trained on and evaluated on: what is held out says more")

@@ -317,8 +317,10 @@ class DeepSpeedRef(_Open):
 class InferenceEngine(_Open):
     """What answers are sampled with; any other key is a setting of that engine."""
 
-    name: Literal["embedded", "vllm", "http"] = Field(
-        "embedded", description="embedded: the trainer's own weights; vllm: started for the run; http: servers at urls"
+    name: Literal["auto", "embedded", "vllm", "http"] = Field(
+        "auto",
+        description="embedded: the trainer's own weights; vllm: started for the run; http: servers at urls; "
+        "auto: vllm where rollout_gpus are set apart, else embedded",
     )
     urls: list[str] = Field([], description="http: vLLM or SGLang servers, such as http://127.0.0.1:8000")
     replicas: int | None = Field(
@@ -350,6 +352,13 @@ class Config(_Section):
     def ranks(self) -> int:
         """Processes that train; several only once it is decided where the run goes (`devices.placed`)."""
         return max(1, self.run.training_gpus or 1) if self.run.backend in ("fsdp", "deepspeed", "ray") else 1
+
+    @property
+    def engine(self) -> str:
+        """The engine by name: `inference_engine.name`, or what auto comes to where the devices are there."""
+        if self.inference_engine.name != "auto":
+            return self.inference_engine.name
+        return "vllm" if self.run.rollout_gpus else "embedded"
 
     @property
     def batch_size(self) -> int:

@@ -199,13 +199,8 @@ class _Job:
 
     def said(self, wait: Callable[[Future[str]], str]) -> Said:
         """Blocks until it has ended."""
-<<<<<<< HEAD
-        reason = self.reason.result() if self.ask.most > 0 else "length"
-        return Said(tuple(self.tokens), tuple(self.logprobs), reason, tuple(self.versions))
-=======
         reason = wait(self.reason) if self.ask.most > 0 else "length"
-        return Said(tuple(self.tokens), tuple(self.logprobs), reason)
->>>>>>> wip-faults
+        return Said(tuple(self.tokens), tuple(self.logprobs), reason, tuple(self.versions))
 
     def hear(self, output: Any, version: int) -> None:
         (new,) = output.outputs
