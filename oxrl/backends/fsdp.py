@@ -1,9 +1,9 @@
 """One model spread over several ranks by FSDP2: each holds a slice of every weight, gradient and optimizer state.
 
 A rank's worker is the local backend over a sharded module: the passes, the loss and the optimizer are the same code.
-What differs is here: sharding layer by layer, sums instead of means over ranks, bringing the weights together, and a
-checkpoint of slices (`shards/`, by `torch.distributed.checkpoint`) that any number of ranks can read. A model in half
-precision is kept in float32 slices and computes in its own precision. Who calls whom is in `ranks`.
+What differs is here: sharding layer by layer, slices of a model that rank 0 alone has loaded, sums instead of means
+over ranks, and bringing a weight together. A model in half precision is kept in float32 slices and computes in its own
+precision. Who calls whom is in `ranks`, what a checkpoint holds in `shards`.
 """
 
 from __future__ import annotations
@@ -19,19 +19,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from oxrl.backends._forward import LanguageModel, prepare_layout
-from oxrl.backends.local import copy_parameters, frozen
+from oxrl.backends._forward import HEADS, LanguageModel
+from oxrl.backends.local import copy_parameters
 from oxrl.backends.optimizer import create_adamw_optimizer
 from oxrl.backends.ranks import Crew, RankedBackend
-from oxrl.backends.worker import (
-    RANDOM,
+from oxrl.backends.shards import (
+    OPTIMIZER,
     SHARDS,
+    Files,
+    has_shards,
+    load_shards,
+    load_whole,
+    save_shards,
+    slice_of,
+)
+from oxrl.backends.worker import (
+    Bring,
     Load,
     RankWorker,
     Settings,
-    dtypes_of,
+    Spread,
     random_state,
     restore_random_state,
+    spread,
+    tensors_of,
 )
 from oxrl.types import Algorithm, Batch, Counts, ImmediateTrainFuture, Outputs, Read, TrainFuture
 
@@ -60,15 +71,22 @@ class FSDPTrainingBackend(RankedBackend):
 
 
 def build_worker(load: Load, others: Mapping[str, Load], settings: Settings) -> FSDPWorker:
-    """Every rank loads, proves its layout on the whole model, and keeps its slice."""
-    module = LanguageModel(load(), settings.heads, temperature=settings.temperature)
-    logger.info("%s", prepare_layout(module).reason)
-    compared = {name: frozen(load_other(), settings.temperature) for name, load_other in others.items()}
-    mesh = _mesh(module.model.device.type)
-    dtypes = dtypes_of(module)
-    for each in (module, *compared.values()):
-        shard(each, mesh)
-    return FSDPWorker(module, compared, settings, load, dtypes)
+    """The model and what it is compared with, one after the other: no rank has more than one of them whole."""
+    trained = spread(load, settings.heads, settings.temperature, place)
+    compared = {
+        name: spread(each, (), settings.temperature, place, frozen=True).module for name, each in others.items()
+    }
+    return FSDPWorker(trained, compared, settings, load)
+
+
+def place(empty: Spread, device: torch.device, bring: Bring) -> None:
+    """Shard a module, and give each rank its slices, one after the other: each is whole for a moment."""
+    module = empty.module
+    shard(module, _mesh(device.type), empty.dtype)
+    module.to_empty(device=device)
+    module.inner.tie_weights()
+    for name, tensor in tensors_of(module).items():
+        tensor.copy_(slice_of(bring(name, tensor.shape, device), tensor))
 
 
 def _mesh(device: str) -> DeviceMesh:
@@ -77,17 +95,19 @@ def _mesh(device: str) -> DeviceMesh:
     return init_device_mesh(device, (dist.get_world_size(),))
 
 
-def shard(module: LanguageModel, mesh: DeviceMesh) -> None:
-    """Slices of each layer and head, then of what is left; inside `forward`, and only there, weights are whole."""
+def shard(module: LanguageModel, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    """Slices of each layer and head, then of what is left; inside `forward`, and only there, weights are whole.
+
+    `dtype` is the precision to compute in; slices are kept in float32.
+    """
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-    dtype = module.model.dtype
     layers = _layers(module)
+    module.float()
     # Inputs are not cast: a batch carries log-probs and advantages, which stay in float32.
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     halves = policy
     if dtype != torch.float32:
-        module.float()
         halves = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for head in module.heads.values():
         fully_shard(head, mesh=mesh, mp_policy=policy)
@@ -111,16 +131,9 @@ def _layers(module: LanguageModel) -> list[nn.Module]:
 class FSDPWorker(RankWorker):
     """One rank's slice."""
 
-    def __init__(
-        self,
-        module: LanguageModel,
-        others: Mapping[str, LanguageModel],
-        settings: Settings,
-        load: Load,
-        dtypes: Mapping[str, torch.dtype],
-    ) -> None:
+    def __init__(self, trained: Spread, others: Mapping[str, LanguageModel], settings: Settings, load: Load) -> None:
         options = {name: getattr(settings, name) for name in ("lr", "weight_decay", "betas", "eps")}
-        super().__init__(module, create_adamw_optimizer(module, **options), others, settings, load, dtypes)
+        super().__init__(trained, create_adamw_optimizer(trained.module, **options), others, settings, load)
 
     def _in_one_piece(self, parameter: Tensor) -> Tensor:
         from torch.distributed.tensor import DTensor
@@ -155,61 +168,33 @@ class FSDPWorker(RankWorker):
         self.optimizer.take_weights()
         return ImmediateTrainFuture(None)
 
-    def save_shards(self, path: Path) -> None:
-        """Each rank writes its slices; what it takes to go on to the bit, and nothing that is frozen."""
-        from torch.distributed.checkpoint.state_dict_saver import save
+    @torch.no_grad()
+    def load_heads(self, path: Path) -> None:
+        heads = Files(path / HEADS)
+        for name, weight in self.module.heads.named_parameters():
+            weight.copy_(slice_of(heads[name], weight))
 
-        state = self._state(self.optimizer.tensors(), self.reference_moved) | random_state()
-        save(state, checkpoint_id=path / SHARDS)
+    def save_shards(self, path: Path) -> None:
+        save_shards(self, path, random_state())
 
     def load_shards(self, path: Path) -> None:
-        """Take back what any number of ranks saved; only the random numbers of dropout are a rank's own."""
-        from torch.distributed.checkpoint import filesystem, state_dict_loader
-
-        if not (path / SHARDS).is_dir():
-            raise ValueError(f"{path} has no {SHARDS}/: it was not saved by this backend, so it cannot go on from it")
-        known = filesystem.FileSystemReader(path / SHARDS).read_metadata().state_dict_metadata
-        optimizer = {
-            key: tensor for key, tensor in self._blank_optimizer_state().items() if f"optimizer:{key}" in known
-        }
-        self.reference_moved = any(key.startswith("reference:") for key in known)
-        state = self._state(optimizer, self.reference_moved)
-        if strangers := sorted(key for key in known.keys() ^ state.keys() if not key.startswith(RANDOM)):
+        """What any number of ranks saved, or one process; only the random numbers of dropout are a rank's own."""
+        if has_shards(path):
+            random = random_state()
+            load_shards(self, path, random, alone=False)
+            restore_random_state(random)
+        elif (path / OPTIMIZER).is_file():
+            load_whole(self, path)
+        else:
             raise ValueError(
-                f"the checkpoint in {path} is of another model or optimizer: {strangers[0]} is not in both"
+                f"{path} has neither {SHARDS}/ of this backend nor {OPTIMIZER}: it cannot go on from it; to begin anew "
+                "with its weights, name it as the model"
             )
-        random = {key: tensor for key, tensor in random_state().items() if key in known}
-        state |= random
-        state_dict_loader.load(state, checkpoint_id=path / SHARDS)
-        restore_random_state(random)
-        self.version = int(state["version"])
-        self.optimizer.restore(optimizer)
-
-    def _state(self, optimizer: Mapping[str, Tensor], with_reference: bool) -> dict[str, Any]:
-        """By name, as the tensors that training uses: loading writes into them."""
-        state: dict[str, Any] = {f"optimizer:{key}": value for key, value in optimizer.items()}
-        state |= {f"weight:{name}": weight.detach() for name, weight in self.optimizer.masters.items()}
-        if with_reference:
-            moved = self.others["ref"].named_parameters()
-            state |= {f"reference:{name}": weight.detach() for name, weight in moved}
-        return state | {"version": torch.tensor(self.version)}
-
-    def _blank_optimizer_state(self) -> dict[str, Tensor]:
-        blank: dict[str, Tensor] = {}
-        for name, master in self.optimizer.masters.items():
-            blank[f"{name}:step"] = torch.zeros((), dtype=torch.float32)
-            blank[f"{name}:exp_avg"] = torch.zeros_like(master.detach())
-            blank[f"{name}:exp_avg_sq"] = torch.zeros_like(master.detach())
-        return blank
 
 
 def _sliced(weights: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """This rank's part of each weight that the model has; every rank was given all of them."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    sliced = dict(weights)
-    for name, parameter in model.named_parameters():
-        if name in weights and isinstance(parameter, DTensor):
-            here = weights[name].to(parameter.device, parameter.dtype)
-            sliced[name] = distribute_tensor(here, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    return sliced
+    parameters = dict(model.named_parameters())
+    return {
+        name: slice_of(weight, parameters[name]) if name in parameters else weight for name, weight in weights.items()
+    }

@@ -28,9 +28,7 @@ class AdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         result = super().step(closure)
-        for name, master in self.masters.items():
-            if master is not self.parameters[name]:
-                self.parameters[name].copy_(master)
+        self.give_weights()
         return result
 
     @torch.no_grad()
@@ -39,6 +37,13 @@ class AdamW(torch.optim.AdamW):
         for name, master in self.masters.items():
             if master is not self.parameters[name]:
                 master.copy_(self.parameters[name])
+
+    @torch.no_grad()
+    def give_weights(self) -> None:
+        """Have the model follow the master weights after those were replaced."""
+        for name, master in self.masters.items():
+            if master is not self.parameters[name]:
+                self.parameters[name].copy_(master)
 
     def tensors(self) -> dict[str, Tensor]:
         """All state by parameter name, for a checkpoint: `layer.weight:exp_avg`, `...:step`, `...:master`."""
@@ -66,11 +71,13 @@ class AdamW(torch.optim.AdamW):
             self.state[master] = {key: value.clone().to(master.device) for key, value in parts.items()}
 
 
-def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+def decay_groups(
+    parameters: Iterable[nn.Parameter], weight_decay: float, dimensions: Callable[[Tensor], int] = Tensor.dim
+) -> list[dict[str, Any]]:
     """Norms and biases are not decayed: pulling a gain to zero is not regularisation."""
     flat: dict[bool, list[nn.Parameter]] = {False: [], True: []}
     for parameter in parameters:
-        flat[parameter.ndim < 2].append(parameter)
+        flat[dimensions(parameter) < 2].append(parameter)
     groups = [{"params": flat[False], "weight_decay": weight_decay}, {"params": flat[True], "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 

@@ -1,6 +1,6 @@
 """One backend over several processes: rank 0 runs the loop, the other ranks serve the backend's verbs.
 
-Rank 0 scatters a command, does its own share of it, and gathers the replies; whatever the loop needs (losses, metrics,
+Rank 0 sends out a command, does its own share of it, and gathers the replies; whatever the loop needs (losses, metrics,
 log-probs) is put together there, once. Each rank gets whole micro-batches, and all get the same number of them: where a
 step does not divide, a rank runs the smallest one again with weight 0, because a pass over a sharded model is a
 collective. A verb that fails on a rank says so to rank 0 at once, which waits beside its own share and not inside it:
@@ -100,6 +100,8 @@ class Worker(Protocol):
 
     def update_reference(self, decay: float) -> TrainFuture[None]: ...
 
+    def load_heads(self, path: Path) -> None: ...
+
     def save_shards(self, path: Path) -> None: ...
 
     def load_shards(self, path: Path) -> None: ...
@@ -149,7 +151,9 @@ class Ranks:
             raise ValueError("there is no process group: start under torchrun, or use join_ranks()")
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.time_limit = time_limit
-        self._commands = dist.new_group(backend="gloo", timeout=timedelta(seconds=idle_limit))
+        # Rank 0 sends and must not wait long for a rank that takes nothing; the others wait while it does other things.
+        patience = idle_limit if self.rank else time_limit
+        self._commands = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience))
         self._replies = dist.new_group(backend="gloo", timeout=timedelta(seconds=time_limit))
         self._notices = dist.distributed_c10d._get_default_store()
         self._hosted: dict[int, Any] = {}
@@ -249,27 +253,31 @@ class Ranks:
             return Reply(perform(self._hosted[command.target], command.call, command.arguments))
         except Exception as error:  # whatever it is, the driver has to hear of it
             logger.debug("rank %d failed in %s", self.rank, command.call, exc_info=True)
-            return Reply(error=_portable(error))
+            return Reply(error=portable(error))
 
     def _send(self, commands: list[Command]) -> None:
-        received: list[Any] = [None]
+        call = commands[0].call
         try:
-            dist.scatter_object_list(received, commands, src=0, group=self._commands)
+            parcels = {id(command): pickle.dumps(command) for command in commands[1:]}
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ValueError(
-                f"{commands[0].call} has an argument that cannot travel to another process ({error}); use functions of "
+                f"{call} has an argument that cannot travel to another process ({error}); use functions of "
                 "a module instead of ones made on the spot"
             ) from error
-        except RuntimeError as error:
-            raise self._lost(commands[0].call, error) from error
+        for rank, command in enumerate(commands[1:], 1):  # one by one, so that the one who is gone has a name
+            try:
+                dist.send_object_list([parcels[id(command)]], dst=rank, group=self._commands)
+            except RuntimeError as error:
+                self._broken = f"rank {rank} died, or took no command for {self.time_limit:g} s ({_line(error)})"
+                raise RankError(f"{call} could not be sent: {self._broken}") from error
 
     def _receive(self) -> Command:
         received: list[Any] = [None]
         try:
-            dist.scatter_object_list(received, None, src=0, group=self._commands)
+            dist.recv_object_list(received, src=0, group=self._commands)
         except RuntimeError as error:
             raise RankError(f"rank {self.rank} lost rank 0 while it waited for a command: {_line(error)}") from error
-        command: Command = received[0]
+        command: Command = pickle.loads(received[0])  # noqa: S301 - our own
         return command
 
     def _answer(self, call: str, reply: Reply) -> list[Reply]:
@@ -321,10 +329,24 @@ class _Aside:
             del function, future
 
 
-def join_ranks(*, time_limit: float = TIME_LIMIT, idle_limit: float = IDLE_LIMIT) -> Ranks:
-    """The processes that torchrun started, as `Ranks`: NCCL where each has a GPU, else gloo."""
+def check_world(world: int, expected: int) -> None:
+    """Refuse to begin with another number of processes than was asked for."""
+    if world != expected:
+        raise ValueError(
+            f"run.training_gpus asks for {expected} training processes, and {world} were started: start "
+            f"torchrun with --nproc-per-node {expected} (over all nodes together), or set run.training_gpus: {world}"
+        )
+
+
+def join_ranks(*, expected: int | None = None, time_limit: float = TIME_LIMIT, idle_limit: float = IDLE_LIMIT) -> Ranks:
+    """The processes that torchrun started, as `Ranks`: NCCL where each has a GPU, else gloo.
+
+    Where they are not as many as `expected`, each of them refuses before it waits for another.
+    """
     if "RANK" not in os.environ:
         raise ValueError("this process has no rank: start it with torchrun --nproc-per-node N")
+    if expected is not None:
+        check_world(int(os.environ["WORLD_SIZE"]), expected)
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -636,6 +658,10 @@ class RankedBackend:
         self._whole_version = None
         return ImmediateTrainFuture(None)
 
+    def load_heads(self, path: Path) -> None:
+        """A model that was trained with heads goes on with them."""
+        self.ask("load_heads", path)
+
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
         """Inside, every rank's memory is as full as in later steps; then all is as it was."""
@@ -663,7 +689,7 @@ def _on_cpu(metrics: Mapping[str, Term]) -> dict[str, Term]:
     return {name: Term(torch.as_tensor(total).cpu(), unit) for name, (total, unit) in metrics.items()}
 
 
-def _portable(error: Exception) -> Exception:
+def portable(error: Exception) -> Exception:
     """An exception that survives pickling, as itself or as its text."""
     try:
         pickle.loads(pickle.dumps(error))  # noqa: S301 - our own
