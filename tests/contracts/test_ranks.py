@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -73,8 +72,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.mark.parametrize("when", ["at_work", "idle"])
-def test_a_rank_that_is_killed_is_named_and_nobody_stays_behind(when, tmp_path):
+@pytest.mark.parametrize(("when", "named"), [("at_work", "no word from rank 1, which died"), ("idle", "rank 1 died")])
+def test_a_rank_that_is_killed_is_named_and_nobody_stays_behind(when, named, tmp_path):
     settings = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
     settings |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [sys.executable, "-m", "tests.contracts.lost_rank", when, str(tmp_path / "report")]
@@ -89,7 +88,7 @@ def test_a_rank_that_is_killed_is_named_and_nobody_stays_behind(when, tmp_path):
             process.kill()
     assert codes == [0, -signal.SIGKILL]
     seconds, said = (tmp_path / "report").read_text().split("\n", 1)
-    assert re.search("rank 1", said), said
+    assert named in said
     assert float(seconds) < lost_rank.TIME_LIMIT
 
 
