@@ -2,7 +2,8 @@
 
 A rank's worker is the local backend over a DeepSpeed engine: the passes and the loss are the same code, the update is
 DeepSpeed's, with the optimizer, schedule, clipping and precision of the training settings. The sections go to DeepSpeed
-as they are; what the training settings say cannot be said there a second time. Denominators are those of the whole
+as they are; what the training settings say cannot be said there a second time. In stage 3 a model is sharded as it is
+loaded, weight by weight. Denominators are those of the whole
 step, so DeepSpeed's mean over ranks is undone, and every backward adds to the step until it is told to update. A
 checkpoint is DeepSpeed's own (`shards/`), for the same number of ranks. Who calls whom is in `ranks`.
 """
@@ -16,7 +17,7 @@ import os
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -27,12 +28,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from oxrl.backends._forward import LanguageModel, prepare_layout
-from oxrl.backends.local import NonFiniteError, copy_parameters, frozen
+from oxrl.backends._forward import HEADS, LanguageModel
+from oxrl.backends.local import NonFiniteError, copy_parameters
 from oxrl.backends.optimizer import decay_groups, trainable
 from oxrl.backends.ranks import Crew, RankedBackend
 from oxrl.backends.shards import SHARDS
-from oxrl.backends.worker import Load, RankWorker, Settings, dtypes_of, random_state, restore_random_state
+from oxrl.backends.worker import (
+    Bring,
+    Load,
+    RankWorker,
+    Settings,
+    Spread,
+    random_state,
+    restore_random_state,
+    spread,
+    tensors_of,
+)
 from oxrl.types import ImmediateTrainFuture, Outputs, TrainFuture
 
 logger = logging.getLogger(__name__)
@@ -69,31 +80,72 @@ class DeepSpeedTrainingBackend(RankedBackend):
 def build_worker(
     load: Load, others: Mapping[str, Load], settings: Settings, section: Section, ref_section: Section
 ) -> DeepSpeedWorker:
-    """Every rank loads, proves its layout on the whole model, and keeps what its stage leaves it."""
-    module = LanguageModel(load(), settings.heads, temperature=settings.temperature)
-    join_deepspeed(module.model.device)
-    config = training_config(section, settings, module.model.dtype)
-    logger.info("%s", prepare_layout(module).reason)
-    compared = {name: frozen(load_other(), settings.temperature) for name, load_other in others.items()}
-    dtypes = dtypes_of(module)
-    ref_section = ref_section or {"zero_optimization": {"stage": 3 if _stage(config) == 3 else 0}}
-    frozen_engines = [_shard_frozen(name, other, ref_section) for name, other in compared.items()]
-    return DeepSpeedWorker(module, compared, settings, load, dtypes, config, frozen_engines)
+    """The model and what it is compared with, one after the other; a mistake in a section is told before that."""
+    join_deepspeed()
+    stage = _stage(training_config(section, settings, torch.float32))
+    ref_section = ref_section or {"zero_optimization": {"stage": 3 if stage == 3 else 0}}
+    if others:
+        frozen_config(ref_section, torch.float32)
+    configure = partial(training_config, section, settings)
+    trained = spread(load, settings.heads, settings.temperature, partial(place, configure))
+    configure_frozen = partial(frozen_config, ref_section)
+    compared = {
+        name: spread(each, (), settings.temperature, partial(place, configure_frozen), frozen=True)
+        for name, each in others.items()
+    }
+    engines = [_frozen_engine(other.module, configure_frozen(other.dtype)) for other in compared.values()]
+    modules = {name: other.module for name, other in compared.items()}
+    return DeepSpeedWorker(trained, modules, settings, load, configure(trained.dtype), engines)
 
 
-def join_deepspeed(device: torch.device) -> None:
+def join_deepspeed() -> None:
     """Let DeepSpeed use the process group that is there, without compiling anything on a CPU."""
-    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    on_gpu = torch.cuda.is_available()
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if on_gpu else "cpu")
     import deepspeed
 
     if deepspeed.comm.is_initialized():
         return
     # DeepSpeed calls collectives by names that PyTorch has given up since.
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning, "torch.distributed")
-    if device.type == "cpu":
+    if not on_gpu:
         # Asking what can be built runs compilers, and what can is built: minutes, for a small gain between processes.
         vars(deepspeed.ops)["__compatible_ops__"] = defaultdict(bool)
     deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False)
+
+
+def place(
+    configure: Callable[[torch.dtype], dict[str, Any]], empty: Spread, device: torch.device, bring: Bring
+) -> None:
+    """Give an empty module its weights, one after the other; in stage 3 each is sharded before the next one comes."""
+    config = configure(empty.dtype)
+    made: dict[int, Tensor] = {}
+    first = None
+    tensors = tensors_of(empty.module)
+    for name, tensor in tensors.items():
+        whole = bring(name, tensor.shape, device)
+        if isinstance(tensor, nn.Parameter):
+            # DeepSpeed holds all weights in one precision; what it trains, it also has in float32.
+            whole = nn.Parameter(whole.to(empty.dtype), requires_grad=tensor.requires_grad)
+            if _stage(config) == 3:
+                _shard(whole, first, config)
+                first = first if first is not None else whole
+        made[id(tensor)] = whole
+    for part in empty.module.modules():
+        for held in (part._parameters, part._buffers):
+            for key, old in held.items():
+                if old is not None:
+                    held[key] = made[id(old)]  # type: ignore[assignment]
+
+
+def _shard(parameter: nn.Parameter, sharded: Any, config: dict[str, Any]) -> None:
+    """As the one that was sharded before it, if there is one."""
+    import deepspeed
+
+    if sharded is not None:
+        sharded.convert_to_zero_parameters([parameter])
+    else:
+        deepspeed.zero.Init(nn.ParameterList([parameter]), config_dict_or_path=config, dtype=parameter.dtype)
 
 
 OWNED = {
@@ -180,18 +232,21 @@ def _stage(config: Section) -> int:
     return int(config["zero_optimization"]["stage"])
 
 
-def _shard_frozen(name: str, module: LanguageModel, section: Section) -> Any:
-    """The engine that brings its weights together for each pass, or None: each rank has all of them."""
-    import deepspeed
-
+def frozen_config(section: Section, dtype: torch.dtype) -> dict[str, Any]:
     zero = _zero("deepspeed_ref", section)
     if zero["stage"] in (1, 2):
         raise ValueError(
-            f"deepspeed_ref: stage {zero['stage']} shards gradients or optimizer state, and the {name} model has "
+            f"deepspeed_ref: stage {zero['stage']} shards gradients or optimizer state, and a frozen model has "
             "neither: set zero_optimization.stage to 3 (its weights are sharded) or 0 (each rank has a copy)"
         )
-    config = _checked("deepspeed_ref", {**section, "zero_optimization": zero}, section, module.model.dtype)
-    return deepspeed.initialize(model=module, config=config)[0] if zero["stage"] == 3 else None
+    return _checked("deepspeed_ref", {**section, "zero_optimization": zero}, section, dtype)
+
+
+def _frozen_engine(module: LanguageModel, config: dict[str, Any]) -> Any:
+    """What brings the weights together for each pass; None where each rank has all of them."""
+    import deepspeed
+
+    return deepspeed.initialize(model=module, config=config)[0] if _stage(config) == 3 else None
 
 
 class DeepSpeedWorker(RankWorker):
@@ -199,26 +254,23 @@ class DeepSpeedWorker(RankWorker):
 
     def __init__(
         self,
-        module: LanguageModel,
+        trained: Spread,
         others: Mapping[str, LanguageModel],
         settings: Settings,
         load: Load,
-        dtypes: Mapping[str, torch.dtype],
         config: dict[str, Any],
         frozen_engines: Sequence[Any],
     ) -> None:
         import deepspeed
 
-        options = {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps}
         self.stage = _stage(config)
-        groups = decay_groups(trainable(module).values(), settings.weight_decay)
-        adamw: Any = torch.optim.AdamW
+        groups = decay_groups(trainable(trained.module).values(), settings.weight_decay, _dimensions)
+        options: dict[str, Any] = {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps}
+        adamw: Any = partial(torch.optim.AdamW, fused=True)
         if config["zero_force_ds_cpu_optimizer"]:
             adamw = deepspeed.ops.adam.DeepSpeedCPUAdam
-        else:
-            options["fused"] = True
-        self.engine, *_ = deepspeed.initialize(model=module, optimizer=adamw(groups, **options), config=config)
-        super().__init__(module, self.engine.basic_optimizer, others, settings, load, dtypes)
+        self.engine, *_ = deepspeed.initialize(model=trained.module, optimizer=adamw(groups, **options), config=config)
+        super().__init__(trained, self.engine.basic_optimizer, others, settings, load)
         if self.stage == 0:
             self.optimizer.register_step_pre_hook(self._clip_whole_gradients)
         self._norm = 0.0
@@ -262,9 +314,20 @@ class DeepSpeedWorker(RankWorker):
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
         copy_parameters(weights, self.model, partial(gathered, changed=True))  # every rank was given all of them
+        self._take_weights()
+        return ImmediateTrainFuture(None)
+
+    @torch.no_grad()
+    def load_heads(self, path: Path) -> None:
+        from safetensors.torch import load_file
+
+        copy_parameters(load_file(path / HEADS), self.module.heads, partial(gathered, changed=True))
+        self._take_weights()
+
+    def _take_weights(self) -> None:
+        """Have the float32 weights of the optimizer follow the model's."""
         if self.stage:
             self.engine.optimizer.refresh_fp32_params()
-        return ImmediateTrainFuture(None)
 
     def _move(self, weight: Tensor, towards: Tensor, share: float) -> None:
         policy = self._in_one_piece(towards)
@@ -346,7 +409,10 @@ class DeepSpeedWorker(RankWorker):
 
 def _read_about(shards: Path, here: Mapping[str, Any]) -> dict[str, Any]:
     if not (shards / ABOUT).is_file():
-        raise ValueError(f"{shards} has no {ABOUT}: it was not saved by this backend, so it cannot go on from it")
+        raise ValueError(
+            f"{shards} has no {ABOUT}, so DeepSpeed did not save it and cannot go on from it: use the backend that "
+            "did; to begin anew with its weights, name it as the model"
+        )
     about: dict[str, Any] = json.loads((shards / ABOUT).read_text(encoding="utf-8"))
     for key, words in (("ranks", "ranks"), ("stage", "zero_optimization.stage")):
         if about[key] != here[key]:
@@ -376,6 +442,10 @@ def _own(parameter: Tensor) -> Tensor:
 def _shape(parameter: Tensor) -> torch.Size:
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
     return shape
+
+
+def _dimensions(parameter: Tensor) -> int:
+    return len(_shape(parameter))
 
 
 def _let_go(*engines: Any) -> None:

@@ -9,22 +9,20 @@ precision. Who calls whom is in `ranks`, what a checkpoint holds in `shards`.
 from __future__ import annotations
 
 import logging
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from oxrl.backends._forward import HEADS, LanguageModel, Probed, prepare_layout, register_attention
+from oxrl.backends._forward import HEADS, LanguageModel
 from oxrl.backends.local import copy_parameters
 from oxrl.backends.optimizer import create_adamw_optimizer
-from oxrl.backends.ranks import Crew, RankedBackend, portable
+from oxrl.backends.ranks import Crew, RankedBackend
 from oxrl.backends.shards import (
     OPTIMIZER,
     SHARDS,
@@ -36,12 +34,14 @@ from oxrl.backends.shards import (
     slice_of,
 )
 from oxrl.backends.worker import (
+    Bring,
     Load,
     RankWorker,
     Settings,
-    dtypes_of,
+    Spread,
     random_state,
     restore_random_state,
+    spread,
     tensors_of,
 )
 from oxrl.types import Algorithm, Batch, Counts, ImmediateTrainFuture, Outputs, Read, TrainFuture
@@ -52,9 +52,6 @@ if TYPE_CHECKING:
     from oxrl.backends.local import Part
 
 logger = logging.getLogger(__name__)
-
-LOAD_LIMIT = 3600.0  # seconds that ranks wait for each other while a model is read, which no other call takes
-T = TypeVar("T")
 
 
 class FSDPTrainingBackend(RankedBackend):
@@ -75,99 +72,21 @@ class FSDPTrainingBackend(RankedBackend):
 
 def build_worker(load: Load, others: Mapping[str, Load], settings: Settings) -> FSDPWorker:
     """The model and what it is compared with, one after the other: no rank has more than one of them whole."""
-    trained = spread(load, settings.heads, settings.temperature)
-    compared = {name: spread(each, (), settings.temperature, frozen=True).module for name, each in others.items()}
+    trained = spread(load, settings.heads, settings.temperature, place)
+    compared = {
+        name: spread(each, (), settings.temperature, place, frozen=True).module for name, each in others.items()
+    }
     return FSDPWorker(trained, compared, settings, load)
 
 
-class Spread(NamedTuple):
-    """A module in slices, and the precision that each of its weights was loaded in."""
-
-    module: LanguageModel
-    dtypes: Mapping[str, torch.dtype]
-
-
-class Told(NamedTuple):
-    """What rank 0, which has loaded the model, tells the others of it."""
-
-    probed: Probed
-    attention: str
-    dtypes: Mapping[str, torch.dtype]
-
-
-def spread(load: Load, heads: Sequence[str], temperature: float, *, frozen: bool = False) -> Spread:
-    """Rank 0 loads, and proves the layout on the whole model; all build an empty one and get their slices of it."""
-    loaded, module = _all_or_none(partial(_build, load, heads, temperature))
-    (told,) = _from_first([_describe(loaded)] if loaded is not None else [None])
-    module.layout, module.probed = told.probed.layout, told.probed
-    register_attention()
-    module.inner.set_attn_implementation(told.attention)
-    if frozen:
-        module.eval().requires_grad_(False)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    shard(module, _mesh(device), told.dtypes[_name_of(module, module.inner.get_input_embeddings().weight)])
+def place(empty: Spread, device: torch.device, bring: Bring) -> None:
+    """Shard a module, and give each rank its slices, one after the other: each is whole for a moment."""
+    module = empty.module
+    shard(module, _mesh(device.type), empty.dtype)
     module.to_empty(device=device)
     module.inner.tie_weights()
-    _fill(module, loaded, told.dtypes)
-    if loaded is not None:
-        for name in ("generation_config", "_weight_conversions"):  # which come with weights
-            if hasattr(loaded.inner, name):
-                setattr(module.inner, name, getattr(loaded.inner, name))
-    return Spread(module, told.dtypes)
-
-
-def _build(load: Load, heads: Sequence[str], temperature: float) -> tuple[LanguageModel | None, LanguageModel]:
-    loaded = None
-    if dist.get_rank() == 0:
-        loaded = LanguageModel(load(), heads, temperature=temperature)
-        prepare_layout(loaded)
-    with torch.device("meta"), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*which is a no-op")  # nothing shall be copied yet
-        return loaded, LanguageModel(load(), heads, temperature=temperature)
-
-
-def _describe(module: LanguageModel) -> Told:
-    assert module.probed is not None, "it was prepared"
-    return Told(
-        module.probed,
-        module.inner.config._attn_implementation,
-        dtypes_of(module),
-    )
-
-
-@torch.no_grad()
-def _fill(module: LanguageModel, loaded: LanguageModel | None, dtypes: Mapping[str, torch.dtype]) -> None:
-    """One after the other, each whole on every rank for a moment."""
-    found = tensors_of(loaded) if loaded is not None else {}
     for name, tensor in tensors_of(module).items():
-        whole = torch.empty(tensor.shape, dtype=dtypes[name], device=tensor.device)
-        if found:
-            whole.copy_(found[name])
-        dist.broadcast(whole, 0)
-        tensor.copy_(slice_of(whole, tensor))
-
-
-def _all_or_none(make: Callable[[], T]) -> T:
-    """What each rank makes; where one cannot, its reason on all of them, so that nobody waits for it."""
-    patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=LOAD_LIMIT))
-    made, error = None, None
-    try:
-        made = make()
-    except Exception as caught:  # noqa: BLE001 - raised again below, on every rank
-        error = portable(caught)
-    errors: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error, group=patient)
-    dist.destroy_process_group(patient)
-    for failed in (error, *errors):
-        if failed is not None:
-            raise failed
-    assert made is not None, "there was no error"
-    return made
-
-
-def _from_first(values: list[Any]) -> list[Any]:
-    dist.broadcast_object_list(values, src=0)
-    return values
+        tensor.copy_(slice_of(bring(name, tensor.shape, device), tensor))
 
 
 def _mesh(device: str) -> DeviceMesh:
@@ -213,9 +132,8 @@ class FSDPWorker(RankWorker):
     """One rank's slice."""
 
     def __init__(self, trained: Spread, others: Mapping[str, LanguageModel], settings: Settings, load: Load) -> None:
-        module = trained.module
         options = {name: getattr(settings, name) for name in ("lr", "weight_decay", "betas", "eps")}
-        super().__init__(module, create_adamw_optimizer(module, **options), others, settings, load, trained.dtypes)
+        super().__init__(trained, create_adamw_optimizer(trained.module, **options), others, settings, load)
 
     def _in_one_piece(self, parameter: Tensor) -> Tensor:
         from torch.distributed.tensor import DTensor
@@ -272,10 +190,6 @@ class FSDPWorker(RankWorker):
                 f"{path} has neither {SHARDS}/ of this backend nor {OPTIMIZER}: it cannot go on from it; to begin anew "
                 "with its weights, name it as the model"
             )
-
-
-def _name_of(module: nn.Module, weight: Tensor) -> str:
-    return next(name for name, tensor in tensors_of(module).items() if tensor is weight)
 
 
 def _sliced(weights: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:

@@ -71,11 +71,13 @@ class AdamW(torch.optim.AdamW):
             self.state[master] = {key: value.clone().to(master.device) for key, value in parts.items()}
 
 
-def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+def decay_groups(
+    parameters: Iterable[nn.Parameter], weight_decay: float, dimensions: Callable[[Tensor], int] = Tensor.dim
+) -> list[dict[str, Any]]:
     """Norms and biases are not decayed: pulling a gain to zero is not regularisation."""
     flat: dict[bool, list[nn.Parameter]] = {False: [], True: []}
     for parameter in parameters:
-        flat[parameter.ndim < 2].append(parameter)
+        flat[dimensions(parameter) < 2].append(parameter)
     groups = [{"params": flat[False], "weight_decay": weight_decay}, {"params": flat[True], "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 

@@ -1,30 +1,36 @@
-"""What one rank's part of a backend has, whatever engine shards its model: the local backend, and what it was made of.
+"""What one rank's part of a backend has, whatever engine shards its model: the local backend, over what rank 0 loaded.
 
-An engine's file says how weights are sharded, brought together, updated and saved (`fsdp`, `deepspeed`); the verbs that
-all ranks do together are in `ranks`.
+Rank 0 loads, every rank builds the same model empty, and gets its part weight by weight. An engine's file says how that
+part is kept, brought together, updated and saved (`fsdp`, `deepspeed`); the verbs that all ranks do are in `ranks`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from oxrl.backends._forward import LanguageModel
+from oxrl.backends._forward import LanguageModel, Probed, prepare_layout, register_attention
 from oxrl.backends.local import PyTorchTrainingBackend
 from oxrl.backends.optimizer import schedule
+from oxrl.backends.ranks import portable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 RANDOM = "random:"
+LOAD_LIMIT = 3600.0  # seconds that ranks wait for each other while a model is read, which no other call takes
+T = TypeVar("T")
 Load: TypeAlias = Callable[[], Any]
-"""Gives a model; it travels: `partial(load_model, "tiny")`. Rank 0 calls it as it is; where every rank is to get its
-slices from there (`fsdp`), all call it once more inside `torch.device("meta")`, for the same model without weights."""
+"""Gives a model; it travels: `partial(load_model, "tiny")`. Rank 0 calls it as it is, and every rank once more inside
+`torch.device("meta")`, for a model of the same make without weights."""
 
 
 class Settings(NamedTuple):
@@ -42,9 +48,112 @@ class Settings(NamedTuple):
     temperature: float = 1.0
 
 
-def dtypes_of(module: LanguageModel) -> dict[str, torch.dtype]:
-    """Of every weight by name; an engine may keep it in another precision than it was loaded in."""
-    return {name: tensor.dtype for name, tensor in tensors_of(module).items()}
+class Spread(NamedTuple):
+    """A module in this rank's part, and the precision that each of its weights was loaded in."""
+
+    module: LanguageModel
+    dtypes: Mapping[str, torch.dtype]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the model as a whole."""
+        embedding = self.module.inner.get_input_embeddings().weight
+        return self.dtypes[next(name for name, tensor in tensors_of(self.module).items() if tensor is embedding)]
+
+
+class Told(NamedTuple):
+    """What rank 0, which has loaded the model, tells the others of it."""
+
+    probed: Probed
+    attention: str
+    dtypes: Mapping[str, torch.dtype]
+
+
+class Bring(Protocol):
+    """The whole of one weight that rank 0 has loaded, on every rank: all ask for the same ones in the same order."""
+
+    def __call__(self, name: str, shape: torch.Size, device: torch.device) -> Tensor: ...
+
+
+Place: TypeAlias = Callable[[Spread, torch.device, Bring], Any]
+"""Gives an empty module weights on a device, of which each rank keeps its part."""
+
+
+def spread(load: Load, heads: Sequence[str], temperature: float, place: Place, *, frozen: bool = False) -> Spread:
+    """Rank 0 loads, and proves the layout on the whole model; all build an empty one, for `place` to fill."""
+    loaded, module = _all_or_none(partial(_build, load, heads, temperature))
+    (told,) = _from_first([_describe(loaded)] if loaded is not None else [None])
+    module.layout, module.probed = told.probed.layout, told.probed
+    register_attention()
+    module.inner.set_attn_implementation(told.attention)
+    if frozen:
+        module.eval().requires_grad_(False)
+    made = Spread(module, told.dtypes)
+    found = tensors_of(loaded) if loaded is not None else {}
+    with torch.no_grad():
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        place(made, device, partial(_bring, found, told.dtypes))
+    if loaded is not None:
+        for name in ("generation_config", "_weight_conversions"):  # which come with weights
+            if hasattr(loaded.inner, name):
+                setattr(module.inner, name, getattr(loaded.inner, name))
+    return made
+
+
+def _build(load: Load, heads: Sequence[str], temperature: float) -> tuple[LanguageModel | None, LanguageModel]:
+    loaded = None
+    if dist.get_rank() == 0:
+        loaded = LanguageModel(load(), heads, temperature=temperature)
+        prepare_layout(loaded)
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*which is a no-op")  # nothing shall be copied yet
+        return loaded, LanguageModel(load(), heads, temperature=temperature)
+
+
+def _describe(module: LanguageModel) -> Told:
+    assert module.probed is not None, "it was prepared"
+    return Told(
+        module.probed,
+        module.inner.config._attn_implementation,
+        {name: tensor.dtype for name, tensor in tensors_of(module).items()},
+    )
+
+
+def _bring(
+    found: Mapping[str, Tensor],
+    dtypes: Mapping[str, torch.dtype],
+    name: str,
+    shape: torch.Size,
+    device: torch.device,
+) -> Tensor:
+    whole = torch.empty(shape, dtype=dtypes[name], device=device)
+    if found:
+        whole.copy_(found[name])
+    dist.broadcast(whole, 0)
+    return whole
+
+
+def _all_or_none(make: Callable[[], T]) -> T:
+    """What each rank makes; where one cannot, its reason on all of them, so that nobody waits for it."""
+    patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=LOAD_LIMIT))
+    made, error = None, None
+    try:
+        made = make()
+    except Exception as caught:  # noqa: BLE001 - raised again below, on every rank
+        error = portable(caught)
+    errors: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error, group=patient)
+    dist.destroy_process_group(patient)
+    for failed in (error, *errors):
+        if failed is not None:
+            raise failed
+    assert made is not None, "there was no error"
+    return made
+
+
+def _from_first(values: list[Any]) -> list[Any]:
+    dist.broadcast_object_list(values, src=0)
+    return values
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
@@ -53,30 +162,22 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 class RankWorker(PyTorchTrainingBackend):
-    """The local backend over a sharded module; `dtypes` are those that its weights were loaded in."""
+    """The local backend over a module of which this rank has a part."""
 
     def __init__(
-        self,
-        module: LanguageModel,
-        optimizer: Any,
-        others: Mapping[str, LanguageModel],
-        settings: Settings,
-        load: Load,
-        dtypes: Mapping[str, torch.dtype],
+        self, trained: Spread, optimizer: Any, others: Mapping[str, LanguageModel], settings: Settings, load: Load
     ) -> None:
         super().__init__(
-            module,
+            trained.module,
             optimizer,
             schedule(settings.lr_scheduler, settings.num_steps, settings.warmup_steps),
             max_grad_norm=settings.max_grad_norm,
             others=others,
         )
-        tensors = tensors_of(module)
-        embedding = module.inner.get_input_embeddings().weight
         self.whole: PreTrainedModel | None = None
-        self.dtype = next(dtypes[name] for name, tensor in tensors.items() if tensor is embedding)
-        self._dtypes = {id(tensor): dtypes[name] for name, tensor in tensors.items()}
+        self.dtype = trained.dtype
         self._load = load
+        self._dtypes = {id(tensor): trained.dtypes[name] for name, tensor in tensors_of(trained.module).items()}
         self._rehearsal = ExitStack()
 
     def full(self, parameter: Tensor) -> Tensor:

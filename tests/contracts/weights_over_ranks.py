@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 from oxrl.algorithms import algorithm
-from oxrl.backends.fsdp import FSDPTrainingBackend
 from oxrl.backends.local import create_pytorch_backend
 from oxrl.data.pack import collate
 from oxrl.generators.http import HTTPGenerator, SGLangEngine
@@ -22,8 +21,7 @@ from oxrl.models.load import builds_empty, load_model, load_tokenizer
 from oxrl.models.lora import LoraSettings, attach_lora, save_adapter
 from oxrl.types import ModelConfig
 from oxrl.weights import ModuleWeights, near_folder, plain_weights, read_weights, source_of, trainer_logprobs
-from tests.contracts import together
-from tests.contracts.test_backend import some_items, train
+from tests.contracts.test_backend import BACKENDS, some_items, train
 from tests.engines import sglang_stand_in
 
 pytestmark = pytest.mark.anyio
@@ -32,17 +30,20 @@ CLOSE = {"atol": 1e-5, "rtol": 0}
 VOCABULARY = 320
 
 
+ON_EVERY_ENGINE = pytest.mark.parametrize("sharded", ["fsdp", "zero3"], indirect=True)
+
+
 @pytest.fixture
 def anyio_backend():
     return "asyncio"
 
 
-@pytest.fixture
-def sharded():
+@pytest.fixture(params=["fsdp"])
+def sharded(request):
     made = []
 
     def make(load=TINY, **options):
-        made.append(FSDPTrainingBackend(together.ranks(), load, **{"lr": 1e-3, **options}))
+        made.append(BACKENDS[request.param](load=load, **options))
         return made[-1]
 
     yield make
@@ -84,6 +85,7 @@ async def test_a_handle_costs_nothing_until_it_is_asked(sharded):
     assert backend.ranks.here(backend._number).whole is None, "no copy in one piece was made"
 
 
+@ON_EVERY_ENGINE
 @pytest.mark.parametrize("load", [TINY, half, untied])
 async def test_what_is_written_weight_by_weight_is_what_the_whole_model_would_write(sharded, tmp_path, load):
     load().save_pretrained(tmp_path / "whole")
@@ -105,6 +107,7 @@ async def test_what_is_written_weight_by_weight_is_what_the_whole_model_would_wr
     [(TINY, ()), (TINY, ("value",)), (with_adapter, ("value",)), (untied, ())],
     ids=["plain", "with a value head", "adapter and value head", "untied"],
 )
+@ON_EVERY_ENGINE
 async def test_names_and_weights_are_those_of_the_local_backend(sharded, tmp_path, load, heads):
     one, two = local(load, heads=heads), sharded(load, heads=heads)
     for backend in (one, two):
@@ -156,6 +159,7 @@ async def test_a_copy_in_one_piece_follows_from_when_it_was_asked_for(sharded):
     assert ModuleWeights(whole).logprobs(tokens) == pytest.approx(weights.source.logprobs(tokens), abs=1e-4)
 
 
+@ON_EVERY_ENGINE
 async def test_an_adapter_is_written_alone_and_is_not_empty(sharded, tmp_path):
     one, two = local(with_adapter), sharded(with_adapter)
     for backend in (one, two):
@@ -177,6 +181,7 @@ def only_on_the_first():
     return TINY()
 
 
+@ON_EVERY_ENGINE
 async def test_only_rank_0_ever_has_a_whole_model(sharded):
     backend = sharded(only_on_the_first, others={"ref": only_on_the_first})
     (one,), (two,) = (
@@ -201,6 +206,7 @@ async def test_a_model_that_cannot_be_loaded_is_a_mistake_that_harms_nobody(shar
     await train(sharded(), some_items(), 8, steps=1)
 
 
+@ON_EVERY_ENGINE
 @pytest.mark.parametrize("head", ["value", "score"])
 async def test_heads_of_a_checkpoint_are_taken_over(sharded, tmp_path, head):
     one, two = local(heads=(head,)), sharded(heads=(head,))

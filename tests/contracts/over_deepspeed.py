@@ -1,0 +1,95 @@
+"""What is DeepSpeed's own: its stages and sections. Runs inside `together`, on rank 0 of two."""
+
+from __future__ import annotations
+
+import pytest
+
+from oxrl.algorithms import algorithm
+from tests.contracts import together
+from tests.contracts.over_two_ranks import HALF, RATES, TINY, items_of, local, same_steps
+from tests.contracts.test_backend import deepspeed, some_items, split, train
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend():
+    return "asyncio"
+
+
+@pytest.fixture
+def zero():
+    """Makes DeepSpeed backends with a section of their own."""
+    made = []
+
+    def make(section, load=TINY, **options):
+        made.append(deepspeed(3, load=load, deepspeed=section, **{**RATES, **options}))
+        return made[-1]
+
+    yield make
+    for backend in made:
+        backend.close()
+
+
+def engine_of(backend):
+    return together.ranks().here(backend._number).engine
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+async def test_eight_steps_without_sharded_gradients_are_those_of_the_local_backend(zero, stage):
+    common = {"lr_scheduler": "cosine", "num_steps": 8, "max_grad_norm": 0.5}
+    backend = zero({"zero_optimization": {"stage": stage}}, **common)
+    await same_steps(local(**common), backend, algorithm("sft"), items_of("sft"))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+async def test_an_optimizer_state_beside_the_device_changes_nothing(zero, stage):
+    section = {"zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu"}}}
+    backend = zero(section)
+    assert engine_of(backend).zero_use_cpu_optimizer()
+    await same_steps(local(), backend, algorithm("sft"), items_of("sft"), steps=3)
+
+
+async def test_a_section_reaches_deepspeed_and_a_reference_can_be_a_whole_copy(zero):
+    others, built = {"ref": TINY}, algorithm("dpo")
+    section = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 12_345}}
+    backend = zero(section, others=others, deepspeed_ref={"zero_optimization": {"stage": 0}})
+    assert engine_of(backend).zero_reduce_bucket_size() == 12_345
+    worker = together.ranks().here(backend._number)
+    assert hasattr(next(worker.module.parameters()), "ds_tensor")
+    assert not hasattr(next(worker.others["ref"].parameters()), "ds_tensor")
+    await same_steps(local(others=others), backend, built, items_of("dpo"), steps=2)
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"deepspeed": {"zero_optimization": {"reduce_bucket": 5}}}, "section deepspeed: .*reduce_bucket; Extra"),
+        ({"deepspeed": {"zero_optimization": {"stage": 7}}}, "section deepspeed: .*Input should be 0, 1, 2, 3"),
+        ({"deepspeed": {"zero_optimization": 3}}, "holds settings, such as {stage: 3}"),
+        ({"deepspeed": {"gradient_clipping": 3}}, "gradient_clipping is not set here"),
+        ({"deepspeed_ref": {"zero_optimization": {"stage": 2}}}, "stage 2 shards gradients or optimizer state"),
+        ({"deepspeed": {"zero_optimization": {"stage": 0}}, "load": HALF}, "stage 0 trains in float32 only"),
+    ],
+)
+async def test_a_section_that_cannot_work_is_refused_and_harms_nobody(zero, sections, words):
+    with pytest.raises(ValueError, match=words):
+        deepspeed(3, others={"ref": TINY}, **sections)
+    await zero({}).logprobs(split(some_items(), 8))
+
+
+async def test_a_checkpoint_of_another_stage_is_refused(zero, tmp_path):
+    saved, other = zero({"zero_optimization": {"stage": 2}}), zero({"zero_optimization": {"stage": 3}})
+    await saved.save(tmp_path)
+    with pytest.raises(ValueError, match="saved with zero_optimization.stage 2, and here it is 3"):
+        await other.load(tmp_path)
+
+
+async def test_a_stage_without_sharding_goes_on_to_the_bit(zero, tmp_path):
+    through, resumed = (zero({"zero_optimization": {"stage": 0}}) for _ in range(2))
+    await train(through, some_items(), 3, steps=2)
+    await through.save(tmp_path)
+    await resumed.load(tmp_path)
+    expected, _ = await train(through, some_items(), 3, steps=2)
+    found, _ = await train(resumed, some_items(), 3, steps=2)
+    assert found == expected
