@@ -52,6 +52,8 @@ class Replica:
     def __init__(self, number: int, start: Callable[[], VLLMServer], home: Path, limits: Limits) -> None:
         self.number, self.home, self.limits = number, home, limits
         self.restarts = 0
+        self.server: VLLMServer
+        self._engine: VLLMEngine
         self._start = start
         self._well = False
         self._given_up: str | None = None
@@ -84,7 +86,7 @@ class Replica:
                 await in_thread(self.server.stop)
 
     async def facts(self) -> Facts:
-        return await self._surely(VLLMEngine.facts)
+        return await self._try(VLLMEngine.facts)
 
     async def complete(self, ask: Ask) -> Said:
         return await self._try(lambda engine: engine.complete(ask))
@@ -208,7 +210,8 @@ class Replica:
             self._times = [when for when in self._times if started - when < _HOUR]
             if len(self._times) >= self.limits.restarts or refused == 2:
                 often = f"{self.name} was started again {len(self._times)} times within an hour, and failed once more"
-                self._given_up = f"{often}: {why}; {last_words(self.server.log)}"
+                words = "" if str(self.server.log) in why else f"; {last_words(self.server.log)}"
+                self._given_up = f"{often}: {why}{words}"
                 return
             self._times.append(started)
             self.restarts += 1
@@ -278,7 +281,7 @@ async def serving(
     """
     if replicas < 1 or (devices and len(devices) != replicas):
         raise ValueError(f"{replicas} replicas on {len(devices)} sets of devices: give 1 or more, and one set each")
-    with _home() as home:
+    with engines_home() as home:
         logs = Path(log_folder) if log_folder is not None else home
         logs.mkdir(parents=True, exist_ok=True)
         fleet = [
@@ -321,11 +324,11 @@ def _starter(
 
 
 @contextmanager
-def _home() -> Iterator[Path]:
+def engines_home() -> Iterator[Path]:
     """A folder in memory that is gone afterwards. Those of runs that could not remove theirs are removed first."""
     root = near_folder()
     for left in root.glob(f"{_HOMES}*"):
-        if time.time() - left.stat().st_mtime > 60 and _is_nobodys(left):
+        if _is_nobodys(left):
             shutil.rmtree(left, ignore_errors=True)
     home = Path(tempfile.mkdtemp(prefix=_HOMES, dir=root))
     try:
@@ -340,7 +343,7 @@ def _is_nobodys(home: Path) -> bool:
     try:
         with (home / "lock").open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
+            return time.time() - home.stat().st_mtime > 60  # a new one is locked in a moment
     except OSError:  # held, or another user's
         return False
 

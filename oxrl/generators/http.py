@@ -383,6 +383,11 @@ class HTTPGenerator:
     def version(self) -> int:
         return self._version
 
+    @property
+    def restarts(self) -> int:
+        """How often engines were started again so far."""
+        return sum(getattr(engine, "restarts", 0) for engine in self.engines)
+
     async def generate(self, requests: Sequence[Request], sampling: GenerationConfig) -> list[Generation]:
         """One generation per request, in order. Calls of several tasks share the engines."""
         check_sampling(sampling)

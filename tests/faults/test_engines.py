@@ -1,20 +1,25 @@
 """Engines that die, hang, refuse or stay away: recovered from within a stated time, or a stop that names them."""
 
+import fcntl
 import json
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
+import anyio
 import pytest
 
+from oxrl.concurrent import task_group
 from oxrl.generators.connection import EngineError
-from oxrl.generators.fleet import engine_at, served_at
-from oxrl.generators.http import SGLangEngine, VLLMEngine
+from oxrl.generators.fleet import Limits, Replica, engine_at, engines_home, served_at
+from oxrl.generators.http import HTTPGenerator, SGLangEngine, VLLMEngine, near_folder
+from oxrl.generators.server import VLLMServer, free_ports
 from oxrl.models.load import load_model
 from oxrl.types import GenerationConfig, Request, Weights
 from tests.engines import need_vllm, sglang_stand_in
@@ -96,6 +101,102 @@ def test_a_vllm_server_that_dies_or_hangs_comes_back_and_a_killed_driver_leaves_
         time.sleep(0.1)
     assert not lives(seen["group"]), "its server outlived it"
     assert not [each for each in ours if each.exists()], "left in memory"
+
+
+HEALTHY = """
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Fine(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Fine).serve_forever()
+"""
+BROKEN = "import sys; sys.exit('no such device')"
+
+
+def starting(folder, scripts):
+    """A replica's server as the next of some scripts: real processes, which know no more of vLLM than its health."""
+
+    def start():
+        (port,) = free_ports(1)
+        log = folder / "vllm-0.log"
+        with log.open("ab") as out:
+            process = subprocess.Popen(
+                [sys.executable, "-c", next(scripts), str(port)],
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
+        return VLLMServer(f"http://127.0.0.1:{port}", process, log)
+
+    return start
+
+
+async def test_a_replica_that_fails_again_and_again_is_given_up_with_its_last_words(tiny, tmp_path):
+    scripts = iter([HEALTHY, BROKEN, BROKEN])
+    replica = Replica(0, starting(tmp_path, scripts), tmp_path, Limits(look=0.2, stall=2, restarts=2))
+    generator = HTTPGenerator([replica], tiny[1])
+    try:
+        with anyio.fail_after(60):
+            async with task_group() as tasks:
+                await replica.open()
+                tasks.start_soon(replica.watch)
+                replica.server.process.kill()
+                with pytest.raises(
+                    EngineError, match=r"(?s)replica 0 .* started again 2 times .*ends with:.*\nno such device$"
+                ):
+                    await generator.generate(REQUESTS, SAMPLING)
+                assert generator.restarts == 2
+    finally:
+        await replica.close()
+
+
+async def test_an_abort_does_not_wait_for_a_replica_that_is_being_started(tiny, tmp_path):
+    scripts = iter([HEALTHY, "import time; time.sleep(60)"])
+    replica = Replica(0, starting(tmp_path, scripts), tmp_path, Limits(look=0.2, stall=2))
+    generator, said = HTTPGenerator([replica], tiny[1]), []
+
+    async def ask():
+        said.extend(await generator.generate(REQUESTS, SAMPLING))
+
+    try:
+        with anyio.fail_after(30):
+            async with task_group() as tasks:
+                await replica.open()
+                tasks.start_soon(replica.watch)
+                replica.server.process.kill()
+                async with task_group() as asked:
+                    asked.start_soon(ask)
+                    await anyio.sleep(3)
+                    await generator.abort()
+                tasks.cancel_scope.cancel()
+    finally:
+        await replica.close()
+    assert [(each.finish_reason, each.token_ids) for each in said] == [("aborted", ())] * 6
+
+
+def test_memory_of_runs_that_are_gone_is_given_back_and_that_of_others_is_not():
+    def forsaken(name):
+        home = near_folder() / f"oxrl-engines-{name}-{os.getpid()}"
+        home.mkdir()
+        (home / "lock").touch()
+        os.utime(home, (1, 1))
+        return home
+
+    dead, living = forsaken("dead"), forsaken("living")
+    try:
+        with (living / "lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            with engines_home() as home:
+                assert home.exists() and not dead.exists() and living.exists()
+        assert not home.exists()
+    finally:
+        shutil.rmtree(living)
 
 
 async def test_requests_of_a_server_that_is_gone_go_to_another_one_with_a_warning(tiny, caplog):
