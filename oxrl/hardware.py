@@ -40,6 +40,8 @@ def set_up_process() -> None:
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")):
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, where transformers finds it, remarks on it aloud
 
 
 def detect_hardware() -> Hardware:

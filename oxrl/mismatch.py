@@ -63,6 +63,14 @@ class Answer(NamedTuple):
     logprobs: tuple[float, ...]
 
 
+class Kept(NamedTuple):
+    """Weights that the run had and that can be loaded: `Kept("step_0002", "runs/first/checkpoints/step_0002", 2)`."""
+
+    name: str
+    place: str
+    version: int
+
+
 class Token(NamedTuple):
     """One token that the two sides do not agree on; `position` counts from the answer's first."""
 
@@ -144,11 +152,12 @@ class Audit(NamedTuple):
 async def engine_of(config: Config, trainer: _Trainer) -> AsyncIterator[Generator]:
     """The run's engine, speaking with the trainer's weights; beside a trainer of one process, whatever the run had."""
     alone = config.run.model_copy(update={"backend": "local", "training_gpus": None, "rollout_gpus": None})
-    beside = config.model_copy(update={"run": alone})
+    engine = config.inference_engine.model_copy(update={"name": config.engine})
+    beside = config.model_copy(update={"run": alone, "inference_engine": engine})
     with tempfile.TemporaryDirectory(prefix="oxrl-mismatch-") as folder:
-        async with open_engine(beside, trainer.tokenizer, Path(folder), trainer) as engine:
-            await engine.generator.update_weights(Weights(trainer.model, 1))
-            yield engine.generator
+        async with open_engine(beside, trainer.tokenizer, Path(folder), trainer) as opened:
+            await opened.generator.update_weights(Weights(trainer.model, 1))
+            yield opened.generator
 
 
 async def audit_mismatch(
@@ -159,17 +168,15 @@ async def audit_mismatch(
     max_tokens: int = 64,
     recorded: bool = False,
 ) -> Audit:
-    """Hold a run's engine against its trainer, on the newest checkpoint.
+    """Hold a run's engine against its trainer, on the newest checkpoint; before the first, on what the run began with.
 
     `engine` speaks with whatever weights it has; without one it is the run's own, made for this. With `recorded`, what
     the run drew itself is looked at instead of fresh answers, on the newest checkpoint that it was drawn with.
     """
     config, folder = _online_run(Path(run))
-    kept = checkpoints(folder / "checkpoints")
-    if not kept:
-        raise ValueError(f"the run in {run} has no checkpoint yet")
+    kept = _kept(config, folder)
     at, drawn = _drawn_with(folder, kept, answers) if recorded else (len(kept) - 1, [])
-    trainer = _Trainer(config, kept[at])
+    trainer = _Trainer(config, kept[at].place)
     if not recorded:
         prompts = _prompts(config, folder, answers)
         sampling = sampling_of(config)
@@ -186,7 +193,7 @@ async def audit_mismatch(
     return _compared(config, kept[: at + 1], trainer, drawn, source)
 
 
-def _compared(config: Config, kept: Sequence[Path], trainer: _Trainer, drawn: Sequence[Answer], source: str) -> Audit:
+def _compared(config: Config, kept: Sequence[Kept], trainer: _Trainer, drawn: Sequence[Answer], source: str) -> Audit:
     said: LogProbs = [np.array(answer.logprobs) for answer in drawn]
     ours = trainer.logprobs(drawn)["logprob"]
     mean, largest = _gap(said, ours)
@@ -196,7 +203,7 @@ def _compared(config: Config, kept: Sequence[Path], trainer: _Trainer, drawn: Se
     explanation = _explanation(mean, tried, max((by for by, _ in moved), default=0.0)) if mean > NOISE else None
     advice = "" if mean <= NOISE else ADVICE[explanation.cause if explanation is not None else "nothing"]
     return Audit(
-        checkpoint=str(kept[-1]),
+        checkpoint=kept[-1].place,
         source=source,
         answers=len(drawn),
         tokens=sum(len(answer.tokens) for answer in drawn),
@@ -236,6 +243,12 @@ def _online_run(run: Path) -> tuple[Config, Path]:
     return config, folder
 
 
+def _kept(config: Config, folder: Path) -> list[Kept]:
+    first = Kept("the run's first", model_config(config).name, 0)
+    later = checkpoints(folder / "checkpoints")
+    return [first, *(Kept(path.name, str(path), read_state(path).version) for path in later)]
+
+
 def _recorded(folder: Path) -> Iterator[dict[str, Any]]:
     """The turns in `rollouts.jsonl`, newest first."""
     file = folder / "rollouts.jsonl"
@@ -246,11 +259,11 @@ def _recorded(folder: Path) -> Iterator[dict[str, Any]]:
                 yield from sample.get("turns", ())
 
 
-def _drawn_with(folder: Path, kept: Sequence[Path], answers: int) -> tuple[int, list[Answer]]:
+def _drawn_with(folder: Path, kept: Sequence[Kept], answers: int) -> tuple[int, list[Answer]]:
     """Which of the checkpoints was sampled with and recorded last, and what was drawn."""
     for at in reversed(range(len(kept))):
-        version = read_state(kept[at]).version
-        own = [turn for turn in _recorded(folder) if turn["token_ids"] and set(turn["versions"]) == {version}]
+        turns = (turn for turn in _recorded(folder) if turn["token_ids"])
+        own = [turn for turn in turns if set(turn["versions"]) == {kept[at].version}]
         if own:
             names = ("prompt_ids", "token_ids", "logprobs")
             return at, [Answer(*(tuple(turn[name]) for name in names)) for turn in own[:answers]]
@@ -284,12 +297,12 @@ async def _ask(
 class _Trainer:
     """The trainer's pass over answers, in its dtype and layout, at the temperature of the run."""
 
-    def __init__(self, config: Config, weights: Path | str, dtype: str | None = None) -> None:
+    def __init__(self, config: Config, weights: str, dtype: str | None = None) -> None:
         from oxrl.backends.local import frozen
         from oxrl.models.load import load_model, load_tokenizer
 
         given = model_config(config)
-        own = given._replace(name=str(weights), gradient_checkpointing=False, dtype=dtype or given.dtype)
+        own = given._replace(name=weights, gradient_checkpointing=False, dtype=dtype or given.dtype)
         self.model = load_model(own if own.name == given.name else own._replace(revision=None), is_trainable=False)
         self.tokenizer = load_tokenizer(own)
         self.temperature = config.rollout.temperature
@@ -327,7 +340,7 @@ _Alternative: TypeAlias = dict[str, LogProbs]
 
 
 def _alternatives(
-    config: Config, kept: Sequence[Path], trainer: _Trainer, drawn: Sequence[Answer]
+    config: Config, kept: Sequence[Kept], trainer: _Trainer, drawn: Sequence[Answer]
 ) -> Iterator[tuple[str, _Alternative]]:
     at = trainer.temperature
     others = [each for each in TEMPERATURES if each != at]
@@ -337,7 +350,7 @@ def _alternatives(
     yield "temperature", {what: read[what] for what in warmer}
     yield "truncated sampling", {what: read[what] for what in cut}
     yield "tokeniser", _retokenised(trainer, drawn)
-    yield "dtype", dict(_other_dtypes(config, kept[-1], trainer, drawn))
+    yield "dtype", dict(_other_dtypes(config, kept[-1].place, trainer, drawn))
     yield "stale weights", dict(_older_weights(config, kept[:-1], drawn))
 
 
@@ -398,7 +411,7 @@ def _as_long(tokens: tuple[int, ...], original: tuple[int, ...]) -> tuple[int, .
 
 
 def _other_dtypes(
-    config: Config, checkpoint: Path, trainer: _Trainer, drawn: Sequence[Answer]
+    config: Config, checkpoint: str, trainer: _Trainer, drawn: Sequence[Answer]
 ) -> Iterator[tuple[str, LogProbs]]:
     own = str(trainer.model.dtype).removeprefix("torch.")
     for dtype in ("float32", "bfloat16"):
@@ -406,13 +419,12 @@ def _other_dtypes(
             yield f"{dtype} instead of {own}", _Trainer(config, checkpoint, dtype).logprobs(drawn)["logprob"]
 
 
-def _older_weights(config: Config, older: Sequence[Path], drawn: Sequence[Answer]) -> Iterator[tuple[str, LogProbs]]:
-    weights: dict[str, str] = {path.name: str(path) for path in reversed(older)}
-    for what, place in {**weights, "the run's first": model_config(config).name}.items():
+def _older_weights(config: Config, older: Sequence[Kept], drawn: Sequence[Answer]) -> Iterator[tuple[str, LogProbs]]:
+    for weights in reversed(older):
         try:
-            yield f"those of {what}", _Trainer(config, place).logprobs(drawn)["logprob"]
+            yield f"those of {weights.name}", _Trainer(config, weights.place).logprobs(drawn)["logprob"]
         except ValueError as error:  # the model that the run began with need not be there any more
-            logger.warning("%s cannot be compared with: %s", place, error)
+            logger.warning("%s cannot be compared with: %s", weights.place, error)
 
 
 def _best(cause: str, said: LogProbs, each: _Alternative) -> Difference:

@@ -8,6 +8,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub, w
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # facts are about float32 on the CPU, also on a machine with a GPU
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed remarks on it, on standard output
 
 from collections.abc import Iterator
 from functools import partial

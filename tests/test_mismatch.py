@@ -171,11 +171,21 @@ def test_what_the_run_drew_itself_can_be_looked_at(run, tmp_path):
 
 
 @pytest.mark.parametrize("option", [[], ["--recorded"]])
-def test_a_wrong_run_is_exit_code_2(tmp_path, run, option):
+def test_a_wrong_run_is_exit_code_2(tmp_path, option):
     assert CliRunner().invoke(app, ["mismatch", str(tmp_path / "none"), *option]).exit_code == 2
+    write_jsonl(tmp_path / "rows.jsonl", sums(8))
+    overrides = ["model.name=tiny", f"data.train_files_path={tmp_path / 'rows.jsonl'}", "train.alg_name=sft"]
+    config = load_config(None, overrides).model_dump(mode="json")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    shown = CliRunner().invoke(app, ["mismatch", str(tmp_path), *option])
+    assert shown.exit_code == 2 and "sft learns from files" in shown.output
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_run_that_was_stopped_in_its_first_step_is_looked_at_with_the_weights_it_began_with(run, tmp_path, recorded):
     unsaved = shutil.copytree(run, tmp_path / "unsaved", ignore=shutil.ignore_patterns("checkpoints"))
-    shown = CliRunner().invoke(app, ["mismatch", str(unsaved), *option])
-    assert shown.exit_code == 2 and "no checkpoint yet" in shown.output
+    found = audit(unsaved, recorded=recorded)
+    assert found.within and found.checkpoint == str(run.parent / "model")
 
 
 def test_a_run_that_recorded_nothing_is_asked_its_own_prompts(run, tmp_path):

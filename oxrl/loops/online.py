@@ -262,7 +262,8 @@ def _check_gap(metrics: Mapping[str, float], allowed: float) -> None:
     if metrics["age"] == 0 and not gap <= allowed:
         raise RuntimeError(
             f"logprob_gap: sampler and trainer differ by {gap:.3g} in a token's log-prob on the same weights, and "
-            f"{allowed:g} is allowed; the engine speaks with other weights, another precision or another temperature"
+            f"{allowed:g} is allowed; the engine speaks with other weights, another precision or another temperature "
+            "(`oxrl mismatch RUN` says which)"
         )
 
 

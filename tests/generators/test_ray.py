@@ -11,8 +11,9 @@ import anyio
 import pytest
 import torch
 
-from oxrl.backends.fsdp import FSDPSettings, build_worker
+from oxrl.backends.fsdp import build_worker
 from oxrl.backends.ray import create_ray_backend
+from oxrl.backends.worker import Settings
 from oxrl.concurrent import in_thread, task_group
 from oxrl.generators.probe import StaleEngineError
 from oxrl.loops.step import train_step
@@ -49,9 +50,7 @@ async def test_an_adapter_is_reloaded_in_place_and_gone_with_plain_weights(ray_r
 
 
 async def test_weights_go_from_training_actors_to_replicas_and_the_driver_has_none(ray_ranks, ray_replicas):
-    backend = create_ray_backend(
-        ray_ranks, partial(build_worker, partial(load_model, "tiny"), {}, FSDPSettings(lr=0.05))
-    )
+    backend = create_ray_backend(ray_ranks, partial(build_worker, partial(load_model, "tiny"), {}, Settings(lr=0.05)))
     items = some_items()
     for _ in range(2):
         await train_step(backend, SFT, items, 100)

@@ -1,7 +1,6 @@
 """A program is worth what its tests say; whatever a hostile one does, it earns nothing and the next is graded."""
 
 import socket
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +14,7 @@ from oxrl.rewards import check_samples, grade, reward
 from oxrl.rewards.code import code_reward_func
 from tests.rewards.hostile import ALWAYS_EQUAL, HOSTILE
 from tests.rewards.rollouts import a_sample, said
+from tests.sandbox.children import children
 
 TESTS = ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'", "assert sorted(add([2], [1])) == [1, 2]"]
 RIGHT = "def add(a, b):\n    return a + b\n"
@@ -167,10 +167,11 @@ def test_tests_that_need_one_process_leave_an_answer_ungraded():
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_program_earns_nothing_does_no_harm_and_the_next_is_graded(name):
+    others = children()
     assert worth(HOSTILE[name], partial=True) == 0.0
     assert worth(RIGHT) == 1.0
     assert not Path("/var/tmp/oxrl-hostile").exists()
-    assert Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text() == ""
+    assert children() <= others
 
 
 def test_a_program_reaches_no_listener():
