@@ -15,7 +15,7 @@ demo: $(VENV)/.core
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.engines lint
-	OXRL_REQUIRE_ENGINES=1 $(BIN)/python -m pytest
+	OXRL_REQUIRE_ENGINES=1 $(BIN)/python -m pytest -n 2
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -22,6 +22,19 @@ from oxrl.models.load import load_model, load_tokenizer
 from oxrl.types import ModelConfig
 from tests.engines import ARGUMENTS, need, need_vllm
 
+ENGINES = {"vllm_url", "vllm_in_process", "ray_here"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With several workers (`-n 2`) a file stays together; all that share an engine come first, to one worker."""
+    fixtures: dict[str, set[str]] = {}
+    for item in items:
+        fixtures.setdefault(item.path.as_posix(), set()).update(getattr(item, "fixturenames", ()))
+    groups = {path: "engines" if used & ENGINES else path for path, used in fixtures.items()}
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(groups[item.path.as_posix()]))
+    items.sort(key=lambda item: groups[item.path.as_posix()] != "engines")
+
 
 @pytest.fixture(scope="session")
 def tiny() -> tuple[ModelConfig, Any]:

@@ -1,0 +1,77 @@
+"""Runs of SFT, DPO and GRPO over one backend, GRPO with each engine: `python -m tests.contracts.pairs BACKEND FOLDER URL`.
+
+In each of the ranks where there are several; what rank 0's runs logged goes to `FOLDER/BACKEND.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from oxrl.config import check_config
+from oxrl.launch import join, leave
+from oxrl.wiring import train_run
+from tests.rows import sums, write_jsonl
+
+RANKS = {"local": 1, "fsdp": 2, "deepspeed": 2, "ray": 2}
+ENGINES = {  # embedded: not under Ray, where the trainer is elsewhere
+    "local": ("embedded", "vllm", "http"),
+    "fsdp": ("embedded", "vllm", "http"),
+    "deepspeed": ("embedded", "vllm", "http"),
+    "ray": ("vllm", "http"),
+}
+ROWS = 4  # of a step, over all ranks
+VLLM = {"max_num_seqs": 16}
+
+
+def config_of(backend: str, folder: Path, algorithm: str, engine: str = "embedded", url: str = ""):
+    rows = sums(8)
+    if algorithm == "dpo":
+        rows = [{"prompt": row["prompt"], "chosen": row["answer"], "rejected": "I do not know."} for row in rows]
+    elif algorithm == "sft":
+        rows = [{"prompt": row["prompt"], "completion": row["answer"]} for row in rows]
+    ranks = RANKS[backend]
+    config = {
+        "model": {"name": "tiny", "device": "cpu"},
+        "data": {"train_files_path": str(write_jsonl(folder / f"{algorithm}.jsonl", rows))},
+        "train": {
+            "alg_name": algorithm,
+            "train_batch_size_per_gpu": ROWS // ranks,
+            "train_steps_per_epoch": 2,
+            "lr": 1e-3,
+        },
+        "run": {"backend": backend, "training_gpus": ranks if ranks > 1 else None, "rank_time_limit": 120.0},
+    }
+    if algorithm == "grpo":
+        config["reward"] = {"reward_func": "oxrl.verify:any_difference"}
+        config["rollout"] = {"n_samples": 4, "max_tokens": 8}
+        config["inference_engine"] = {"name": engine, **(VLLM if engine == "vllm" else {})}
+        if engine == "http":
+            config["inference_engine"]["urls"] = [url]
+    return check_config(config)
+
+
+def run_all(backend: str, folder: Path, url: str) -> dict[str, list[dict[str, float]]]:
+    """What each run logged, by algorithm and engine."""
+    wanted = [("sft", ""), ("dpo", ""), *(("grpo", engine) for engine in ENGINES[backend])]
+    logged = {}
+    for algorithm, engine in wanted:
+        name = f"{algorithm} {engine}".strip()
+        config = config_of(backend, folder, algorithm, engine or "embedded", url)
+        result = train_run(config, folder / backend / name.replace(" ", "-"))
+        logged[name] = result.history
+    return logged
+
+
+def main(backend: str, folder: str, url: str) -> None:
+    if "RANK" in os.environ:
+        join(time_limit=120.0)
+    logged = run_all(backend, Path(folder), url)
+    (Path(folder) / f"{backend}.json").write_text(json.dumps(logged))
+    leave(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
