@@ -12,6 +12,7 @@ import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RANDOM = "random:"
+LOAD_LIMIT = 3600.0  # seconds that ranks wait for each other while a model is read, which no other call takes
 T = TypeVar("T")
 Load: TypeAlias = Callable[[], Any]
 """Gives a model; it travels: `partial(load_model, "tiny")`. Rank 0 calls it as it is, and every rank once more inside
@@ -164,13 +166,15 @@ def _fill(module: LanguageModel, loaded: LanguageModel | None, dtypes: Mapping[s
 
 def _all_or_none(make: Callable[[], T]) -> T:
     """What each rank makes; where one cannot, its reason on all of them, so that nobody waits for it."""
+    patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=LOAD_LIMIT))
     made, error = None, None
     try:
         made = make()
     except Exception as caught:  # noqa: BLE001 - raised again below, on every rank
         error = portable(caught)
     errors: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
+    dist.all_gather_object(errors, error, group=patient)
+    dist.destroy_process_group(patient)
     for failed in (error, *errors):
         if failed is not None:
             raise failed

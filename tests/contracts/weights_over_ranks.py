@@ -79,11 +79,8 @@ async def test_a_handle_costs_nothing_until_it_is_asked(sharded):
     backend = sharded()
     weights = await backend.get_weights()
     assert weights.module is None and weights.version == 0
-    assert (weights.source.vocabulary, weights.source.dtype, weights.source.adapted) == (
-        VOCABULARY,
-        torch.float32,
-        False,
-    )
+    source = weights.source
+    assert (source.vocabulary, source.dtype, source.adapted) == (VOCABULARY, torch.float32, False)
     assert backend.ranks.here(backend._number).whole is None, "no copy in one piece was made"
 
 
@@ -103,8 +100,11 @@ async def test_what_is_written_weight_by_weight_is_what_the_whole_model_would_wr
     assert all(torch.equal(one, two) for one, two in zip(again.parameters(), load().parameters(), strict=True))
 
 
-@pytest.mark.parametrize("heads", [(), ("value",)])
-@pytest.mark.parametrize("load", [TINY, with_adapter, untied], ids=["plain", "adapter", "untied"])
+@pytest.mark.parametrize(
+    ("load", "heads"),
+    [(TINY, ()), (TINY, ("value",)), (with_adapter, ("value",)), (untied, ())],
+    ids=["plain", "with a value head", "adapter and value head", "untied"],
+)
 async def test_names_and_weights_are_those_of_the_local_backend(sharded, tmp_path, load, heads):
     one, two = local(load, heads=heads), sharded(load, heads=heads)
     for backend in (one, two):
@@ -213,11 +213,10 @@ async def test_heads_of_a_checkpoint_are_taken_over(sharded, tmp_path, head):
     torch.testing.assert_close(getattr(found, head), getattr(expected, head), **CLOSE)
 
 
-LOADS = {"plain": TINY, "adapter": with_adapter, "half": half}
-
-
-@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
-@pytest.mark.parametrize("towards", ["ranks", "one process"])
+@pytest.mark.parametrize(
+    ("towards", "load"),
+    [("ranks", TINY), ("ranks", half), ("ranks", with_adapter), ("one process", half), ("one process", with_adapter)],
+)
 async def test_a_run_goes_on_over_ranks_or_in_one_process(sharded, tmp_path, load, towards):
     common = {"lr_scheduler": "cosine", "num_steps": 5, "heads": ("value",)}
     write = {"write_model": save_adapter} if load is with_adapter else {}
