@@ -86,7 +86,7 @@ def vllm_in_process(tiny: tuple[ModelConfig, Any]) -> Iterator[Any]:
 @pytest.fixture(scope="session")
 def ray_here() -> Iterator[None]:
     """A Ray cluster on loopback for the whole run, with room for a few actors."""
-    need("ray", "pip install ray")
+    need("ray")
     os.environ["RAY_AUTH_MODE"] = "disabled"  # or it writes a token into the home folder
     from oxrl.cluster import ray_cluster
 

