@@ -160,3 +160,8 @@ def test_side_by_side_all_have_about_as_much_to_do():
 def test_alone_nothing_is_divided_further():
     items = [(answer(1, 5, name),) for name in "abcdef"]
     assert names(pack(items, 39, parallel=1)) == names(pack(items, 39))
+
+
+def test_side_by_side_small_items_are_divided_though_a_large_one_takes_as_long():
+    items = [(row(n, f"{i}"),) for i, n in enumerate((20, 2, 2, 2))]
+    assert sorted(map(len, pack(items, 100, layout="packed", parallel=3))) == [1, 1, 2]

@@ -8,7 +8,7 @@ from oxrl.generators.probe import Probe, StaleEngineError
 from oxrl.models.load import load_model
 from oxrl.models.lora import LoraSettings, attach_lora
 from oxrl.types import GenerationConfig, Request, Weights
-from oxrl.weights import ModuleWeights, write_weights
+from oxrl.weights import ModuleWeights, near_folder, write_weights
 
 pytestmark = pytest.mark.anyio
 SAMPLING = GenerationConfig(max_new_tokens=12, seed=4)
@@ -79,3 +79,19 @@ async def test_an_engine_with_other_weights_is_told_by_its_name(vllm_in_process,
     step(model, 5)
     with pytest.raises(StaleEngineError, match="^vLLM in this process does not speak with version 131"):
         await engine.verify(Probe.of(ModuleWeights(model)), 131)
+
+
+async def test_weights_that_are_elsewhere_come_through_files_that_do_not_stay(vllm_in_process, tiny):
+    engine, model = vllm_in_process, load_model(tiny[0])
+    await engine.update_weights(Weights(load_model(tiny[0]), 140))
+    step(model, 6)
+    for weight in model.parameters():
+        weight.data *= 0.3
+    adapted = attach_lora(load_model(tiny[0]), LoraSettings(r=8)).eval()
+    step(adapted, 8)
+    await engine.update_weights(Weights(None, 141, ModuleWeights(model)))
+    assert engine.version == 141 and engine.gap < 1e-3
+    await engine.update_weights(Weights(load_model(tiny[0]), 142))
+    await engine.update_weights(Weights(None, 143, ModuleWeights(adapted)))
+    assert engine.version == 143 and engine.gap < 1e-3
+    assert not list(near_folder().glob("oxrl-weights-*"))
