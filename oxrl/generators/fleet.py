@@ -74,10 +74,11 @@ class Replica:
         return self._recoveries
 
     async def open(self) -> None:
-        """Start it and wait until it answers. There is no await between its start and the note of it."""
-        self.server = self._start()
+        """Start it, and wait until it can be asked: it answers, and has the weights that it had before."""
+        self.server = self._start()  # noted at once, so that it is stopped whatever comes now
         self._engine = VLLMEngine(self.server.url, time_limit=self.limits.answer, retries=0)
         await until_ready(self.server, self.limits.start)
+        await self._catch_up()
         self._well = True
 
     async def close(self) -> None:
@@ -180,7 +181,9 @@ class Replica:
             await anyio.sleep(0.1 if thorough else 0)
         with anyio.move_on_after(self.limits.stall) as healthy:
             await self._sign_of_life()
-        if healthy.cancelled_caught or self.server.process.poll() is not None:
+        if (code := self.server.process.poll()) is not None:
+            return f"its process ended with {code}"
+        if healthy.cancelled_caught:
             return f"there was no sign of life for {self.limits.stall:g} s"
         if not thorough or self._updating:
             return ""
@@ -219,9 +222,8 @@ class Replica:
             try:
                 await in_thread(self.server.stop)
                 await self.open()
-                await self._catch_up()
             except (EngineError, StaleEngineError) as error:
-                self._well, why = False, str(error)
+                why = str(error)
                 refused += self.server.process.poll() is None  # it is up, and does not take the weights
         version = self._kept.version if self._kept else 0
         logger.warning("%s is back after %.1f s, with version %s", self.name, time.monotonic() - started, version)

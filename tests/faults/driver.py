@@ -26,6 +26,8 @@ LIMITS = Limits(stall=6, look=1, restarts=2)
 REQUESTS = [Request((1, 50 + seed), seed=seed) for seed in range(4)]
 LONG = GenerationConfig(max_new_tokens=700, seed=4, stop_token_ids=())
 
+SHORT = LONG._replace(max_new_tokens=6)
+
 
 def tell(**facts):
     sys.stdout.write(json.dumps(facts) + "\n")
@@ -40,12 +42,20 @@ def shift(model):
 
 
 async def with_fault(generator, sign):
-    """The answers to the same requests while the server's process group gets a signal."""
+    """The answers to the same requests while a signal comes, and to one that is asked at every moment until then."""
     (replica,) = generator.engines
-    answers, started = [], time.monotonic()
+    answers, meanwhile, started = [], [], time.monotonic()
 
     async def ask():
         answers.extend(await generator.generate(REQUESTS, LONG))
+
+    async def ask_shortly():
+        meanwhile.extend(await generator.generate(REQUESTS[:1], SHORT))
+
+    async def ask_again_and_again():
+        while not answers:
+            tasks.start_soon(ask_shortly)
+            await anyio.sleep(0.25)
 
     async with task_group() as tasks:
         tasks.start_soon(ask)
@@ -55,7 +65,8 @@ async def with_fault(generator, sign):
             os.kill(replica.server.process.pid, sign)  # the server alone: what it started is ours to end
         else:
             os.killpg(replica.server.process.pid, sign)
-    return answers, time.monotonic() - started
+        tasks.start_soon(ask_again_and_again)
+    return answers, {answer.token_ids for answer in meanwhile}, time.monotonic() - started
 
 
 async def main(logs):
@@ -71,7 +82,7 @@ async def main(logs):
         expected = await generator.generate(REQUESTS, LONG)
         for sign in (signal.SIGKILL, signal.SIGSTOP):
             before = replica.server.process.pid
-            answers, seconds = await with_fault(generator, sign)
+            answers, meanwhile, seconds = await with_fault(generator, sign)
             gap = max(
                 abs(a - b) for x, y in zip(answers, expected, strict=True) for a, b in zip(x[1], y[1], strict=False)
             )
@@ -79,6 +90,7 @@ async def main(logs):
                 fault=sign.name,
                 seconds=seconds,
                 equal=[answer.token_ids for answer in answers] == [answer.token_ids for answer in expected],
+                meanwhile=meanwhile == {expected[0].token_ids[: SHORT.max_new_tokens]},
                 gap=gap,
                 versions=sorted({answer.version for answer in answers}),
                 restarts=replica.restarts,

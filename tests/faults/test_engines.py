@@ -87,6 +87,7 @@ def test_a_vllm_server_that_dies_or_hangs_comes_back_and_a_killed_driver_leaves_
             assert driver.next("asked", START)["asked"], "the fault came too late to cut anything off"
             seen = driver.next("fault", START + 30)
             assert seen["fault"] == fault and seen["restarts"] == count
+            assert seen["meanwhile"], "somebody was answered with other weights while it was started"
             assert seen["equal"] and seen["gap"] < 1e-4 and seen["versions"] == [5]
             assert not lives(seen["old_group"]), "what the old server had started is gone"
         assert "restart 2" in driver.complaints.read_text()
