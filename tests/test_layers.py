@@ -9,8 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = [
-    {"types", "imports", "concurrent", "estimate", "hardware", "logs", "sandbox"},
-    {"tensors", "weights"},
+    {"types", "imports", "concurrent", "cluster", "estimate", "hardware", "logs", "sandbox"},
+    {"tensors", "weights", "buckets"},
     {"algorithms", "data", "rewards"},
     {"models", "generators", "backends", "tasks"},
     {"rollouts"},

@@ -8,8 +8,8 @@ from torch import nn
 from oxrl.backends._forward import LanguageModel
 from oxrl.models.load import load_model
 from oxrl.models.lora import LoraSettings, attach_lora, merge_adapter
-from oxrl.types import ModelConfig
-from oxrl.weights import plain_names, plain_weights, write_weights
+from oxrl.types import ModelConfig, Weights
+from oxrl.weights import plain_names, plain_weights, read_weights, source_of, write_weights
 
 
 @pytest.fixture
@@ -87,3 +87,32 @@ def test_a_written_folder_is_a_plain_checkpoint(tiny_model, tmp_path):
 def test_a_module_without_a_language_model_is_refused():
     with pytest.raises(ValueError, match="no transformers model"):
         plain_names(nn.Linear(2, 2))
+
+
+def test_many_weights_are_written_in_buckets_that_transformers_reads_back(tiny_model, tmp_path):
+    write_weights(tiny_model, tmp_path, bucket=200_000)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) > 2 and files[-1].name == f"model-{len(files):05}-of-{len(files):05}.safetensors"
+    assert all(path.stat().st_size < 300_000 for path in files)
+    again = load_model(ModelConfig(str(tmp_path), dtype="float32", device="cpu"))
+    expected = dict(plain_weights(tiny_model))
+    assert dict(read_weights(tmp_path)).keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(again.get_parameter(name), tensor), name
+
+
+def test_weights_come_from_the_module_if_it_is_here_and_from_nowhere_are_refused(tiny_model):
+    source = source_of(Weights(tiny_model, 1))
+    assert (source.vocabulary, source.dtype) == (tiny_model.config.vocab_size, torch.float32)
+    assert not source.adapted and source_of(Weights(adapted(tiny_model), 1)).adapted
+    with pytest.raises(ValueError, match="neither a module nor a source"):
+        source_of(Weights(None, 1))
+
+
+def test_a_model_built_empty_has_the_shape_of_the_loaded_one(tiny_model):
+    with torch.device("meta"):
+        empty = load_model("tiny")
+    assert {tensor.device.type for tensor in empty.parameters()} == {"meta"}
+    assert [(name, tensor.shape) for name, tensor in empty.named_parameters()] == [
+        (name, tensor.shape) for name, tensor in load_model("tiny").named_parameters()
+    ]

@@ -1,30 +1,40 @@
 """One model spread over several ranks by FSDP2: each holds a slice of every weight, gradient and optimizer state.
 
 A rank's worker is the local backend over a sharded module: the passes, the loss and the optimizer are the same code.
-What differs is here: sharding layer by layer, sums instead of means over ranks, bringing the weights together, and a
-checkpoint of slices (`shards/`, by `torch.distributed.checkpoint`) that any number of ranks can read. A model in half
-precision is kept in float32 slices and computes in its own precision. Who calls whom is in `ranks`.
+What differs is here: sharding layer by layer, slices of a model that rank 0 alone has loaded, sums instead of means
+over ranks, and bringing a weight together. A model in half precision is kept in float32 slices and computes in its own
+precision. Who calls whom is in `ranks`, what a checkpoint holds in `shards`.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from oxrl.backends._forward import LanguageModel, prepare_layout
-from oxrl.backends.local import PyTorchTrainingBackend, WriteModel, copy_parameters, frozen, write_plain
+from oxrl.backends._forward import HEADS, LanguageModel, Probed, prepare_layout, register_attention
+from oxrl.backends.local import PyTorchTrainingBackend, copy_parameters
 from oxrl.backends.optimizer import create_adamw_optimizer, schedule
-from oxrl.backends.ranks import RankedBackend, Ranks
+from oxrl.backends.ranks import Crew, RankedBackend, portable
+from oxrl.backends.shards import (
+    OPTIMIZER,
+    SHARDS,
+    Files,
+    has_shards,
+    load_shards,
+    load_whole,
+    save_shards,
+    slice_of,
+)
 from oxrl.types import Algorithm, Batch, Counts, ImmediateTrainFuture, Outputs, Read, TrainFuture
 
 if TYPE_CHECKING:
@@ -35,10 +45,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SHARDS = "shards"
 RANDOM = "random:"
+T = TypeVar("T")
 Load: TypeAlias = Callable[[], Any]
-"""Gives a model; it is called on every rank, so it travels: `partial(load_model, "tiny")`."""
+"""Gives a model; it travels: `partial(load_model, "tiny")`. Rank 0 calls it as it is, and every rank once more inside
+`torch.device("meta")`, for a model of the same make without weights."""
 
 
 class FSDPSettings(NamedTuple):
@@ -61,28 +72,115 @@ class FSDPTrainingBackend(RankedBackend):
 
     def __init__(
         self,
-        ranks: Ranks,
+        ranks: Crew,
         load: Load,
         *,
         others: Mapping[str, Load] = MappingProxyType({}),
-        write_model: WriteModel = write_plain,
         heads: Sequence[str] = (),
         **settings: Any,
     ) -> None:
         chosen = FSDPSettings(heads=tuple(heads), **settings)
-        super().__init__(ranks, partial(build_worker, load, dict(others), chosen), write_model=write_model)
+        super().__init__(ranks, partial(build_worker, load, dict(others), chosen))
 
 
 def build_worker(load: Load, others: Mapping[str, Load], settings: FSDPSettings) -> FSDPWorker:
-    """Every rank loads, proves its layout on the whole model, and keeps its slice."""
-    module = LanguageModel(load(), settings.heads, temperature=settings.temperature)
-    logger.info("%s", prepare_layout(module).reason)
-    compared = {name: frozen(load_other(), settings.temperature) for name, load_other in others.items()}
-    whole = copy.deepcopy(module) if dist.get_rank() == 0 else None
-    mesh = _mesh(module.model.device.type)
-    for each in (module, *compared.values()):
-        shard(each, mesh)
-    return FSDPWorker(module, compared, settings, whole)
+    """The model and what it is compared with, one after the other: no rank has more than one of them whole."""
+    trained = spread(load, settings.heads, settings.temperature)
+    compared = {name: spread(each, (), settings.temperature, frozen=True).module for name, each in others.items()}
+    return FSDPWorker(trained, compared, settings, load)
+
+
+class Spread(NamedTuple):
+    """A module in slices, and the precision that each of its weights was loaded in."""
+
+    module: LanguageModel
+    dtypes: Mapping[str, torch.dtype]
+
+
+class Told(NamedTuple):
+    """What rank 0, which has loaded the model, tells the others of it."""
+
+    probed: Probed
+    attention: str
+    dtypes: Mapping[str, torch.dtype]
+
+
+def spread(load: Load, heads: Sequence[str], temperature: float, *, frozen: bool = False) -> Spread:
+    """Rank 0 loads, and proves the layout on the whole model; all build an empty one and get their slices of it."""
+    loaded, module = _all_or_none(partial(_build, load, heads, temperature))
+    (told,) = _from_first([_describe(loaded)] if loaded is not None else [None])
+    module.layout, module.probed = told.probed.layout, told.probed
+    register_attention()
+    module.inner.set_attn_implementation(told.attention)
+    if frozen:
+        module.eval().requires_grad_(False)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shard(module, _mesh(device), told.dtypes[_name_of(module, module.inner.get_input_embeddings().weight)])
+    module.to_empty(device=device)
+    module.inner.tie_weights()
+    _fill(module, loaded, told.dtypes)
+    if loaded is not None:
+        for name in ("generation_config", "_weight_conversions"):  # which come with weights
+            if hasattr(loaded.inner, name):
+                setattr(module.inner, name, getattr(loaded.inner, name))
+    return Spread(module, told.dtypes)
+
+
+def _build(load: Load, heads: Sequence[str], temperature: float) -> tuple[LanguageModel | None, LanguageModel]:
+    loaded = None
+    if dist.get_rank() == 0:
+        loaded = LanguageModel(load(), heads, temperature=temperature)
+        prepare_layout(loaded)
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*which is a no-op")  # nothing shall be copied yet
+        return loaded, LanguageModel(load(), heads, temperature=temperature)
+
+
+def _describe(module: LanguageModel) -> Told:
+    assert module.probed is not None, "it was prepared"
+    return Told(
+        module.probed,
+        module.inner.config._attn_implementation,
+        {name: tensor.dtype for name, tensor in _tensors(module).items()},
+    )
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers, also those that no checkpoint has; a tied one once."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+@torch.no_grad()
+def _fill(module: LanguageModel, loaded: LanguageModel | None, dtypes: Mapping[str, torch.dtype]) -> None:
+    """One after the other, each whole on every rank for a moment."""
+    found = _tensors(loaded) if loaded is not None else {}
+    for name, tensor in _tensors(module).items():
+        whole = torch.empty(tensor.shape, dtype=dtypes[name], device=tensor.device)
+        if found:
+            whole.copy_(found[name])
+        dist.broadcast(whole, 0)
+        tensor.copy_(slice_of(whole, tensor))
+
+
+def _all_or_none(make: Callable[[], T]) -> T:
+    """What each rank makes; where one cannot, its reason on all of them, so that nobody waits for it."""
+    made, error = None, None
+    try:
+        made = make()
+    except Exception as caught:  # noqa: BLE001 - raised again below, on every rank
+        error = portable(caught)
+    errors: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    for failed in (error, *errors):
+        if failed is not None:
+            raise failed
+    assert made is not None, "there was no error"
+    return made
+
+
+def _from_first(values: list[Any]) -> list[Any]:
+    dist.broadcast_object_list(values, src=0)
+    return values
 
 
 def _mesh(device: str) -> DeviceMesh:
@@ -91,17 +189,19 @@ def _mesh(device: str) -> DeviceMesh:
     return init_device_mesh(device, (dist.get_world_size(),))
 
 
-def shard(module: LanguageModel, mesh: DeviceMesh) -> None:
-    """Slices of each layer and head, then of what is left; inside `forward`, and only there, weights are whole."""
+def shard(module: LanguageModel, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    """Slices of each layer and head, then of what is left; inside `forward`, and only there, weights are whole.
+
+    `dtype` is the precision to compute in; slices are kept in float32.
+    """
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-    dtype = module.model.dtype
     layers = _layers(module)
+    module.float()
     # Inputs are not cast: a batch carries log-probs and advantages, which stay in float32.
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     halves = policy
     if dtype != torch.float32:
-        module.float()
         halves = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for head in module.heads.values():
         fully_shard(head, mesh=mesh, mp_policy=policy)
@@ -123,15 +223,12 @@ def _layers(module: LanguageModel) -> list[nn.Module]:
 
 
 class FSDPWorker(PyTorchTrainingBackend):
-    """One rank's slice. `whole` is the unsharded model of rank 0, brought up to date by `gather`."""
+    """One rank's slice."""
 
     def __init__(
-        self,
-        module: LanguageModel,
-        others: Mapping[str, LanguageModel],
-        settings: FSDPSettings,
-        whole: LanguageModel | None,
+        self, trained: Spread, others: Mapping[str, LanguageModel], settings: FSDPSettings, load: Load
     ) -> None:
+        module = trained.module
         options = {name: getattr(settings, name) for name in ("lr", "weight_decay", "betas", "eps")}
         super().__init__(
             module,
@@ -140,14 +237,21 @@ class FSDPWorker(PyTorchTrainingBackend):
             max_grad_norm=settings.max_grad_norm,
             others=others,
         )
-        self._whole = whole
-        self._gathered: int | None = 0  # the version that `whole` has; None: another one in all weights, frozen too
+        self.whole: PreTrainedModel | None = None
+        self.dtype = trained.dtypes[_name_of(module, module.inner.get_input_embeddings().weight)]
+        self._load = load
+        self._dtypes = {id(tensor): trained.dtypes[name] for name, tensor in _tensors(module).items()}
         self._rehearsal = ExitStack()
 
-    @property
-    def whole(self) -> PreTrainedModel:
-        assert self._whole is not None, "only rank 0 has the whole model"
-        return self._whole.model
+    def full(self, parameter: Tensor) -> Tensor:
+        from torch.distributed.tensor import DTensor
+
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        return whole.detach().to(self._dtypes[id(parameter)])
+
+    def fresh(self) -> PreTrainedModel:
+        model: PreTrainedModel = self._load()
+        return model
 
     def logprobs(
         self, batches: Sequence[Batch], which: str = "policy", reads: Mapping[str, Read] = MappingProxyType({})
@@ -172,76 +276,33 @@ class FSDPWorker(PyTorchTrainingBackend):
         return whole
 
     @torch.no_grad()
-    def gather(self) -> None:
-        """Weight by weight, so that no rank but the first ever holds more than one of them whole."""
-        if self._gathered == self.version:
-            return
-        targets = dict(self._whole.named_parameters()) if self._whole is not None else {}
-        for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad or self._gathered is None:
-                full = _full(parameter)
-                if targets:
-                    targets[name].copy_(full)
-        self._gathered = self.version
-
-    def write_heads(self, path: Path) -> None:
-        assert self._whole is not None, "only rank 0 has the whole model"
-        self._whole.save_heads(path)
-
-    @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
         copy_parameters(_sliced(weights, self.model), self.model)
         self.optimizer.take_weights()
-        self._gathered = None
         return ImmediateTrainFuture(None)
 
-    def save_shards(self, path: Path) -> None:
-        """Each rank writes its slices; what it takes to go on to the bit, and nothing that is frozen."""
-        from torch.distributed.checkpoint.state_dict_saver import save
+    @torch.no_grad()
+    def load_heads(self, path: Path) -> None:
+        heads = Files(path / HEADS)
+        for name, weight in self.module.heads.named_parameters():
+            weight.copy_(slice_of(heads[name], weight))
 
-        state = self._state(self.optimizer.tensors(), self.reference_moved) | _random_state()
-        save(state, checkpoint_id=path / SHARDS)
+    def save_shards(self, path: Path) -> None:
+        save_shards(self, path, _random_state())
 
     def load_shards(self, path: Path) -> None:
-        """Take back what any number of ranks saved; only the random numbers of dropout are a rank's own."""
-        from torch.distributed.checkpoint import filesystem, state_dict_loader
-
-        if not (path / SHARDS).is_dir():
-            raise ValueError(f"{path} has no {SHARDS}/: it was not saved by this backend, so it cannot go on from it")
-        known = filesystem.FileSystemReader(path / SHARDS).read_metadata().state_dict_metadata
-        optimizer = {
-            key: tensor for key, tensor in self._blank_optimizer_state().items() if f"optimizer:{key}" in known
-        }
-        self.reference_moved = any(key.startswith("reference:") for key in known)
-        state = self._state(optimizer, self.reference_moved)
-        if strangers := sorted(key for key in known.keys() ^ state.keys() if not key.startswith(RANDOM)):
+        """What any number of ranks saved, or one process; only the random numbers of dropout are a rank's own."""
+        if has_shards(path):
+            random = _random_state()
+            load_shards(self, path, random, alone=False)
+            _restore_random_state(random)
+        elif (path / OPTIMIZER).is_file():
+            load_whole(self, path)
+        else:
             raise ValueError(
-                f"the checkpoint in {path} is of another model or optimizer: {strangers[0]} is not in both"
+                f"{path} has neither {SHARDS}/ of this backend nor {OPTIMIZER}: it cannot go on from it; to begin anew "
+                "with its weights, name it as the model"
             )
-        random = {key: tensor for key, tensor in _random_state().items() if key in known}
-        state |= random
-        state_dict_loader.load(state, checkpoint_id=path / SHARDS)
-        _restore_random_state(random)
-        self.version = int(state["version"])
-        self.optimizer.restore(optimizer)
-        self._gathered = -1
-
-    def _state(self, optimizer: Mapping[str, Tensor], with_reference: bool) -> dict[str, Any]:
-        """By name, as the tensors that training uses: loading writes into them."""
-        state: dict[str, Any] = {f"optimizer:{key}": value for key, value in optimizer.items()}
-        state |= {f"weight:{name}": weight.detach() for name, weight in self.optimizer.masters.items()}
-        if with_reference:
-            moved = self.others["ref"].named_parameters()
-            state |= {f"reference:{name}": weight.detach() for name, weight in moved}
-        return state | {"version": torch.tensor(self.version)}
-
-    def _blank_optimizer_state(self) -> dict[str, Tensor]:
-        blank: dict[str, Tensor] = {}
-        for name, master in self.optimizer.masters.items():
-            blank[f"{name}:step"] = torch.zeros((), dtype=torch.float32)
-            blank[f"{name}:exp_avg"] = torch.zeros_like(master.detach())
-            blank[f"{name}:exp_avg_sq"] = torch.zeros_like(master.detach())
-        return blank
 
     def rehearse(self, begin: bool) -> None:
         """The two halves of `rehearsing`, which come as two calls."""
@@ -263,19 +324,13 @@ def _restore_random_state(states: Mapping[str, Tensor]) -> None:
         (torch.cuda.set_rng_state if key.endswith("cuda") else torch.set_rng_state)(state)
 
 
-def _full(parameter: Tensor) -> Tensor:
-    from torch.distributed.tensor import DTensor
-
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+def _name_of(module: nn.Module, weight: Tensor) -> str:
+    return next(name for name, tensor in _tensors(module).items() if tensor is weight)
 
 
 def _sliced(weights: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """This rank's part of each weight that the model has; every rank was given all of them."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    sliced = dict(weights)
-    for name, parameter in model.named_parameters():
-        if name in weights and isinstance(parameter, DTensor):
-            here = weights[name].to(parameter.device, parameter.dtype)
-            sliced[name] = distribute_tensor(here, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    return sliced
+    parameters = dict(model.named_parameters())
+    return {
+        name: slice_of(weight, parameters[name]) if name in parameters else weight for name, weight in weights.items()
+    }

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from oxrl.algorithms import algorithm as named_algorithm
 from oxrl.backends._forward import LanguageModel, prepare_layout
 from oxrl.backends.optimizer import AdamW, Schedule, create_adamw_optimizer, full_rate, schedule
+from oxrl.backends.shards import OPTIMIZER, REFERENCE, SHARDS, has_shards, load_shards
 from oxrl.types import (
     Algorithm,
     Batch,
@@ -66,7 +67,6 @@ def sum_parts(parts: Sequence[Part], counts: Counts) -> dict[str, float]:
     return {**summed, **merge_metrics([part.metrics for part in parts], counts)}
 
 
-REFERENCE = "reference.safetensors"
 WriteModel: TypeAlias = Callable[[Any, Path], None]
 
 
@@ -105,6 +105,8 @@ class PyTorchTrainingBackend:
         self.layout = probed.layout
         self._unstepped: list[Batch] = []
         logger.info("%s", probed.reason)
+
+    parallel = 1  # micro-batches that run side by side
 
     @property
     def device(self) -> torch.device:
@@ -237,25 +239,40 @@ class PyTorchTrainingBackend:
         self.module.save_heads(path)
         state = {key: value.contiguous() for key, value in self.optimizer.tensors().items()}
         state["backend:version"] = torch.tensor(self.version)
-        save_file(state, path / "optimizer.safetensors")
+        save_file(state, path / OPTIMIZER)
         if self.reference_moved:
             moved = dict(self.others["ref"].model.named_parameters())
             save_file({name: tensor.detach().contiguous() for name, tensor in moved.items()}, path / REFERENCE)
         return ImmediateTrainFuture(None)
 
     def load(self, path: Path) -> TrainFuture[None]:
-        """Take weights, optimizer and version back from `path`, to the bit."""
+        """Take weights, optimizer and version back from `path`, to the bit; also what ranks saved by FSDP."""
         from safetensors.torch import load_file
 
+        if not (path / OPTIMIZER).is_file():
+            self._load_shards(path)
+            return ImmediateTrainFuture(None)
         self.load_weights(_saved_weights(self.model, path))
         self.module.load_heads(path)
-        state = load_file(path / "optimizer.safetensors")
+        state = load_file(path / OPTIMIZER)
         self.version = int(state.pop("backend:version"))
         self.optimizer.restore(state)
         self.reference_moved = (path / REFERENCE).exists()
         if self.reference_moved:
             copy_parameters(load_file(path / REFERENCE), self.others["ref"].model)
         return ImmediateTrainFuture(None)
+
+    def _load_shards(self, path: Path) -> None:
+        if not has_shards(path):
+            raise ValueError(
+                f"{path} has no {OPTIMIZER}, and no {SHARDS}/ that FSDP saved: go on with the backend that saved it, "
+                "or begin anew with its weights by naming it as the model"
+            )
+        load_shards(self, path, {}, alone=True)
+
+    def load_heads(self, path: Path) -> None:
+        """A model that was trained with heads goes on with them."""
+        self.module.load_heads(path)
 
 
 def create_pytorch_backend(

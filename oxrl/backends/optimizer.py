@@ -32,9 +32,7 @@ class AdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         result = super().step(closure)
-        for name, master in self.masters.items():
-            if master is not self.parameters[name]:
-                self.parameters[name].copy_(master)
+        self.give_weights()
         return result
 
     @torch.no_grad()
@@ -43,6 +41,13 @@ class AdamW(torch.optim.AdamW):
         for name, master in self.masters.items():
             if master is not self.parameters[name]:
                 master.copy_(self.parameters[name])
+
+    @torch.no_grad()
+    def give_weights(self) -> None:
+        """Have the model follow the master weights after those were replaced."""
+        for name, master in self.masters.items():
+            if master is not self.parameters[name]:
+                self.parameters[name].copy_(master)
 
     def tensors(self) -> dict[str, Tensor]:
         """All state by parameter name, for a checkpoint: `layer.weight:exp_avg`, `...:step`, `...:master`."""

@@ -71,6 +71,11 @@ class QueuedBackend:
         layout: Layout = self.backend.layout
         return layout
 
+    @property
+    def parallel(self) -> int:
+        parallel: int = self.backend.parallel
+        return parallel
+
     def set_temperature(self, temperature: float) -> None:
         self._submit("set_temperature", temperature).wait()
 

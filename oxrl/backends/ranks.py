@@ -1,6 +1,6 @@
 """One backend over several processes: rank 0 runs the loop, the other ranks serve the backend's verbs.
 
-Rank 0 scatters a command, does its own share of it, and gathers the replies; whatever the loop needs (losses, metrics,
+Rank 0 sends out a command, does its own share of it, and gathers the replies; whatever the loop needs (losses, metrics,
 log-probs) is put together there, once. Each rank gets whole micro-batches, and all get the same number of them: where a
 step does not divide, a rank runs the smallest one again with weight 0, because a pass over a sharded model is a
 collective. A verb that fails on a rank says so to rank 0 at once, which waits beside its own share and not inside it:
@@ -26,12 +26,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor
 
 from oxrl.algorithms import algorithm as named_algorithm
-from oxrl.backends.local import NonFiniteError, Part, WriteModel, sum_parts, write_plain
+from oxrl.backends._forward import HEADS, LanguageModel
+from oxrl.backends.local import NonFiniteError, Part, sum_parts
+from oxrl.data.pack import collate
 from oxrl.types import (
     Algorithm,
     Batch,
@@ -40,10 +44,12 @@ from oxrl.types import (
     Layout,
     Outputs,
     Read,
+    Row,
     Term,
     TrainFuture,
     Weights,
 )
+from oxrl.weights import MovedOnError, adapter_weights, pass_weights, write_adapter, write_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -64,8 +70,19 @@ class RankError(RuntimeError):
 class Worker(Protocol):
     """One rank's part of a backend. Every verb is called on all ranks at once."""
 
+    module: LanguageModel  # sharded
     layout: Layout
     version: int
+    dtype: torch.dtype  # that the model was loaded in, and is written in
+    whole: PreTrainedModel | None  # on rank 0, once somebody has asked for a copy in one piece; it begins as None
+
+    def full(self, parameter: Tensor) -> Tensor:
+        """The whole of one parameter or buffer on every rank, in the precision that the model was loaded in."""
+        ...
+
+    def fresh(self) -> PreTrainedModel:
+        """An unsharded model of the same make, whose weights do not matter; called on rank 0 alone."""
+        ...
 
     def logprobs(
         self, batches: Sequence[Batch], which: str, reads: Mapping[str, Read]
@@ -79,26 +96,34 @@ class Worker(Protocol):
 
     def set_temperature(self, temperature: float) -> None: ...
 
-    def gather(self) -> None:
-        """Bring the whole of the weights into `whole`, on rank 0."""
-        ...
-
-    @property
-    def whole(self) -> PreTrainedModel:
-        """The unsharded model of rank 0, with the weights of the last `gather`."""
-        ...
-
-    def write_heads(self, path: Path) -> None: ...
-
     def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]: ...
 
     def update_reference(self, decay: float) -> TrainFuture[None]: ...
+
+    def load_heads(self, path: Path) -> None: ...
 
     def save_shards(self, path: Path) -> None: ...
 
     def load_shards(self, path: Path) -> None: ...
 
     def rehearse(self, begin: bool) -> None: ...
+
+
+class Crew(Protocol):
+    """The processes that a backend is spread over, as its driver calls them; `Ranks` is one."""
+
+    @property
+    def world(self) -> int: ...
+
+    def start(self, build: Build) -> int: ...
+
+    def call(self, target: int, call: str, *arguments: Any) -> list[Any]: ...
+
+    def call_with_shares(self, target: int, call: str, shares: Sequence[tuple[Any, ...]]) -> list[Any]: ...
+
+    def release(self, target: int) -> None: ...
+
+    def stop(self) -> None: ...
 
 
 class Command(NamedTuple):
@@ -126,13 +151,16 @@ class Ranks:
             raise ValueError("there is no process group: start under torchrun, or use join_ranks()")
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.time_limit = time_limit
-        self._commands = dist.new_group(backend="gloo", timeout=timedelta(seconds=idle_limit))
+        # Rank 0 sends and must not wait long for a rank that takes nothing; the others wait while it does other things.
+        patience = idle_limit if self.rank else time_limit
+        self._commands = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience))
         self._replies = dist.new_group(backend="gloo", timeout=timedelta(seconds=time_limit))
         self._notices = dist.distributed_c10d._get_default_store()
         self._hosted: dict[int, Any] = {}
         self._started = self._calls = 0
         self._broken: str | None = None
         self._aside = _Aside()
+        self._one_at_a_time = threading.Lock()  # weights are asked for in threads, beside the loop
 
     def start(self, build: Build) -> int:
         """Make a worker on every rank; returns the number to call it by."""
@@ -167,6 +195,10 @@ class Ranks:
             self._perform_and_answer(command)
 
     def _call_each(self, commands: list[Command]) -> list[Any]:
+        with self._one_at_a_time:
+            return self._call_each_now(commands)
+
+    def _call_each_now(self, commands: list[Command]) -> list[Any]:
         call = commands[0].call
         if self._broken is not None:
             raise RankError(f"{call} cannot run any more: {self._broken}")
@@ -221,27 +253,31 @@ class Ranks:
             return Reply(perform(self._hosted[command.target], command.call, command.arguments))
         except Exception as error:  # whatever it is, the driver has to hear of it
             logger.debug("rank %d failed in %s", self.rank, command.call, exc_info=True)
-            return Reply(error=_portable(error))
+            return Reply(error=portable(error))
 
     def _send(self, commands: list[Command]) -> None:
-        received: list[Any] = [None]
+        call = commands[0].call
         try:
-            dist.scatter_object_list(received, commands, src=0, group=self._commands)
+            parcels = {id(command): pickle.dumps(command) for command in commands[1:]}
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ValueError(
-                f"{commands[0].call} has an argument that cannot travel to another process ({error}); use functions of "
+                f"{call} has an argument that cannot travel to another process ({error}); use functions of "
                 "a module instead of ones made on the spot"
             ) from error
-        except RuntimeError as error:
-            raise self._lost(commands[0].call, error) from error
+        for rank, command in enumerate(commands[1:], 1):  # one by one, so that the one who is gone has a name
+            try:
+                dist.send_object_list([parcels[id(command)]], dst=rank, group=self._commands)
+            except RuntimeError as error:
+                self._broken = f"rank {rank} died, or took no command for {self.time_limit:g} s ({_line(error)})"
+                raise RankError(f"{call} could not be sent: {self._broken}") from error
 
     def _receive(self) -> Command:
         received: list[Any] = [None]
         try:
-            dist.scatter_object_list(received, None, src=0, group=self._commands)
+            dist.recv_object_list(received, src=0, group=self._commands)
         except RuntimeError as error:
             raise RankError(f"rank {self.rank} lost rank 0 while it waited for a command: {_line(error)}") from error
-        command: Command = received[0]
+        command: Command = pickle.loads(received[0])  # noqa: S301 - our own
         return command
 
     def _answer(self, call: str, reply: Reply) -> list[Reply]:
@@ -293,10 +329,24 @@ class _Aside:
             del function, future
 
 
-def join_ranks(*, time_limit: float = TIME_LIMIT, idle_limit: float = IDLE_LIMIT) -> Ranks:
-    """The processes that torchrun started, as `Ranks`: NCCL where each has a GPU, else gloo."""
+def check_world(world: int, expected: int) -> None:
+    """Refuse to begin with another number of processes than was asked for."""
+    if world != expected:
+        raise ValueError(
+            f"run.training_gpus asks for {expected} training processes, and {world} were started: start "
+            f"torchrun with --nproc-per-node {expected} (over all nodes together), or set run.training_gpus: {world}"
+        )
+
+
+def join_ranks(*, expected: int | None = None, time_limit: float = TIME_LIMIT, idle_limit: float = IDLE_LIMIT) -> Ranks:
+    """The processes that torchrun started, as `Ranks`: NCCL where each has a GPU, else gloo.
+
+    Where they are not as many as `expected`, each of them refuses before it waits for another.
+    """
     if "RANK" not in os.environ:
         raise ValueError("this process has no rank: start it with torchrun --nproc-per-node N")
+    if expected is not None:
+        check_world(int(os.environ["WORLD_SIZE"]), expected)
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -307,7 +357,11 @@ def join_ranks(*, time_limit: float = TIME_LIMIT, idle_limit: float = IDLE_LIMIT
 def perform(worker: Any, call: str, arguments: tuple[Any, ...]) -> Any:
     """A verb of this file (they are made of a worker's), or one that the worker has as it is."""
     verb = VERBS.get(call)
-    result = verb(worker, *arguments) if verb else getattr(worker, call)(*arguments)
+    return _value(verb(worker, *arguments) if verb else getattr(worker, call)(*arguments))
+
+
+def _value(result: Any) -> Any:
+    """What a worker answered; its futures are always done."""
     return result.value if isinstance(result, ImmediateTrainFuture) else result
 
 
@@ -352,7 +406,100 @@ def add_gradients(
     return [Part({name: value.cpu() for name, value in part.shares.items()}, _on_cpu(part.metrics)) for part in parts]
 
 
-VERBS: Mapping[str, Callable[..., Any]] = {"add_gradients": add_gradients}
+class Facts(NamedTuple):
+    """What a driver needs to know of a model that it does not have."""
+
+    layout: Layout
+    version: int
+    dtype: torch.dtype
+    vocabulary: int
+    adapted: bool
+
+
+def facts(worker: Worker) -> Facts:
+    model = worker.module.model
+    vocabulary = int(worker.module.inner.config.get_text_config().vocab_size)
+    return Facts(worker.layout, worker.version, worker.dtype, vocabulary, hasattr(model, "peft_config"))
+
+
+def optim_step(worker: Worker) -> tuple[dict[str, float], int]:
+    """Also says which version it led to."""
+    metrics: dict[str, float] = _value(worker.optim_step())
+    return metrics, worker.version
+
+
+def write_plain_files(worker: Worker, folder: Path) -> None:
+    """The weights as an engine loads them, by rank 0; the other ranks bring theirs."""
+    if _is_first():
+        write_weights(worker.module, folder, worker.full)
+    else:
+        pass_weights(worker.module, worker.full)
+
+
+def write_adapter_files(worker: Worker, folder: Path) -> None:
+    weights = adapter_weights(worker.module, worker.full)
+    if _is_first():
+        write_adapter(worker.module, folder, weights)
+
+
+def write_model_files(worker: Worker, folder: Path) -> None:
+    """What everybody can load: the adapter alone or plain weights, and the heads beside them."""
+    if hasattr(worker.module.model, "peft_config"):
+        write_adapter_files(worker, folder)
+    else:
+        write_plain_files(worker, folder)
+    heads = {name: worker.full(weight) for name, weight in worker.module.heads.state_dict(keep_vars=True).items()}
+    if not _is_first():
+        return
+    if heads:
+        save_file({name: weight.cpu().contiguous() for name, weight in heads.items()}, folder / HEADS)
+    inner = worker.module.inner
+    if not hasattr(worker.module.model, "peft_config") and inner.can_generate():
+        inner.generation_config.save_pretrained(folder)
+
+
+def say_logprobs(worker: Worker, tokens: Sequence[int]) -> tuple[float, ...]:
+    """Of each token but the first, at temperature 1: one pass of the sharded model, the same on all ranks."""
+    mask = np.arange(len(tokens)) > 0
+    before = worker.module.temperature
+    worker.set_temperature(1.0)
+    try:
+        (outputs,) = _value(worker.logprobs([collate([(Row("probe", np.array(tokens), mask),)])], "policy", {}))
+    finally:
+        worker.set_temperature(before)
+    return tuple(outputs.logprob[1:].tolist())
+
+
+@torch.no_grad()
+def fill_whole(worker: Worker, everything: bool) -> None:
+    """Bring rank 0's copy in one piece up to date, or make one; only what is trained changes by training."""
+    if _is_first() and worker.whole is None:
+        worker.whole = worker.fresh()
+    targets = dict(worker.whole.named_parameters()) if worker.whole is not None else {}
+    for name, parameter in worker.module.model.named_parameters():
+        if everything or parameter.requires_grad:
+            whole = worker.full(parameter)
+            if targets:
+                targets[name].copy_(whole)
+
+
+def _is_first() -> bool:
+    return dist.get_rank() == 0
+
+
+VERBS: Mapping[str, Callable[..., Any]] = {
+    verb.__name__: verb
+    for verb in (
+        add_gradients,
+        facts,
+        optim_step,
+        write_plain_files,
+        write_adapter_files,
+        write_model_files,
+        say_logprobs,
+        fill_whole,
+    )
+}
 
 
 class Share(NamedTuple):
@@ -375,35 +522,89 @@ def divide(sizes: Sequence[int], ranks: int) -> list[Share]:
     return [Share(tuple(sorted(own)), most - len(own)) for own in places]
 
 
-class RankedBackend:
-    """A `Backend` on rank 0 whose model is spread over all ranks by workers that `build` makes."""
+class RankedWeights:
+    """The weights that all ranks hold at one version, for who samples elsewhere: a `WeightSource`."""
 
-    def __init__(self, ranks: Ranks, build: Build, *, write_model: WriteModel = write_plain) -> None:
-        self.ranks = ranks
-        self.write_model = write_model
-        self._number = ranks.start(build)
-        self._warned = False
+    def __init__(self, backend: RankedBackend) -> None:
+        self._backend = backend
+        self._facts = backend.facts
 
     @property
-    def _here(self) -> Worker:
-        worker: Worker = self.ranks.here(self._number)
-        return worker
+    def vocabulary(self) -> int:
+        return self._facts.vocabulary
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._facts.dtype
+
+    @property
+    def adapted(self) -> bool:
+        return self._facts.adapted
+
+    def write(self, folder: Path) -> None:
+        """By rank 0, into a folder of its machine."""
+        self._ask("write_plain_files", folder)
+
+    def write_adapter(self, folder: Path) -> None:
+        self._ask("write_adapter_files", folder)
+
+    def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
+        said: tuple[float, ...] = self._ask("say_logprobs", tuple(tokens))
+        return said
+
+    def _ask(self, call: str, *arguments: Any) -> Any:
+        self._stop_if_moved_on()
+        said = self._backend.ask(call, *arguments)
+        self._stop_if_moved_on()  # a step that was submitted before may have been under way
+        return said
+
+    def _stop_if_moved_on(self) -> None:
+        if self._backend.version != self._facts.version:
+            raise MovedOnError(
+                f"version {self._facts.version} of the weights was asked for, and the ranks have moved on to "
+                f"{self._backend.version}: hand weights over before the next optimizer step"
+            )
+
+
+class RankedBackend:
+    """A `Backend` whose model is spread over all ranks, by workers that `build` makes."""
+
+    def __init__(self, ranks: Crew, build: Build) -> None:
+        self.ranks = ranks
+        self._number = ranks.start(build)
+        self.facts: Facts = self.ask("facts")
+        self._whole: PreTrainedModel | None = None
+        self._whole_version: int | None = None  # None: it differs in all weights, frozen ones too
 
     @property
     def layout(self) -> Layout:
-        return self._here.layout
+        return self.facts.layout
 
     @property
     def version(self) -> int:
-        return self._here.version
+        return self.facts.version
+
+    @property
+    def parallel(self) -> int:
+        return self.ranks.world
 
     @property
     def model(self) -> PreTrainedModel:
-        """The whole model on rank 0, with the weights of the last `get_weights`."""
-        return self._here.whole
+        """A copy in one piece, where rank 0 is this process; made when first asked for, and kept from then on."""
+        if self._whole is None:
+            if not isinstance(self.ranks, Ranks):
+                raise ValueError(
+                    "the model is spread over other processes, and there is no copy of it here: sample with an engine "
+                    "that has weights of its own (vllm or http), not with the embedded one"
+                )
+            self.ask("fill_whole", True)
+            self._whole = self.ranks.here(self._number).whole
+            self._whole_version = self.version
+        assert self._whole is not None, "rank 0 has made it"
+        return self._whole
 
     def set_temperature(self, temperature: float) -> None:
-        self._call("set_temperature", temperature)
+        self.ask("set_temperature", temperature)
 
     def logprobs(
         self, batches: Sequence[Batch], which: str = "policy", reads: Mapping[str, Read] = MappingProxyType({})
@@ -421,7 +622,6 @@ class RankedBackend:
     def forward_backward(
         self, batches: Sequence[Batch], algorithm: Algorithm, counts: Counts
     ) -> TrainFuture[dict[str, float]]:
-        self._warn_of_idle_ranks(len(batches))
         named = NamedAlgorithm.of(algorithm)
         shares = divide([batch.num_tokens for batch in batches], self.ranks.world)
         arguments = [
@@ -431,56 +631,55 @@ class RankedBackend:
         replies = self.ranks.call_with_shares(self._number, "add_gradients", arguments)
         return ImmediateTrainFuture(sum_parts([part for reply in replies for part in reply], counts))
 
-    def _warn_of_idle_ranks(self, num_batches: int) -> None:
-        if num_batches < self.ranks.world and not self._warned:
-            self._warned = True
-            logger.warning(
-                "a step of %d micro-batches leaves %d of %d ranks without work: lower train.micro_batch_tokens",
-                num_batches,
-                self.ranks.world - num_batches,
-                self.ranks.world,
-            )
-
     def optim_step(self) -> TrainFuture[dict[str, float]]:
-        return ImmediateTrainFuture(self._call("optim_step"))
+        metrics, version = self.ask("optim_step")
+        self.facts = self.facts._replace(version=version)
+        return ImmediateTrainFuture(metrics)
 
     def get_weights(self) -> TrainFuture[Weights]:
-        self._call("gather")
-        return ImmediateTrainFuture(Weights(self._here.whole, self.version))
+        if self._whole is not None and self._whole_version != self.version:
+            self.ask("fill_whole", self._whole_version is None)
+            self._whole_version = self.version
+        return ImmediateTrainFuture(Weights(self._whole, self.version, RankedWeights(self)))
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
-        self._call("load_weights", {name: tensor.detach().cpu() for name, tensor in weights.items()})
+        self.ask("load_weights", {name: tensor.detach().cpu() for name, tensor in weights.items()})
+        self._whole_version = None
         return ImmediateTrainFuture(None)
 
     def update_reference(self, decay: float) -> TrainFuture[None]:
-        self._call("update_reference", decay)
+        self.ask("update_reference", decay)
         return ImmediateTrainFuture(None)
 
     def save(self, path: Path) -> TrainFuture[None]:
         """Plain weights for everybody in `path`, and each rank's part of the training state beside them."""
-        self._call("gather")
-        self.write_model(self._here.whole, path)
-        self._here.write_heads(path)
-        self._call("save_shards", path)
+        self.ask("write_model_files", path)
+        self.ask("save_shards", path)
         return ImmediateTrainFuture(None)
 
     def load(self, path: Path) -> TrainFuture[None]:
-        self._call("load_shards", path)
+        self.ask("load_shards", path)
+        self.facts = self.ask("facts")
+        self._whole_version = None
         return ImmediateTrainFuture(None)
+
+    def load_heads(self, path: Path) -> None:
+        """A model that was trained with heads goes on with them."""
+        self.ask("load_heads", path)
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
         """Inside, every rank's memory is as full as in later steps; then all is as it was."""
-        self._call("rehearse", True)
+        self.ask("rehearse", True)
         with ExitStack() as afterwards:
-            afterwards.callback(self._call, "rehearse", False)
+            afterwards.callback(self.ask, "rehearse", False)
             yield
 
     def close(self) -> None:
         """Free what the ranks hold of this model; they go on serving others."""
         self.ranks.release(self._number)
 
-    def _call(self, call: str, *arguments: Any) -> Any:
+    def ask(self, call: str, *arguments: Any) -> Any:
         """What rank 0 says; for calls of which all ranks know the same."""
         return self.ranks.call(self._number, call, *arguments)[0]
 
@@ -495,7 +694,7 @@ def _on_cpu(metrics: Mapping[str, Term]) -> dict[str, Term]:
     return {name: Term(torch.as_tensor(total).cpu(), unit) for name, (total, unit) in metrics.items()}
 
 
-def _portable(error: Exception) -> Exception:
+def portable(error: Exception) -> Exception:
     """An exception that survives pickling, as itself or as its text."""
     try:
         pickle.loads(pickle.dumps(error))  # noqa: S301 - our own

@@ -38,12 +38,39 @@ def worth_sharing(common: int, length: int) -> bool:
     return common >= max(8, length // 32)
 
 
-def pack(items: Sequence[Item], budget: int, *, layout: Layout = "shared") -> list[list[Item]]:
+def pack(items: Sequence[Item], budget: int, *, layout: Layout = "shared", parallel: int = 1) -> list[list[Item]]:
     """Divide a step's items into micro-batches of at most `budget` tokens; an item that is larger stands alone.
 
     First-fit decreasing. Where prompts are shared, items with the same one stay together as far as the budget allows,
-    and a micro-batch pays for it once, for it is computed once.
+    and a micro-batch pays for it once, for it is computed once. Where `parallel` of them run side by side there are as
+    many, or a multiple, as long as there are items enough, and the largest is as small as it can be.
     """
+    parts = _pack(items, budget, layout)
+    wanted = min(-(-len(parts) // parallel) * parallel, len(items))
+    if len(parts) == wanted:
+        return parts
+    parts = _pack(items, _least_budget(items, budget, layout, wanted), layout)
+    while len(parts) < wanted:
+        place = max((place for place, part in enumerate(parts) if len(part) > 1), key=lambda place: _size(parts[place]))
+        part = parts.pop(place)
+        parts += [part[::2], part[1::2]]
+    return parts
+
+
+def _least_budget(items: Sequence[Item], budget: int, layout: Layout, most: int) -> int:
+    """Which still fills no more than `most` micro-batches: as `budget` itself does."""
+    low, high = 0, min(budget, _size(items) * len(items))
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(_pack(items, middle, layout)) <= most else (middle, high)
+    return high
+
+
+def _size(items: Sequence[Item]) -> int:
+    return sum(len(row) for item in items for row in item)
+
+
+def _pack(items: Sequence[Item], budget: int, layout: Layout) -> list[list[Item]]:
     if layout == "padded":
         return _pack_padded(items, budget)
     if layout == "packed":

@@ -6,8 +6,7 @@ for what, is left to `embedded`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,6 +17,7 @@ from torch import Tensor
 from oxrl.generators.decoders import NOT_FINITE, Decoder, Mode, choose_decoder
 from oxrl.generators.sampling import draw, stream_key, uniforms
 from oxrl.types import Generation, GenerationConfig, Request
+from oxrl.weights import speaking
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -246,17 +246,3 @@ def check_sampling(sampling: GenerationConfig) -> None:
     for name, (fine, rule) in allowed.items():
         if not fine:
             raise ValueError(f"{name} is {getattr(sampling, name)!r}; it must be {rule}")
-
-
-@contextmanager
-def speaking(model: PreTrainedModel) -> Iterator[None]:
-    """Without dropout and gradients; afterwards the model is in the mode that it was in."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module in training:
-            module.training = True

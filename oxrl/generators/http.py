@@ -25,7 +25,7 @@ from oxrl.generators.probe import Heard, Probe, StaleEngineError
 from oxrl.generators.sampling import stream_key
 from oxrl.generators.vllm_worker import EXTENSION
 from oxrl.types import Generation, GenerationConfig, Request, Weights
-from oxrl.weights import write_weights
+from oxrl.weights import near_folder, source_of
 
 _HEALTH_LIMIT = 10.0
 _REASONS = {"stop": "stop", "length": "length", "abort": "aborted"}
@@ -336,7 +336,7 @@ class HTTPGenerator:
         self.engines, self.tokenizer = list(engines), tokenizer
         self.gap = 0.0  # the largest difference to the trainer's log-probs that the last sync showed
         self._ends = tuple(sorted({*end_token_ids, tokenizer.eos_token_id} - {None}))
-        self._folder = Path(folder) if folder is not None else _near_folder()
+        self._folder = Path(folder) if folder is not None else near_folder()
         self._tolerance = tolerance
         self._version = 0
         self._facts: dict[int, Facts] = {}
@@ -409,10 +409,11 @@ class HTTPGenerator:
 
     async def update_weights(self, weights: Weights) -> None:
         """Write, sync, prove: answers once every engine speaks with these."""
-        probe = await in_thread(partial(Probe.of, weights.module, self._tolerance))
+        source = source_of(weights)
+        probe = await in_thread(partial(Probe.of, source, self._tolerance))
         folder = Path(tempfile.mkdtemp(prefix=f"oxrl-weights-{weights.version}-", dir=self._folder))
         try:
-            await in_thread(partial(write_weights, weights.module, folder))
+            await in_thread(partial(source.write, folder))
             await sync_weights_to_engines(self.engines, str(folder), weights.version)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -505,9 +506,3 @@ def as_generation(name: str, begun: Generation | None, said: Said, version: int,
         raise EngineError(f"{name} returned {len(said.token_ids)} tokens with versions of {len(said.versions)}")
     versions = (*begun.token_versions, *(said.versions or (version,) * len(said.token_ids)))
     return Generation(ids, logprobs, reason, version, text(ids)).drawn_with(versions)
-
-
-def _near_folder() -> Path:
-    """In memory if this machine has a folder there: engines on other machines need a shared one instead."""
-    memory = Path("/dev/shm")  # noqa: S108 - mkdtemp makes a folder of its own in it
-    return memory if memory.is_dir() else Path(tempfile.gettempdir())

@@ -6,11 +6,11 @@ The trainer's own forward pass is the measure. How an engine is asked is left to
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from oxrl.generators.engine import speaking
+from oxrl.types import WeightSource
 
 LENGTH = 48
 # Room for another engine's arithmetic: vLLM in float32 on a CPU was off by 5e-5 at most; half precision is a guess.
@@ -26,15 +26,6 @@ def probe_tokens(vocabulary: int) -> tuple[int, ...]:
     return tuple((7 + 7919 * place * (place + 3)) % vocabulary for place in range(LENGTH))
 
 
-def trainer_logprobs(module: Any, tokens: Sequence[int]) -> tuple[float, ...]:
-    """Of each token but the first, by the trainer's module, adapter included, without dropout."""
-    with speaking(module):
-        device = module.get_input_embeddings().weight.device
-        ids = torch.tensor([list(tokens)], device=device)
-        logits = module(input_ids=ids, use_cache=False).logits[0, :-1].float()
-        return tuple(logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].tolist())
-
-
 class Probe(NamedTuple):
     """What the trainer says about the probe sequence now, and how far an engine may be off."""
 
@@ -43,11 +34,10 @@ class Probe(NamedTuple):
     tolerance: float
 
     @classmethod
-    def of(cls, module: Any, tolerance: float | None = None) -> Probe:
-        embedding = module.get_input_embeddings().weight
-        tokens = probe_tokens(embedding.shape[0])
-        most = TOLERANCE.get(embedding.dtype, 0.3) if tolerance is None else tolerance
-        return cls(tokens, trainer_logprobs(module, tokens), most)
+    def of(cls, source: WeightSource, tolerance: float | None = None) -> Probe:
+        tokens = probe_tokens(source.vocabulary)
+        most = TOLERANCE.get(source.dtype, 0.3) if tolerance is None else tolerance
+        return cls(tokens, source.logprobs(tokens), most)
 
     def check(self, name: str, said: Sequence[float], version: int, before: Heard | None) -> Heard:
         """What the engine says now, to be remembered; stops if it is not what the trainer says.

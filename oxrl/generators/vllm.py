@@ -10,7 +10,7 @@ import os
 import queue
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ from oxrl.generators.probe import Heard, Probe
 from oxrl.generators.server import CPU_SETTINGS
 from oxrl.generators.vllm_worker import EXTENSION
 from oxrl.types import Generation, GenerationConfig, Request, Weights
-from oxrl.weights import plain_weights
+from oxrl.weights import near_folder, plain_weights, read_weights, source_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,18 +69,30 @@ class VLLMRolloutEngine:
     def version(self) -> int:
         return self._version
 
+    @property
+    def facts(self) -> Facts:
+        return self._worker.facts
+
     async def generate(self, requests: Sequence[Request], sampling: GenerationConfig) -> list[Generation]:
         """One generation per request, in order. Calls of several tasks share the engine."""
         check_sampling(sampling)
         asks = [as_ask(request, sampling, self._worker.facts, self._ends) for request in requests]
-        jobs, version = [_Job(ask) for ask in asks], self.version
-        try:
-            await self._on_worker(partial(self._worker.add, [job for job in jobs if job.ask.most > 0]))
-            said = await in_thread(lambda: [job.said() for job in jobs])
-        finally:
-            self._worker.submit(partial(self._worker.drop, jobs))
+        version = self.version
+        said = await self._said([_Job(ask) for ask in asks])
         pairs = zip(requests, said, strict=True)
         return [as_generation(NAME, request.begun, each, version, self._text) for request, each in pairs]
+
+    async def complete(self, ask: Ask) -> Said:
+        """One sequence, as an engine of several is asked."""
+        (said,) = await self._said([_Job(ask)])
+        return said
+
+    async def _said(self, jobs: Sequence[_Job]) -> list[Said]:
+        try:
+            await self._on_worker(partial(self._worker.add, [job for job in jobs if job.ask.most > 0]))
+            return await in_thread(lambda: [job.said() for job in jobs])
+        finally:
+            self._worker.submit(partial(self._worker.drop, jobs))
 
     async def abort(self) -> None:
         """Everything under way returns now, as "aborted", with what it has."""
@@ -88,12 +100,19 @@ class VLLMRolloutEngine:
 
     async def update_weights(self, weights: Weights) -> None:
         """Take the trainer's weights one by one, or its adapter; what is under way goes on through a fresh prefill."""
-        probe = await in_thread(partial(Probe.of, weights.module, self._tolerance))
-        if self._lora and hasattr(weights.module, "peft_config"):
-            change: Callable[[], None] = partial(self._worker.load_adapter, weights.module)
-        else:
-            change = partial(self._worker.reload, weights_iterator=plain_weights(weights.module))
-        await self._on_worker(partial(self._worker.change, change, weights.version))
+        source = source_of(weights)
+        probe = await in_thread(partial(Probe.of, source, self._tolerance))
+        with tempfile.TemporaryDirectory(prefix="oxrl-weights-", dir=near_folder()) as name:
+            folder = Path(name)
+            if self._lora and source.adapted:
+                await in_thread(partial(source.write_adapter, folder))
+                change: Callable[[], None] = partial(self._worker.load_adapter, folder)
+            elif weights.module is not None:
+                change = partial(self._worker.reload, weights_iterator=plain_weights(weights.module))
+            else:
+                await in_thread(partial(source.write, folder))
+                change = partial(self._worker.reload, weights_iterator=read_weights(folder))
+            await self._on_worker(partial(self._worker.change, change, weights.version))
         await self.verify(probe, weights.version)
         self._version = weights.version
 
@@ -108,15 +127,30 @@ class VLLMRolloutEngine:
         self._version = version
         return True
 
+    async def take_weights(self, weights: Iterator[tuple[str, Any]], version: int) -> None:
+        """Plain weights one by one, from wherever they come. Nothing is proved here."""
+        change = partial(self._worker.reload, weights_iterator=weights)
+        await self._on_worker(partial(self._worker.change, change, version))
+        self._version = version
+
+    async def take_adapter(self, folder: Path, version: int) -> None:
+        """An adapter from its files. Nothing is proved here."""
+        await self._on_worker(partial(self._worker.change, partial(self._worker.load_adapter, folder), version))
+        self._version = version
+
     async def verify(self, probe: Probe, version: int) -> None:
         """Stop if the engine's log-probs of the probe sequence are not the trainer's."""
-        job = _Job(Ask(probe.tokens, GenerationConfig(), 0, 1, ()), probing=True)
+        self._heard = probe.check(NAME, await self.prompt_logprobs(probe.tokens), version, self._heard)
+        self.gap = self._heard.gap
+
+    async def prompt_logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
+        """Of each token but the first, at temperature 1."""
+        job = _Job(Ask(tuple(tokens), GenerationConfig(), 0, 1, ()), probing=True)
         # vLLM (0.32) breaks where log-probs of a prompt meet other sequences and an adapter: there those end first.
         while not await self._on_worker(partial(self._worker.probe, job, alone=bool(self._lora))):
             await anyio.sleep(0.05)
         await in_thread(job.said)
-        self._heard = probe.check(NAME, job.prompt_logprobs, version, self._heard)
-        self.gap = self._heard.gap
+        return job.prompt_logprobs
 
     async def sleep(self, level: int = 1) -> None:
         """Give the device's memory back to the trainer, weights too; on a CPU nothing happens."""
@@ -253,14 +287,11 @@ class _Worker:
         self._engine.collective_rpc("tie_head_again")
         self._adapter = None
 
-    def load_adapter(self, module: Any) -> None:
+    def load_adapter(self, folder: Path) -> None:
         """Adapters reach vLLM through files; the same id in place of the one before."""
         from vllm.lora.request import LoRARequest
 
-        with tempfile.TemporaryDirectory(prefix="oxrl-adapter-") as folder:
-            module.save_pretrained(folder)
-            loaded = self._engine.add_lora(LoRARequest("policy", _ADAPTER_ID, folder, load_inplace=True))
-        if not loaded:
+        if not self._engine.add_lora(LoRARequest("policy", _ADAPTER_ID, str(folder), load_inplace=True)):
             raise EngineError(f"{NAME} did not take the adapter")
         self._adapter = LoRARequest("policy", _ADAPTER_ID, "loaded before")
 

@@ -29,9 +29,10 @@ async def evaluate_offline(
     counts = count_units(credited)
     sums: dict[str, float] = {}
     reported: list[Mapping[str, Term]] = []
-    for part in pack(credited, budget, layout=backend.layout):
-        batch = collate(part)
-        (outputs,) = await backend.logprobs([batch], reads={**algorithm.reads, "correct": Read(correct)})
+    parts = pack(credited, budget, layout=backend.layout, parallel=backend.parallel)
+    batches = [collate(part) for part in parts]
+    said = await backend.logprobs(batches, reads={**algorithm.reads, "correct": Read(correct)})
+    for batch, outputs in zip(batches, said, strict=True):
         losses = algorithm.loss(outputs, batch)
         shares = {name: float(term.total) / counts[term.unit] for name, term in losses.terms.items()}
         for name, share in {"loss": sum(shares.values()), **shares}.items():

@@ -14,20 +14,18 @@ from typing import Protocol
 
 import numpy as np
 
-from oxrl.data.pack import computed_tokens, pack
-from oxrl.loops.step import credit_step, update
+from oxrl.data.pack import collate, computed_tokens, count_units, pack
+from oxrl.loops.step import credit_step
 from oxrl.types import (
     Algorithm,
     Backend,
     Generation,
-    ImmediateTrainFuture,
     Item,
     Layout,
     Render,
     Rollout,
     Sample,
     Score,
-    TrainFuture,
     Turn,
 )
 
@@ -54,12 +52,9 @@ async def rehearse(backend: RehearsingBackend, algorithm: Algorithm, items: Sequ
             logger.debug("the longest rows were not tried: %s", reason)
             return []
         part = heaviest(credited, budget, backend.layout)
-        await update(backend, algorithm, part, budget, optimizer_step=_no_step)
+        # As one batch, not divided over ranks: each of them may meet one as heavy, and runs this one.
+        await backend.forward_backward([collate(part)], algorithm, count_units(part))
     return part
-
-
-def _no_step(_: Backend) -> TrainFuture[dict[str, float]]:
-    return ImmediateTrainFuture({})
 
 
 def longest_items(items: Sequence[Item], budget: int) -> list[Item]:

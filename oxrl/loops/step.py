@@ -38,7 +38,8 @@ async def update(
     counts = count_units(credited)
     if not counts["token"]:
         raise ValueError(f"none of the {len(credited)} items of this step has a trained token: the loss mask is empty")
-    batches = [collate(part) for part in pack(credited, budget, layout=backend.layout)]
+    parts = pack(credited, budget, layout=backend.layout, parallel=backend.parallel)
+    batches = [collate(part) for part in parts]
     metrics = await backend.forward_backward(batches, algorithm, counts)
     metrics |= await optimizer_step(backend)
     return metrics | {
@@ -62,9 +63,10 @@ async def credit_step(
 async def stamp(backend: Backend, items: Sequence[Item], which: str, budget: int) -> list[Item]:
     """The log-probs of one model's pass on every row, as `ref_logprob` and the like, in the order of `items`."""
     stamped: dict[int, Item] = {}
-    for part in pack(items, budget, layout=backend.layout):
-        batch = collate(part)
-        (outputs,) = await backend.logprobs([batch], "policy" if which == "sampler" else which)
+    parts = pack(items, budget, layout=backend.layout, parallel=backend.parallel)
+    batches = [collate(part) for part in parts]
+    said = await backend.logprobs(batches, "policy" if which == "sampler" else which)
+    for part, batch, outputs in zip(parts, batches, said, strict=True):
         rows = iter(_stamp_rows([row for item in part for row in item], batch, outputs, which))
         for item in part:
             stamped[id(item)] = tuple(next(rows) for _ in item)

@@ -88,7 +88,16 @@ def load_hf_model(
             adapter_base(source.where), dtype, device, attn_implementation, trust_remote_code=trust_remote_code
         )
         return load_adapter(base, source.where, trainable=is_trainable)
+    if builds_empty():
+        return _build_empty(source, config)
     return _load_weights(source, config).to(resolve_device(device))
+
+
+def builds_empty() -> bool:
+    """Whether models get no weights here: inside `with torch.device("meta")`, as a backend of slices asks for them."""
+    import torch
+
+    return torch.get_default_device().type == "meta"
 
 
 def load_hf_tokenizer(
@@ -321,6 +330,25 @@ def _load_weights(source: Source, config: ModelConfig) -> PreTrainedModel:
             f"they would start random, so the model is refused"
         )
     return model
+
+
+def _build_empty(source: Source, config: ModelConfig) -> PreTrainedModel:
+    """The model of `_load_weights` in shape and precision, for whoever fills it from somewhere else."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if source.kind == "gguf":  # its shape is known by reading it only
+        with torch.device("cpu"):
+            return _load_weights(source, config).to("meta")
+    where = prepare_builtin(source.where) if source.kind == "builtin" else source.where
+    own_code = config.trust_remote_code
+    parsed = AutoConfig.from_pretrained(where, revision=config.revision or "main", trust_remote_code=own_code)
+    return AutoModelForCausalLM.from_config(
+        parsed,
+        dtype=resolve_dtype(config.dtype, resolve_device(config.device)),
+        attn_implementation=config.attn_implementation,
+        trust_remote_code=own_code,
+    ).eval()
 
 
 def _check_architecture(source: Source, config: ModelConfig) -> None:

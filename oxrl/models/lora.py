@@ -13,12 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from oxrl.weights import ADAPTER_WEIGHTS, write_adapter
+
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
 ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _WHY_NOT_THE_HEAD = "is read as one plain matrix, so an adapter there would be passed by; leave it out"
 
 
@@ -57,18 +58,8 @@ def attach_lora(model: PreTrainedModel, settings: LoraSettings, *, seed: int = 0
 
 
 def save_adapter(model: PeftModel, folder: str | Path) -> None:
-    """Write the adapter alone, and make sure that it arrived: wrappers around layers can hide it from PEFT."""
-    from safetensors import safe_open
-
-    model.save_pretrained(folder, save_embedding_layers=False)
-    with safe_open(Path(folder) / ADAPTER_WEIGHTS, framework="pt") as written:
-        saved = sum("lora_" in name for name in written.keys())  # noqa: SIM118 - not a mapping
-    held = sum("lora_" in name for name, _ in model.named_parameters())
-    if not held or saved != held:
-        raise RuntimeError(
-            f"the adapter saved in {folder} has {saved} of the model's {held} adapter weights; is a layer wrapped "
-            f"(for activation checkpointing, say) so that its weights have other names?"
-        )
+    """Write the adapter alone, and make sure that it arrived."""
+    write_adapter(model, Path(folder))
 
 
 def load_adapter(base: PreTrainedModel, folder: str | Path, trainable: bool = True) -> PeftModel:

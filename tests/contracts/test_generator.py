@@ -50,6 +50,7 @@ GENERATORS = {
     "embedded": None,
     "vllm over http": "vllm_over_http",
     "vllm in process": "vllm_in_process",
+    "vllm in a ray actor": "ray_replicas",
     "sglang stand-in": "sglang",
 }
 

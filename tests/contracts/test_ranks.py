@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from oxrl.backends.ranks import divide
+from oxrl.backends.ranks import check_world, divide, join_ranks
+from tests.contracts import lost_rank
 
 HERE = Path(__file__).parent
 
@@ -42,7 +45,41 @@ def launch(ranks: int, *arguments: str, **settings: str) -> None:
 
 
 def test_the_contract_holds_over_two_ranks_and_three_go_on_from_there(tmp_path):
-    files = [str(HERE / "test_backend.py"), str(HERE / "over_two_ranks.py")]
+    files = [str(HERE / name) for name in ("test_backend.py", "weights_over_ranks.py", "over_two_ranks.py")]
     handed_on = {"OXRL_TEST_HANDED_ON": str(tmp_path)}
-    launch(2, *files, "-k", "fsdp or over_two_ranks", **handed_on)
+    launch(2, *files, "-k", "fsdp or over_two_ranks or weights_over_ranks", **handed_on)
     launch(3, str(HERE / "over_three_ranks.py"), OXRL_TEST_TIME_LIMIT="15", **handed_on)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize(("when", "named"), [("at_work", "no word from rank 1, which died"), ("idle", "rank 1 died")])
+def test_a_rank_that_is_killed_is_named_and_nobody_stays_behind(when, named, tmp_path):
+    settings = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
+    settings |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, "-m", "tests.contracts.lost_rank", when, str(tmp_path / "report")]
+    processes = [
+        subprocess.Popen(command, cwd=HERE.parents[1], env={**settings, "RANK": str(rank), "LOCAL_RANK": "0"})
+        for rank in range(2)
+    ]
+    try:
+        codes = [process.wait(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert codes == [0, -signal.SIGKILL]
+    seconds, said = (tmp_path / "report").read_text().split("\n", 1)
+    assert named in said
+    assert float(seconds) < lost_rank.TIME_LIMIT
+
+
+def test_another_number_of_ranks_than_was_asked_for_is_refused_before_anybody_waits(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match="asks for 2 training processes, and 3 were started"):
+        join_ranks(expected=2)
+    check_world(3, 3)

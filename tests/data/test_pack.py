@@ -134,3 +134,29 @@ def test_rows_of_one_rollout_count_as_one_sequence():
 def test_a_row_that_cannot_be_trained_is_refused(tokens, mask, reason):
     with pytest.raises(ValueError, match=reason):
         Row("r", tokens, mask)
+
+
+@given(lengths, st.integers(10, 100), st.integers(1, 5), st.sampled_from(["packed", "padded", "shared"]))
+def test_side_by_side_nobody_is_without_work_while_there_are_items(groups, budget, parallel, layout):
+    items = [tuple(row(n, f"{i}.{j}") for j, n in enumerate(group)) for i, group in enumerate(groups)]
+    alone, batches = pack(items, budget, layout=layout), pack(items, budget, layout=layout, parallel=parallel)
+    assert sorted(item[0].id for batch in batches for item in batch) == sorted(item[0].id for item in items)
+    assert len(batches) % parallel == 0 or len(batches) == len(items)
+    assert len(alone) <= len(batches) < len(alone) + parallel
+    for batch in batches:
+        sizes = [len(r) for item in batch for r in item]
+        cost = max(sizes) * len(sizes) if layout == "padded" else sum(sizes)
+        assert cost <= budget or len(batch) == 1
+
+
+def test_side_by_side_all_have_about_as_much_to_do():
+    items = [(row(n, str(n)),) for n in (30, 28, 9, 8, 7, 6, 5, 4, 3)]
+    for parallel, largest in ((2, 50), (3, 34), (4, 30)):
+        batches = pack(items, 1000, layout="packed", parallel=parallel)
+        assert len(batches) == parallel
+        assert max(sum(len(r) for item in batch for r in item) for batch in batches) <= largest
+
+
+def test_alone_nothing_is_divided_further():
+    items = [(answer(1, 5, name),) for name in "abcdef"]
+    assert names(pack(items, 39, parallel=1)) == names(pack(items, 39))

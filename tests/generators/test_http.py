@@ -28,10 +28,10 @@ from oxrl.generators.http import (
     sglang_generator,
     sync_weights_to_engines,
 )
-from oxrl.generators.probe import Heard, Probe, StaleEngineError, trainer_logprobs
+from oxrl.generators.probe import Heard, Probe, StaleEngineError
 from oxrl.models.load import load_model
 from oxrl.types import GenerationConfig, Request, Weights
-from oxrl.weights import write_weights
+from oxrl.weights import ModuleWeights, trainer_logprobs, write_weights
 from tests.engines import sglang_stand_in
 
 pytestmark = pytest.mark.anyio
@@ -209,7 +209,7 @@ async def test_files_of_weights_do_not_pile_up(tiny, tmp_path):
 
 def test_a_probe_is_the_trainers_word_and_leaves_the_trainer_as_it_was(tiny_model):
     tiny_model.train()
-    probe = Probe.of(tiny_model)
+    probe = Probe.of(ModuleWeights(tiny_model))
     assert tiny_model.training and probe.logprobs == trainer_logprobs(tiny_model, probe.tokens)
     assert len(set(probe.tokens)) > 30
     off = [each + 0.01 for each in probe.logprobs]
@@ -225,7 +225,7 @@ async def test_a_vllm_server_takes_weights_from_disk_and_proves_it(vllm_url, tin
     await engine.check_health()
     answer = await engine.update_weights_from_checkpoint(str(tmp_path), 41)
     assert answer["version"] == "41"
-    probe = Probe.of(model)
+    probe = Probe.of(ModuleWeights(model))
     assert probe.check("vllm", await engine.prompt_logprobs(probe.tokens), 41, None).gap < 1e-4
 
 

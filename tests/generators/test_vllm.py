@@ -8,7 +8,7 @@ from oxrl.generators.probe import Probe, StaleEngineError
 from oxrl.models.load import load_model
 from oxrl.models.lora import LoraSettings, attach_lora
 from oxrl.types import GenerationConfig, Request, Weights
-from oxrl.weights import write_weights
+from oxrl.weights import ModuleWeights, write_weights
 
 pytestmark = pytest.mark.anyio
 SAMPLING = GenerationConfig(max_new_tokens=12, seed=4)
@@ -68,7 +68,7 @@ async def test_a_checkpoint_on_disk_is_taken_once_per_version(vllm_in_process, t
     write_weights(model, tmp_path)
     assert await engine.refresh_model(tmp_path, 120)
     assert not await engine.refresh_model(tmp_path, 120)
-    await engine.verify(Probe.of(model), 120)
+    await engine.verify(Probe.of(ModuleWeights(model)), 120)
     with pytest.raises(ValueError, match="no checkpoint folder"):
         await engine.refresh_model(tmp_path / "none", 121)
 
@@ -78,4 +78,4 @@ async def test_an_engine_with_other_weights_is_told_by_its_name(vllm_in_process,
     await engine.update_weights(Weights(model, 130))
     step(model, 5)
     with pytest.raises(StaleEngineError, match="^vLLM in this process does not speak with version 131"):
-        await engine.verify(Probe.of(model), 131)
+        await engine.verify(Probe.of(ModuleWeights(model)), 131)

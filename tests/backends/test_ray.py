@@ -1,0 +1,218 @@
+"""Ranks as Ray actors: what they say, who died, who hangs, and what is left when the driver is gone."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from oxrl.algorithms import algorithm
+from oxrl.backends.local import NonFiniteError, create_pytorch_backend
+from oxrl.backends.ranks import RankError
+from oxrl.data.pack import count_units
+from oxrl.loops.rehearse import rehearse
+from oxrl.loops.step import train_step
+from oxrl.models.load import load_model
+from oxrl.models.lora import LoraSettings, attach_lora
+from oxrl.weights import MovedOnError, adapter_weights, plain_weights
+from tests.contracts.test_backend import SFT, some_items, split
+
+pytestmark = pytest.mark.anyio
+TINY = partial(load_model, "tiny")
+
+
+@pytest.fixture
+def anyio_backend():
+    return "trio"
+
+
+@pytest.fixture
+def make(ray_ranks):
+    from oxrl.backends.fsdp import FSDPSettings, build_worker
+    from oxrl.backends.ray import create_ray_backend
+
+    made = []
+
+    def one_more(load=TINY, others=(), **options):
+        build = partial(build_worker, load, dict(others), FSDPSettings(**{"lr": 1e-3, **options}))
+        made.append(create_ray_backend(ray_ranks, build))
+        return made[-1]
+
+    yield one_more
+    for backend in made:
+        backend.close()
+
+
+def with_adapter():
+    torch.manual_seed(3)
+    model = attach_lora(TINY(), LoraSettings(r=4), seed=1)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    return model
+
+
+def received(weights, most=2**18):
+    """What an engine would get: every bucket by its reference."""
+    import ray
+
+    references = list(weights.source.references(most))
+    assert len(references) > 1, "they come in buckets"
+    return dict(pair for reference in references for pair in ray.get(reference).tensors())
+
+
+async def test_actors_do_as_the_local_backend_and_the_next_call_does_not_wait(make):
+    one, two, items = create_pytorch_backend(TINY(), lr=1e-3), make(), some_items()
+    for _ in range(3):
+        expected = await train_step(one, SFT, items, 40)
+        counted = two.forward_backward(split(items, 3), SFT, count_units(items))
+        stepped = two.optim_step()
+        found = {**await counted, **await stepped}
+        for key in ("loss", "grad_norm", "lr"):
+            assert found[key] == pytest.approx(expected[key], abs=1e-5)
+    weights = await two.get_weights()
+    assert (weights.module, weights.version) == (None, 3)
+    sent = received(weights)
+    for name, tensor in plain_weights(one.model):
+        torch.testing.assert_close(sent[name], tensor, atol=1e-5, rtol=0)
+    await rehearse(two, SFT, items, 100)
+    await train_step(two, SFT, items, 40)
+    with pytest.raises(MovedOnError, match="version 3 .* moved on to 4"):
+        received(weights)
+
+
+async def test_an_adapter_arrives_merged_or_as_its_files(make, tmp_path):
+    from safetensors.torch import load_file
+
+    weights = await make(with_adapter).get_weights()
+    sent, model = received(weights), with_adapter()
+    for name, tensor in plain_weights(model):
+        torch.testing.assert_close(sent[name], tensor, atol=1e-6, rtol=0)
+    files = weights.source.adapter_files()
+    assert "adapter_config.json" in files
+    (tmp_path / "adapter").write_bytes(files["adapter_model.safetensors"])
+    own = {name.replace(".default", ""): tensor for name, tensor in adapter_weights(model).items()}
+    found = load_file(tmp_path / "adapter")
+    assert found.keys() == own.keys()
+    for name, tensor in own.items():
+        torch.testing.assert_close(found[name], tensor)
+
+
+async def test_mistakes_and_numbers_that_are_none_stay_what_they_are(make):
+    backend, items = make(), some_items()
+    with pytest.raises(ValueError, match=r"the model 'ref': give the backend.* \(rank 0, logprobs\)"):
+        await backend.logprobs(split(items, 3), "ref")
+    pair = tuple(row for item in items[:2] for row in item)
+    bad = tuple(replace(row, streams={"ref_logprob": np.where(row.mask, np.float32("nan"), 0.0)}) for row in pair)
+    with pytest.raises(NonFiniteError, match="rank [01], add_gradients: the loss is not finite") as caught:
+        await backend.forward_backward(split([bad], 1), algorithm("dpo"), count_units([bad]))
+    assert [row for batch in caught.value.batches for row in batch.ids] == ["row0", "row1"], "the suspects"
+    with pytest.raises(ValueError, match="cannot travel"):
+        backend.ranks.call(1, "logprobs", (each for each in ()))
+    await backend.logprobs(split(items, 3))
+
+
+class Talker:
+    """A worker that only talks with the others."""
+
+    def meet(self):
+        total = torch.ones(1)
+        torch.distributed.all_reduce(total)
+        return int(total)
+
+    def process_id(self):
+        return os.getpid()
+
+
+@pytest.fixture
+def talkers(ray_here):
+    """On places of which they have half, as beside an engine."""
+    from oxrl.backends.ray import RayRanks
+    from oxrl.cluster import reserve
+
+    places, started = reserve(2, time_limit=30), []
+
+    def start(**limits):
+        started.append(RayRanks(2, places=places, share=0.5, **limits))
+        return started[-1], started[-1].start(Talker)
+
+    yield start
+    for ranks in started:
+        ranks.stop()
+    places.free()
+
+
+def gone(pids, seconds):
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if not [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_a_rank_that_died_is_named_and_nothing_runs_after_it(talkers):
+    ranks, number = talkers(time_limit=30, call_limit=60)
+    assert ranks.call(number, "meet") == [2, 2]
+    pids = ranks.call(number, "process_id")
+    os.kill(pids[1], signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(RankError, match="rank 1, meet: .*its actor failed"):
+        ranks.call(number, "meet")
+    assert time.monotonic() - started < 20
+    with pytest.raises(RankError, match="meet cannot run any more: rank 1"):
+        ranks.call(number, "meet")
+    ranks.stop()
+    assert gone(pids, 20)
+
+
+def test_a_rank_that_hangs_ends_the_wait_with_its_name(talkers):
+    ranks, number = talkers(time_limit=3, call_limit=60)
+    pids = ranks.call(number, "process_id")
+    os.kill(pids[1], signal.SIGSTOP)
+    started = time.monotonic()
+    with pytest.raises(RankError, match=r"process_id: no word from rank 1 within \d+ s"):
+        ranks.call(number, "process_id")
+    assert 3 <= time.monotonic() - started < 15
+    ranks.stop()
+    assert gone(pids, 20)
+
+
+def test_more_than_the_cluster_has_is_refused(ray_here):
+    from oxrl.cluster import reserve
+
+    with pytest.raises(ValueError, match="no room for 50 processes with 1 CPU each .* lower run.training_gpus"):
+        reserve(50, time_limit=1.0)
+
+
+DRIVER = """
+import sys, time
+from oxrl.backends.ray import RayRanks
+from oxrl.cluster import ray_cluster
+from tests.backends.test_ray import Talker
+
+with ray_cluster(sys.argv[1]):
+    ranks = RayRanks(2)
+    print(*ranks.call(ranks.start(Talker), "process_id"), flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_driver_that_was_killed_leaves_no_actor_on_its_cluster(ray_here):
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    with subprocess.Popen([sys.executable, "-c", DRIVER, address], stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        pids = [int(pid) for pid in driver.stdout.readline().split()]
+        assert len(pids) == 2 and not gone(pids, 0.5)
+        driver.send_signal(signal.SIGKILL)
+        driver.wait()
+    assert gone(pids, 30)

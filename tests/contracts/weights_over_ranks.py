@@ -1,0 +1,241 @@
+"""Weights of a sharded model for whoever samples with them, and to go on with. Runs inside `together`, on two ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+
+from oxrl.algorithms import algorithm
+from oxrl.backends.fsdp import FSDPTrainingBackend
+from oxrl.backends.local import create_pytorch_backend
+from oxrl.data.pack import collate
+from oxrl.generators.http import HTTPGenerator, SGLangEngine
+from oxrl.generators.probe import probe_tokens
+from oxrl.loops.step import train_step
+from oxrl.models.load import builds_empty, load_model, load_tokenizer
+from oxrl.models.lora import LoraSettings, attach_lora, save_adapter
+from oxrl.types import ModelConfig
+from oxrl.weights import ModuleWeights, near_folder, plain_weights, read_weights, source_of, trainer_logprobs
+from tests.contracts import together
+from tests.contracts.test_backend import some_items, train
+from tests.engines import sglang_stand_in
+
+pytestmark = pytest.mark.anyio
+TINY = partial(load_model, "tiny")
+CLOSE = {"atol": 1e-5, "rtol": 0}
+VOCABULARY = 320
+
+
+@pytest.fixture
+def anyio_backend():
+    return "asyncio"
+
+
+@pytest.fixture
+def sharded():
+    made = []
+
+    def make(load=TINY, **options):
+        made.append(FSDPTrainingBackend(together.ranks(), load, **{"lr": 1e-3, **options}))
+        return made[-1]
+
+    yield make
+    for backend in made:
+        backend.close()
+
+
+def local(load=TINY, **options):
+    return create_pytorch_backend(load(), **{"lr": 1e-3, **options})
+
+
+def with_adapter():
+    return attach_lora(TINY(), LoraSettings(r=4), seed=1)
+
+
+def half():
+    return load_model(ModelConfig("tiny", dtype="bfloat16"))
+
+
+def untied():
+    """As many models have it: the projection to the vocabulary is a weight of its own."""
+    model = TINY()
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = nn.Parameter(model.model.embed_tokens.weight.detach() * 0.5)
+    return model
+
+
+async def written(backend, folder):
+    source_of(await backend.get_weights()).write(folder)
+    return dict(read_weights(folder))
+
+
+async def test_a_handle_costs_nothing_until_it_is_asked(sharded):
+    backend = sharded()
+    weights = await backend.get_weights()
+    assert weights.module is None and weights.version == 0
+    assert (weights.source.vocabulary, weights.source.dtype, weights.source.adapted) == (
+        VOCABULARY,
+        torch.float32,
+        False,
+    )
+    assert backend.ranks.here(backend._number).whole is None, "no copy in one piece was made"
+
+
+@pytest.mark.parametrize("load", [TINY, half, untied])
+async def test_what_is_written_weight_by_weight_is_what_the_whole_model_would_write(sharded, tmp_path, load):
+    load().save_pretrained(tmp_path / "whole")
+    backend = sharded(load, heads=("value",))
+    await written(backend, tmp_path / "written")
+    await backend.save(tmp_path / "saved")
+    for folder in ("written", "saved"):
+        assert (tmp_path / folder / "model.safetensors").read_bytes() == (
+            tmp_path / "whole" / "model.safetensors"
+        ).read_bytes()
+    kept = {path.name for path in (tmp_path / "whole").iterdir()}
+    assert kept | {"heads.safetensors", "shards"} == {path.name for path in (tmp_path / "saved").iterdir()}
+    again = load_model(ModelConfig(str(tmp_path / "saved"), dtype="auto" if load is not half else "bfloat16"))
+    assert all(torch.equal(one, two) for one, two in zip(again.parameters(), load().parameters(), strict=True))
+
+
+@pytest.mark.parametrize("heads", [(), ("value",)])
+@pytest.mark.parametrize("load", [TINY, with_adapter, untied], ids=["plain", "adapter", "untied"])
+async def test_names_and_weights_are_those_of_the_local_backend(sharded, tmp_path, load, heads):
+    one, two = local(load, heads=heads), sharded(load, heads=heads)
+    for backend in (one, two):
+        await train_step(backend, algorithm("sft"), some_items(), 60)
+        backend.set_temperature(0.5)  # of sampling; what is proved is said at 1
+    expected = dict(plain_weights(one.model))
+    found = await written(two, tmp_path)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        # The first step of Adam moves a weight by 1e-3 towards the sign of its gradient, however small that is.
+        torch.testing.assert_close(found[name], tensor.detach(), atol=1e-4, rtol=0)
+    tokens = probe_tokens(VOCABULARY)
+    said = (await two.get_weights()).source.logprobs(tokens)
+    assert said == pytest.approx(trainer_logprobs(one.model, tokens), abs=1e-4)
+    assert said == pytest.approx(trainer_logprobs(load_model(str(tmp_path)), tokens), abs=1e-4)
+
+
+async def test_an_engine_elsewhere_gets_the_weights_of_the_ranks_and_proves_it(sharded):
+    tokenizer = load_tokenizer("tiny")
+    with sglang_stand_in(TINY(), tokenizer) as server:
+        generator = HTTPGenerator([SGLangEngine(server.url)], tokenizer)
+        for load in (TINY, with_adapter):
+            backend = sharded(load)
+            await train_step(backend, algorithm("sft"), some_items(), 60)
+            await generator.update_weights(await backend.get_weights())
+            assert generator.version == 1 and generator.gap < 1e-4
+        server.deaf = True
+        await train_step(backend, algorithm("sft"), some_items(), 60)
+        with pytest.raises(RuntimeError, match="weights"):
+            await generator.update_weights(await backend.get_weights())
+    assert not list(near_folder().glob("oxrl-weights-*"))
+
+
+async def test_weights_that_have_moved_on_are_not_handed_out_for_older_ones(sharded, tmp_path):
+    backend = sharded()
+    weights = await backend.get_weights()
+    await train(backend, some_items(), 8, steps=1)
+    with pytest.raises(RuntimeError, match="version 0 .* moved on to 1"):
+        weights.source.write(tmp_path)
+
+
+async def test_a_copy_in_one_piece_follows_from_when_it_was_asked_for(sharded):
+    backend = sharded(untied)
+    whole = backend.model
+    await train(backend, some_items(), 8, steps=2)
+    weights = await backend.get_weights()
+    assert weights.module is whole
+    tokens = probe_tokens(VOCABULARY)
+    assert ModuleWeights(whole).logprobs(tokens) == pytest.approx(weights.source.logprobs(tokens), abs=1e-4)
+
+
+async def test_an_adapter_is_written_alone_and_is_not_empty(sharded, tmp_path):
+    one, two = local(with_adapter), sharded(with_adapter)
+    for backend in (one, two):
+        await train_step(backend, algorithm("sft"), some_items(), 60)
+    save_adapter(one.model, tmp_path / "one")
+    (await two.get_weights()).source.write_adapter(tmp_path / "two")
+    await two.save(tmp_path / "saved")
+    expected = load_file(tmp_path / "one" / "adapter_model.safetensors")
+    for folder in ("two", "saved"):
+        found = load_file(tmp_path / folder / "adapter_model.safetensors")
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name], tensor, **CLOSE)
+    assert any(tensor.abs().max() > 0 for name, tensor in expected.items() if "lora_B" in name)
+
+
+def only_on_the_first():
+    assert builds_empty() or dist.get_rank() == 0, "this rank has no room for a whole model"
+    return TINY()
+
+
+async def test_only_rank_0_ever_has_a_whole_model(sharded):
+    backend = sharded(only_on_the_first, others={"ref": only_on_the_first})
+    (one,), (two,) = (
+        await backend.logprobs([collate(some_items())]),
+        await backend.logprobs([collate(some_items())], "ref"),
+    )
+    (expected,) = await local().logprobs([collate(some_items())])
+    for outputs in (one, two):
+        torch.testing.assert_close(outputs.logprob, expected.logprob, **CLOSE)
+
+
+def missing_on_one(rank):
+    if dist.get_rank() == rank:
+        raise ValueError("there is no such model here")
+    return TINY()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_a_model_that_cannot_be_loaded_is_a_mistake_that_harms_nobody(sharded, rank):
+    with pytest.raises(ValueError, match="no such model here"):
+        sharded(partial(missing_on_one, rank))
+    await train(sharded(), some_items(), 8, steps=1)
+
+
+@pytest.mark.parametrize("head", ["value", "score"])
+async def test_heads_of_a_checkpoint_are_taken_over(sharded, tmp_path, head):
+    one, two = local(heads=(head,)), sharded(heads=(head,))
+    with torch.no_grad():
+        nn.init.normal_(one.module.heads[head].weight)
+    one.module.save_heads(tmp_path)
+    two.load_heads(tmp_path)
+    batch = collate(some_items())
+    (expected,), (found,) = await one.logprobs([batch]), await two.logprobs([batch])
+    torch.testing.assert_close(getattr(found, head), getattr(expected, head), **CLOSE)
+
+
+LOADS = {"plain": TINY, "adapter": with_adapter, "half": half}
+
+
+@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
+@pytest.mark.parametrize("towards", ["ranks", "one process"])
+async def test_a_run_goes_on_over_ranks_or_in_one_process(sharded, tmp_path, load, towards):
+    common = {"lr_scheduler": "cosine", "num_steps": 5, "heads": ("value",)}
+    write = {"write_model": save_adapter} if load is with_adapter else {}
+    makes = [partial(local, load, **common, **write), partial(sharded, load, **common)]
+    first, second = makes if towards == "ranks" else makes[::-1]
+    through, saved, resumed = first(), first(), second()
+    expected = (await train(through, some_items(), 3, steps=5))[0]
+    await train(saved, some_items(), 3, steps=2)
+    await saved.save(tmp_path)
+    await resumed.load(tmp_path)
+    assert (await resumed.get_weights()).version == 2
+    found = (await train(resumed, some_items(), 3, steps=3))[0]
+    assert found == pytest.approx(expected[2:], abs=1e-5 if load is not half else 0.03)
+
+
+async def test_a_folder_without_training_state_is_refused_with_what_to_do(sharded, tmp_path):
+    backend = sharded()
+    await written(backend, tmp_path)
+    for each in (backend, local()):
+        with pytest.raises(ValueError, match="naming it as the model|name it as the model"):
+            await each.load(Path(tmp_path))

@@ -1,0 +1,158 @@
+"""vLLM replicas as Ray actors, beyond the contract: adapters, stale, dead and hanging replicas."""
+
+import os
+import signal
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import anyio
+import pytest
+import torch
+
+from oxrl.backends.fsdp import FSDPSettings, build_worker
+from oxrl.backends.ray import create_ray_backend
+from oxrl.concurrent import in_thread, task_group
+from oxrl.generators.probe import StaleEngineError
+from oxrl.loops.step import train_step
+from oxrl.models.load import load_model
+from oxrl.models.lora import LoraSettings, attach_lora
+from oxrl.types import GenerationConfig, Request, Weights
+from oxrl.weights import ModuleWeights, MovedOnError
+from tests.contracts.test_backend import SFT, some_items
+from tests.generators.test_vllm import logprobs, step
+
+pytestmark = pytest.mark.anyio
+SAMPLING = GenerationConfig(max_new_tokens=12, seed=4)
+LONG = SAMPLING._replace(max_new_tokens=1200)
+
+
+@pytest.fixture
+def anyio_backend():
+    return "trio"
+
+
+def process_id(generator):
+    return generator.engines[0].engine.process.pid
+
+
+async def test_an_adapter_is_reloaded_in_place_and_gone_with_plain_weights(ray_replicas, tiny):
+    generator, model = ray_replicas, attach_lora(load_model(tiny[0]), LoraSettings(r=8)).eval()
+    for version, speaker in ((101, model), (102, model), (103, load_model(tiny[0]))):
+        if speaker is model:
+            step(model, version)
+        await generator.update_weights(Weights(speaker, version))
+        (answer,) = await generator.generate([Request((1, 2, 3))], SAMPLING)
+        assert answer.version == version == generator.version
+        assert answer.logprobs == pytest.approx(logprobs(speaker, (1, 2, 3), answer.token_ids), abs=5e-4)
+
+
+async def test_weights_go_from_training_actors_to_replicas_and_the_driver_has_none(ray_ranks, ray_replicas):
+    backend = create_ray_backend(
+        ray_ranks, partial(build_worker, partial(load_model, "tiny"), {}, FSDPSettings(lr=0.05))
+    )
+    items = some_items()
+    for _ in range(2):
+        await train_step(backend, SFT, items, 100)
+    weights = await backend.get_weights()
+    assert weights.module is None
+    weights = weights._replace(version=105)
+    await ray_replicas.update_weights(weights)
+    (answer,) = await ray_replicas.generate([Request((1, 2, 3))], SAMPLING)
+    spoken = weights.source.logprobs((1, 2, 3, *answer.token_ids))[2:]
+    assert answer.logprobs == pytest.approx(spoken, abs=5e-4)
+    backend.close()
+
+
+class Liar(ModuleWeights):
+    """Hands out other weights than it speaks with."""
+
+    def write(self, folder):
+        ModuleWeights(load_model("tiny")).write(folder)
+
+
+async def test_a_replica_with_other_weights_is_told_by_its_name(ray_replicas, tiny):
+    moved = load_model(tiny[0])
+    with torch.no_grad():
+        for weight in moved.parameters():
+            weight += 0.05 * torch.randn_like(weight)
+    with pytest.raises(StaleEngineError, match="^vLLM replica 0 does not speak with version 110"):
+        await ray_replicas.update_weights(Weights(None, 110, Liar(moved)))
+    await ray_replicas.update_weights(Weights(moved, 111))
+    assert ray_replicas.version == 111 and ray_replicas.gap < 1e-3
+
+
+async def test_sleep_is_harmless_on_a_cpu_and_whoever_asks_wakes(ray_replicas):
+    await ray_replicas.sleep()
+    (answer,) = await ray_replicas.generate([Request((1, 2, 3))], SAMPLING)
+    assert answer.token_ids
+
+
+async def test_a_replica_that_was_killed_comes_back_with_the_weights_and_answers_what_was_lost(ray_replicas, tiny):
+    generator, model = ray_replicas, load_model(tiny[0])
+    step(model, 9)
+    await generator.update_weights(Weights(model, 120))
+    requests = [Request((1, 2, 3), seed=seed) for seed in range(3)]
+    expected = await generator.generate(requests, SAMPLING)
+    pid, answers = process_id(generator), []
+
+    async def ask():
+        answers.extend(await generator.generate(requests, LONG))
+
+    started = time.monotonic()
+    async with task_group() as tasks:
+        tasks.start_soon(ask)
+        await anyio.sleep(0.2)
+        os.kill(pid, signal.SIGKILL)
+    assert time.monotonic() - started < 200
+    assert process_id(generator) != pid
+    for answer, before in zip(answers, expected, strict=True):
+        assert answer.version == 120 and answer.token_ids[: len(before.token_ids)] == before.token_ids
+        assert answer.logprobs == pytest.approx(logprobs(model, (1, 2, 3), answer.token_ids), abs=5e-4)
+
+
+class Passing(ModuleWeights):
+    """Weights that their trainer has until it goes on."""
+
+    gone = False
+
+    def __init__(self, module):
+        super().__init__(module)
+        self.refused = threading.Event()
+
+    def logprobs(self, tokens):
+        if self.gone:
+            self.refused.set()
+            raise MovedOnError("the trainer has moved on")
+        return super().logprobs(tokens)
+
+
+async def test_a_replica_that_hangs_is_given_up_and_its_successor_waits_for_weights_that_exist(ray_replicas, tiny):
+    generator, (replica,) = ray_replicas, ray_replicas.engines
+    source, answers = Passing(load_model(tiny[0])), []
+    await generator.update_weights(Weights(None, 130, source))
+    pid = process_id(generator)
+
+    async def ask():
+        answers.extend(await generator.generate([Request((1, 2, 3))], SAMPLING))
+
+    os.kill(pid, signal.SIGSTOP)
+    source.gone = True
+    replica.time_limit, before = 2.0, replica.time_limit
+    with anyio.fail_after(60):
+        async with task_group() as tasks:
+            tasks.start_soon(ask)
+            await anyio.sleep(4.0)  # it is given up by now, and another one is on its way
+            await generator.abort()
+    replica.time_limit = before
+    assert [answer.finish_reason for answer in answers] == ["aborted"], "without a wait for the successor"
+    assert not Path(f"/proc/{pid}").exists()
+    with anyio.fail_after(200):
+        async with task_group() as tasks:
+            tasks.start_soon(ask)
+            assert await in_thread(partial(source.refused.wait, 190))
+            step(source.module, 8)
+            await generator.update_weights(Weights(source.module, 131))
+    assert generator.version == 131
+    assert answers[1].logprobs == pytest.approx(logprobs(source.module, (1, 2, 3), answers[1].token_ids), abs=5e-4)
