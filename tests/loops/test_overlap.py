@@ -10,10 +10,11 @@ from oxrl.checkpoint import load_checkpoint, save_checkpoint
 from oxrl.concurrent import task_group
 from oxrl.generators.embedded import EmbeddedGenerator
 from oxrl.generators.http import HTTPGenerator, VLLMEngine
+from oxrl.loops.ahead import Ahead
 from oxrl.loops.evaluate import answer_all
 from oxrl.loops.online import OnlineConfig, run_online
 from oxrl.rollouts.collect import Answers
-from oxrl.types import GenerationConfig, Status
+from oxrl.types import Generation, GenerationConfig, Message, Rollout, Status, Turn
 from tests.loops.test_online import SAMPLES, Setting, small_letters
 
 
@@ -171,6 +172,24 @@ def test_several_optimizer_steps_a_batch_age_it_by_one_step(tiny):
     setting = Setting("grpo", correction="truncated", lr=1e-3)
     history = setting.run(3, setting.manager(batch_size=4), config={"lag": 1, "mini_batches": 2})
     assert [line["age"] for line in history] == [0, 2, 2] and history[-1]["expired_groups"] == 0
+
+
+@pytest.mark.parametrize(("oldest", "expired"), [(1, 1), (2, 0)])
+def test_what_was_begun_goes_on_only_if_it_is_young_enough_when_its_turn_comes(oldest, expired):
+    setting = Setting("grpo", max_new_tokens=6)
+    manager = setting.manager(batch_size=1, n_samples_per_prompt=2, partial_rollouts=True, max_age=9)
+    prompt = tuple(map(int, setting.render.prompt(SAMPLES[0].messages)))
+    begun = Turn(prompt, Generation((97, 98), (-1.0, -1.0), "aborted", 3), (Message("assistant", "ab"),))
+    manager.partial_samples = [tuple(Rollout(SAMPLES[0], (begun,), group=0, index=index) for index in range(2))]
+    (group,), counts = anyio.run(manager.collect, 5, oldest)
+    assert counts["expired"] == expired
+    assert all((each.generation.token_ids[:2] == (97, 98)) is not bool(expired) for each in group)
+
+
+def test_a_batch_that_begins_now_is_older_by_the_lag_when_it_is_trained_on():
+    setting = Setting("grpo")
+    ahead = Ahead(setting.manager(), setting.generator, lag=1, oldest=6, updates=2, taking_turns=False)
+    assert ahead.oldest_begun == 4
 
 
 class Recorded:
