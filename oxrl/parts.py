@@ -71,8 +71,13 @@ def training_settings(config: Config, inputs: Inputs) -> dict[str, Any]:
 @contextmanager
 def open_backend(config: Config, inputs: Inputs) -> Iterator[Any]:
     """The backend that `run.backend` names, with the model that the config names in it."""
+    from oxrl.backends._forward import HEADS
+
     opened = {"local": _local, "fsdp": _ranked, "deepspeed": _ranked, "ray": _on_ray}[config.run.backend]
     with opened(config, inputs) as backend:
+        weights = Path(model_config(config).name)
+        if (weights / HEADS).exists():  # a model that was trained with heads goes on with them
+            backend.load_heads(weights)
         elsewhere = inputs.online and config.engine != "embedded"
         if elsewhere and not isinstance(backend, QueuedBackend):
             # Whoever asks the engine and grades its answers goes on while the trainer computes.
@@ -100,7 +105,6 @@ def loads_of(config: Config, inputs: Inputs) -> Loads:
 
 @contextmanager
 def _local(config: Config, inputs: Inputs) -> Iterator[Any]:
-    from oxrl.backends._forward import HEADS
     from oxrl.backends.local import create_pytorch_backend, write_plain
 
     loads = loads_of(config, inputs)
@@ -111,9 +115,6 @@ def _local(config: Config, inputs: Inputs) -> Iterator[Any]:
         write_model=save_adapter if hasattr(model, "peft_config") else write_plain,
         **training_settings(config, inputs),
     )
-    weights = Path(model_config(config).name)
-    if (weights / HEADS).exists():  # a model that was trained with heads goes on with them
-        backend.module.load_heads(weights)
     yield backend
 
 

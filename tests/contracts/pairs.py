@@ -1,4 +1,4 @@
-"""Runs of SFT, DPO and GRPO over one backend, GRPO with each engine: `python -m tests.contracts.pairs BACKEND FOLDER URL`.
+"""SFT, DPO and GRPO over one backend, GRPO with each engine: `python -m tests.contracts.pairs BACKEND FOLDER URL`.
 
 In each of the ranks where there are several; what rank 0's runs logged goes to `FOLDER/BACKEND.json`.
 """
@@ -29,9 +29,9 @@ VLLM = {"max_num_seqs": 16}
 def config_of(backend: str, folder: Path, algorithm: str, engine: str = "embedded", url: str = ""):
     rows = sums(8)
     if algorithm == "dpo":
-        rows = [{"prompt": row["prompt"], "chosen": row["answer"], "rejected": "I do not know."} for row in rows]
+        rows = [{"prompt": row["prompt"], "chosen": row["response"], "rejected": "I do not know."} for row in rows]
     elif algorithm == "sft":
-        rows = [{"prompt": row["prompt"], "completion": row["answer"]} for row in rows]
+        rows = [{"prompt": row["prompt"], "completion": row["response"]} for row in rows]
     ranks = RANKS[backend]
     config = {
         "model": {"name": "tiny", "device": "cpu"},

@@ -1,4 +1,4 @@
-"""Every backend with every engine that makes sense beside it: the same losses as in one process, and equal log-probs."""
+"""Every backend with every engine that makes sense beside it: losses as in one process, and equal log-probs."""
 
 from __future__ import annotations
 
