@@ -31,6 +31,7 @@ class BigramBackend:
     """As much of a `Backend` as a step's credit asks for, and the gradient of a step."""
 
     layout = "packed"
+    parallel = 1
 
     def __init__(self, vocabulary):
         roles = ("policy", "ref", "teacher")
