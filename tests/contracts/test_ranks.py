@@ -39,7 +39,7 @@ def launch(ranks: int, *arguments: str, **settings: str) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1", **settings},
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=580,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
