@@ -207,13 +207,12 @@ def _strike(run: Run, fault: str, chance: random.Random) -> Event:
     reached = max(reached, run.step)
     if run.process is not None and run.process.poll() is not None:
         run.live()
-    first: int | None = None
+    resumed = reached
     deadline = time.monotonic() + 600
     while run.step <= reached and run.look() is None:
-        first = run.step if first is None or run.step < reached else first
+        resumed = min(resumed, run.step)
         if time.monotonic() > deadline:
             sys.exit(f"after {fault} at step {reached} the run came no further: {run.last_words()}")
-    resumed = min(first if first is not None else reached, reached)
     return Event(fault, reached, reached - resumed, time.monotonic() - struck)
 
 
