@@ -518,7 +518,8 @@ def rollout_config(config: Config, graded_by: Reward | None) -> RolloutConfig:
         least_answers=online.least_answers,
         max_draws=rollout.max_draws,
         partial_rollouts=rollout.partial_rollouts,
-        max_age=rollout.lag + rollout.partial_rollouts,
+        # In versions, of which a step makes one per optimizer step.
+        max_age=(rollout.lag + rollout.partial_rollouts) * config.train.iterations * config.train.mini_batches,
         reward_time_limit=config.reward.time_limit,
     )
 

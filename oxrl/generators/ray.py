@@ -245,6 +245,7 @@ class RayReplica:
         self.engine = EngineHandle(name, start())
         self._facts: Facts | None = None
         self._replacing: anyio.Event | None = None
+        self.restarts = 0  # in the whole run
         self._restarts = self._aborts = 0
         self._waiting: set[anyio.CancelScope] = set()
 
@@ -322,6 +323,7 @@ class RayReplica:
 
     async def _replace(self) -> None:
         self._restarts += 1
+        self.restarts += 1
         if self._restarts > _MOST_RESTARTS:
             raise EngineError(f"{self.name} was lost {self._restarts} times in a row")
         lost, done = self.engine, anyio.Event()

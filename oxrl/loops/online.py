@@ -184,7 +184,7 @@ async def run_online(
                 _check_gap(metrics, config.max_logprob_gap)
                 await move_reference(step)
                 if due(step, config.sync_every) or last:
-                    await _sync(backend, generators)
+                    metrics |= await _sync(backend, generators)
                 if due(step, config.eval_every) or (last and config.eval_every):
                     metrics |= await evaluate()
                     best = best.after(-metrics["eval_reward"], step)
@@ -214,12 +214,25 @@ def _said_aloud(step: int, current: Algorithm, before: Algorithm, metrics: Mappi
     return {"algorithm_switched": 1.0}
 
 
-async def _sync(backend: Backend, generators: Sequence[Generator]) -> None:
-    """Every engine speaks with the newest weights; returns when all have said so."""
+async def _sync(backend: Backend, generators: Sequence[Generator]) -> dict[str, float]:
+    """Every engine speaks with the newest weights; returns when all have said so, with what they are known by.
+
+    `engine_gap` is the largest difference to the trainer's log-probs that an engine showed after it, by which engines
+    with weights of their own prove theirs; `engine_restarts` counts those that had to be started again.
+    """
+    started = time.monotonic()
     weights = await backend.get_weights()
     async with task_group() as tasks:
         for generator in generators:
             tasks.start_soon(generator.update_weights, weights)
+    proved = [generator for generator in generators if hasattr(generator, "gap")]
+    if not proved:
+        return {}
+    return {
+        "sync_seconds": time.monotonic() - started,
+        "engine_gap": max(float(getattr(generator, "gap", 0.0)) for generator in proved),
+        "engine_restarts": float(sum(getattr(generator, "restarts", 0) for generator in proved)),
+    }
 
 
 def rollout_items(algorithm: Algorithm, groups: Sequence[Group], render: Render) -> list[Item]:

@@ -57,7 +57,7 @@ def ray(ranks, *, others=(), **options):
 def deepspeed(stage, **options):
     from oxrl.backends.deepspeed import DeepSpeedTrainingBackend
 
-    need("deepspeed", "pip install deepspeed")
+    need("deepspeed")
     section = {"zero_optimization": {"stage": stage}}
     load = options.pop("load", partial(load_model, "tiny"))
     return DeepSpeedTrainingBackend(together.ranks(), load, **{"deepspeed": section, "lr": 1e-3, **options})

@@ -30,7 +30,7 @@ def alone(tmp_path_factory):
 @pytest.mark.parametrize("backend", RANKS)
 def test_it_trains_as_one_process_does_whoever_samples(backend, alone, vllm_url, tmp_path, monkeypatch):
     for package in NEEDS[backend]:
-        need(package, f"pip install {package}")
+        need(package)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     arguments = [backend, str(tmp_path), vllm_url]
