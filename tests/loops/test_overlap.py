@@ -77,11 +77,11 @@ def test_batches_are_sampled_and_graded_while_the_trainer_computes(vllm_url, loo
 
 
 def test_weights_that_change_under_way_leave_their_versions_on_the_tokens_and_bound_their_age(vllm_url):
-    setting = Overlapping(vllm_url, max_new_tokens=96)
+    setting = Overlapping(vllm_url, max_new_tokens=480)  # much longer than a step of training takes
     rollouts = []
     history = setting.run(
         4,
-        setting.manager(batch_size=2, n_samples_per_prompt=4),
+        setting.manager(batch_size=1, n_samples_per_prompt=2),
         observe=lambda step, groups: rollouts.extend(each for group in groups for each in group),
     )
     mixed = [each for each in rollouts if len(set(each.versions)) > 1]
@@ -118,7 +118,7 @@ def test_over_sampling_partial_rollouts_and_evaluation_hold_while_training_overl
 
 
 def test_what_others_abort_on_the_engine_is_gone_on_with_in_an_evaluation(vllm_url):
-    setting = Overlapping(vllm_url, max_new_tokens=96)
+    setting = Overlapping(vllm_url, max_new_tokens=480)  # much longer than a step of training takes
     rollouts = []
 
     async def go():
