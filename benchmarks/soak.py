@@ -140,7 +140,7 @@ def full(run: Run, _chance: random.Random) -> None:
     before = run.log.stat().st_size
     resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, (ROOM, ROOM))
     code = run.ended_within(180)
-    said = run.log.read_text(errors="replace")[before:]
+    said = run.log.read_bytes()[before:].decode(errors="replace")
     if code and "could not be written" not in said:
         sys.exit(f"a full disk ended the run without a word about it: {said[-2000:]}")
 
