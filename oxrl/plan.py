@@ -79,11 +79,11 @@ class Rows(NamedTuple):
 
 
 class Shards(NamedTuple):
-    """`Shards(gpus=8, stage=2, rollout_gpus=4)`: devices that train at a ZeRO stage, and others that only sample."""
+    """`Shards(gpus=8, stage=2, copies=4)`: devices that train at a ZeRO stage, and copies of the model that sample."""
 
     gpus: int = 1
     stage: Stage = 0
-    rollout_gpus: int = 0
+    copies: int = 0  # with weights of their own, each on as many devices as share one copy
 
     def memory(self, facts: ModelFacts, work: Work, kind: Kind, framework: int) -> Memory:
         """Of one device."""
@@ -97,17 +97,17 @@ class Shards(NamedTuple):
             facts.trained, gpus=self.gpus, stage=self.stage, gradient_bytes=width, parameters=facts.parameters
         )
         sent = facts.weight_bytes if facts.trained == facts.parameters else 4 * facts.trained
-        return {"gradients": gradients, "weights": sync_traffic(sent, rollout_gpus=self.rollout_gpus)}
+        return {"gradients": gradients, "weights": sync_traffic(sent, rollout_gpus=self.copies)}
 
 
 def shards_of(config: Config) -> Shards:
     """How the run that `config` describes is spread."""
-    rollout_gpus = config.run.rollout_gpus or 0
+    copies = (config.run.rollout_gpus or 0) // config.rollout.tensor_parallel_size
     if config.ranks == 1:
-        return Shards(rollout_gpus=rollout_gpus)
+        return Shards(copies=copies)
     sharding = sharding_of(config)
     stage: Stage = 3 if sharding == "fsdp" else config.deepspeed.others.get("zero_optimization", {}).get("stage", 3)
-    return Shards(config.ranks, stage, rollout_gpus)
+    return Shards(config.ranks, stage, copies)
 
 
 class Plan(NamedTuple):
@@ -594,7 +594,7 @@ def _time(plan: Plan) -> str:
 def _spread(plan: Plan) -> dict[str, str]:
     """Of several devices: what the memory above is of, and what goes between them."""
     shards = plan.shards
-    if shards.gpus == 1 and not shards.rollout_gpus:
+    if shards.gpus == 1 and not shards.copies:
         return {}
     sent = plan.shards.traffic(plan.facts)
     return {

@@ -146,7 +146,7 @@ def test_advice_is_true_when_it_is_followed(config_file, tmp_path):
 
 
 def test_several_devices_share_what_their_stage_says(config_file):
-    alone, spread = planned(config_file), planned(config_file, shards=Shards(gpus=4, stage=2, rollout_gpus=2))
+    alone, spread = planned(config_file), planned(config_file, shards=Shards(gpus=4, stage=2, copies=2))
     assert spread.memory.weights == alone.memory.weights
     assert spread.memory.optimizer == alone.memory.optimizer // 4
     assert spread.as_dict()["traffic"] == {
