@@ -7,6 +7,7 @@ with the process that started them, in whatever way that ended. `torchrun` start
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import signal
@@ -184,7 +185,14 @@ def join(*, time_limit: float) -> Ranks:
             logger.debug("%s", lost)
             _leave(1)
         _leave(0)
+    atexit.register(ranks.stop)
     return ranks
+
+
+def join_others(*, time_limit: float = 600.0) -> None:
+    """Where this process is one of several, as torchrun or `run_ranks` started them; all but rank 0 end in here."""
+    if "RANK" in os.environ:
+        join(time_limit=time_limit)
 
 
 def leave(code: int) -> None:

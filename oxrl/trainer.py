@@ -13,14 +13,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+import yaml
+
+from oxrl.checkpoint import best_checkpoint
 from oxrl.config import Config, check_config, load_config, nearest_key
 from oxrl.data.prepare import DATASETS, data_dir
+from oxrl.devices import ranks_to_start
 from oxrl.estimate import fitting_batch
 from oxrl.evaluation import Evaluation, evaluate
 from oxrl.export import export_model, push_model
 from oxrl.hardware import Hardware, detect_hardware, set_up_process
-from oxrl.imports import place_of
+from oxrl.imports import LIVE, place_of
 from oxrl.inputs import Inputs, lora_of, model_config, read_inputs
+from oxrl.launch import join_others, run_ranks
 from oxrl.logs import set_up_logging
 from oxrl.metrics import read_metrics
 from oxrl.models.load import check_model, resolve_device
@@ -35,7 +40,7 @@ from oxrl.plan import (
 from oxrl.rewards.grade import AnyReward
 from oxrl.runs import resolve_weights, run_folder
 from oxrl.types import GenerationConfig, Message, ModelConfig
-from oxrl.wiring import RunResult, open_model, prepare_run, train_prepared
+from oxrl.wiring import Prepared, RunResult, open_model, prepare_run, train_prepared
 
 logger = logging.getLogger(__name__)
 
@@ -144,6 +149,7 @@ class Trainer:
         said here laid over it, as far as that can change in a run.
         """
         set_up_process()
+        join_others()
         if not logging.getLogger().handlers:  # a script that did not ask for silence is told what happens
             set_up_logging()
         named = {"task": task, "algorithm": algorithm, "data": data, "val": val, "reward": reward}
@@ -157,7 +163,7 @@ class Trainer:
         for choice in choices:
             logger.info("%s", choice)
         prepared = prepared._replace(config=fitted, inputs=prepared.inputs._replace(config=fitted))
-        return _result(train_prepared(prepared), fitted, choices)
+        return _result(_trained(prepared), fitted, choices)
 
     def plan(self, task: str | None = None, *, output: str | Path | None = None, **wanted: Any) -> Plan:
         """What `train` would do and take, told the same words; no weight is loaded."""
@@ -174,7 +180,7 @@ class Trainer:
             f"{section}.{key}={json.dumps(value)}" for section, keys in sections.items() for key, value in keys.items()
         ]
         prepared = prepare_run(load_config(Path(output) / "config.yaml", said), output, resume=True)
-        return _result(train_prepared(prepared), prepared.config, ())
+        return _result(_trained(prepared), prepared.config, ())
 
     def _sections(self, wanted: Mapping[str, Any]) -> Sections:
         said = {**self.overrides, **{name: value for name, value in wanted.items() if value is not None}}
@@ -184,10 +190,11 @@ class Trainer:
 
     def _chosen(self, wanted: Mapping[str, Any]) -> tuple[Config, tuple[Choice, ...]]:
         sections = self._sections(wanted)
-        tuning = choose_tuning(sections)
-        for choice in tuning:
-            sections.setdefault("lora", {})["enabled"] = choice.value
-        return check_config(sections), tuning
+        choices = (*choose_tuning(sections), *choose_backend(sections))
+        for choice in choices:
+            section, _, key = choice.key.partition(".")
+            sections.setdefault(section, {})[key] = choice.value
+        return check_config(sections), choices
 
 
 def sections_of(keywords: Mapping[str, Any]) -> Sections:
@@ -275,6 +282,15 @@ def choose_tuning(sections: Sections) -> tuple[Choice, ...]:
     return (Choice("lora.enabled", large, why),)
 
 
+def choose_backend(sections: Sections) -> tuple[Choice, ...]:
+    """One device where a function was given that lives in this process alone: others could not find it."""
+    if "backend" in sections.get("run", {}) or f'"{LIVE}:' not in json.dumps(sections):
+        return ()
+    return (
+        Choice("run.backend", "local", "a function of this script stays in its process; one in a file could travel"),
+    )
+
+
 def choose_sizes(config: Config, inputs: Inputs, hardware: Hardware) -> tuple[Config, tuple[Choice, ...]]:
     """Micro-batch, checkpointing and slots that fit the device by estimate; what the user set stays as it is."""
     device = chosen_device(resolve_device(config.model.device), hardware)
@@ -309,9 +325,28 @@ def choose_sizes(config: Config, inputs: Inputs, hardware: Hardware) -> tuple[Co
 
 def _where(config: Config, hardware: Hardware) -> Choice:
     device = chosen_device(resolve_device(config.model.device), hardware)
-    others = len(hardware.gpus) - 1
     why = f"{device.name or 'the processor'} with {device.free / 2**30:.0f} GiB free"
+    if config.run.backend != "local":
+        return Choice("run.backend", config.run.backend, f"{config.ranks} processes train, each on {why}")
+    others = len(hardware.gpus) - 1
     return Choice("model.device", device.place, why + (f"; {others} more GPUs stay unused" if others > 0 else ""))
+
+
+def _trained(prepared: Prepared) -> RunResult:
+    """Here; or where a run takes several processes, by `oxrl train` of the same config in each of them."""
+    ranks = ranks_to_start(prepared.config)
+    if not ranks:
+        return train_prepared(prepared)
+    folder = prepared.folder
+    file = folder / "ranks.yaml"
+    file.write_text(yaml.safe_dump(prepared.config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+    command = ["train", str(file), "--output", str(folder)]
+    resume = ["--resume"] if prepared.resume_from is not None else []
+    if run_ranks([*command, *resume], ranks, max_restarts=prepared.config.run.max_restarts):
+        raise RuntimeError(f"the run in {folder} failed: what its processes said stands above")
+    checkpoint = best_checkpoint(folder / "checkpoints")
+    assert checkpoint is not None, "a finished run has at least its last checkpoint"
+    return RunResult(folder, checkpoint, read_metrics(folder / "metrics.jsonl"))
 
 
 def _result(run: RunResult, config: Config, choices: Sequence[Choice]) -> TrainingResult:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from oxrl.config import ConfigError, check_config
 from oxrl.devices import placed, ranks_to_start
 from oxrl.inputs import read_inputs
+from oxrl.trainer import Trainer, choose_backend, sections_of
 from tests.rows import write_jsonl
 
 STEPS = 24
@@ -106,6 +107,24 @@ def test_ranks_end_with_whoever_started_them(tmp_path):
     while ranks_of(launcher.pid):
         assert time.monotonic() < deadline, f"still there: {ranks_of(launcher.pid)}"
         time.sleep(0.1)
+
+
+def test_a_script_trains_over_ranks_and_gets_its_result(tmp_path):
+    rows_given = [{"prompt": f"Say {number}.", "completion": "yes"} for number in range(8)]
+    result = Trainer("tiny", backend="fsdp", training_gpus=2).train(
+        algorithm="sft", data=rows_given, steps=2, train_batch_size_per_gpu=2, output=tmp_path / "run"
+    )
+    assert [line["step"] for line in result.history] == [1, 2]
+    assert result.config.ranks == 2 and len(result.generate("Say 3.", max_new_tokens=2)) == 1
+
+
+def test_a_function_of_a_script_keeps_its_run_in_one_process():
+    def brief(rollout):
+        return -float(len(rollout.response))
+
+    (choice,) = choose_backend(sections_of({"reward": brief}))
+    assert choice.value == "local"
+    assert choose_backend(sections_of({"reward": "contains"})) == ()
 
 
 def test_more_processes_than_devices_are_refused_at_the_start(tmp_path, monkeypatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -100,13 +99,12 @@ def train(
 def _start_ranks(stages: Mapping[str, Config]) -> None:
     """Where a run takes several processes, this one only watches over them; in each of them it joins the others."""
     from oxrl.devices import placed, ranks_to_start
-    from oxrl.launch import join, run_ranks
+    from oxrl.launch import join_others, run_ranks
 
     where = [placed(config) for config in stages.values()]
     if ranks := max(ranks_to_start(config) for config in where):
         raise typer.Exit(run_ranks(sys.argv[1:], ranks, max_restarts=where[0].run.max_restarts))
-    if "RANK" in os.environ:
-        join(time_limit=where[0].run.rank_time_limit)
+    join_others(time_limit=where[0].run.rank_time_limit)
 
 
 def _stages(path: Path | None, output: Path | None, resume: bool, overrides: list[str]) -> dict[str, Config]:
