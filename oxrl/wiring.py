@@ -143,6 +143,26 @@ def prepare_run(config: Config, output: str | Path | None = None, *, resume: boo
 
 
 def train_prepared(prepared: Prepared) -> RunResult:
+    """To its end. A run whose actors were lost goes on from its last checkpoint; ranks are `launch`'s to restart."""
+    run = prepared.config.run
+    for left in range(run.max_restarts, -1, -1):
+        try:
+            return _train_once(prepared)
+        except RuntimeError as error:
+            if run.backend != "ray" or not left or not _is_lost_rank(error):
+                raise
+            logger.warning("%s: going on from the last checkpoint (%d restarts left)", error, left - 1)
+            prepared = prepare_run(prepared.config, prepared.folder, resume=True)
+    raise AssertionError("the last try returns or raises")
+
+
+def _is_lost_rank(error: BaseException | None) -> bool:
+    from oxrl.backends.ranks import RankError
+
+    return error is not None and (isinstance(error, RankError) or _is_lost_rank(error.__cause__))
+
+
+def _train_once(prepared: Prepared) -> RunResult:
     from filelock import FileLock, Timeout
 
     folder = prepared.folder

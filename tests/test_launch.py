@@ -17,6 +17,7 @@ from oxrl.config import ConfigError, check_config
 from oxrl.devices import placed, ranks_to_start
 from oxrl.inputs import read_inputs
 from oxrl.trainer import Trainer, choose_backend, sections_of
+from tests.engines import need
 from tests.rows import write_jsonl
 
 STEPS = 24
@@ -95,6 +96,28 @@ def test_a_run_that_loses_a_rank_goes_on_and_ends_as_if_nothing_had_been(tmp_pat
     assert steps_of(tmp_path / "broken") == steps_of(tmp_path / "whole") == list(range(1, STEPS + 1))
     expected, found = weights(tmp_path / "whole"), weights(tmp_path / "broken")
     assert all(found[name].equal(tensor) for name, tensor in expected.items())
+
+
+def test_a_run_under_ray_that_loses_an_actor_goes_on(tmp_path, monkeypatch):
+    need("ray")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    run = start(rows(tmp_path), tmp_path / "run", "--backend", "ray", "--set", "run.sharding=fsdp")
+    until(lambda: max(steps_of(tmp_path / "run"), default=0) >= 6, run)
+    os.kill(actors_of(run.pid)[1], signal.SIGKILL)
+    said, _ = run.communicate(timeout=PATIENCE)
+    assert run.returncode == 0, said[-3000:]
+    assert "going on from the last checkpoint (2 restarts left)" in said
+    assert steps_of(tmp_path / "run") == list(range(1, STEPS + 1))
+
+
+def actors_of(driver: int) -> list[int]:
+    """The training actors of the cluster that this process started."""
+    told = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
+    lines = [line.split(None, 2) for line in told.splitlines()[1:]]
+    family = {driver}
+    for _ in range(4):  # driver, raylet, actor
+        family |= {int(pid) for pid, parent, _ in lines if int(parent) in family}
+    return sorted(int(pid) for pid, _, command in lines if "RankActor" in command and int(pid) in family)
 
 
 def test_ranks_end_with_whoever_started_them(tmp_path):
