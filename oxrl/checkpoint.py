@@ -17,13 +17,16 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import anyio
 import numpy as np
 
+from oxrl.concurrent import in_thread
 from oxrl.hardware import processor_name
 from oxrl.types import Backend, TrainingState
 
@@ -63,12 +66,17 @@ async def save_checkpoint(
         if tokenizer is not None:
             tokenizer.save_pretrained(draft)
         save_file(_random_states(), draft / "rng.safetensors")
-        record = {**state._asdict(), "files": _digests(draft)}
-        sealed = {**record, "seal": _seal(record), "environment": environment()}
-        (draft / _STATE).write_text(json.dumps(sealed, indent=1), encoding="utf-8")
-        _publish(draft, final)
+        with anyio.CancelScope(shield=True):  # a thread cannot be stopped; engines are looked after meanwhile
+            await in_thread(partial(_seal_and_publish, state, draft, final))
     _prune(root, keep_last, keep)
     return final
+
+
+def _seal_and_publish(state: TrainingState, draft: Path, final: Path) -> None:
+    record = {**state._asdict(), "files": _digests(draft)}
+    sealed = {**record, "seal": _seal(record), "environment": environment()}
+    (draft / _STATE).write_text(json.dumps(sealed, indent=1), encoding="utf-8")
+    _publish(draft, final)
 
 
 async def load_checkpoint(path: str | Path, backend: Backend) -> TrainingState:
@@ -140,6 +148,11 @@ def _digests(folder: Path, names: Iterable[str] | None = None) -> dict[str, str]
         return dict(zip(names, threads.map(digest, names), strict=True))
 
 
+def _root(error: BaseException) -> BaseException:
+    """What it came from; a rank's error arrives as the cause of another."""
+    return error if error.__cause__ is None else _root(error.__cause__)
+
+
 @contextmanager
 def _all_or_nothing(draft: Path, final: Path) -> Iterator[None]:
     """Of what cannot be written nothing stays, so that there is room again; what was there before stays as it is."""
@@ -147,8 +160,10 @@ def _all_or_nothing(draft: Path, final: Path) -> Iterator[None]:
 
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except BaseException as error:
         shutil.rmtree(draft, ignore_errors=True)
+        if not isinstance(_root(error), OSError | SafetensorError):
+            raise
         before = latest_checkpoint(final.parent)
         kept = "there is none before it" if before is None else f"{before.name} is whole"
         raise RuntimeError(
@@ -182,8 +197,7 @@ def intact_checkpoint(root: str | Path) -> Path | None:
         for other, why in damaged.items():
             aside = Path(root) / f"damaged-{other.name}"
             shutil.rmtree(aside, ignore_errors=True)
-            with suppress(FileNotFoundError):  # another rank was faster
-                other.rename(aside)
+            other.rename(aside)
             logger.warning("%s; it was moved to %s, and %s is taken instead", why, aside, path.name)
         return path
     if damaged:

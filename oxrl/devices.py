@@ -21,14 +21,14 @@ def placed(config: Config, gpus: int | None = None) -> Config:
     For a machine with so many `gpus`; by default this one.
     """
     gpus = len(detect_hardware().gpus) if gpus is None else gpus
-    if config.engine == "vllm" and not gpus and config.inference_engine.name == "auto":
+    if config.engine == "vllm" and not gpus and config.inference_engine.name == "auto" and not config.run.ray_address:
         config = _with(config, "inference_engine", name="embedded")  # what was set apart is not there
     run = config.run
     wanted = _wanted(config, gpus)
     backend: str = run.backend
     if backend == "auto":
-        several = "ray" if run.ray_address is not None else sharding_of(config)
-        backend = several if wanted > 1 and gpus else "local"
+        several = sharding_of(config) if wanted > 1 and gpus else "local"
+        backend = several if run.ray_address is None else "ray"
     if backend == "local":
         return _with(config, "run", backend="local")
     return _with(config, "run", backend=backend, training_gpus=max(1, wanted))
@@ -47,10 +47,12 @@ def _wanted(config: Config, gpus: int) -> int:
     return max(gpus - (config.run.rollout_gpus or 0), min(gpus, 1))
 
 
-def _check_room(ranks: int) -> None:
+def _check_room(ranks: int, rollout_gpus: int) -> None:
     gpus = len(detect_hardware().gpus)
-    if gpus and ranks > gpus:
-        raise ConfigError(f"run.training_gpus is {ranks}, and this machine has {gpus} GPUs: set at most {gpus}")
+    if gpus and ranks + rollout_gpus > gpus:
+        raise ConfigError(
+            f"run.training_gpus is {ranks} and run.rollout_gpus {rollout_gpus}, and this machine has {gpus} GPUs"
+        )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if not gpus and ranks > 2 * cores:
         raise ConfigError(f"run.training_gpus is {ranks}, and this machine has no GPU and {cores} cores: set fewer")
@@ -76,5 +78,5 @@ def ranks_to_start(config: Config) -> int:
         )
     if started or config.run.backend in ("local", "ray"):
         return 0
-    _check_room(config.ranks)
+    _check_room(config.ranks, config.run.rollout_gpus or 0)
     return config.ranks

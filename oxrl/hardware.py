@@ -60,17 +60,27 @@ def detect_hardware() -> Hardware:
 
 
 def _memory() -> tuple[int, int]:
-    """Whole and free memory of this process's share of the machine: a container may have less than there is."""
+    """Whole and free memory of this process's share of the machine: a container may have less than there is.
+
+    What this process holds itself counts as free: whoever asks what fits counts it in.
+    """
     facts = Path("/proc/meminfo")
     if not facts.exists():
         whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return whole, whole
     lines = dict(line.split(":", 1) for line in facts.read_text().splitlines())
     whole, free = (int(lines[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
+    free += _own()
     limit, used = (_number(Path("/sys/fs/cgroup") / name) for name in ("memory.max", "memory.current"))
     if limit is not None and limit < whole:
-        return limit, min(free, limit - (used or 0))
-    return whole, free
+        return limit, min(free, limit - (used or 0) + _own())
+    return whole, min(free, whole)
+
+
+def _own() -> int:
+    """Bytes that nobody else could have: not those of files, which count as free anyway."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines["RssAnon"].split()[0]) * 1024 if "RssAnon" in lines else 0
 
 
 def _number(file: Path) -> int | None:

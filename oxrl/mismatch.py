@@ -156,7 +156,8 @@ async def engine_of(config: Config, trainer: _Trainer) -> AsyncIterator[Generato
     beside = config.model_copy(update={"run": alone, "inference_engine": engine})
     with tempfile.TemporaryDirectory(prefix="oxrl-mismatch-") as folder:
         async with open_engine(beside, trainer.tokenizer, Path(folder), trainer) as opened:
-            await opened.generator.update_weights(Weights(trainer.model, 1))
+            if config.engine != "http":  # servers of somebody else keep what they have
+                await opened.generator.update_weights(Weights(trainer.model, 1))
             yield opened.generator
 
 

@@ -7,6 +7,7 @@ sampled and trained is the loops' affair.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
@@ -193,7 +194,8 @@ async def _vllm(config: Config, tokenizer: Any, folder: Path, trainer: Any) -> A
 async def _in_process(config: Config, tokenizer: Any, folder: Path, ends: Sequence[int]) -> AsyncIterator[Generator]:
     from oxrl.generators.vllm import vllm_generator
 
-    generator = await vllm_generator(folder, tokenizer, end_token_ids=ends, **engine_options(config))
+    options = {"end_token_ids": ends, "time_limit": config.run.rank_time_limit, **engine_options(config)}
+    generator = await vllm_generator(folder, tokenizer, **options)
     try:
         yield generator
     finally:
@@ -213,6 +215,7 @@ async def _as_servers(config: Config, tokenizer: Any, folder: Path, ends: Sequen
         log_folder=folder,
         limits=Limits(answer=config.run.rank_time_limit),
         end_token_ids=ends,
+        concurrency=config.rollout.slots * replicas_of(config),  # what waits in an engine would count as its silence
         **handed_over(config),
     ) as generator:
         yield generator
@@ -232,6 +235,7 @@ async def _as_actors(config: Config, tokenizer: Any, folder: Path, ends: Sequenc
         time_limit=config.run.rank_time_limit,
         engine_options=options,
         end_token_ids=ends,
+        concurrency=config.rollout.slots * replicas_of(config),
     )
     try:
         yield generator
@@ -257,6 +261,7 @@ def in_the_trainer(config: Config) -> bool:
     """Whether vLLM shares the trainer's process: where nothing is to overlap, and no other process trains."""
     engine = config.inference_engine
     alone = config.run.backend == "local" and replicas_of(config) == 1 and not config.run.rollout_gpus
+    alone = alone and config.rollout.tensor_parallel_size == 1
     return engine.place == "process" or (engine.place == "auto" and alone and config.rollout.lag == 0)
 
 
@@ -277,10 +282,11 @@ def rollout_devices(config: Config) -> list[str]:
     """CUDA_VISIBLE_DEVICES of each replica, behind those that train; none where nothing was set apart."""
     if not config.run.rollout_gpus:
         return []
-    each = config.run.rollout_gpus // replicas_of(config)
-    first = max(config.ranks, 1)
-    places = [first + number for number in range(config.run.rollout_gpus)]
-    return [",".join(map(str, places[start : start + each])) for start in range(0, each * replicas_of(config), each)]
+    each, ranks = config.rollout.tensor_parallel_size, config.ranks
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = visible.split(",") if visible else [str(number) for number in range(ranks + config.run.rollout_gpus)]
+    left = names[ranks : ranks + config.run.rollout_gpus]
+    return [",".join(left[start : start + each]) for start in range(0, len(left), each)]
 
 
 def as_arguments(options: Mapping[str, Any]) -> list[str]:

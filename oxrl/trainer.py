@@ -342,7 +342,10 @@ def _trained(prepared: Prepared) -> RunResult:
     file.write_text(yaml.safe_dump(prepared.config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
     command = ["train", str(file), "--output", str(folder)]
     resume = ["--resume"] if prepared.resume_from is not None else []
-    if run_ranks([*command, *resume], ranks, max_restarts=prepared.config.run.max_restarts):
+    code = run_ranks([*command, *resume], ranks, max_restarts=prepared.config.run.max_restarts)
+    if code == 130:
+        raise KeyboardInterrupt
+    if code:
         raise RuntimeError(f"the run in {folder} failed: what its processes said stands above")
     checkpoint = best_checkpoint(folder / "checkpoints")
     assert checkpoint is not None, "a finished run has at least its last checkpoint"

@@ -149,7 +149,8 @@ def train_prepared(prepared: Prepared) -> RunResult:
         try:
             return _train_once(prepared)
         except RuntimeError as error:
-            if run.backend != "ray" or not left or not _is_lost_rank(error):
+            begun = (prepared.folder / "config.yaml").exists()
+            if run.backend != "ray" or not left or not begun or not _is_lost_rank(error):
                 raise
             logger.warning("%s: going on from the last checkpoint (%d restarts left)", error, left - 1)
             prepared = prepare_run(prepared.config, prepared.folder, resume=True)
@@ -157,9 +158,9 @@ def train_prepared(prepared: Prepared) -> RunResult:
 
 
 def _is_lost_rank(error: BaseException | None) -> bool:
-    from oxrl.backends.ranks import RankError
+    from oxrl.backends.ranks import LostRankError
 
-    return error is not None and (isinstance(error, RankError) or _is_lost_rank(error.__cause__))
+    return error is not None and (isinstance(error, LostRankError) or _is_lost_rank(error.__cause__))
 
 
 def _train_once(prepared: Prepared) -> RunResult:

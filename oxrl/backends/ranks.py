@@ -10,13 +10,13 @@ at the latest. What a rank does with its share is its worker's affair (`fsdp`); 
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import pickle
 import queue
 import threading
 import time
-from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
@@ -65,6 +65,10 @@ NOTICE_SECONDS = 0.5  # how often rank 0 looks whether another rank has failed
 
 class RankError(RuntimeError):
     """A rank failed, died or did not answer in time; the message names it and the call."""
+
+
+class LostRankError(RankError):
+    """It died or did not answer: what it did would do no harm if it were done again."""
 
 
 class Worker(Protocol):
@@ -207,8 +211,8 @@ class Ranks:
         replies = self._wait(self._aside.submit(partial(self._perform_and_answer, commands[0])))
         failed = [(rank, reply.error) for rank, reply in enumerate(replies) if reply.error is not None]
         if failed:
-            lost = all(_is_lost_peer(error) for _, error in failed)
-            error = _told(call, failed, self._missing() if lost else "")
+            lost = all(is_lost_peer(error) for _, error in failed)
+            error = told(call, failed, self._missing() if lost else "")
             if isinstance(error, RankError):
                 self._broken = str(error)
             raise error from failed[0][1]
@@ -223,7 +227,8 @@ class Ranks:
                 if replies.done():  # it was the call itself that ran into a time limit
                     raise
                 if self._notices.check([self._notice]):
-                    rank, error = pickle.loads(b64decode(self._notices.get(self._notice)))  # noqa: S301 - our own
+                    rank, kind, words = json.loads(self._notices.get(self._notice))
+                    error = type(kind, (RuntimeError,), {})(words)
                     return [Reply(error=error if each == rank else None) for each in range(self.world)]
 
     @property
@@ -240,7 +245,7 @@ class Ranks:
 
     def _give_notice(self, error: Exception) -> None:
         if self._notices.add(f"{self._notice}, ranks", 1) == 1:  # the first cause, not what follows from it
-            self._notices.set(self._notice, b64encode(pickle.dumps((self.rank, error))).decode())
+            self._notices.set(self._notice, json.dumps([self.rank, type(error).__name__, str(error)]))
 
     def _perform(self, command: Command) -> Reply:
         try:
@@ -268,15 +273,17 @@ class Ranks:
             try:
                 dist.send_object_list([parcels[id(command)]], dst=rank, group=self._commands)
             except RuntimeError as error:
-                self._broken = f"rank {rank} died, or took no command for {self.time_limit:g} s ({_line(error)})"
-                raise RankError(f"{call} could not be sent: {self._broken}") from error
+                self._broken = f"rank {rank} died, or took no command for {self.time_limit:g} s ({first_line(error)})"
+                raise LostRankError(f"{call} could not be sent: {self._broken}") from error
 
     def _receive(self) -> Command:
         received: list[Any] = [None]
         try:
             dist.recv_object_list(received, src=0, group=self._commands)
         except RuntimeError as error:
-            raise RankError(f"rank {self.rank} lost rank 0 while it waited for a command: {_line(error)}") from error
+            raise RankError(
+                f"rank {self.rank} lost rank 0 while it waited for a command: {first_line(error)}"
+            ) from error
         command: Command = pickle.loads(received[0])  # noqa: S301 - our own
         return command
 
@@ -299,9 +306,9 @@ class Ranks:
     def _lost(self, call: str, error: Exception) -> RankError:
         self._broken = (
             f"rank {self.rank}, {call}: another rank died, or did not answer within {self.time_limit:g} s "
-            f"({_line(error)}){self._missing()}"
+            f"({first_line(error)}){self._missing()}"
         )
-        return RankError(self._broken)
+        return LostRankError(self._broken)
 
 
 class _Aside:
@@ -703,22 +710,23 @@ def portable(error: Exception) -> Exception:
     return error
 
 
-def _told(call: str, failed: Sequence[tuple[int, Exception]], missing: str = "") -> Exception:
+def told(call: str, failed: Sequence[tuple[int, Exception]], missing: str = "") -> Exception:
     """One exception for the loop. When several ranks failed, the first cause is not the one that lost its peer."""
-    rank, error = min(failed, key=lambda each: _is_lost_peer(each[1]))
+    rank, error = min(failed, key=lambda each: is_lost_peer(each[1]))
     where = f"rank {rank}, {call}"
     if isinstance(error, NonFiniteError):
         suspects = [batch for _, each in failed if isinstance(each, NonFiniteError) for batch in each.batches]
         return NonFiniteError(f"{where}: {error.what}", suspects)
     if isinstance(error, ValueError):
         return ValueError(f"{error} ({where})")
-    return RankError(f"{where}: {type(error).__name__}: {_line(error)}{missing}")
+    kind = LostRankError if isinstance(error, LostRankError) or is_lost_peer(error) else RankError
+    return kind(f"{where}: {type(error).__name__}: {first_line(error)}{missing}")
 
 
-def _is_lost_peer(error: Exception) -> bool:
+def is_lost_peer(error: Exception) -> bool:
     words = ("connection", "peer", "timed out", "timeout", "abort")
     return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
 
 
-def _line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -26,16 +26,17 @@ from oxrl.backends.ranks import (
     TIME_LIMIT,
     Build,
     Command,
+    LostRankError,
     RankedBackend,
     RankedWeights,
     RankError,
     Reply,
     Worker,
-    _is_lost_peer,
-    _line,
-    _told,
+    first_line,
+    is_lost_peer,
     perform,
     portable,
+    told,
     write_adapter_files,
 )
 from oxrl.buckets import BUCKET_BYTES, Bucket, in_buckets
@@ -119,8 +120,8 @@ class RayRanks:
             return import_ray().put(command)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ValueError(
-                f"{command.call} has an argument that cannot travel to another process ({_line(error)}); use functions "
-                "of a module instead of ones made on the spot"
+                f"{command.call} has an argument that cannot travel to another process ({first_line(error)}); use "
+                "functions of a module instead of ones made on the spot"
             ) from error
 
     def _call_each(self, call: str, commands: Sequence[Any]) -> list[Any]:
@@ -142,10 +143,10 @@ class RayRanks:
         seconds = time.monotonic() - asked
         silent = f"no word from rank {', '.join(map(str, missing))} within {seconds:.0f} s, which died or hangs"
         if not failed:
-            error: Exception = RankError(f"{call}: {silent}")
+            error: Exception = LostRankError(f"{call}: {silent}")
         else:
-            lost = missing and all(_is_lost_peer(each) for _, each in failed)
-            error = _told(call, failed, f"; {silent}" if lost else "")
+            lost = missing and all(is_lost_peer(each) for _, each in failed)
+            error = told(call, failed, f"; {silent}" if lost else "")
         if isinstance(error, RankError):
             self._broken = str(error)
         raise error from (failed[0][1] if failed else None)
@@ -168,7 +169,7 @@ class RayRanks:
         """How long to wait for the others when one has answered."""
         if error is None or isinstance(error, ValueError | NonFiniteError):  # all come out of what is a mistake
             return self.time_limit
-        return WORD_SECONDS if _is_lost_peer(error) else 0.0
+        return WORD_SECONDS if is_lost_peer(error) else 0.0
 
 
 def _reply(call: str, reference: Any) -> Reply:
@@ -178,7 +179,7 @@ def _reply(call: str, reference: Any) -> Reply:
         value = import_ray().get(reference)
     except RayError as error:
         logger.debug("an actor failed in %s", call, exc_info=True)
-        return Reply(error=RuntimeError(f"its actor failed ({type(error).__name__}): {_line(error)}"))
+        return Reply(error=LostRankError(f"its actor failed ({type(error).__name__}): {first_line(error)}"))
     return value if isinstance(value, Reply) else Reply(value)
 
 

@@ -102,7 +102,10 @@ def _start_ranks(stages: Mapping[str, Config]) -> None:
     from oxrl.launch import join_others, run_ranks
 
     where = [placed(config) for config in stages.values()]
-    if ranks := max(ranks_to_start(config) for config in where):
+    counts = {ranks_to_start(config) for config in where}
+    if len(counts) > 1:
+        raise ValueError(f"the stages of a run train with the same run.backend and run.training_gpus, not {counts}")
+    if ranks := counts.pop():
         raise typer.Exit(run_ranks(sys.argv[1:], ranks, max_restarts=where[0].run.max_restarts))
     join_others(time_limit=where[0].run.rank_time_limit)
 

@@ -25,6 +25,10 @@ SYNCED = {
 """Settings of DeepSpeed that stand in a section of our own."""
 
 
+OURS = {"host", "port", "api_key", "load_format", "worker_extension_cls", "tensor_parallel_size", "logprobs_mode"}
+OURS_WHY = "engines listen on loopback and get their weights from the trainer (rollout.tensor_parallel_size is a key)"
+
+
 class Idle(NamedTuple):
     """A key that does something only together with another one."""
 
@@ -56,8 +60,16 @@ IDLE = (
     Idle("run.rollout_gpus", lambda config, _: _engine_is("vllm", config), "without inference_engine.name: vllm"),
     Idle("inference_engine.urls", lambda config, _: _engine_is("http", config), "without name: http"),
     Idle("inference_engine.replicas", lambda config, _: _engine_is("vllm", config), "without name: vllm"),
-    Idle("inference_engine.place", lambda config, _: _engine_is("vllm", config), "without name: vllm"),
-    Idle("inference_engine.folder", lambda config, _: not _engine_is("embedded", config), "with name: embedded"),
+    Idle(
+        "inference_engine.place",
+        lambda config, _: _engine_is("vllm", config) and config.run.backend != "ray",
+        "without name: vllm, or under Ray",
+    ),
+    Idle(
+        "inference_engine.folder",
+        lambda config, _: not _engine_is("embedded", config) and config.run.backend != "ray",
+        "with name: embedded, or under Ray",
+    ),
 )
 
 
@@ -112,6 +124,17 @@ def _engine(config: Config, chosen: Algorithm) -> Iterator[str]:
             "run.backend: ray trains in other processes, whose weights the embedded engine does not have: set "
             "inference_engine.name: vllm or http"
         )
+    for key in sorted(OURS & engine.others.keys()):
+        yield f"inference_engine.{key} is not set here: {OURS_WHY}"
+    if engine.place == "process" and parallel > 1:
+        yield "inference_engine.place: process has one device: set server for rollout.tensor_parallel_size above 1"
+    if config.engine == "vllm" and run.rollout_gpus and engine.replicas not in (None, run.rollout_gpus // parallel):
+        yield (
+            f"inference_engine.replicas {engine.replicas} x rollout.tensor_parallel_size {parallel} is not "
+            f"run.rollout_gpus {run.rollout_gpus}: leave replicas out"
+        )
+    if run.ray_address is not None and config.model.dtype == "auto":
+        yield "run.ray_address: the cluster's devices may be others than this machine's: set model.dtype"
     if engine.place == "process" and (config.ranks > 1 or engine.replicas not in (None, 1) or run.rollout_gpus):
         yield (
             "inference_engine.place: process is one vLLM in a trainer of one process: set server for several, for "

@@ -56,6 +56,8 @@ class Probe(NamedTuple):
                 f"{name} still speaks with old weights: the trainer's log-probs of a probe sequence have changed with "
                 f"version {version}, and its own have not"
             )
+        if before is not None and before.engine == tuple(said):  # what the trainer has moved since then adds up
+            return before
         return Heard(self.logprobs, tuple(said), gap)
 
     def _moved(self, before: Heard) -> float:

