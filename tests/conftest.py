@@ -8,6 +8,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub, w
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # facts are about float32 on the CPU, also on a machine with a GPU
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # it would end actors because of what others hold
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed remarks on it, on standard output
 
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from tests.engines import ARGUMENTS, need, need_vllm
 ENGINES = ("vllm_url", "vllm_in_process", "ray_here", "ray_ranks", "ray_replicas")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With several workers (`-n 2`) a file stays together; all that share an engine come first, to one worker.
 
