@@ -13,7 +13,6 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed remarks on it, 
 
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,25 +22,6 @@ from oxrl.models.builtin import prepare_builtin
 from oxrl.models.load import load_model, load_tokenizer
 from oxrl.types import ModelConfig
 from tests.engines import ARGUMENTS, need, need_vllm
-
-ENGINES = ("vllm_url", "vllm_in_process", "ray_here", "ray_ranks", "ray_replicas")
-
-
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With several workers (`-n 2`) a file stays together; all that share an engine come first, to one worker.
-
-    By the file's text: an engine may be asked for by name while a test runs.
-    """
-    groups = {path: _group(path) for path in {item.path for item in items}}
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(groups[item.path]))
-    items.sort(key=lambda item: groups[item.path] != "engines")
-
-
-def _group(path: Path) -> str:
-    text = path.read_text(encoding="utf-8")
-    return "engines" if any(name in text for name in ENGINES) else path.as_posix()
 
 
 @pytest.fixture(scope="session")
