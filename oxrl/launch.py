@@ -11,19 +11,20 @@ import atexit
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
-if TYPE_CHECKING:
-    from pathlib import Path
+from oxrl.processes import MEETING, end_with_parent, free_ports
 
+if TYPE_CHECKING:
     from oxrl.backends.ranks import Ranks
     from oxrl.config import Config
 
@@ -73,11 +74,21 @@ def restarted(stages: Mapping[str, Config], output: str | Path | None) -> bool:
 
 
 def _try(command: Sequence[str], ranks: int, **more: str) -> Ended:
+    with tempfile.TemporaryDirectory(prefix="oxrl-ranks-") as home:
+        return _run(command, ranks, Path(home) / "meeting", more)
+
+
+def _run(command: Sequence[str], ranks: int, meeting: Path, more: Mapping[str, str]) -> Ended:
     settings = {
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
+        # They meet in a file and talk on loopback: nobody else can reach them.
+        MEETING: str(meeting),
+        "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+        "NCCL_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+        # For DeepSpeed, which asks for them and uses the group that is there.
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_ports(1)[0]),
         STARTED_BY_US: str(os.getpid()),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // ranks)),
         **more,
@@ -157,13 +168,6 @@ def _signals_go_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _free_port() -> int:
-    with socket.socket() as place:
-        place.bind(("127.0.0.1", 0))
-        port: int = place.getsockname()[1]
-        return port
-
-
 _JOINED: list[Ranks] = []
 
 
@@ -174,7 +178,7 @@ def join(*, time_limit: float) -> Ranks:
     if _JOINED:
         return _JOINED[0]
     if STARTED_BY_US in os.environ:
-        threading.Thread(target=_end_with_parent, name="oxrl parent", daemon=True).start()
+        end_with_parent()
     ranks = join_ranks(time_limit=time_limit)
     _JOINED.append(ranks)
     if ranks.rank:
@@ -206,10 +210,3 @@ def _leave(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _end_with_parent() -> None:
-    """Wait until the other end of standard input is closed, then end whatever this rank started, and itself."""
-    while os.read(0, 1 << 10):
-        pass
-    os.killpg(0, signal.SIGKILL)

@@ -210,7 +210,7 @@ def _compared(config: Config, kept: Sequence[Kept], trainer: _Trainer, drawn: Se
         tokens=sum(len(answer.tokens) for answer in drawn),
         mean=mean,
         largest=largest,
-        allowed=config.train.max_logprob_gap or (2.0 if trainer.model.dtype.itemsize < 4 else 0.05),
+        allowed=config.allowed_gap(trainer.model.dtype.itemsize),
         worst=_worst(drawn, ours, trainer.tokenizer),
         tried=tuple(tried),
         explanation=explanation,

@@ -135,7 +135,7 @@ def _on_ray(config: Config, inputs: Inputs) -> Iterator[Any]:
     from oxrl.cluster import ray_cluster
 
     run = config.run
-    with ray_cluster(run.ray_address, processes=config.ranks + replicas_of(config)):
+    with ray_cluster(run.ray_address, processes=config.ranks + config.replicas):
         ranks = RayRanks(config.ranks, time_limit=run.rank_time_limit)
         try:
             yield create_ray_backend(ranks, worker_of(config, inputs))
@@ -209,13 +209,13 @@ async def _as_servers(config: Config, tokenizer: Any, folder: Path, ends: Sequen
     async with serving(
         folder,
         tokenizer,
-        replicas=replicas_of(config),
+        replicas=config.replicas,
         arguments=as_arguments(engine_options(config)),
         devices=rollout_devices(config),
         log_folder=folder,
         limits=Limits(answer=config.run.rank_time_limit),
         end_token_ids=ends,
-        concurrency=config.rollout.slots * replicas_of(config),  # what waits in an engine would count as its silence
+        concurrency=config.rollout.slots * config.replicas,  # what waits in an engine would count as its silence
         **handed_over(config),
     ) as generator:
         yield generator
@@ -230,12 +230,12 @@ async def _as_actors(config: Config, tokenizer: Any, folder: Path, ends: Sequenc
     generator = await ray_generator(
         folder,
         tokenizer,
-        replicas=replicas_of(config),
+        replicas=config.replicas,
         tensor_parallel_size=parallel,
         time_limit=config.run.rank_time_limit,
         engine_options=options,
         end_token_ids=ends,
-        concurrency=config.rollout.slots * replicas_of(config),
+        concurrency=config.rollout.slots * config.replicas,
     )
     try:
         yield generator
@@ -260,16 +260,9 @@ async def _http(config: Config, tokenizer: Any, folder: Path, trainer: Any) -> A
 def in_the_trainer(config: Config) -> bool:
     """Whether vLLM shares the trainer's process: where nothing is to overlap, and no other process trains."""
     engine = config.inference_engine
-    alone = config.run.backend == "local" and replicas_of(config) == 1 and not config.run.rollout_gpus
+    alone = config.run.backend == "local" and config.replicas == 1 and not config.run.rollout_gpus
     alone = alone and config.rollout.tensor_parallel_size == 1
     return engine.place == "process" or (engine.place == "auto" and alone and config.rollout.lag == 0)
-
-
-def replicas_of(config: Config) -> int:
-    if config.engine != "vllm":
-        return 0
-    by_devices = (config.run.rollout_gpus or 0) // config.rollout.tensor_parallel_size
-    return config.inference_engine.replicas or max(1, by_devices)
 
 
 def handed_over(config: Config) -> dict[str, Any]:

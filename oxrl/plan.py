@@ -102,12 +102,11 @@ class Shards(NamedTuple):
 
 def shards_of(config: Config) -> Shards:
     """How the run that `config` describes is spread."""
-    copies = (config.run.rollout_gpus or 0) // config.rollout.tensor_parallel_size
     if config.ranks == 1:
-        return Shards(copies=copies)
+        return Shards(copies=config.replicas)
     sharding = sharding_of(config)
     stage: Stage = 3 if sharding == "fsdp" else config.deepspeed.others.get("zero_optimization", {}).get("stage", 3)
-    return Shards(config.ranks, stage, copies)
+    return Shards(config.ranks, stage, config.replicas)
 
 
 class Plan(NamedTuple):

@@ -80,7 +80,12 @@ def write_weights(module: Any, folder: Path, full: Full = as_it_is, *, bucket: i
     """A folder that an engine loads: weights and `config.json`, without tokenizer, optimizer and heads."""
     folder.mkdir(parents=True, exist_ok=True)
     _transformers_model(module)[1].config.save_pretrained(folder)
-    files = [_write_bucket(folder, *each) for each in enumerate(_buckets(plain_weights(module, full), bucket), 1)]
+    write_tensors(plain_weights(module, full), folder, bucket=bucket)
+
+
+def write_tensors(weights: Iterator[tuple[str, Tensor]], folder: Path, *, bucket: int = BUCKET) -> None:
+    """As a checkpoint's files, of at most `bucket` bytes each, with an index where they are several."""
+    files = [_write_bucket(folder, *each) for each in enumerate(_buckets(weights, bucket), 1)]
     if len(files) == 1:
         (folder / files[0][0]).rename(folder / "model.safetensors")
         return
@@ -101,6 +106,13 @@ def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - not a mapping
                 yield name, opened.get_tensor(name)
+
+
+def adapter_files(write: Callable[[Path], None]) -> dict[str, bytes]:
+    """What `write` puts into a folder, by name: an adapter's files are small enough to travel as they are."""
+    with tempfile.TemporaryDirectory(prefix="oxrl-adapter-", dir=near_folder()) as folder:
+        write(Path(folder))
+        return {file.name: file.read_bytes() for file in Path(folder).iterdir() if file.is_file()}
 
 
 def adapter_weights(module: Any, full: Full = as_it_is) -> dict[str, Tensor]:

@@ -310,7 +310,7 @@ async def _sample_and_train(
         engine.generator, render, sampling._replace(temperature=rollout.eval_temperature), env=answers.env
     )
     graded_by = live_reward(config)
-    half = source_of(await backend.get_weights()).dtype.itemsize < 4
+    width = source_of(await backend.get_weights()).dtype.itemsize
     return await run_online(
         backend,
         scheduled(algorithm_schedule(config)),
@@ -321,7 +321,7 @@ async def _sample_and_train(
             lag=rollout.lag,
             iterations=train.iterations,
             mini_batches=train.mini_batches,
-            max_logprob_gap=train.max_logprob_gap or (2.0 if half else 0.05),
+            max_logprob_gap=config.allowed_gap(width),
             max_age=rollout.lag + rollout.partial_rollouts,
             **_often(prepared),
         ),

@@ -29,7 +29,7 @@ from oxrl.generators.connection import EngineError
 from oxrl.inputs import chosen_env, chosen_reward, default_reward, model_config
 from oxrl.launch import run_ranks
 from oxrl.models.load import load_model
-from oxrl.parts import engine_options, handed_over, in_the_trainer, open_engine, replicas_of, worker_of
+from oxrl.parts import engine_options, handed_over, in_the_trainer, open_engine, worker_of
 from oxrl.rewards import grade
 from oxrl.rollouts.envs import Talker
 from oxrl.runs import run_folder
@@ -315,7 +315,7 @@ KEYS = {
     "run.training_gpus": Effect(0, asked_for("device"), ROWS, "cpu"),
     "run.backend": Effect("fsdp", of_config(ranks_to_start), (*ROWS, "run.training_gpus=2"), 2),
     "run.sharding": Effect("fsdp", of_config(lambda config: placed(config, gpus=2).run.backend), ROWS, "fsdp"),
-    "run.rollout_gpus": Effect(2, of_config(replicas_of), VLLM, 2),
+    "run.rollout_gpus": Effect(2, of_config(lambda config: config.replicas), VLLM, 2),
     "run.ray_address": Effect("auto", of_config(lambda config: placed(config, gpus=2).run.backend), ROWS, "ray"),
     "run.rank_time_limit": Effect(0.5, patience_with_an_engine, (*RL, "inference_engine.name=http"), True),
     "run.max_restarts": Effect(0, tries_of_a_launch, ROWS, 1),
@@ -407,9 +407,9 @@ KEYS = {
     "rollout.log_samples": Effect(1, lambda *at: [len(step) for step in said(*at)], RL, [1, 1]),
     "deepspeed.zero_optimization": Effect({"stage": 2}, worker_sections, DEEPSPEED, [{"stage": 2}, None]),
     "deepspeed_ref.zero_optimization": Effect({"stage": 0}, worker_sections, DEEPSPEED, [None, {"stage": 0}]),
-    "inference_engine.name": Effect("vllm", of_config(replicas_of), RL, 1),
+    "inference_engine.name": Effect("vllm", of_config(lambda config: config.replicas), RL, 1),
     "inference_engine.urls": Effect(["http://127.0.0.1:8000"], refused, (*RL, "inference_engine.name=http"), []),
-    "inference_engine.replicas": Effect(3, of_config(replicas_of), VLLM, 3),
+    "inference_engine.replicas": Effect(3, of_config(lambda config: config.replicas), VLLM, 3),
     "inference_engine.place": Effect("server", of_config(in_the_trainer), (*VLLM, "run.backend=local"), False),
     "inference_engine.folder": Effect("here", of_config(handed_over), VLLM, {"folder": "here"}),
     "inference_engine.gpu_memory_utilization": Effect(0.5, of_config(engine_options), VLLM),

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from safetensors.torch import load_file
 
@@ -120,10 +121,18 @@ def actors_of(driver: int) -> list[int]:
     return sorted(int(pid) for pid, _, command in lines if "RankActor" in command and int(pid) in family)
 
 
-def test_ranks_end_with_whoever_started_them(tmp_path):
+def listening(process: int) -> set[str]:
+    """The addresses at which others can reach it."""
+    connections = psutil.Process(process).net_connections(kind="inet")
+    return {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN}
+
+
+def test_ranks_can_be_reached_from_here_only_and_end_with_whoever_started_them(tmp_path):
     launcher = start(rows(tmp_path), tmp_path / "run", "--set", "train.train_steps_per_epoch=100000")
     until(lambda: steps_of(tmp_path / "run"), launcher)
-    assert sorted(ranks_of(launcher.pid)) == [0, 1]
+    ranks = ranks_of(launcher.pid)
+    assert sorted(ranks) == [0, 1]
+    assert set().union(*map(listening, ranks.values())) <= {"127.0.0.1", "::1"}
     launcher.kill()
     launcher.communicate()
     deadline = time.monotonic() + 20

@@ -36,6 +36,7 @@ from oxrl.algorithms import algorithm as named_algorithm
 from oxrl.backends._forward import HEADS, LanguageModel
 from oxrl.backends.local import NonFiniteError, Part, sum_parts
 from oxrl.data.pack import collate
+from oxrl.processes import MEETING
 from oxrl.types import (
     Algorithm,
     Batch,
@@ -61,6 +62,8 @@ IDLE_LIMIT = 24 * 3600.0  # seconds that a rank waits for the next command, whil
 
 
 NOTICE_SECONDS = 0.5  # how often rank 0 looks whether another rank has failed
+ALIKE = ("ValueError", "NonFiniteError")  # what most often meets all ranks of a call alike
+ALIKE_SECONDS = 10.0  # that the others have to come to the same end
 
 
 class RankError(RuntimeError):
@@ -147,6 +150,35 @@ Build: TypeAlias = Callable[[], Any]
 """Makes one rank's worker; it travels, so it is a function of a module, or a `partial` of one."""
 
 
+class Hosted:
+    """The workers of one rank. `perform` always answers: whatever goes wrong, the driver has to hear of it.
+
+    `verbs` are those that only this kind of rank has.
+    """
+
+    def __init__(self, rank: int, verbs: Mapping[str, Callable[..., Any]] = MappingProxyType({})) -> None:
+        self.rank, self.verbs = rank, verbs
+        self.workers: dict[int, Any] = {}
+
+    def perform(self, command: Command) -> Reply:
+        try:
+            return Reply(self._done(command))
+        except Exception as error:  # told to the driver
+            logger.debug("rank %d failed in %s", self.rank, command.call, exc_info=True)
+            return Reply(error=portable(error))
+
+    def _done(self, command: Command) -> Any:
+        if command.call == "start":
+            self.workers[command.target] = command.arguments[0]()
+        elif command.call == "release":
+            del self.workers[command.target]
+        elif command.call in self.verbs:
+            return self.verbs[command.call](self.workers[command.target], *command.arguments)
+        else:
+            return perform(self.workers[command.target], command.call, command.arguments)
+        return None
+
+
 class Ranks:
     """The processes of one run, and the wire between them. Rank 0 calls; the others `serve` until it says stop."""
 
@@ -160,7 +192,7 @@ class Ranks:
         self._commands = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience))
         self._replies = dist.new_group(backend="gloo", timeout=timedelta(seconds=time_limit))
         self._notices = dist.distributed_c10d._get_default_store()
-        self._hosted: dict[int, Any] = {}
+        self._hosted = Hosted(self.rank)
         self._started = self._calls = 0
         self._broken: str | None = None
         self._aside = _Aside()
@@ -174,7 +206,7 @@ class Ranks:
 
     def here(self, target: int) -> Any:
         """This rank's worker."""
-        return self._hosted[target]
+        return self._hosted.workers[target]
 
     def call(self, target: int, call: str, *arguments: Any) -> list[Any]:
         """What each rank returns, rank 0 first."""
@@ -219,46 +251,43 @@ class Ranks:
         return [reply.value for reply in replies]
 
     def _wait(self, replies: Future[list[Reply]]) -> list[Reply]:
-        """For the replies of all, or for the first rank that says that it failed."""
+        """For the replies of all, or for the first rank that says that it failed.
+
+        Mistakes, and numbers that are none, most often meet all ranks alike, and then all answer; one that met a
+        single rank has left the others waiting for it.
+        """
+        since = None
         while True:
             try:
                 return replies.result(timeout=NOTICE_SECONDS)
             except TimeoutError:
                 if replies.done():  # it was the call itself that ran into a time limit
                     raise
-                if self._notices.check([self._notice]):
-                    rank, kind, words = json.loads(self._notices.get(self._notice))
-                    error = type(kind, (RuntimeError,), {})(words)
-                    return [Reply(error=error if each == rank else None) for each in range(self.world)]
+                if not self._notices.check([self._notice]):
+                    continue
+                since = since or time.monotonic()
+                rank, kind, words = json.loads(self._notices.get(self._notice))
+                if kind in ALIKE and time.monotonic() - since < ALIKE_SECONDS:
+                    continue
+                self._broken = f"rank {rank} failed alone: {words}"
+                error = ValueError(words) if kind == "ValueError" else type(kind, (RuntimeError,), {})(words)
+                return [Reply(error=error if each == rank else None) for each in range(self.world)]
 
     @property
     def _notice(self) -> str:
         return f"oxrl: failed in call {self._calls}"
 
     def _perform_and_answer(self, command: Command) -> list[Reply]:
-        reply = self._perform(command)
+        reply = self._hosted.perform(command)
         self._notices.set(f"oxrl: rank {self.rank} ended", str(self._calls))
-        if reply.error is not None and not isinstance(reply.error, ValueError | NonFiniteError):
-            # The others may wait for this rank inside a collective; what is a mistake or not a number, all come out of.
+        if reply.error is not None:  # the others may wait for this rank inside a collective
             self._give_notice(reply.error)
         return self._answer(command.call, reply)
 
     def _give_notice(self, error: Exception) -> None:
         if self._notices.add(f"{self._notice}, ranks", 1) == 1:  # the first cause, not what follows from it
-            self._notices.set(self._notice, json.dumps([self.rank, type(error).__name__, str(error)]))
-
-    def _perform(self, command: Command) -> Reply:
-        try:
-            if command.call == "start":
-                self._hosted[command.target] = command.arguments[0]()
-                return Reply()
-            if command.call == "release":
-                del self._hosted[command.target]
-                return Reply()
-            return Reply(perform(self._hosted[command.target], command.call, command.arguments))
-        except Exception as error:  # whatever it is, the driver has to hear of it
-            logger.debug("rank %d failed in %s", self.rank, command.call, exc_info=True)
-            return Reply(error=portable(error))
+            kind = next((each for each in ALIKE if any(each == base.__name__ for base in type(error).__mro__)), "")
+            self._notices.set(self._notice, json.dumps([self.rank, kind or type(error).__name__, str(error)]))
 
     def _send(self, commands: list[Command]) -> None:
         call = commands[0].call
@@ -336,28 +365,20 @@ class _Aside:
             del function, future
 
 
-def check_world(world: int, expected: int) -> None:
-    """Refuse to begin with another number of processes than was asked for."""
-    if world != expected:
-        raise ValueError(
-            f"run.training_gpus asks for {expected} training processes, and {world} were started: start "
-            f"torchrun with --nproc-per-node {expected} (over all nodes together), or set run.training_gpus: {world}"
-        )
-
-
-def join_ranks(*, expected: int | None = None, time_limit: float = TIME_LIMIT, idle_limit: float = IDLE_LIMIT) -> Ranks:
-    """The processes that torchrun started, as `Ranks`: NCCL where each has a GPU, else gloo.
-
-    Where they are not as many as `expected`, each of them refuses before it waits for another.
-    """
+def join_ranks(*, time_limit: float = TIME_LIMIT, idle_limit: float = IDLE_LIMIT) -> Ranks:
+    """The processes that torchrun or `launch` started, as `Ranks`: NCCL where each has a GPU, else gloo."""
     if "RANK" not in os.environ:
         raise ValueError("this process has no rank: start it with torchrun --nproc-per-node N")
-    if expected is not None:
-        check_world(int(os.environ["WORLD_SIZE"]), expected)
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=time_limit))
+    from torch._C._distributed_c10d import FileStore
+
+    where: dict[str, Any] = {}
+    if (file := os.environ.get(MEETING)) is not None:
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        where = {"store": FileStore(file, world), "rank": rank, "world_size": world}
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=time_limit), **where)
     return Ranks(time_limit=time_limit, idle_limit=idle_limit)
 
 

@@ -11,13 +11,12 @@ import logging
 import os
 import pickle
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 from oxrl.backends.local import NonFiniteError
@@ -26,6 +25,7 @@ from oxrl.backends.ranks import (
     TIME_LIMIT,
     Build,
     Command,
+    Hosted,
     LostRankError,
     RankedBackend,
     RankedWeights,
@@ -34,7 +34,6 @@ from oxrl.backends.ranks import (
     Worker,
     first_line,
     is_lost_peer,
-    perform,
     portable,
     told,
     write_adapter_files,
@@ -42,7 +41,7 @@ from oxrl.backends.ranks import (
 from oxrl.buckets import BUCKET_BYTES, Bucket, in_buckets
 from oxrl.cluster import Places, Process, end_actor, import_ray, reserve
 from oxrl.types import ImmediateTrainFuture, TrainFuture, Weights
-from oxrl.weights import near_folder, plain_weights
+from oxrl.weights import adapter_files, plain_weights
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +187,7 @@ class RankActor:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self._hosted: dict[int, Any] = {}
+        self._hosted = Hosted(rank, {"put_bucket": self._put_bucket, "read_adapter": read_adapter})
         self._streams: dict[int, Iterator[Bucket]] = {}
 
     def meeting_point(self) -> tuple[str, int]:
@@ -222,22 +221,7 @@ class RankActor:
         return Reply(Process.current())
 
     def perform(self, command: Command) -> Reply:
-        try:
-            if command.call == "start":
-                self._hosted[command.target] = command.arguments[0]()
-                return Reply()
-            worker = self._hosted[command.target]
-            if command.call == "release":
-                del self._hosted[command.target], worker
-                return Reply()
-            if command.call == "put_bucket":
-                return Reply(self._put_bucket(worker, *command.arguments))
-            if command.call == "read_adapter":
-                return Reply(read_adapter(worker))
-            return Reply(perform(worker, command.call, command.arguments))
-        except Exception as error:  # whatever it is, the driver has to hear of it
-            logger.debug("rank %d failed in %s", self.rank, command.call, exc_info=True)
-            return Reply(error=portable(error))
+        return self._hosted.perform(command)
 
     def _put_bucket(self, worker: Worker, stream: int, most: int) -> Any:
         """A reference to the next bucket of this stream, from rank 0; None at the end, and from the others."""
@@ -266,9 +250,7 @@ class RayWeights(RankedWeights):
 
 def read_adapter(worker: Worker) -> dict[str, bytes]:
     """The files of an adapter, by name, from rank 0: they are small."""
-    with tempfile.TemporaryDirectory(prefix="oxrl-adapter-", dir=near_folder()) as folder:
-        write_adapter_files(worker, Path(folder))
-        return {file.name: file.read_bytes() for file in Path(folder).iterdir() if file.is_file()}
+    return adapter_files(partial(write_adapter_files, worker))
 
 
 class RayBackend(RankedBackend):

@@ -361,6 +361,18 @@ class Config(_Section):
         return "vllm" if self.run.rollout_gpus else "embedded"
 
     @property
+    def replicas(self) -> int:
+        """Copies of the model that sample with weights of their own."""
+        if self.engine != "vllm":
+            return 0
+        by_devices = (self.run.rollout_gpus or 0) // self.rollout.tensor_parallel_size
+        return self.inference_engine.replicas or max(1, by_devices)
+
+    def allowed_gap(self, itemsize: int) -> float:
+        """Between sampler and trainer in a token's log-prob, for weights of so many bytes each."""
+        return self.train.max_logprob_gap or (2.0 if itemsize < 4 else 0.05)
+
+    @property
     def batch_size(self) -> int:
         """Rows, pairs or prompts of an optimizer step, over all devices."""
         return self.train.train_batch_size_per_gpu * self.train.gradient_accumulation_steps * self.ranks

@@ -25,7 +25,8 @@ from oxrl.concurrent import in_thread, task_group
 from oxrl.generators.connection import Connection, EngineError, NoSuchPathError
 from oxrl.generators.http import Ask, Facts, HTTPGenerator, InferenceEngine, Said, SGLangEngine, VLLMEngine
 from oxrl.generators.probe import Probe, StaleEngineError
-from oxrl.generators.server import VLLMServer, free_ports, last_words, start_vllm_server, until_ready
+from oxrl.generators.server import VLLMServer, last_words, start_vllm_server, until_ready
+from oxrl.processes import free_ports
 from oxrl.weights import near_folder
 
 logger = logging.getLogger(__name__)

@@ -100,24 +100,17 @@ class InferenceEngine(Protocol):
         ...
 
 
-class VLLMEngine:
-    """`VLLMEngine("http://127.0.0.1:8000")`: a vLLM server (0.32) that was started with `VLLM_SERVER_DEV_MODE=1`.
+class _Server:
+    """What servers of every kind have in common."""
 
-    Weights can be changed while sequences are under way: they are held, and go on with the new ones through a fresh
-    prefill. Which token was drawn before and which after is told by servers with `--enable-scale-out`; by others the
-    whole answer counts as the older. Models with tied weights need `--worker-extension-cls` as in `vllm_worker` on a
-    CPU. `server` starts so.
-    """
+    kind = ""
 
     def __init__(self, url: str, *, time_limit: float = 600.0, retries: int = 4, backoff: float = 0.5) -> None:
         self._connection = Connection(url, time_limit, retries, backoff).checked()
-        self._model = ""
-        self._extended = False
-        self._tells_versions = False
 
     @property
     def name(self) -> str:
-        return f"the vLLM server at {self._connection.url}"
+        return f"the {self.kind} server at {self._connection.url}"
 
     @property
     def recoveries(self) -> int:
@@ -126,6 +119,24 @@ class VLLMEngine:
     async def recovered(self, error: EngineError) -> None:
         """Whoever started it must start it again."""
         raise error
+
+    async def check_health(self) -> None:
+        await self._connection.get("/health", time_limit=_HEALTH_LIMIT)
+
+
+class VLLMEngine(_Server):
+    """`VLLMEngine("http://127.0.0.1:8000")`: a vLLM server (0.32) that was started with `VLLM_SERVER_DEV_MODE=1`.
+
+    Weights can be changed while sequences are under way: they are held, and go on with the new ones through a fresh
+    prefill. Which token was drawn before and which after is told by servers with `--enable-scale-out`; by others the
+    whole answer counts as the older. Models with tied weights need `--worker-extension-cls` as in `vllm_worker` on a
+    CPU. `server` starts so.
+    """
+
+    kind = "vLLM"
+    _model = ""  # told by `facts`, as the next two are
+    _extended = False
+    _tells_versions = False
 
     async def facts(self) -> Facts:
         (model, *_) = (await self._connection.get("/v1/models"))["data"]
@@ -198,9 +209,6 @@ class VLLMEngine:
     async def resume(self) -> None:
         await self._connection.post("/resume")
 
-    async def check_health(self) -> None:
-        await self._connection.get("/health", time_limit=_HEALTH_LIMIT)
-
     async def reset_prefix_cache(self) -> None:
         """Forget what was computed with other weights, also for the sequences under way."""
         reply = await self._connection.post("/reset_prefix_cache", query={"reset_running_requests": "true"})
@@ -229,7 +237,7 @@ class VLLMEngine:
         return self._model
 
 
-class SGLangEngine:
+class SGLangEngine(_Server):
     """`SGLangEngine("http://127.0.0.1:30000")`: an SGLang server, by its native protocol.
 
     Written from its documentation, and not yet run against SGLang itself. Seeds count only where the server was started
@@ -237,20 +245,7 @@ class SGLangEngine:
     does not say which token of an answer was drawn after an update: such an answer counts as of the older weights.
     """
 
-    def __init__(self, url: str, *, time_limit: float = 600.0, retries: int = 4, backoff: float = 0.5) -> None:
-        self._connection = Connection(url, time_limit, retries, backoff).checked()
-
-    @property
-    def name(self) -> str:
-        return f"the SGLang server at {self._connection.url}"
-
-    @property
-    def recoveries(self) -> int:
-        return 0
-
-    async def recovered(self, error: EngineError) -> None:
-        """Whoever started it must start it again."""
-        raise error
+    kind = "SGLang"
 
     async def facts(self) -> Facts:
         info = await self._connection.get("/get_server_info")
@@ -298,9 +293,6 @@ class SGLangEngine:
 
     async def resume(self) -> None:
         await self._connection.post("/continue_generation", {})
-
-    async def check_health(self) -> None:
-        await self._connection.get("/health", time_limit=_HEALTH_LIMIT)
 
     async def reset_prefix_cache(self) -> None:
         await self._connection.post("/flush_cache")

@@ -29,7 +29,7 @@ from oxrl.generators.connection import EngineError
 from oxrl.generators.http import Ask, Facts, HTTPGenerator, Said
 from oxrl.generators.probe import Probe, StaleEngineError
 from oxrl.types import Generation, GenerationConfig, Request, Weights, WeightSource
-from oxrl.weights import MovedOnError, near_folder, plain_weights, read_weights, source_of
+from oxrl.weights import MovedOnError, adapter_files, near_folder, plain_weights, read_weights, source_of, write_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -306,7 +306,7 @@ class RayReplica:
         return {"engine": self.name, "version": await self.engine.ask("version", limit=_HEALTH_LIMIT)}
 
     async def recovered(self, error: EngineError) -> None:
-        """Replaces the engine, if that has not happened since."""
+        """Has another one take its place, whoever of several asks for it first."""
         logger.warning("%s; another one takes its place", error)
         await self.replaced(self.engine)
 
@@ -328,15 +328,16 @@ class RayReplica:
             raise EngineError(f"{self.name} was lost {self._restarts} times in a row")
         lost, done = self.engine, anyio.Event()
         self._replacing = done
-        await lost.end()
-        fresh = EngineHandle(self.name, self._start())
+        fresh: EngineHandle | None = None
         try:
+            await lost.end()
+            fresh = EngineHandle(self.name, self._start())
             await fresh.ready(self.start_limit)
             await self.refresh(fresh)
             self.engine = fresh
             self.recoveries += 1
         finally:
-            if self.engine is lost:
+            if self.engine is lost and fresh is not None:
                 fresh.kill()
             self._replacing = None
             done.set()
@@ -404,7 +405,7 @@ class EngineActor:
     def __init__(self, model: str, tokenizer: Any, lora: int, options: dict[str, Any], time_limit: float) -> None:
         from oxrl.generators.vllm import VLLMRolloutEngine
 
-        self.engine = VLLMRolloutEngine(model, tokenizer, lora=lora, **options)
+        self.engine = VLLMRolloutEngine(model, tokenizer, lora=lora, time_limit=time_limit, **options)
         self._alone = int(options.get("tensor_parallel_size", 1)) == 1
         self._time_limit = time_limit
         self._buckets: queue.Queue[Bucket | None] = queue.Queue(1)
@@ -459,7 +460,7 @@ class EngineActor:
             return
         # Workers in processes of their own read files.
         with tempfile.TemporaryDirectory(prefix="oxrl-weights-", dir=near_folder()) as folder:
-            await in_thread(partial(_write_files, arriving, Path(folder)))
+            await in_thread(partial(write_tensors, arriving, Path(folder)))
             await self.engine.refresh_model(folder, version)
 
     def _arriving(self, buckets: queue.Queue[Bucket | None]) -> Iterator[tuple[str, Any]]:
@@ -511,16 +512,7 @@ def _adapter_files(source: WeightSource | ReferencedWeights) -> dict[str, bytes]
     if hasattr(source, "adapter_files"):
         files: dict[str, bytes] = source.adapter_files()
         return files
-    with tempfile.TemporaryDirectory(prefix="oxrl-adapter-", dir=near_folder()) as folder:
-        source.write_adapter(Path(folder))
-        return {file.name: file.read_bytes() for file in Path(folder).iterdir() if file.is_file()}
-
-
-def _write_files(weights: Iterator[tuple[str, Any]], folder: Path) -> None:
-    from safetensors.torch import save_file
-
-    for number, bucket in enumerate(in_buckets(weights)):
-        save_file(dict(bucket.tensors()), folder / f"model-{number:05}.safetensors", metadata={"format": "pt"})
+    return adapter_files(source.write_adapter)
 
 
 Engines: TypeAlias = dict[RayReplica, EngineHandle]

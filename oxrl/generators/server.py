@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import os
 import runpy
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
@@ -28,6 +25,7 @@ import anyio
 from oxrl.concurrent import in_thread
 from oxrl.generators.connection import Connection, EngineError
 from oxrl.generators.vllm_worker import EXTENSION
+from oxrl.processes import end_with_parent, free_ports
 
 NOTHING_SET: Mapping[str, str] = MappingProxyType({})
 _HOME = "OXRL_ENGINES_HOME"
@@ -148,15 +146,6 @@ def _cpu_settings() -> dict[str, str]:
     return {} if torch.cuda.is_available() else CPU_SETTINGS
 
 
-def free_ports(count: int) -> list[int]:
-    """Different ones, that nobody listens at now."""
-    with ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in sockets]
-
-
 def _group_lives(group: int) -> bool:
     try:
         os.killpg(group, 0)
@@ -165,34 +154,9 @@ def _group_lives(group: int) -> bool:
     return True
 
 
-def _end_with_parent() -> None:
-    """Wait until the other end of standard input is closed, then end the process group, and this process with it."""
-    while os.read(0, 1 << 10):
-        pass
-    if home := os.environ.get(_HOME):
-        shutil.rmtree(home, ignore_errors=True)
-    for process in _group_members():
-        with suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _group_members() -> list[int]:
-    """The others of this process group, without those who remove shared memory once everybody else is gone."""
-    members = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # ended meanwhile
-            if (
-                os.getpgid(int(entry.name)) == os.getpgrp()
-                and b"resource_tracker" not in (entry / "cmdline").read_bytes()
-            ):
-                members.append(int(entry.name))
-    return [process for process in members if process != os.getpid()]
-
-
 def main() -> None:
     """In the child: watch the parent, and be vLLM's server."""
-    threading.Thread(target=_end_with_parent, name="oxrl parent", daemon=True).start()
+    end_with_parent(os.environ.get(_HOME))
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
 
 

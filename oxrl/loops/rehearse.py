@@ -137,4 +137,6 @@ def ran_out_of_memory(error: BaseException) -> bool:
 
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and "allocate memory" in str(error)
+    if isinstance(error, RuntimeError) and "allocate memory" in str(error):
+        return True
+    return error.__cause__ is not None and ran_out_of_memory(error.__cause__)  # a rank's arrives as a cause

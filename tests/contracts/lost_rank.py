@@ -1,4 +1,4 @@
-"""A rank that is killed: `python -m tests.contracts.lost_rank at_work|idle`, once for each of two ranks."""
+"""A rank that fails alone: `python -m tests.contracts.lost_rank at_work|idle|mistaken`, once for each of two ranks."""
 
 from __future__ import annotations
 
@@ -29,6 +29,11 @@ class Victim:
             os.kill(os.getpid(), signal.SIGKILL)
         return self.meet()
 
+    def meet_or_refuse(self) -> float:
+        if dist.get_rank() == 1:
+            raise ValueError("rows of another colour")
+        return self.meet()
+
     def process(self) -> int:
         return os.getpid()
 
@@ -44,8 +49,8 @@ def main(when: str, report: str) -> None:
         time.sleep(1)
     started = time.monotonic()
     try:
-        ranks.call(target, "meet_or_die")
-    except RankError as error:
+        ranks.call(target, "meet_or_refuse" if when == "mistaken" else "meet_or_die")
+    except (RankError, ValueError) as error:
         Path(report).write_text(f"{time.monotonic() - started:.1f}\n{error}")
 
 
