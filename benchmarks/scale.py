@@ -65,12 +65,12 @@ def write(folder: Path, steps: int, model: str) -> None:
         "reward": {"reward_func": f"{folder / 'reward.py'}:earned"},
         "train": {
             "alg_name": "grpo",
-            "lr": 2e-5,
-            "train_batch_size_per_gpu": 2,
+            "lr": 4e-5,
+            "train_batch_size_per_gpu": 4,
             "train_steps_per_epoch": steps,
             "lr_scheduler": "constant",
         },
-        "rollout": {"n_samples": 4, "max_tokens": 16, "slots": 16},
+        "rollout": {"n_samples": 8, "max_tokens": 16, "slots": 16},
         "run": {"training_gpus": 2, "sharding": "deepspeed"},
         "deepspeed": {"zero_optimization": {"stage": 3}},
     }
