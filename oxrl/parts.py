@@ -37,18 +37,26 @@ class Engine(NamedTuple):
     taking_turns: bool
 
 
-def load_policy(config: ModelConfig, lora: LoraSettings | None, seed: int, tokenizer: Any) -> Any:
+def load_policy(
+    config: ModelConfig, lora: LoraSettings | None, seed: int, tokenizer: Any, *, to_spread: bool = False
+) -> Any:
     """The model that is trained, with its adapter; the same on every rank."""
-    model = load_model(config)
+    model = load_model(off_device(config) if to_spread else config)
     check_tokenizer(model, tokenizer)
     return model if lora is None else attach_lora(model, lora, seed=seed)
 
 
-def load_other(config: ModelConfig, tokenizer: Any) -> Any:
+def load_other(config: ModelConfig, tokenizer: Any, *, to_spread: bool = False) -> Any:
     """A frozen model to compare with."""
-    model = load_model(config, is_trainable=False)
+    model = load_model(off_device(config) if to_spread else config, is_trainable=False)
     check_tokenizer(model, tokenizer)
     return model
+
+
+def off_device(config: ModelConfig) -> ModelConfig:
+    """In the precision of its device, and not on it: its parts will go there, and the whole may not fit."""
+    dtype = resolve_dtype(config.dtype, resolve_device(config.device))
+    return config._replace(device="cpu", dtype=str(dtype).removeprefix("torch."))
 
 
 def training_settings(config: Config, inputs: Inputs) -> dict[str, Any]:
@@ -95,20 +103,20 @@ class Loads(NamedTuple):
     others: Mapping[str, Any]
 
 
-def loads_of(config: Config, inputs: Inputs) -> Loads:
-    place = model_config(config)
+def loads_of(config: Config, inputs: Inputs, *, to_spread: bool) -> Loads:
+    place, how = model_config(config), {"to_spread": to_spread}
     others = {
-        role: partial(load_other, place._replace(name=name, gradient_checkpointing=False), inputs.tokenizer)
+        role: partial(load_other, place._replace(name=name, gradient_checkpointing=False), inputs.tokenizer, **how)
         for role, name in other_models(config).items()
     }
-    return Loads(partial(load_policy, place, lora_of(config), config.run.seed, inputs.tokenizer), others)
+    return Loads(partial(load_policy, place, lora_of(config), config.run.seed, inputs.tokenizer, **how), others)
 
 
 @contextmanager
 def _local(config: Config, inputs: Inputs) -> Iterator[Any]:
     from oxrl.backends.local import create_pytorch_backend, write_plain
 
-    loads = loads_of(config, inputs)
+    loads = loads_of(config, inputs, to_spread=False)
     model = loads.policy()
     backend = create_pytorch_backend(
         model,
@@ -148,7 +156,7 @@ def worker_of(config: Config, inputs: Inputs) -> Any:
     from oxrl.backends import deepspeed, fsdp
     from oxrl.backends.worker import Settings
 
-    loads = loads_of(config, inputs)
+    loads = loads_of(config, inputs, to_spread=True)
     settings = Settings(**training_settings(config, inputs))
     if sharding_of(config) == "fsdp":
         return partial(fsdp.build_worker, loads.policy, loads.others, settings)

@@ -419,7 +419,7 @@ def prepare_layout(model: LanguageModel) -> Probed:
     """Prove on a few tokens that packed rows equal single ones; where they do not, fall back to padded rows."""
     inner, was_training = model.inner, model.training
     attention = _honest_attention(inner)
-    batch = _probe_batch(inner)
+    batch = probe_batch(inner)
     model.eval()
     with torch.no_grad():
         single = _single_hidden(inner, batch)
@@ -476,13 +476,13 @@ def _why_different(inner: PreTrainedModel, packing: _Packing, single: Tensor) ->
         packed = _packed_hidden(getattr(inner, inner.base_model_prefix), packing)
     except (TypeError, RuntimeError, ValueError) as error:
         return f"the model does not take packed rows ({str(error).splitlines()[0]})"
-    gap, allowed = _relative_gap(packed, single)
+    gap, allowed = relative_gap(packed, single)
     if not gap <= allowed:
         return f"packed rows differ from single rows by {gap:.1e}, as if its layers carried state across rows"
     return None
 
 
-def _probe_batch(inner: PreTrainedModel) -> Batch:
+def probe_batch(inner: PreTrainedModel) -> Batch:
     """Rows of several lengths, of which the last three begin alike."""
     vocabulary = inner.get_input_embeddings().weight.shape[0]
     numbers = np.random.default_rng(0)
@@ -536,6 +536,7 @@ def _windows_expected(inner: PreTrainedModel) -> int:
     return config.num_hidden_layers if getattr(config, "sliding_window", None) else 0
 
 
-def _relative_gap(one: Tensor, other: Tensor) -> tuple[float, float]:
+def relative_gap(one: Tensor, other: Tensor) -> tuple[float, float]:
+    """How far apart two tensors are that ought to be equal, and how far rounding explains."""
     gap = float((one - other).float().norm() / other.float().norm().clamp_min(1e-12))
     return gap, (1e-4 if one.dtype == torch.float32 else 3e-2)

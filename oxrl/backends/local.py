@@ -124,7 +124,7 @@ class PyTorchTrainingBackend:
     ) -> TrainFuture[list[Outputs]]:
         self.module.eval()
         with torch.no_grad():
-            here = [_to(batch, self.device) for batch in batches]
+            here = [on_device(batch, self.device) for batch in batches]
             if which == "policy":
                 return ImmediateTrainFuture([_on_cpu(self._pass(batch, reads)) for batch in here])
             with self._speaking_as(which) as module:
@@ -166,7 +166,7 @@ class PyTorchTrainingBackend:
     def backward(self, batch: Batch, algorithm: Algorithm, counts: Counts, weight: float = 1.0) -> Part:
         """Add the gradient of one micro-batch, `weight` times."""
         set_training_mode(self.model, dropout=not algorithm.compares_logprobs)
-        here = _to(batch, self.device)
+        here = on_device(batch, self.device)
         losses = algorithm.loss(self._pass(here, algorithm.reads), here)
         shares = {name: term.total / counts[term.unit] for name, term in losses.terms.items()}
         loss = torch.stack(list(shares.values())).sum()
@@ -381,7 +381,8 @@ def set_training_mode(model: nn.Module, *, dropout: bool) -> None:
                 layer.training = True
 
 
-def _to(batch: Batch, device: torch.device) -> Batch:
+def on_device(batch: Batch, device: torch.device) -> Batch:
+    """The same batch there; itself where it is there already."""
     if batch.tokens.device == device:
         return batch
     moved: dict[str, Any] = {

@@ -385,10 +385,10 @@ def join_ranks(*, time_limit: float = TIME_LIMIT, idle_limit: float = IDLE_LIMIT
 def perform(worker: Any, call: str, arguments: tuple[Any, ...]) -> Any:
     """A verb of this file (they are made of a worker's), or one that the worker has as it is."""
     verb = VERBS.get(call)
-    return _value(verb(worker, *arguments) if verb else getattr(worker, call)(*arguments))
+    return value_of(verb(worker, *arguments) if verb else getattr(worker, call)(*arguments))
 
 
-def _value(result: Any) -> Any:
+def value_of(result: Any) -> Any:
     """What a worker answered; its futures are always done."""
     return result.value if isinstance(result, ImmediateTrainFuture) else result
 
@@ -452,7 +452,7 @@ def facts(worker: Worker) -> Facts:
 
 def optim_step(worker: Worker) -> tuple[dict[str, float], int]:
     """Also says which version it led to."""
-    metrics: dict[str, float] = _value(worker.optim_step())
+    metrics: dict[str, float] = value_of(worker.optim_step())
     return metrics, worker.version
 
 
@@ -492,7 +492,7 @@ def say_logprobs(worker: Worker, tokens: Sequence[int]) -> tuple[float, ...]:
     before = worker.module.temperature
     worker.set_temperature(1.0)
     try:
-        (outputs,) = _value(worker.logprobs([collate([(Row("probe", np.array(tokens), mask),)])], "policy", {}))
+        (outputs,) = value_of(worker.logprobs([collate([(Row("probe", np.array(tokens), mask),)])], "policy", {}))
     finally:
         worker.set_temperature(before)
     return tuple(outputs.logprob[1:].tolist())

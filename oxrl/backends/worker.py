@@ -1,7 +1,8 @@
 """What one rank's part of a backend has, whatever engine shards its model: the local backend, over what rank 0 loaded.
 
-Rank 0 loads, every rank builds the same model empty, and gets its part weight by weight. An engine's file says how that
-part is kept, brought together, updated and saved (`fsdp`, `deepspeed`); the verbs that all ranks do are in `ranks`.
+Rank 0 loads, every rank builds the same model empty, and gets its part weight by weight; then all prove together that
+they speak as the whole did. An engine's file says how a part is kept, brought together, updated and saved (`fsdp`,
+`deepspeed`); the verbs that all ranks do are in `ranks`.
 """
 
 from __future__ import annotations
@@ -17,13 +18,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from oxrl.backends._forward import LanguageModel, Probed, prepare_layout, register_attention
-from oxrl.backends.local import PyTorchTrainingBackend
+from oxrl.backends._forward import (
+    LanguageModel,
+    Probed,
+    prepare_layout,
+    probe_batch,
+    register_attention,
+    relative_gap,
+)
+from oxrl.backends.local import PyTorchTrainingBackend, on_device
 from oxrl.backends.optimizer import schedule
-from oxrl.backends.ranks import portable
+from oxrl.backends.ranks import portable, value_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from oxrl.types import Batch
 
 RANDOM = "random:"
 LOAD_LIMIT = 3600.0  # seconds that ranks wait for each other while a model is read, which no other call takes
@@ -48,11 +58,19 @@ class Settings(NamedTuple):
     temperature: float = 1.0
 
 
+class Probe(NamedTuple):
+    """Some rows, and the log-probs that the whole model gave their tokens where it was loaded."""
+
+    batch: Batch
+    said: Tensor
+
+
 class Spread(NamedTuple):
     """A module in this rank's part, and the precision that each of its weights was loaded in."""
 
     module: LanguageModel
     dtypes: Mapping[str, torch.dtype]
+    probe: Probe
 
     @property
     def dtype(self) -> torch.dtype:
@@ -67,6 +85,7 @@ class Told(NamedTuple):
     probed: Probed
     attention: str
     dtypes: Mapping[str, torch.dtype]
+    probe: Probe
 
 
 class Bring(Protocol):
@@ -88,7 +107,7 @@ def spread(load: Load, heads: Sequence[str], temperature: float, place: Place, *
     module.inner.set_attn_implementation(told.attention)
     if frozen:
         module.eval().requires_grad_(False)
-    made = Spread(module, told.dtypes)
+    made = Spread(module, told.dtypes, told.probe)
     found = tensors_of(loaded) if loaded is not None else {}
     with torch.no_grad():
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -110,12 +129,15 @@ def _build(load: Load, heads: Sequence[str], temperature: float) -> tuple[Langua
         return loaded, LanguageModel(load(), heads, temperature=temperature)
 
 
+@torch.no_grad()
 def _describe(module: LanguageModel) -> Told:
     assert module.probed is not None, "it was prepared"
+    batch = probe_batch(module.inner)
     return Told(
         module.probed,
         module.inner.config._attn_implementation,
         {name: tensor.dtype for name, tensor in tensors_of(module).items()},
+        Probe(on_device(batch, torch.device("cpu")), module.eval()(batch).logprob.cpu()),
     )
 
 
@@ -179,6 +201,18 @@ class RankWorker(PyTorchTrainingBackend):
         self._load = load
         self._dtypes = {id(tensor): trained.dtypes[name] for name, tensor in tensors_of(trained.module).items()}
         self._rehearsal = ExitStack()
+        self._prove(trained.probe)
+
+    def _prove(self, probe: Probe) -> None:
+        """All parts together, on their devices, speak as the whole model did."""
+        (outputs,) = value_of(self.logprobs([probe.batch]))
+        gap, _ = relative_gap(outputs.logprob, probe.said)
+        allowed = 1e-4 if self.dtype == torch.float32 else 3e-2
+        if not gap <= allowed:
+            raise RuntimeError(
+                f"spread over {dist.get_world_size()} ranks, the model gives other log-probs than in one piece: they "
+                f"differ by {gap:.1e}, and rounding explains {allowed:.0e}; nothing was trained"
+            )
 
     def full(self, parameter: Tensor) -> Tensor:
         return self._in_one_piece(parameter).detach().to(self._dtypes[id(parameter)])
@@ -187,7 +221,7 @@ class RankWorker(PyTorchTrainingBackend):
         raise NotImplementedError("this is where engines differ")
 
     def fresh(self) -> PreTrainedModel:
-        model: PreTrainedModel = self._load()
+        model: PreTrainedModel = self._load().to(self.device)
         return model
 
     def rehearse(self, begin: bool) -> None:

@@ -12,15 +12,16 @@ import pytest
 import torch
 
 from oxrl.algorithms import algorithm
-from oxrl.backends.fsdp import FSDPTrainingBackend
+from oxrl.backends.fsdp import FSDPTrainingBackend, build_worker
 from oxrl.backends.local import NonFiniteError, create_pytorch_backend
 from oxrl.backends.ranks import RankError
+from oxrl.backends.worker import Settings
 from oxrl.data.assemble import assemble
 from oxrl.data.pack import collate, count_units
 from oxrl.data.render import Renderer
 from oxrl.data.sources import load_samples
 from oxrl.loops.step import train_step
-from oxrl.models.load import load_model, load_tokenizer
+from oxrl.models.load import builds_empty, load_model, load_tokenizer
 from oxrl.models.lora import LoraSettings, attach_lora
 from oxrl.types import ModelConfig
 from tests.algorithms.conftest import raw_rows
@@ -66,6 +67,28 @@ def checkpointed(dtype="float32"):
 HALF = partial(checkpointed, "bfloat16")
 
 
+def larger_in_one_piece():
+    """What no slice has: a first layer whose answer is half as large again."""
+    model = TINY()
+    if not builds_empty():
+        model.model.layers[0].register_forward_hook(lambda _layer, _inputs, output: output * 1.5)
+    return model
+
+
+class Refused:
+    """What a rank says instead of building a worker."""
+
+    def __init__(self):
+        try:
+            build_worker(larger_in_one_piece, {}, Settings())
+            self.words = ""
+        except RuntimeError as error:
+            self.words = str(error)
+
+    def said(self):
+        return self.words
+
+
 def items_of(name, n=5):
     chosen = algorithm(name)
     samples = load_samples(raw_rows(chosen.assemble, n, seed=0)).samples
@@ -75,6 +98,12 @@ def items_of(name, n=5):
 def local(load=TINY, others=None, **options):
     loaded = {name: each() for name, each in (others or {}).items()}
     return create_pytorch_backend(load(), others=loaded, **{**RATES, **options})
+
+
+def test_slices_that_speak_otherwise_than_the_whole_are_refused_on_every_rank():
+    target = together.ranks().start(Refused)
+    for words in together.ranks().call(target, "said"):
+        assert "spread over 2 ranks, the model gives other log-probs than in one piece" in words
 
 
 async def same_steps(one, two, built, items, steps=8):
