@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 
 import pytest
@@ -17,6 +15,7 @@ from safetensors.torch import load_file
 from oxrl.generators.embedded import EmbeddedGenerator
 from oxrl.types import GenerationConfig, Request, Weights
 from oxrl.weights import trainer_logprobs
+from tests.web import Quiet, serving
 
 ARGUMENTS = ["--dtype", "float32", "--enforce-eager", "--max-num-seqs", "32"]
 
@@ -34,13 +33,11 @@ def need_vllm() -> None:
     need("vllm")
 
 
-class SGLangStandIn(BaseHTTPRequestHandler):
+class SGLangStandIn(Quiet):
     """SGLang's native endpoints as its documentation describes them, spoken by the embedded generator.
 
     It shows that our side of the protocol is consistent, not that SGLang is as documented.
     """
-
-    protocol_version = "HTTP/1.1"
 
     def do_GET(self):
         server = self.server
@@ -49,10 +46,10 @@ class SGLangStandIn(BaseHTTPRequestHandler):
             "/get_server_info": {"context_length": server.speaker.model.config.max_position_embeddings},
             "/get_weight_version": {"weight_version": server.weight_version},
         }
-        self.reply(known.get(self.path, {}), 200 if self.path in known else 404)
+        self.reply(200 if self.path in known else 404, known.get(self.path, {}))
 
     def do_POST(self):
-        raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        raw = self.read()
         body = json.loads(raw) if raw else {}
         self.server.seen.append((self.path, body))
         getattr(self, self.path.removeprefix("/"))(body)
@@ -61,7 +58,7 @@ class SGLangStandIn(BaseHTTPRequestHandler):
         server, parameters = self.server, body["sampling_params"]
         ids = body["input_ids"]
         if any(not 0 <= token < server.speaker.model.config.vocab_size for token in ids):
-            return self.reply({"error": {"message": "a token id is out of vocabulary"}}, 400)
+            return self.reply(400, {"error": {"message": "a token id is out of vocabulary"}})
         sampling = GenerationConfig(
             max_new_tokens=parameters["max_new_tokens"],
             temperature=parameters["temperature"],
@@ -81,16 +78,18 @@ class SGLangStandIn(BaseHTTPRequestHandler):
             prompt = server.portal.call(trainer_logprobs, server.speaker.model, ids)
             said_of = zip((None, *prompt), ids, strict=True)
             about["input_token_logprobs"] = [[logprob, token, None] for logprob, token in said_of]
-        return self.reply({"text": said.text, "output_ids": list(said.token_ids), "meta_info": about})
+        return self.reply(200, {"text": said.text, "output_ids": list(said.token_ids), "meta_info": about})
 
     def update_weights_from_disk(self, body):
         server = self.server
         if server.refuses:
-            return self.reply({"success": False, "message": "no room"})
+            return self.reply(200, {"success": False, "message": "no room"})
         if not server.deaf:
             server.portal.call(self.take, load_file(f"{body['model_path']}/model.safetensors"))
         server.weight_version = body.get("weight_version", server.weight_version)
-        return self.reply({"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0})
+        return self.reply(
+            200, {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
+        )
 
     async def take(self, weights):
         speaker = self.server.speaker
@@ -102,22 +101,12 @@ class SGLangStandIn(BaseHTTPRequestHandler):
     def abort_request(self, body):
         assert body["abort_all"]
         self.server.portal.call(self.server.speaker.abort)
-        self.reply(None)
+        self.reply(200)
 
     def pause_generation(self, _body):
-        self.reply({"status": "ok"})
+        self.reply(200, {"status": "ok"})
 
     continue_generation = flush_cache = pause_generation
-
-    def reply(self, content, status=200):
-        body = b"" if content is None else json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_):
-        pass
 
 
 @contextmanager
@@ -126,17 +115,9 @@ def sglang_stand_in(model, tokenizer):
 
     `.deaf` makes it answer an update without taking it, `.refuses` say that it cannot.
     """
-    with start_blocking_portal() as portal:
-        server = ThreadingHTTPServer(("127.0.0.1", 0), SGLangStandIn)
-        server.daemon_threads = True
-        server.portal, server.speaker = portal, EmbeddedGenerator(model, tokenizer)
-        server.weight_version, server.deaf, server.refuses, server.seen = "default", False, False, []
-        server.url = f"http://127.0.0.1:{server.server_port}"
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            server.server_close()
-            thread.join()
+    facts = {"weight_version": "default", "deaf": False, "refuses": False, "seen": []}
+    with (
+        start_blocking_portal() as portal,
+        serving(SGLangStandIn, portal=portal, speaker=EmbeddedGenerator(model, tokenizer), **facts) as server,
+    ):
+        yield server

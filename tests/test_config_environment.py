@@ -4,8 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -14,6 +12,7 @@ from oxrl.data.prepare import data_dir, prepare
 from oxrl.inputs import read_inputs
 from oxrl.runs import run_folder
 from tests.rows import write_jsonl
+from tests.web import Quiet, serving
 
 
 def test_prepared_data_lies_and_is_found_where_the_variable_says(tmp_path, monkeypatch):
@@ -41,22 +40,16 @@ def test_runs_go_where_the_variable_says_unless_the_config_says_otherwise(tmp_pa
 @pytest.fixture
 def hub():
     """A hub that has nothing and remembers what it was asked for, and by whom."""
-    asked = []
 
-    class Hub(BaseHTTPRequestHandler):
+    class Hub(Quiet):
         def do_GET(self):
-            asked.append((self.path, self.headers.get("authorization")))
-            self.send_error(404)
+            self.server.asked.append((self.path, self.headers.get("authorization")))
+            self.reply(404)
 
-        do_HEAD = do_GET  # noqa: N815 - the library's name for it
+        do_HEAD = do_GET
 
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}", asked
-    server.shutdown()
+    with serving(Hub, asked=[]) as server:
+        yield server.url, server.asked
 
 
 def test_the_hub_is_asked_with_the_token_and_for_the_revision(hub, tmp_path):

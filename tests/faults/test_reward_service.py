@@ -4,49 +4,31 @@ import json
 import threading
 import time
 import urllib.request
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from tests.loops.test_online import Setting, small_letters
+from tests.web import Quiet, serving
 
 LIMIT = 3.0  # seconds that a reward may take
 
 
-class Service(BaseHTTPRequestHandler):
+class Service(Quiet):
     """Grades as `small_letters` does; `server.fault(count)` says what is wrong with the request of this number."""
 
-    protocol_version = "HTTP/1.1"
-
     def do_POST(self):
-        tokens = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        tokens = json.loads(self.read())
         with self.server.lock:
             self.server.count += 1
             fault = self.server.fault(self.server.count)
         if fault == "slow":
             time.sleep(2 * LIMIT)
         share = sum(97 <= token < 123 for token in tokens) / max(1, len(tokens))
-        body = b"<html>busy" if fault == "nonsense" else json.dumps(share).encode()
-        self.send_response(503 if fault == "busy" else 200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_):
-        pass
+        self.reply(503 if fault == "busy" else 200, b"<html>busy" if fault == "nonsense" else share)
 
 
-@contextmanager
 def service(fault):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
-    server.daemon_threads, server.lock, server.count, server.fault = True, threading.Lock(), 0, fault
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
+    return serving(Service, lock=threading.Lock(), count=0, fault=fault)
 
 
 def asking(port):

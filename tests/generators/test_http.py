@@ -1,14 +1,10 @@
 """Engines over HTTP that misbehave: a real server on loopback, whose script says how."""
 
-import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
 
@@ -33,6 +29,7 @@ from oxrl.models.load import load_model
 from oxrl.types import GenerationConfig, Request, Weights
 from oxrl.weights import ModuleWeights, trainer_logprobs, write_weights
 from tests.engines import sglang_stand_in
+from tests.web import Quiet, serving
 
 pytestmark = pytest.mark.anyio
 SAMPLING = GenerationConfig(max_new_tokens=4)
@@ -43,44 +40,23 @@ def anyio_backend():
     return "trio"
 
 
-class Scripted(BaseHTTPRequestHandler):
+class Scripted(Quiet):
     """Answers by the server's `script`, one entry per request, the last for ever: (status, content) or a function."""
-
-    protocol_version = "HTTP/1.1"
 
     def do_GET(self):
         server = self.server
-        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.read()
         server.seen.append((time.monotonic(), self.path))
         step = server.script[min(len(server.seen), len(server.script)) - 1]
         if callable(step):
             return step(self)
-        status, content = step
-        body = content if isinstance(content, bytes) else json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        return self.wfile.write(body)
+        return self.reply(*step)
 
-    def do_POST(self):
-        self.do_GET()
-
-    def log_message(self, *_):
-        pass
+    do_POST = do_GET
 
 
-@contextmanager
 def scripted(*script):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Scripted)
-    server.daemon_threads = True
-    server.script, server.seen = script, []
-    server.url = f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
+    return serving(Scripted, script=script, seen=[])
 
 
 def hang_up(handler):

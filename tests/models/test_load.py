@@ -5,10 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +38,7 @@ from oxrl.models.load import (
 )
 from oxrl.models.lora import LoraSettings, attach_lora, save_adapter
 from oxrl.types import ModelConfig
+from tests.web import Quiet, serving
 
 ROOT = Path(__file__).parents[2]
 IDS = torch.arange(40)[None]
@@ -503,47 +500,24 @@ COMMIT = "0" * 39 + "1"
 REFUSALS = {"gated": (403, "GatedRepo"), "nobody": (404, "RepoNotFound"), "old": (404, "RevisionNotFound")}
 
 
-class FakeHub(BaseHTTPRequestHandler):
+class FakeHub(Quiet):
     """Serves `someone/tiny` out of the cache folder, and every way in which a hub says no."""
 
     def do_GET(self) -> None:
-        self.answer()
-
-    def do_HEAD(self) -> None:
-        self.answer()
-
-    def answer(self) -> None:
         parts = self.path.partition("?")[0].strip("/").split("/")
         if parts[0] == "api":
             about: Any = [] if "tree" in parts else {"id": "someone/tiny", "sha": COMMIT, "siblings": []}
-            return self.send(200, json.dumps(about).encode())
+            return self.reply(200, about)
         if parts[0] in REFUSALS:
             status, reason = REFUSALS[parts[0]]
-            return self.send(status, b"", {"X-Error-Code": reason})
+            return self.reply(status, X_Error_Code=reason)
         file = prepare_builtin("tiny") / parts[-1]
         is_hidden = parts[0] == "pickler" and file.suffix == ".safetensors"
         if not file.is_file() or is_hidden:
-            return self.send(404, b"", {"X-Error-Code": "EntryNotFound"})
-        return self.send(200, file.read_bytes(), {"ETag": f'"{file.name}"', "X-Repo-Commit": COMMIT})
+            return self.reply(404, X_Error_Code="EntryNotFound")
+        return self.reply(200, file.read_bytes(), ETag=f'"{file.name}"', X_Repo_Commit=COMMIT)
 
-    def send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
-        self.send_response(status)
-        for name, value in {**(headers or {}), "Content-Length": str(len(body))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None:
-        """Stay silent."""
-
-
-@contextmanager
-def fake_hub() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
+    do_HEAD = do_GET
 
 
 def test_a_hub_id_loads_from_the_hub_and_each_refusal_is_one_sentence(tmp_path: Path) -> None:
@@ -564,8 +538,8 @@ said["parameters"] = load_model("someone/tiny").num_parameters()
 said["tokens"] = load_tokenizer("someone/tiny").encode("A")
 print(json.dumps(said))
 """
-    with fake_hub() as address:
-        environment = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+    with serving(FakeHub) as hub:
+        environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
         ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     said = json.loads(ran.stdout)

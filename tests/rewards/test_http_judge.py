@@ -6,9 +6,7 @@ import re
 import socket
 import threading
 import time
-from contextlib import contextmanager
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 
 import anyio
@@ -17,18 +15,17 @@ import pytest
 from oxrl.rewards import grade, reward, weighted
 from oxrl.rewards.judge import judge_messages
 from tests.rewards.rollouts import said
+from tests.web import Quiet, serving
 
 SECRET = "sk-very-secret-0123456789"
 KEY = "OXRL_TEST_JUDGE_KEY"
 
 
-class Judge(BaseHTTPRequestHandler):
+class Judge(Quiet):
     """Answers by the server's `script`: one entry per request, the last for ever; a function writes by itself."""
 
-    protocol_version = "HTTP/1.1"
-
     def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = json.loads(self.read())
         server = self.server
         with server.lock:
             server.seen.append((self.path, dict(self.headers), body))
@@ -43,35 +40,13 @@ class Judge(BaseHTTPRequestHandler):
             with server.lock:
                 server.at_once -= 1
 
-    def reply(self, status, body, **headers):
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_):
-        pass
-
 
 def completion(text):
     return json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]}).encode()
 
 
-@contextmanager
-def serving(*script):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
-    server.daemon_threads = True
-    server.script, server.seen, server.lock, server.at_once, server.most_at_once = script, [], threading.Lock(), 0, 0
-    server.url = f"http://127.0.0.1:{server.server_port}/v1"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
+def judging(*script):
+    return serving(Judge, script=script, seen=[], lock=threading.Lock(), at_once=0, most_at_once=0)
 
 
 def status(code, body=b"{}", **headers):
@@ -114,13 +89,13 @@ def endless(judge):
 
 
 def judged(server, texts=("It is 4.",), *, time_limit=5.0, **parameters):
-    by = reward("llm_judge", **{"base_url": server.url, "model": "wise", "backoff": 0.01, **parameters})
+    by = reward("llm_judge", **{"base_url": f"{server.url}/v1", "model": "wise", "backoff": 0.01, **parameters})
     rollouts = [said(text, "4", index=i, prompt="2+2?") for i, text in enumerate(texts)]
     return anyio.run(partial(grade, rollouts, by, time_limit=time_limit))
 
 
 def test_a_score_out_of_ten_becomes_a_reward():
-    with serving("It is right.\nScore: 7") as server:
+    with judging("It is right.\nScore: 7") as server:
         (graded,) = judged(server, rubric="Is it right?", options={"top_p": 0.5, "max_tokens": None})
     assert graded.reward == pytest.approx(0.7)
     ((path, headers, body),) = server.seen
@@ -138,7 +113,7 @@ def test_a_score_out_of_ten_becomes_a_reward():
     ids=["500", "503", "429", "html", "no choices", "cut off"],
 )
 def test_trouble_that_passes_is_tried_again(trouble):
-    with serving(trouble, trouble, "Score: 10") as server:
+    with judging(trouble, trouble, "Score: 10") as server:
         (graded,) = judged(server)
     assert (graded.reward, graded.error) == (1.0, None)
     assert len(server.seen) == 3
@@ -163,7 +138,7 @@ def test_trouble_that_passes_is_tried_again(trouble):
     ids="500 400 404 302 garbage deep null refuses eleven hang drip cut".split(),
 )
 def test_trouble_that_stays_leaves_an_answer_ungraded_and_never_at_zero(trouble, why, requests):
-    with serving(trouble) as server:
+    with judging(trouble) as server:
         (graded,) = judged(server, retries=2, time_limit=0.2 if trouble in (hang, drip) else 5.0)
     assert graded.reward is None
     assert graded.error.startswith("reward llm_judge failed: ")
@@ -172,7 +147,7 @@ def test_trouble_that_stays_leaves_an_answer_ungraded_and_never_at_zero(trouble,
 
 
 def test_a_reply_without_end_is_not_read_to_its_end():
-    with serving(endless) as server:
+    with judging(endless) as server:
         start = time.perf_counter()
         (graded,) = judged(server, time_limit=20)
     assert "no end" in graded.error
@@ -195,7 +170,7 @@ def test_waits_grow_and_the_server_may_ask_for_more():
         times.append(time.perf_counter())
         judge.reply(429, b"", **headers)
 
-    with serving(note, note, partial(note, Retry_After="1"), "Score: 5") as server:
+    with judging(note, note, partial(note, Retry_After="1"), "Score: 5") as server:
         (graded,) = judged(server, backoff=0.1)
         times.append(time.perf_counter())
     first, second, third = (after - before for before, after in pairwise(times))
@@ -209,8 +184,8 @@ def test_so_many_at_once_and_no_more_and_waiting_for_a_turn_is_not_late(backend)
         time.sleep(0.1)
         judge.reply(200, completion("Score: 3"))
 
-    with serving(slow) as server:
-        by = reward("llm_judge", base_url=server.url, model="m", concurrency=2, retries=0)
+    with judging(slow) as server:
+        by = reward("llm_judge", base_url=f"{server.url}/v1", model="m", concurrency=2, retries=0)
         groups = [[said(f"{group} {i}", "4", index=i) for i in range(4)] for group in range(2)]
         results = {}
 
@@ -228,10 +203,10 @@ def test_so_many_at_once_and_no_more_and_waiting_for_a_turn_is_not_late(backend)
 
 
 def test_what_was_asked_once_is_remembered_also_on_disk(tmp_path):
-    with serving("Score: 4", status(500)) as server:
+    with judging("Score: 4", status(500)) as server:
         kept = {"cache": str(tmp_path / "cache"), "retries": 0}
-        by = reward("llm_judge", base_url=server.url, model="wise", **kept)
-        for judge in (by, by, reward("llm_judge", base_url=server.url, model="wise", **kept)):
+        by = reward("llm_judge", base_url=f"{server.url}/v1", model="wise", **kept)
+        for judge in (by, by, reward("llm_judge", base_url=f"{server.url}/v1", model="wise", **kept)):
             (graded,) = anyio.run(grade, [said("It is 4.", "4")], judge)
             assert graded.reward == 0.4
         assert len(server.seen) == 1
@@ -240,7 +215,7 @@ def test_what_was_asked_once_is_remembered_also_on_disk(tmp_path):
             assert graded.reward is None, "another question is another question, and a failure is not remembered"
     for file in (tmp_path / "cache").iterdir():
         file.write_text("spoilt")
-    with serving("Score: 9") as server:
+    with judging("Score: 9") as server:
         (graded,) = judged(server, cache=str(tmp_path / "cache"))
         assert graded.reward == 0.9
 
@@ -251,12 +226,12 @@ def test_the_key_is_sent_and_shown_nowhere(monkeypatch, caplog, tmp_path):
     told = json.dumps({"error": f"Incorrect API key provided: {SECRET}"}).encode()
     troubles = [status(401, told), status(403, told), status(400, told), status(500, told), raw(told), hang]
     for trouble in troubles:
-        with serving(trouble) as server:
+        with judging(trouble) as server:
             (graded,) = judged(server, api_key_env=KEY, retries=1, time_limit=0.5, cache=str(tmp_path))
         assert server.seen[0][1]["Authorization"] == f"Bearer {SECRET}"
         assert graded.reward is None
         assert SECRET not in graded.error + repr(graded)
-    with serving(status(401, told)) as server:
+    with judging(status(401, told)) as server:
         (graded,) = judged(server, api_key_env=KEY)
     assert f"answered 401: check the key in {KEY}" in graded.error
     assert len(server.seen) == 1
@@ -294,8 +269,8 @@ def test_other_addresses_are_refused(url):
 
 def test_an_untrusted_certificate_is_no_answer():
     """An endpoint that speaks TLS with nobody's certificate, or none at all, gets neither the question nor the key."""
-    with serving("Score: 10") as server:
-        by = reward("llm_judge", base_url=server.url.replace("http:", "https:"), model="m", retries=0)
+    with judging("Score: 10") as server:
+        by = reward("llm_judge", base_url=f"{server.url}/v1".replace("http:", "https:"), model="m", retries=0)
         (graded,) = anyio.run(grade, [said("4", "4")], by)
     assert graded.reward is None
     assert server.seen == []
@@ -309,8 +284,8 @@ def test_an_answer_cannot_end_the_tags_it_stands_in():
 
 
 def test_a_judge_is_a_part_like_any_other():
-    with serving("Score: 5", status(400)) as server:
-        both = weighted({reward("llm_judge", base_url=server.url, model="m"): 1.0, "exact_match": 0.5})
+    with judging("Score: 5", status(400)) as server:
+        both = weighted({reward("llm_judge", base_url=f"{server.url}/v1", model="m"): 1.0, "exact_match": 0.5})
         good, ungraded = [anyio.run(grade, [said(text, "4")], both)[0] for text in ("4", "5")]
     assert good.score.value == 1.0
     assert good.score.parts == {"llm_judge": 0.5, "exact_match": 1.0}
