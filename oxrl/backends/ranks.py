@@ -32,9 +32,9 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from oxrl.algorithms import algorithm as named_algorithm
 from oxrl.backends._forward import HEADS, LanguageModel
 from oxrl.backends.local import NonFiniteError, Part, sum_parts
+from oxrl.backends.named import NamedAlgorithm
 from oxrl.data.pack import collate
 from oxrl.processes import MEETING
 from oxrl.types import (
@@ -391,32 +391,6 @@ def perform(worker: Any, call: str, arguments: tuple[Any, ...]) -> Any:
 def value_of(result: Any) -> Any:
     """What a worker answered; its futures are always done."""
     return result.value if isinstance(result, ImmediateTrainFuture) else result
-
-
-class NamedAlgorithm(NamedTuple):
-    """`NamedAlgorithm("dpo", {"beta": 0.2})`: how an algorithm travels."""
-
-    source: str
-    parameters: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, algorithm: Algorithm) -> NamedAlgorithm:
-        """Refused where the other ranks would train with another loss than the one that was asked for."""
-        named = cls(algorithm.source or algorithm.name, dict(algorithm.parameters))
-        if _code(named.rebuilt().loss) != _code(algorithm.loss):
-            raise ValueError(
-                f"the loss of {algorithm.name} was made in this process, so other ranks cannot find it: write it into "
-                "a file and name it there, algorithm('my_file.py:my_loss')"
-            )
-        return named
-
-    def rebuilt(self) -> Algorithm:
-        return named_algorithm(self.source, **self.parameters)
-
-
-def _code(function: Any) -> tuple[str, str]:
-    inner = function.func if isinstance(function, partial) else function
-    return getattr(inner, "__module__", ""), getattr(inner, "__qualname__", repr(inner))
 
 
 def add_gradients(
