@@ -86,9 +86,15 @@ MODES = {
         {
             "model": {"name": "tiny", "ref_update": "ema", "ref_decay": 0.5},
             "lora": {"enabled": True},
-            "train": {**TRAIN, "train_steps_per_epoch": 10, "alg_name": "online_dpo", "train_batch_size_per_gpu": 2},
+            "train": {
+                **TRAIN,
+                "alg_name": "grpo",
+                "alg_params": {"kl_coef": 0.5},
+                "train_steps_per_epoch": 6,
+                "train_batch_size_per_gpu": 2,
+            },
             "reward": {"reward_func": "length_target", "params": {"target": 6}},
-            "rollout": {"n_samples": 4, "max_tokens": 8},
+            "rollout": {"n_samples": 4, "max_tokens": 12},
         },
         2,
     ),
