@@ -359,7 +359,7 @@ class DeepSpeedWorker(RankWorker):
         restore_random_state(load_file(shards / f"random_{dist.get_rank()}.safetensors"))
         self.version, self.reference_moved = about["version"], about["reference_moved"]
         if self.reference_moved:
-            weights = self.reference_weights()
+            weights: Mapping[str, Any] = self.reference_weights()
             slices = load_file(shards / f"reference_{self._reference_rank}.safetensors")
             check_reference(slices, weights, path)
             for name, weight in weights.items():
