@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -250,6 +250,8 @@ class PyTorchTrainingBackend:
         followed = {name: followed_name(name) or name for name in reference}
         if strangers := sorted(followed.values() - policy.keys()):
             raise ValueError(f"the reference is of another make than the policy, which has no {strangers[0]}")
+        if not self.reference_moved:
+            _tell_if_coarse(reference.values(), 1 - decay)
         for name, weight in reference.items():
             self._move(weight, policy[followed[name]], 1 - decay)
         self.reference_moved = True
@@ -380,6 +382,19 @@ def as_reference(model: Any) -> Iterator[None]:
     finally:
         for layer, was in zip(layers, before, strict=True):
             setattr(layer, switch, was)
+
+
+def _tell_if_coarse(weights: Iterable[Tensor], share: float) -> None:
+    """Half precision rounds small steps away, so an average that is kept in it stops on its way."""
+    coarse = next((weight.dtype for weight in weights if torch.finfo(weight.dtype).bits < 32), None)
+    if coarse is not None and share < 1:
+        logger.warning(
+            "the reference is kept in %s, where a weight that is within %.0f%% of the policy's does not notice a step "
+            "of %.2g of the way: set model.ref_update: periodic, a smaller model.ref_decay, or model.dtype: float32",
+            str(coarse).removeprefix("torch."),
+            100 * torch.finfo(coarse).eps / 2 / share,
+            share,
+        )
 
 
 def create_cross_entropy_loss() -> LossFn:

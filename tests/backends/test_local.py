@@ -331,6 +331,27 @@ async def test_an_adapter_that_follows_is_part_of_the_checkpoint(tmp_path):
         await create_pytorch_backend(with_adapter()).load(tmp_path)
 
 
+HALF = ModelConfig("tiny", dtype="bfloat16")
+
+
+async def test_a_reference_that_is_too_coarse_to_follow_says_so(caplog):
+    """In bfloat16 a step of 1 % of a 10 % gap is rounded away; an adapter is in float32 whatever its base is in."""
+    model, reference = load_model(HALF), load_model(HALF)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1.1)
+    create_pytorch_backend(model, others={"ref": reference}).update_reference(0.99)
+    assert all(weight.equal(load_model(HALF).get_parameter(name)) for name, weight in reference.named_parameters())
+    assert "the reference is kept in bfloat16, where a weight that is within 39% of the policy's" in caplog.text
+    caplog.clear()
+    adapted = attach_reference(attach_lora(load_model(HALF), LoraSettings(r=4)))
+    backend = create_pytorch_backend(adapted, lr=1e-3)
+    await steps(backend, 1)
+    await backend.update_reference(0.99)
+    assert {weight.dtype for weight in backend.reference_weights().values()} == {torch.float32}
+    assert not caplog.records
+
+
 async def test_a_layer_speaks_as_the_policy_again_whatever_happened_in_a_pass_of_the_reference():
     backend = create_pytorch_backend(with_follower(), lr=1e-2)
     await steps(backend, 1)
