@@ -319,7 +319,7 @@ def algorithm_schedule(config: Config) -> dict[int, Algorithm]:
 
 
 def other_models(config: Config) -> dict[str, str]:
-    """The models that the algorithms compare with, by role; the reference of an adapter is its base, already there."""
+    """The models that the algorithms compare with, by role; the reference of an adapter is inside the policy."""
     roles = set().union(*(each.others for each in algorithm_schedule(config).values()))
     models: dict[str, str] = {}
     if "teacher" in roles:
@@ -329,6 +329,13 @@ def other_models(config: Config) -> dict[str, str]:
     if "ref" in roles and (config.model.ref_model is not None or not config.lora.enabled):
         models["ref"] = resolve_weights(config.model.ref_model or config.model.name)
     return models
+
+
+def follows_by_adapter(config: Config) -> bool:
+    """Whether the reference is a second adapter: its base cannot follow the first one."""
+    model = config.model
+    compared = any("ref" in each.others for each in algorithm_schedule(config).values())
+    return compared and config.lora.enabled and model.ref_model is None and model.ref_update != "fixed"
 
 
 def chosen_reward(config: Config) -> Reward:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from oxrl.backends.queued import QueuedBackend
 from oxrl.config import Config
 from oxrl.devices import sharding_of
-from oxrl.inputs import Inputs, algorithm_schedule, lora_of, model_config, other_models
+from oxrl.inputs import Inputs, algorithm_schedule, follows_by_adapter, lora_of, model_config, other_models
 from oxrl.models.load import (
     check_tokenizer,
     end_tokens,
@@ -26,7 +26,7 @@ from oxrl.models.load import (
     resolve_device,
     resolve_dtype,
 )
-from oxrl.models.lora import LoraSettings, attach_lora, save_adapter
+from oxrl.models.lora import LoraSettings, attach_lora, attach_reference, save_adapter
 from oxrl.types import Generator, ModelConfig
 
 
@@ -38,12 +38,21 @@ class Engine(NamedTuple):
 
 
 def load_policy(
-    config: ModelConfig, lora: LoraSettings | None, seed: int, tokenizer: Any, *, to_spread: bool = False
+    config: ModelConfig,
+    lora: LoraSettings | None,
+    seed: int,
+    tokenizer: Any,
+    *,
+    follower: bool = False,
+    to_spread: bool = False,
 ) -> Any:
-    """The model that is trained, with its adapter; the same on every rank."""
+    """The model that is trained, with its adapter, and with a `follower` of that as reference; alike on every rank."""
     model = load_model(off_device(config) if to_spread else config)
     check_tokenizer(model, tokenizer)
-    return model if lora is None else attach_lora(model, lora, seed=seed)
+    if lora is None:
+        return model
+    adapted = attach_lora(model, lora, seed=seed)
+    return attach_reference(adapted) if follower else adapted
 
 
 def load_other(config: ModelConfig, tokenizer: Any, *, to_spread: bool = False) -> Any:
@@ -109,7 +118,8 @@ def loads_of(config: Config, inputs: Inputs, *, to_spread: bool) -> Loads:
         role: partial(load_other, place._replace(name=name, gradient_checkpointing=False), inputs.tokenizer, **how)
         for role, name in other_models(config).items()
     }
-    return Loads(partial(load_policy, place, lora_of(config), config.run.seed, inputs.tokenizer, **how), others)
+    policy = place, lora_of(config), config.run.seed, inputs.tokenizer
+    return Loads(partial(load_policy, *policy, follower=follows_by_adapter(config), **how), others)
 
 
 @contextmanager

@@ -42,6 +42,7 @@ from oxrl.inputs import (
     Inputs,
     algorithm_schedule,
     chosen_algorithm,
+    follows_by_adapter,
     grader,
     lora_of,
     made_up_answers,
@@ -263,7 +264,7 @@ def heaviest_work(config: Config, inputs: Inputs, facts: ModelFacts) -> Work:
         gradient_checkpointing=config.model.gradient_checkpointing,
         longest=max(sum(map(len, item)) for item in part),
         key_tokens=sum(map(len, rows)),
-        others=other_bytes(config),
+        others=other_bytes(config, facts),
         statistics=max(len(each.reads) for each in algorithms),
         compares=any(read.of for each in algorithms for read in each.reads.values()),
         generating=generating,
@@ -282,14 +283,16 @@ def longest_training_items(config: Config, inputs: Inputs, vocabulary: int) -> l
     return [part for item in items for part in ([item] if len(item) <= 2 else [(row,) for row in item])]
 
 
-def other_bytes(config: Config) -> dict[str, int]:
+def other_bytes(config: Config, facts: ModelFacts) -> dict[str, int]:
     """Weights that are in memory and not trained, by role."""
     models = {role: grader(config, name) for role, name in other_models(config).items()}
     for role, name in (("reward model", config.reward.model), ("judge", config.reward.judge)):
         if name is not None:
             models[role] = grader(config, name)
     named = {"ref": "reference"}
-    return {named.get(role, role): model_facts(model).weight_bytes for role, model in models.items()}
+    sizes = {named.get(role, role): model_facts(model).weight_bytes for role, model in models.items()}
+    # A second adapter, in float32 as the first.
+    return {"reference": 4 * facts.trained, **sizes} if follows_by_adapter(config) else sizes
 
 
 def model_facts(config: ModelConfig, lora: LoraSettings | None = None) -> ModelFacts:
@@ -537,7 +540,8 @@ def _changes(config: Config, facts: ModelFacts, work: Work) -> Iterator[Iterator
     if work.generating is not None:
         fewer = [slots for slots in (32, 16, 8, 4, 2, 1) if slots < work.generating.slots]
         yield ((f"rollout.slots: {slots}", facts, _narrower(work, slots)) for slots in fewer)
-    if facts.trained == facts.parameters:
+    own_reference = config.model.ref_model is not None and config.model.ref_update != "fixed"
+    if facts.trained == facts.parameters and not own_reference:  # which cannot follow an adapter
         low = model_facts(model_config(config), LoraSettings(config.lora.r, config.lora.alpha))
         # The reference of an adapter is its base, already there.
         others = {role: size for role, size in work.others.items() if role != "reference" or config.model.ref_model}

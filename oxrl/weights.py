@@ -24,12 +24,15 @@ if TYPE_CHECKING:
 
 BUCKET = 2**30  # bytes of weights in one file, and in memory on their way there
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+POLICY_ADAPTER = "default"  # as PEFT calls the first
+REFERENCE_ADAPTER = "ref"
 _INDEX = "model.safetensors.index.json"
 # What stands between two parts of a name and is no part of the model: compile, checkpointing, FSDP1, PEFT.
 _WRAPPERS = re.compile(
     r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|base_layer|modules_to_save\.[^.]+)\."
 )
 _ADAPTER = re.compile(r"(?:^|\.)(?:lora_\w+|original_module)(?:\.|$)")
+_FOLLOWS = re.compile(rf"(?<=\.)(lora_\w+)\.{REFERENCE_ADAPTER}(?=\.|$)")
 _LAYER = re.compile(r".*?\.\d+(?=\.)")
 
 Full: TypeAlias = "Callable[[Tensor], Tensor]"
@@ -55,6 +58,15 @@ def plain_names(module: Any) -> dict[str, str]:
         seen.add(id(tensor))
         names[name] = _WRAPPERS.sub("", name.removeprefix(prefix))
     return names
+
+
+def followed_name(name: str) -> str | None:
+    """The weight that one of the reference's adapter follows; None for those of everything else.
+
+    `followed_name("up_proj.lora_A.ref.weight") == "up_proj.lora_A.default.weight"`.
+    """
+    followed = _FOLLOWS.sub(rf"\1.{POLICY_ADAPTER}", name)
+    return followed if followed != name else None
 
 
 def plain_weights(module: Any, full: Full = as_it_is) -> Iterator[tuple[str, Tensor]]:
@@ -116,20 +128,24 @@ def adapter_files(write: Callable[[Path], None]) -> dict[str, bytes]:
 
 
 def adapter_weights(module: Any, full: Full = as_it_is) -> dict[str, Tensor]:
-    """An adapter's weights under their names in the model that has it, all of them: they are small."""
+    """The policy's adapter: weights under their names in the model that has it, all of them, for they are small."""
     tensors = _adapted_model(module).state_dict(keep_vars=True)
-    return {name: full(tensor) for name, tensor in tensors.items() if _ADAPTER.search(name)}
+    return {
+        name: full(tensor) for name, tensor in tensors.items() if _ADAPTER.search(name) and followed_name(name) is None
+    }
 
 
 def write_adapter(module: Any, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
-    """The adapter alone, and proof that it arrived: wrappers around layers can hide it from PEFT."""
+    """The policy's adapter alone, and proof that it arrived: wrappers around layers can hide it from PEFT."""
     from safetensors import safe_open
 
     weights = adapter_weights(module) if weights is None else weights
-    _adapted_model(module).save_pretrained(str(folder), state_dict=weights, save_embedding_layers=False)
+    _adapted_model(module).save_pretrained(
+        str(folder), state_dict=weights, save_embedding_layers=False, selected_adapters=[POLICY_ADAPTER]
+    )
     with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as written:
         saved = sum("lora_" in name for name in written.keys())  # noqa: SIM118 - not a mapping
-    held = sum("lora_" in name for name, _ in module.named_parameters())
+    held = sum("lora_" in name and followed_name(name) is None for name, _ in module.named_parameters())
     if not held or saved != held:
         raise RuntimeError(
             f"the adapter saved in {folder} has {saved} of the model's {held} adapter weights; is a layer wrapped "

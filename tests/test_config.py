@@ -175,7 +175,14 @@ def test_a_config_survives_being_written_and_read():
         ({"rollout": {"force_strict_on_policy": True}, "train": {"iterations": 2}}, "the later ones are not on-policy"),
         ({"model": {"ref_update": "ema"}}, "and sgrpo has none"),
         ({"model": {"ref_update": "ema"}, "train": {"alg_name": "dpo"}}, "and dpo has none"),
-        ({"train": {"alg_name": "spin"}, "model": {"ref_update": "ema"}, "lora": {"enabled": True}}, "cannot follow"),
+        (
+            {
+                "train": {"alg_name": "spin"},
+                "model": {"ref_update": "ema", "ref_model": "tiny"},
+                "lora": {"enabled": True},
+            },
+            "model.ref_model is a model of its own, which cannot follow an adapter",
+        ),
         ({"train": {"alg_name": "sft"}, "reward": {"reward_func": "contains"}}, "sft learns from rows as they are"),
     ],
 )  # fmt: skip
@@ -186,7 +193,8 @@ def test_keys_that_contradict_each_other_are_told_with_what_to_change(sections, 
 
 def test_a_reference_that_there_is_may_follow():
     for train in ({"alg_name": "online_dpo"}, {"alg_params": {"kl_coef": 0.1}}):
-        assert contradictions(config_of(model={"ref_update": "ema"}, train=train)) == []
+        for lora in ({}, {"enabled": True}):
+            assert contradictions(config_of(model={"ref_update": "ema"}, train=train, lora=lora)) == []
 
 
 def test_a_reward_for_the_whole_file_is_that_of_rl(tmp_path):

@@ -118,6 +118,17 @@ def test_a_reference_is_a_second_model_unless_it_is_an_adapters_base(config_file
     assert low.memory.others == {}
 
 
+def test_a_reference_that_follows_an_adapter_is_a_second_one(config_file):
+    sampled = {
+        "train": {"alg_name": "online_dpo"},
+        "reward": {"reward_func": "number_match"},
+        "lora": {"enabled": True},
+    }
+    fixed, follows = (planned(config_file, **sampled, model={"ref_update": update}) for update in ("fixed", "ema"))
+    assert fixed.memory.others == {} and follows.memory.others == {"reference": 4 * fixed.facts.trained}
+    assert follows.facts == fixed.facts
+
+
 def test_a_run_that_samples_has_a_cache_for_its_longest_answers(config_file):
     online = {"train": {"alg_name": "grpo"}, "reward": {"reward_func": "number_match"}}
     plan = planned(config_file, **online, rollout={"n_samples": 4, "max_tokens": 64, "slots": 8})

@@ -4,6 +4,7 @@ import json
 import random
 
 import pytest
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from oxrl.cli import app
@@ -194,7 +195,11 @@ LENGTH = {"reward": {"reward_func": "length_target", "params": {"target": 3}}}
         ("grpo", {**LENGTH, "rollout": {"max_tokens": 4000}}, "leaves room for rollout.max_tokens=4000"),
         ("grpo", {**LENGTH, "rollout": {"filter": "check_min"}}, "no filter is called 'check_min'"),
         ("reinforce", {**LENGTH, "train": {"iterations": 2}}, "one optimizer step per batch"),
-        ("online_dpo", {"model": {"ref_update": "ema"}, "lora": {"enabled": True}}, "cannot follow"),
+        (
+            "online_dpo",
+            {"model": {"ref_update": "ema", "ref_model": "tiny"}, "lora": {"enabled": True}},
+            "cannot follow an adapter",
+        ),
     ],
 )
 def test_what_cannot_work_is_said_before_a_weight_is_loaded(tmp_path, name, sections, words):
@@ -203,6 +208,26 @@ def test_what_cannot_work_is_said_before_a_weight_is_loaded(tmp_path, name, sect
     assert done.exit_code == 2
     assert words in " ".join(done.output.split())
     assert not (tmp_path / "out/metrics.jsonl").exists()
+
+
+def test_with_lora_the_reference_that_follows_is_a_second_adapter(tmp_path):
+    def trained(update, **keys):
+        model = {"ref_update": update, **keys}
+        config = online(tmp_path, model=model, lora={"enabled": True, "r": 4}, train={"alg_name": "spin"})
+        write_jsonl(tmp_path / "p.jsonl", sums(8))
+        done = run("train", config, "--output", tmp_path / update)
+        assert done.exit_code == 0, done.output
+        return tmp_path / update / "checkpoints/step_0002"
+
+    fixed, ema, periodic = trained("fixed"), trained("ema", ref_decay=0.5), trained("periodic", ref_every=1)
+    files = {folder: {file.name for file in folder.rglob("*")} for folder in (fixed, ema, periodic)}
+    assert files[ema] == files[periodic] == files[fixed] | {"reference.safetensors"}
+    policy = load_file(periodic / "adapter_model.safetensors")
+    copied, averaged = (load_file(folder / "reference.safetensors") for folder in (periodic, ema))
+    assert len(copied) == len(averaged) == len(policy) == 56
+    for key, weight in copied.items():
+        assert weight.equal(policy[key.replace(".ref.", ".")]), key
+    assert any(weight.abs().max() > 0 for key, weight in averaged.items() if "lora_B" in key)
 
 
 def test_a_run_in_stages_is_named_by_its_folder_and_means_its_last_stage(config, tmp_path):

@@ -32,7 +32,7 @@ from oxrl.backends._forward import HEADS, LanguageModel
 from oxrl.backends.local import NonFiniteError, copy_parameters
 from oxrl.backends.optimizer import decay_groups, trainable
 from oxrl.backends.ranks import Crew, RankedBackend
-from oxrl.backends.shards import SHARDS
+from oxrl.backends.shards import SHARDS, check_reference
 from oxrl.backends.worker import (
     Bring,
     Load,
@@ -342,7 +342,7 @@ class DeepSpeedWorker(RankWorker):
         self.engine.save_checkpoint(str(shards), TAG, save_latest=False, exclude_frozen_parameters=True)
         save_file(random_state(), shards / f"random_{rank}.safetensors")
         if self.reference_moved and rank == self._reference_rank:
-            slices = {name: _own(weight) for name, weight in self.others["ref"].model.named_parameters()}
+            slices = {name: _own(weight) for name, weight in self.reference_weights().items()}
             save_file(slices, shards / f"reference_{rank}.safetensors")
         if rank == 0:
             (shards / ABOUT).write_text(json.dumps(self._about()), encoding="utf-8")
@@ -359,8 +359,10 @@ class DeepSpeedWorker(RankWorker):
         restore_random_state(load_file(shards / f"random_{dist.get_rank()}.safetensors"))
         self.version, self.reference_moved = about["version"], about["reference_moved"]
         if self.reference_moved:
+            weights: Mapping[str, Any] = self.reference_weights()
             slices = load_file(shards / f"reference_{self._reference_rank}.safetensors")
-            for name, weight in self.others["ref"].model.named_parameters():
+            check_reference(slices, weights, path)
+            for name, weight in weights.items():
                 if _is_sharded(weight):
                     weight.partition()  # small ones stay whole beside their slices
                 _own(weight).copy_(slices[name])
@@ -378,7 +380,7 @@ class DeepSpeedWorker(RankWorker):
     @property
     def _reference_rank(self) -> int:
         """Whose file has what this rank needs of the reference: its own slices, or rank 0's copy."""
-        sharded = any(map(_is_sharded, self.others["ref"].parameters()))
+        sharded = any(map(_is_sharded, self.reference_weights().values()))
         return dist.get_rank() if sharded else 0
 
     @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from oxrl.algorithms import algorithm as named_algorithm
 from oxrl.backends._forward import LanguageModel, prepare_layout
 from oxrl.backends.optimizer import AdamW, Schedule, create_adamw_optimizer, full_rate, schedule
-from oxrl.backends.shards import OPTIMIZER, REFERENCE, SHARDS, has_shards, load_shards
+from oxrl.backends.shards import OPTIMIZER, REFERENCE, SHARDS, check_reference, has_shards, load_shards
 from oxrl.types import (
     Algorithm,
     Batch,
@@ -31,6 +31,7 @@ from oxrl.types import (
     Weights,
     merge_metrics,
 )
+from oxrl.weights import REFERENCE_ADAPTER, followed_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -79,7 +80,8 @@ class PyTorchTrainingBackend:
     """Trains `model` on the device it is on. `version` counts the updates that its weights have seen.
 
     `others` are frozen models to compare with, by the names algorithms use ("ref", "teacher"); the reference of a model
-    with an adapter is the model with its adapter switched off. Pass a `LanguageModel` to train heads with the model.
+    with an adapter is the model with its adapter switched off, or with a second one that can follow the policy. Pass a
+    `LanguageModel` to train heads with the model.
     """
 
     def __init__(
@@ -148,7 +150,7 @@ class PyTorchTrainingBackend:
         if which in self.others:
             yield self.others[which]
         elif which == "ref" and hasattr(self.model, "peft_config"):
-            with adapter_off(self.model):
+            with as_reference(self.model):
                 yield self.module
         else:
             raise ValueError(
@@ -233,13 +235,25 @@ class PyTorchTrainingBackend:
         self.optimizer.take_weights()
         return ImmediateTrainFuture(None)
 
+    def reference_weights(self) -> dict[str, nn.Parameter]:
+        """What can follow the policy, by name: a model, or an adapter beside the policy's; nothing of a base can."""
+        if "ref" in self.others:
+            return dict(self.others["ref"].model.named_parameters())
+        return {name: weight for name, weight in self.model.named_parameters() if followed_name(name) is not None}
+
     @torch.no_grad()
     def update_reference(self, decay: float) -> TrainFuture[None]:
         """ref <- decay * ref + (1 - decay) * policy; 0 makes it a copy. From then on it is part of the checkpoint."""
-        if "ref" not in self.others:
+        policy, reference = dict(self.model.named_parameters()), self.reference_weights()
+        if not reference:
             raise ValueError("there is no reference model of its own that could follow the policy")
-        for old, new in zip(self.others["ref"].model.parameters(), self.model.parameters(), strict=True):
-            self._move(old, new, 1 - decay)
+        followed = {name: followed_name(name) or name for name in reference}
+        if strangers := sorted(followed.values() - policy.keys()):
+            raise ValueError(f"the reference is of another make than the policy, which has no {strangers[0]}")
+        if not self.reference_moved:
+            _tell_if_coarse(reference.values(), 1 - decay)
+        for name, weight in reference.items():
+            self._move(weight, policy[followed[name]], 1 - decay)
         self.reference_moved = True
         return ImmediateTrainFuture(None)
 
@@ -256,8 +270,8 @@ class PyTorchTrainingBackend:
         state["backend:version"] = torch.tensor(self.version)
         save_file(state, path / OPTIMIZER)
         if self.reference_moved:
-            moved = dict(self.others["ref"].model.named_parameters())
-            save_file({name: tensor.detach().contiguous() for name, tensor in moved.items()}, path / REFERENCE)
+            moved = {name: weight.detach().contiguous() for name, weight in self.reference_weights().items()}
+            save_file(moved, path / REFERENCE)
         return ImmediateTrainFuture(None)
 
     def load(self, path: Path) -> TrainFuture[None]:
@@ -274,7 +288,10 @@ class PyTorchTrainingBackend:
         self.optimizer.restore(state)
         self.reference_moved = (path / REFERENCE).exists()
         if self.reference_moved:
-            copy_parameters(load_file(path / REFERENCE), self.others["ref"].model)
+            saved, weights = load_file(path / REFERENCE), self.reference_weights()
+            check_reference(saved, weights, path)
+            for name, weight in weights.items():
+                weight.copy_(saved[name])
         return ImmediateTrainFuture(None)
 
     def _load_shards(self, path: Path) -> None:
@@ -347,21 +364,37 @@ def frozen(model: PreTrainedModel | LanguageModel, temperature: float) -> Langua
 
 
 @contextmanager
-def adapter_off(model: nn.Module) -> Iterator[None]:
-    """Inside, the base model speaks. What requires a gradient stays as it is, which PEFT's own switch changes.
+def as_reference(model: Any) -> Iterator[None]:
+    """Inside, the reference of an adapter speaks: the adapter that follows it, or the base if there is none.
 
-    A sharded weight that is first gathered while it requires none would never get one.
+    What requires a gradient stays as it is, which PEFT's own switches change: a sharded weight that is first gathered
+    while it requires none would never get one.
     """
     layers: list[Any] = [layer for layer in model.modules() if hasattr(layer, "_disable_adapters")]
     assert layers, "a model with peft_config has layers with adapters"
-    before = [layer._disable_adapters for layer in layers]
+    follows = REFERENCE_ADAPTER in model.peft_config
+    switch, position = ("_active_adapter", [REFERENCE_ADAPTER]) if follows else ("_disable_adapters", True)
+    before = [getattr(layer, switch) for layer in layers]
     for layer in layers:
-        layer._disable_adapters = True
+        setattr(layer, switch, position)
     try:
         yield
     finally:
-        for layer, was_off in zip(layers, before, strict=True):
-            layer._disable_adapters = was_off
+        for layer, was in zip(layers, before, strict=True):
+            setattr(layer, switch, was)
+
+
+def _tell_if_coarse(weights: Iterable[Tensor], share: float) -> None:
+    """Half precision rounds small steps away, so an average that is kept in it stops on its way."""
+    coarse = next((weight.dtype for weight in weights if torch.finfo(weight.dtype).bits < 32), None)
+    if coarse is not None and share < 1:
+        logger.warning(
+            "the reference is kept in %s, where a weight that is within %.0f%% of the policy's does not notice a step "
+            "of %.2g of the way: set model.ref_update: periodic, a smaller model.ref_decay, or model.dtype: float32",
+            str(coarse).removeprefix("torch."),
+            100 * torch.finfo(coarse).eps / 2 / share,
+            share,
+        )
 
 
 def create_cross_entropy_loss() -> LossFn:

@@ -6,7 +6,7 @@ slices out of what one process saved. Plain weights for everybody lie beside it 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,8 +61,8 @@ def _state(backend: PyTorchTrainingBackend, optimizer: Mapping[str, Tensor]) -> 
     }
     state |= {f"weight:{name}": weight.detach() for name, weight in backend.optimizer.masters.items()}
     if backend.reference_moved:
-        moved = backend.others["ref"].named_parameters()
-        state |= {f"reference:{name}": weight.detach() for name, weight in moved}
+        moved = backend.reference_weights()
+        state |= {f"reference:model.{name}": weight.detach() for name, weight in moved.items()}
     return state | {"version": torch.tensor(backend.version)}
 
 
@@ -91,9 +91,19 @@ def load_whole(backend: PyTorchTrainingBackend, path: Path) -> None:
     backend.optimizer.restore(state)
     backend.reference_moved = (path / REFERENCE).exists()
     if backend.reference_moved:
-        reference = Files(path / REFERENCE)
-        for name, weight in backend.others["ref"].model.named_parameters():
+        reference, here = Files(path / REFERENCE), backend.reference_weights()
+        check_reference(reference.where, here, path)
+        for name, weight in here.items():
             weight.copy_(slice_of(reference[name], weight))
+
+
+def check_reference(saved: Iterable[str], here: Iterable[str], path: Path) -> None:
+    """A reference that has moved can be gone on with only where there is one of the same make."""
+    if strangers := sorted(set(saved) ^ set(here)):
+        raise ValueError(
+            f"the reference in {path} is not the one of this run, {strangers[0]} is not in both: is model.ref_update "
+            "as it was?"
+        )
 
 
 class Files:

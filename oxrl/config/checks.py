@@ -153,10 +153,10 @@ def _reference(config: Config, algorithms: list[Algorithm]) -> Iterator[str]:
             f"model.ref_update: {model.ref_update} moves the reference of an algorithm that samples, and {names} has "
             "none: set it to fixed, or choose one that has (online_dpo; for most, train.alg_params: {kl_coef: 0.05})"
         )
-    elif config.lora.enabled and model.ref_model is None:
+    elif config.lora.enabled and model.ref_model is not None:
         yield (
-            "the reference of an adapter is its base, which cannot follow the policy: set model.ref_model to have "
-            "a copy that can, or model.ref_update: fixed"
+            "model.ref_model is a model of its own, which cannot follow an adapter: set model.ref_update: fixed, or "
+            "leave model.ref_model out, and the reference is a second adapter that begins as the base"
         )
 
 

@@ -1,6 +1,7 @@
 """Low-rank adapters: a model becomes the same model with a few trainable weights beside it, and plain again.
 
-With the adapter switched off the base model speaks, to the bit, so it can serve as the reference of its own training.
+With the adapter switched off the base model speaks, to the bit, so it can serve as the reference of its own training;
+a reference that is to follow the policy is a second adapter over the same base.
 The projection to the vocabulary never gets an adapter. Loading by name is left to `load`.
 """
 
@@ -13,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from oxrl.weights import ADAPTER_WEIGHTS, write_adapter
+from oxrl.weights import ADAPTER_WEIGHTS, POLICY_ADAPTER, REFERENCE_ADAPTER, followed_name, write_adapter
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -55,6 +56,22 @@ def attach_lora(model: PreTrainedModel, settings: LoraSettings, *, seed: int = 0
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return _in_the_mode_of(model, get_peft_model(model, config))
+
+
+def attach_reference(model: PeftModel) -> PeftModel:
+    """Put a frozen copy of the adapter beside it, as a reference that can follow it; no other pass will use it."""
+    import torch
+
+    config = copy.deepcopy(model.peft_config[POLICY_ADAPTER])
+    config.lora_dropout = 0.0  # what is compared with drops nothing out
+    with torch.random.fork_rng(devices=[]):
+        model.add_adapter(REFERENCE_ADAPTER, config)
+    weights = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, weight in weights.items():
+            if (followed := followed_name(name)) is not None:
+                weight.requires_grad_(False).copy_(weights[followed])
+    return _in_the_mode_of(model, model)
 
 
 def save_adapter(model: PeftModel, folder: str | Path) -> None:
@@ -133,7 +150,7 @@ def linear_layer_names(model: PreTrainedModel) -> list[str]:
     return sorted({name.rpartition(".")[2] for name in _linear_layers(model)})
 
 
-def _in_the_mode_of(base: PreTrainedModel, model: PeftModel) -> PeftModel:
+def _in_the_mode_of(base: PreTrainedModel | PeftModel, model: PeftModel) -> PeftModel:
     """New modules start in train mode, where dropout is active, whatever the mode of the model they are put into."""
     return model.train(base.training)
 

@@ -15,6 +15,7 @@ from oxrl.backends.optimizer import (
 )
 from oxrl.data.pack import collate, count_units
 from oxrl.models.load import load_model
+from oxrl.models.lora import LoraSettings, attach_lora, attach_reference, save_adapter
 from oxrl.types import ImmediateTrainFuture, Losses, ModelConfig, Row, Term
 
 pytestmark = pytest.mark.anyio
@@ -248,3 +249,116 @@ def test_a_reference_that_follows_is_part_of_the_checkpoint(tmp_path):
         assert weight.equal(moved[name])
     with pytest.raises(ValueError, match="no reference model"):
         create_pytorch_backend(load_model("tiny")).update_reference(0.5)
+    with pytest.raises(ValueError, match="of another make than the policy"):
+        create_pytorch_backend(with_adapter(), others={"ref": reference}).update_reference(0.5)
+
+
+def with_adapter():
+    return attach_lora(load_model("tiny"), LoraSettings(r=4), seed=1)
+
+
+def with_follower():
+    return attach_reference(with_adapter())
+
+
+def adapter_of(model):
+    return {name: weight.detach().clone() for name, weight in model.named_parameters() if "default" in name}
+
+
+async def steps(backend, number):
+    for _ in range(number):
+        await backend.forward_backward([collate(some_items())], SFT, count_units(some_items()))
+        await backend.optim_step()
+
+
+async def logprob(backend, which):
+    (outputs,) = await backend.logprobs([collate(some_items())], which)
+    return outputs.logprob
+
+
+@pytest.mark.parametrize("decay", [0.7, 0.0])
+async def test_the_reference_of_an_adapter_is_the_average_of_what_the_policy_was(decay):
+    """Against a model of its own, whose adapter is averaged here in float64."""
+    backend = create_pytorch_backend(with_follower(), lr=1e-2)
+    base = create_pytorch_backend(load_model("tiny"))
+    torch.testing.assert_close(await logprob(backend, "ref"), await logprob(base, "policy"), atol=1e-6, rtol=0)
+    average = {name: weight.double() for name, weight in adapter_of(backend.model).items()}
+    for _ in range(5):
+        await steps(backend, 1)
+        await backend.update_reference(decay)
+        policy = adapter_of(backend.model)
+        average = {name: decay * old + (1 - decay) * policy[name].double() for name, old in average.items()}
+    expected = create_pytorch_backend(with_adapter())
+    await expected.load_weights(average)
+    found = await logprob(backend, "ref")
+    torch.testing.assert_close(found, await logprob(expected, "policy"), atol=1e-5, rtol=0)
+    far = (await logprob(backend, "policy") - found).abs().max()
+    assert far > 0.1 if decay else far == 0
+    assert (await logprob(base, "policy") - found).abs().max() > 0.1
+
+
+async def test_an_adapter_is_trained_to_the_bit_as_if_no_reference_followed_it(tmp_path):
+    """The log-probs of the reference are asked for in between, and switch the layers over and back."""
+    backends = {"alone": create_pytorch_backend(with_adapter(), lr=1e-2, write_model=save_adapter)}
+    backends["beside"] = create_pytorch_backend(with_follower(), lr=1e-2, write_model=save_adapter)
+    for name, backend in backends.items():
+        for _ in range(2):
+            await steps(backend, 1)
+            if name == "beside":
+                await backend.update_reference(0.5)
+                await logprob(backend, "ref")
+        await backend.save(tmp_path / name)
+    one, two = backends.values()
+    assert torch.equal(await logprob(one, "policy"), await logprob(two, "policy"))
+    files = {name: {file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in backends}
+    assert files["beside"].pop("reference.safetensors")
+    assert files["alone"] == files["beside"]
+
+
+async def test_an_adapter_that_follows_is_part_of_the_checkpoint(tmp_path):
+    through = create_pytorch_backend(with_follower(), lr=1e-2, write_model=save_adapter)
+    await steps(through, 2)
+    await through.update_reference(0.5)
+    await through.save(tmp_path)
+    resumed = create_pytorch_backend(with_follower(), lr=1e-2, write_model=save_adapter)
+    await resumed.load(tmp_path)
+    for backend in (through, resumed):
+        await steps(backend, 1)
+        await backend.update_reference(0.5)
+    for name, weight in through.model.named_parameters():
+        assert torch.equal(weight, resumed.model.get_parameter(name)), name
+    with pytest.raises(ValueError, match="the reference in .* is not the one of this run"):
+        await create_pytorch_backend(with_adapter()).load(tmp_path)
+
+
+HALF = ModelConfig("tiny", dtype="bfloat16")
+
+
+async def test_a_reference_that_is_too_coarse_to_follow_says_so(caplog):
+    """In bfloat16 a step of 1 % of a 10 % gap is rounded away; an adapter is in float32 whatever its base is in."""
+    model, reference = load_model(HALF), load_model(HALF)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1.1)
+    create_pytorch_backend(model, others={"ref": reference}).update_reference(0.99)
+    assert all(weight.equal(load_model(HALF).get_parameter(name)) for name, weight in reference.named_parameters())
+    assert "the reference is kept in bfloat16, where a weight that is within 39% of the policy's" in caplog.text
+    caplog.clear()
+    adapted = attach_reference(attach_lora(load_model(HALF), LoraSettings(r=4)))
+    backend = create_pytorch_backend(adapted, lr=1e-3)
+    await steps(backend, 1)
+    await backend.update_reference(0.99)
+    assert {weight.dtype for weight in backend.reference_weights().values()} == {torch.float32}
+    assert "is kept in" not in caplog.text
+
+
+async def test_a_layer_speaks_as_the_policy_again_whatever_happened_in_a_pass_of_the_reference():
+    backend = create_pytorch_backend(with_follower(), lr=1e-2)
+    await steps(backend, 1)
+    before = await logprob(backend, "policy")
+    with pytest.raises(KeyError), backend._speaking_as("ref"):
+        raise KeyError
+    assert torch.equal(await logprob(backend, "policy"), before)
+    assert not torch.equal(await logprob(backend, "ref"), before)
+    trained = {name for name, weight in backend.model.named_parameters() if weight.requires_grad}
+    assert trained == adapter_of(backend.model).keys()

@@ -22,7 +22,7 @@ from oxrl.data.render import Renderer
 from oxrl.data.sources import load_samples
 from oxrl.loops.step import train_step
 from oxrl.models.load import builds_empty, load_model, load_tokenizer
-from oxrl.models.lora import LoraSettings, attach_lora
+from oxrl.models.lora import LoraSettings, attach_lora, attach_reference
 from oxrl.types import ModelConfig
 from tests.algorithms.conftest import raw_rows
 from tests.contracts import together
@@ -58,6 +58,10 @@ def sharded(request):
 
 def with_adapter(dropout=0.0):
     return attach_lora(TINY(), LoraSettings(r=4, dropout=dropout), seed=1)
+
+
+def with_follower():
+    return attach_reference(with_adapter())
 
 
 def checkpointed(dtype="float32"):
@@ -197,17 +201,42 @@ async def test_checkpointed_gradients_are_the_same(sharded):
     await same_steps(local(), sharded(checkpointed), algorithm("sft"), items_of("sft"), steps=3)
 
 
-async def test_a_moving_reference_moves_alike_and_comes_back(sharded, tmp_path):
-    built, items, others = algorithm("dpo"), items_of("dpo"), {"ref": TINY}
-    one, two = local(others=others), sharded(others=others)
+REFERENCES = {"a model": {"others": {"ref": TINY}}, "an adapter": {"load": with_follower}}
+
+
+@pytest.mark.parametrize("sharded", ["fsdp", "zero2", "zero3"], indirect=True)
+@pytest.mark.parametrize("reference", REFERENCES)
+async def test_a_moving_reference_moves_alike_and_comes_back(sharded, reference, tmp_path):
+    built, items, options = algorithm("dpo"), items_of("dpo"), REFERENCES[reference]
+    one, two = local(**options), sharded(**options)
     for backend in (one, two):
         await train_step(backend, built, items, 90)
         await backend.update_reference(0.5)
     await same_steps(one, two, built, items, steps=2)
     await two.save(tmp_path)
-    resumed = sharded(others=others)
+    resumed = sharded(**options)
     await resumed.load(tmp_path)
     await same_steps(one, resumed, built, items, steps=2)
+    for expected, found in zip(
+        await one.logprobs(split(some_items(), 3), "ref"),
+        await resumed.logprobs(split(some_items(), 3), "ref"),
+        strict=True,
+    ):
+        torch.testing.assert_close(found.logprob, expected.logprob, **CLOSE)
+
+
+async def test_an_adapter_is_trained_to_the_bit_as_if_no_reference_followed_it(sharded, tmp_path):
+    """It begins as the base: the first step is compared with the same reference."""
+    alone, beside = sharded(with_adapter), sharded(with_follower)
+    for backend in (alone, beside):
+        await train_step(backend, algorithm("tdpo"), items_of("tdpo"), 90)
+    (expected,), (found,) = [await backend.logprobs([collate(some_items())]) for backend in (alone, beside)]
+    assert torch.equal(found.logprob, expected.logprob)
+    folders = [tmp_path / "alone", tmp_path / "beside"]
+    for backend, folder in zip((alone, beside), folders, strict=True):
+        (await backend.get_weights()).source.write_adapter(folder)
+    one, two = ({file.name: file.read_bytes() for file in folder.rglob("*") if file.is_file()} for folder in folders)
+    assert one == two
 
 
 async def test_dropout_on_every_rank_goes_on_where_it_was(sharded, tmp_path):

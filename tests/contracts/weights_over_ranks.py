@@ -18,7 +18,7 @@ from oxrl.generators.http import HTTPGenerator, SGLangEngine
 from oxrl.generators.probe import probe_tokens
 from oxrl.loops.step import train_step
 from oxrl.models.load import builds_empty, load_model, load_tokenizer
-from oxrl.models.lora import LoraSettings, attach_lora, save_adapter
+from oxrl.models.lora import LoraSettings, attach_lora, attach_reference, save_adapter
 from oxrl.types import ModelConfig
 from oxrl.weights import ModuleWeights, near_folder, plain_weights, read_weights, source_of, trainer_logprobs
 from tests.contracts.test_backend import BACKENDS, some_items, train
@@ -57,6 +57,10 @@ def local(load=TINY, **options):
 
 def with_adapter():
     return attach_lora(TINY(), LoraSettings(r=4), seed=1)
+
+
+def with_follower():
+    return attach_reference(with_adapter())
 
 
 def half():
@@ -221,18 +225,24 @@ async def test_heads_of_a_checkpoint_are_taken_over(sharded, tmp_path, head):
 
 @pytest.mark.parametrize(
     ("towards", "load"),
-    [("ranks", TINY), ("ranks", half), ("ranks", with_adapter), ("one process", half), ("one process", with_adapter)],
+    [("ranks", TINY), ("ranks", half), ("ranks", with_follower), ("one process", half), ("one process", with_follower)],
 )
 async def test_a_run_goes_on_over_ranks_or_in_one_process(sharded, tmp_path, load, towards):
     common = {"lr_scheduler": "cosine", "num_steps": 5, "heads": ("value",)}
-    write = {"write_model": save_adapter} if load is with_adapter else {}
+    write = {"write_model": save_adapter} if load is with_follower else {}
     makes = [partial(local, load, **common, **write), partial(sharded, load, **common)]
     first, second = makes if towards == "ranks" else makes[::-1]
     through, saved, resumed = first(), first(), second()
     expected = (await train(through, some_items(), 3, steps=5))[0]
     await train(saved, some_items(), 3, steps=2)
+    if load is with_follower:
+        await saved.update_reference(0.5)
     await saved.save(tmp_path)
     await resumed.load(tmp_path)
+    if load is with_follower:
+        batch = collate(some_items())
+        (one,), (two,) = await saved.logprobs([batch], "ref"), await resumed.logprobs([batch], "ref")
+        torch.testing.assert_close(two.logprob, one.logprob, **CLOSE)
     assert (await resumed.get_weights()).version == 2
     found = (await train(resumed, some_items(), 3, steps=3))[0]
     assert found == pytest.approx(expected[2:], abs=1e-5 if load is not half else 0.03)

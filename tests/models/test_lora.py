@@ -17,6 +17,7 @@ from oxrl.models.load import load_model
 from oxrl.models.lora import (
     LoraSettings,
     attach_lora,
+    attach_reference,
     linear_layer_names,
     load_adapter,
     merge_adapter,
@@ -25,6 +26,7 @@ from oxrl.models.lora import (
     without_adapter,
 )
 from oxrl.types import ModelConfig
+from oxrl.weights import followed_name, plain_weights
 
 IDS = torch.arange(40)[None]
 LLAMA_LAYERS = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
@@ -225,6 +227,55 @@ def test_wrong_settings_are_refused(tiny_model: Any, settings: LoraSettings, sen
 def test_a_second_adapter_is_refused(tiny_model: Any) -> None:
     with pytest.raises(ValueError, match="already has an adapter"):
         attach_lora(attach_lora(tiny_model, LoraSettings()), LoraSettings())
+
+
+def test_the_adapter_of_a_reference_begins_as_the_policys_and_draws_no_random_number(tiny_model: Any) -> None:
+    torch.manual_seed(1)
+    model = attach_reference(attach_lora(tiny_model, LoraSettings(r=4, dropout=0.5)))
+    drawn = torch.rand(3)
+    torch.manual_seed(1)
+    assert torch.equal(torch.rand(3), drawn)
+    weights = dict(model.named_parameters())
+    pairs = {name: followed for name in weights if (followed := followed_name(name))}
+    assert len(pairs) == 56
+    for name, followed in pairs.items():
+        assert name.replace(".ref.", ".default.") == followed
+        assert torch.equal(weights[name], weights[followed])
+        assert weights[followed].requires_grad and not weights[name].requires_grad
+    assert {type(layer.lora_dropout["ref"]) for layer in model.modules() if hasattr(layer, "lora_dropout")} == {
+        torch.nn.Identity
+    }
+    assert not any(module.training for module in model.modules())
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def test_nobody_notices_the_adapter_of_a_reference(tmp_path: Path) -> None:
+    """To the bit: what the policy says and learns, the files of its adapter, its merged weights, what engines get."""
+
+    def seen(folder: Path, *, with_reference: bool) -> dict[str, Any]:
+        model = trained(load_model("tiny"))
+        if with_reference:
+            attach_reference(model)
+            for name, weight in model.named_parameters():
+                if followed_name(name):
+                    torch.nn.init.normal_(weight)
+        model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+        save_adapter(model, folder)
+        with without_adapter(model):
+            base = logits(model)
+        weights = {"logits": logits(model), "base": base, **dict(plain_weights(model))}
+        weights |= {f"merged {name}": weight for name, weight in merge_adapter(model).named_parameters()}
+        return weights | {name: weight.grad for name, weight in model.named_parameters() if weight.requires_grad}
+
+    alone = seen(tmp_path / "alone", with_reference=False)
+    beside = seen(tmp_path / "beside", with_reference=True)
+    assert alone.keys() == beside.keys() and sum("lora_" in name for name in alone) == 56
+    for name, value in alone.items():
+        assert torch.equal(value, beside[name]), name
+    assert files_of(tmp_path / "alone") == files_of(tmp_path / "beside")
 
 
 def test_an_adapter_for_another_model_is_refused(tiny_model: Any, tmp_path: Path) -> None:
