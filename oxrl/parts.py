@@ -113,13 +113,26 @@ class Loads(NamedTuple):
 
 
 def loads_of(config: Config, inputs: Inputs, *, to_spread: bool) -> Loads:
-    place, how = model_config(config), {"to_spread": to_spread}
+    place = model_config(config)
     others = {
-        role: partial(load_other, place._replace(name=name, gradient_checkpointing=False), inputs.tokenizer, **how)
+        role: partial(
+            load_other,
+            place._replace(name=name, gradient_checkpointing=False),
+            inputs.tokenizer,
+            to_spread=to_spread,
+        )
         for role, name in other_models(config).items()
     }
-    policy = place, lora_of(config), config.run.seed, inputs.tokenizer
-    return Loads(partial(load_policy, *policy, follower=follows_by_adapter(config), **how), others)
+    policy = partial(
+        load_policy,
+        place,
+        lora_of(config),
+        config.run.seed,
+        inputs.tokenizer,
+        follower=follows_by_adapter(config),
+        to_spread=to_spread,
+    )
+    return Loads(policy, others)
 
 
 @contextmanager
