@@ -477,7 +477,12 @@ def _grader_key(config: Config) -> str | None:
     if len(given) > 1:
         raise ConfigError(f"reward: {' and '.join(given)} are set; an answer is graded by one of them")
     if online.graded_by is None:
-        return None
+        if not given and config.data.val_files:
+            raise ConfigError(
+                f"{config.train.alg_name} looks at no rewards, and held-out answers are measured by one: set "
+                "reward.reward_func (`oxrl rewards list` shows them), or leave data.val_files_path out"
+            )
+        return given[0] if given else None
     if online.graded_by not in ("reward", _graded_by_name(config)) and given != [keys[online.graded_by]]:
         raise ConfigError(
             f"{config.train.alg_name} is graded by a {online.graded_by}: set reward.{keys[online.graded_by]}"

@@ -195,6 +195,7 @@ LENGTH = {"reward": {"reward_func": "length_target", "params": {"target": 3}}}
         ("grpo", {**LENGTH, "rollout": {"max_tokens": 4000}}, "leaves room for rollout.max_tokens=4000"),
         ("grpo", {**LENGTH, "rollout": {"filter": "check_min"}}, "no filter is called 'check_min'"),
         ("reinforce", {**LENGTH, "train": {"iterations": 2}}, "one optimizer step per batch"),
+        ("spin", {"reward": {"reward_func": "length_target"}}, "target"),
         (
             "online_dpo",
             {"model": {"ref_update": "ema", "ref_model": "tiny"}, "lora": {"enabled": True}},
@@ -208,6 +209,15 @@ def test_what_cannot_work_is_said_before_a_weight_is_loaded(tmp_path, name, sect
     assert done.exit_code == 2
     assert words in " ".join(done.output.split())
     assert not (tmp_path / "out/metrics.jsonl").exists()
+
+
+def test_spin_asks_for_a_reward_where_answers_are_held_out_and_measures_by_it(tmp_path):
+    rows = str(write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": f"say {i}", "response": "a"} for i in range(8)]))
+    spin = {"data": {"train_files_path": rows, "val_files_path": rows}, "train": {"alg_name": "spin"}}
+    refused = run("train", online(tmp_path, **spin), "--output", tmp_path / "out")
+    assert (refused.exit_code, "held-out answers are measured by one" in " ".join(refused.output.split())) == (2, True)
+    assert run("train", online(tmp_path, **spin, **LENGTH), "--output", tmp_path / "out").exit_code == 0
+    assert "eval_reward" in (tmp_path / "out/metrics.jsonl").read_text()
 
 
 def test_with_lora_the_reference_that_follows_is_a_second_adapter(tmp_path):
