@@ -639,6 +639,14 @@ class Generator(Protocol):
     async def close(self) -> None: ...
 
 
+class SleepingGenerator(Generator, Protocol):
+    """One on the trainer's devices, which can leave them to it; whoever asks it for something next wakes it."""
+
+    async def sleep(self) -> None:
+        """Give the devices' memory back. Nothing is under way; weights are kept elsewhere, or come anew."""
+        ...
+
+
 class MetricsLogger(Protocol):
     """`logger(12, {"loss": 1.3})`; `.log` is the same call."""
 

@@ -115,6 +115,8 @@ class Worker(Protocol):
 
     def rehearse(self, begin: bool) -> None: ...
 
+    def release_memory(self) -> TrainFuture[None]: ...
+
 
 class Crew(Protocol):
     """The processes that a backend is spread over, as its driver calls them; `Ranks` is one."""
@@ -677,6 +679,11 @@ class RankedBackend:
 
     def update_reference(self, decay: float) -> TrainFuture[None]:
         self.ask("update_reference", decay)
+        return ImmediateTrainFuture(None)
+
+    def release_memory(self) -> TrainFuture[None]:
+        """Leave to others on the ranks' devices what torch keeps for later."""
+        self.ask("release_memory")
         return ImmediateTrainFuture(None)
 
     def save(self, path: Path) -> TrainFuture[None]:

@@ -71,13 +71,13 @@ class RayRanks:
             raise ValueError(f"{world} ranks do not fit {len(places) if places is not None else 'any'} places")
         ray = import_ray()
         self.world, self.time_limit, self.call_limit = world, time_limit, call_limit
-        self._places = places or reserve(world)
+        self.places = places or reserve(world)
         self._own_places = places is None
         self._started = 0
         self._broken: str | None = None
         self._lock = threading.Lock()  # two calls that reach two ranks in another order would wait for each other
         actor = ray.remote(max_restarts=0, max_task_retries=0)(RankActor)
-        self._actors = [actor.options(**self._places.options(rank, share)).remote(rank) for rank in range(world)]
+        self._actors = [actor.options(**self.places.options(rank, share)).remote(rank) for rank in range(world)]
         self.processes: list[Process | None] = [None] * world
         try:
             meeting = self._gather("start", [self._actors[0].meeting_point.remote()])[0]
@@ -112,7 +112,7 @@ class RayRanks:
         for actor, process in zip(self._actors, self.processes, strict=True):
             end_actor(actor, process)
         if self._own_places:
-            self._places.free()
+            self.places.free()
 
     def _sent(self, command: Command) -> Any:
         try:

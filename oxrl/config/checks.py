@@ -26,7 +26,11 @@ SYNCED = {
 
 
 OURS = {"host", "port", "api_key", "load_format", "worker_extension_cls", "tensor_parallel_size", "logprobs_mode"}
-OURS_WHY = "engines listen on loopback and get their weights from the trainer (rollout.tensor_parallel_size is a key)"
+OURS |= {"enable_sleep_mode"}
+OURS_WHY = (
+    "engines listen on loopback and get their weights from the trainer (rollout.tensor_parallel_size and "
+    "inference_engine.colocated are keys)"
+)
 
 
 class Idle(NamedTuple):
@@ -84,6 +88,7 @@ def contradictions(config: Config) -> list[str]:
     return [
         *_devices(config),
         *_engine(config, chosen),
+        *(_colocated(config) if config.inference_engine.colocated else ()),
         *_reference(config, [chosen, *later]),
         *_sampling(config, chosen),
     ]
@@ -142,6 +147,24 @@ def _engine(config: Config, chosen: Algorithm) -> Iterator[str]:
         )
     if config.engine != "embedded" and rollout.mode != "shrinking":
         yield f"rollout.mode: {rollout.mode} is the embedded engine's: leave it out"
+
+
+def _colocated(config: Config) -> Iterator[str]:
+    run, engine = config.run, config.inference_engine
+    said = "inference_engine.colocated"
+    if engine.name != "vllm":
+        yield f"{said} is for an engine of the run that can sleep: set inference_engine.name: vllm"
+    if config.rollout.lag:
+        yield f"{said}: the engine sleeps while the trainer computes, and rollout.lag samples then: leave one out"
+    if run.rollout_gpus:
+        yield f"{said} samples on the trainer's devices, and run.rollout_gpus on others: leave one out"
+    if config.rollout.tensor_parallel_size > 1:
+        yield f"{said} has one training device for each copy: set rollout.tensor_parallel_size: 1"
+    devices = 1 if run.backend == "local" else run.training_gpus
+    if devices and engine.replicas is not None and engine.replicas > devices:
+        yield f"{said}: inference_engine.replicas {engine.replicas} are more than the {devices} that train: lower it"
+    if config.model.device not in ("auto", "cpu", "cuda", "cuda:0"):
+        yield f"{said} counts devices from the first: set model.device: auto, and CUDA_VISIBLE_DEVICES to choose"
 
 
 def _reference(config: Config, algorithms: list[Algorithm]) -> Iterator[str]:

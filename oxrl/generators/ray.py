@@ -28,7 +28,7 @@ from oxrl.concurrent import in_thread, task_group
 from oxrl.generators.connection import EngineError
 from oxrl.generators.http import Ask, Facts, HTTPGenerator, Said
 from oxrl.generators.probe import Probe, StaleEngineError
-from oxrl.types import Generation, GenerationConfig, Request, Weights, WeightSource
+from oxrl.types import Weights, WeightSource
 from oxrl.weights import MovedOnError, adapter_files, near_folder, plain_weights, read_weights, source_of, write_tensors
 
 logger = logging.getLogger(__name__)
@@ -67,13 +67,8 @@ class RayGenerator(HTTPGenerator):
         self._own_places = own_places
         self._current: Weights | None = None
         self._news = threading.Event()  # set when other weights come
-        self._asleep = False
         for replica in replicas:
             replica.refresh = partial(self._refresh, replica)
-
-    async def generate(self, requests: Sequence[Request], sampling: GenerationConfig) -> list[Generation]:
-        await self.wake_up()
-        return await super().generate(requests, sampling)
 
     async def update_weights(self, weights: Weights) -> None:
         await self.wake_up()
@@ -154,21 +149,6 @@ class RayGenerator(HTTPGenerator):
                 raise ReplicaLostError(f"{replica.name} has half of its weights: {error}") from error
             if lost:
                 raise ReplicaLostError(f"{replica.name} was lost again while it got its weights")
-
-    async def sleep(self, level: int = 1) -> None:
-        """Give the devices' memory to the trainer; on a CPU nothing happens."""
-        await self._tell("sleep", level)
-        self._asleep = True
-
-    async def wake_up(self) -> None:
-        if self._asleep:
-            self._asleep = False
-            await self._tell("wake_up")
-
-    async def _tell(self, *call: Any) -> None:
-        async with task_group() as tasks:
-            for replica in self.engines:
-                tasks.start_soon(partial(replica.engine.ask, *call, limit=replica.time_limit))
 
     async def close(self) -> None:
         with anyio.CancelScope(shield=True):
@@ -295,6 +275,12 @@ class RayReplica:
 
     async def resume(self) -> None:
         """Nothing was held."""
+
+    async def sleep(self) -> None:
+        await self.engine.ask("sleep", limit=self.time_limit)
+
+    async def wake_up(self) -> None:
+        await self.engine.ask("wake_up", limit=self.time_limit)
 
     async def check_health(self) -> None:
         await self.engine.ask("version", limit=_HEALTH_LIMIT)
@@ -482,8 +468,8 @@ class EngineActor:
     async def refresh(self, folder: str, version: int) -> None:
         await self.engine.refresh_model(folder, version)
 
-    async def sleep(self, level: int) -> None:
-        await self.engine.sleep(level)
+    async def sleep(self) -> None:
+        await self.engine.sleep()
 
     async def wake_up(self) -> None:
         await self.engine.wake_up()

@@ -69,6 +69,7 @@ class VLLMRolloutEngine:
         self._tolerance = tolerance
         self._version = 0
         self._has_weights = False  # of a trainer; until then those that it was started with
+        self._asleep = False
         self._heard: Heard | None = None
         self._worker = _Worker(partial(_open_engine, str(model), lora, dict(options)), time_limit)
 
@@ -83,6 +84,7 @@ class VLLMRolloutEngine:
     async def generate(self, requests: Sequence[Request], sampling: GenerationConfig) -> list[Generation]:
         """One generation per request, in order. Calls of several tasks share the engine."""
         check_sampling(sampling)
+        await self.wake_up()
         asks = [as_ask(request, sampling, self._worker.facts, self._ends) for request in requests]
         version = self.version
         said = await self._said([_Job(ask) for ask in asks])
@@ -107,6 +109,7 @@ class VLLMRolloutEngine:
 
     async def update_weights(self, weights: Weights) -> None:
         """Take the trainer's weights one by one, or its adapter; what is under way goes on through a fresh prefill."""
+        await self.wake_up()
         source = source_of(weights)
         probe = await in_thread(partial(Probe.of, source, self._tolerance))
         with tempfile.TemporaryDirectory(prefix="oxrl-weights-", dir=near_folder()) as name:
@@ -162,12 +165,18 @@ class VLLMRolloutEngine:
         await in_thread(partial(job.said, self._worker.wait))
         return job.prompt_logprobs
 
-    async def sleep(self, level: int = 1) -> None:
-        """Give the device's memory back to the trainer, weights too; on a CPU nothing happens."""
-        await self._on_worker(partial(self._worker.call, "sleep", level))
+    async def sleep(self) -> None:
+        """Give the device's memory to a trainer that shares it, weights too; whoever asks for something next wakes it.
+
+        Needs `enable_sleep_mode`, which vLLM has for GPUs; on a CPU it holds still, and its memory stays its own.
+        """
+        await self._on_worker(self._worker.sleep)
+        self._asleep = True
 
     async def wake_up(self) -> None:
-        await self._on_worker(partial(self._worker.call, "wake_up"))
+        if self._asleep:
+            self._asleep = False
+            await self._on_worker(self._worker.wake_up)
 
     async def close(self) -> None:
         with anyio.CancelScope(shield=True):
@@ -324,8 +333,11 @@ class _Worker:
             raise EngineError(f"{NAME} did not take the adapter")
         self._adapter = LoRARequest("policy", _ADAPTER_ID, "loaded before")
 
-    def call(self, method: str, *args: Any) -> None:
-        getattr(self._engine, method)(*args)
+    def sleep(self) -> None:
+        self._engine.sleep(level=1)  # weights go to the machine's memory: awake without new ones, it speaks as before
+
+    def wake_up(self) -> None:
+        self._engine.wake_up()
 
     def _run(self, open_engine: Callable[[], Any], ready: Future[Facts]) -> None:
         try:

@@ -60,6 +60,20 @@ async def test_plain_weights_after_an_adapter_speak_without_it(vllm_in_process, 
     assert answer.logprobs == pytest.approx(logprobs(plain, (1, 2, 3), answer.token_ids), abs=2e-4)
 
 
+async def test_asleep_it_holds_still_until_it_is_asked(vllm_in_process, tiny):
+    """On a CPU no memory is given back; what wakes it is the same."""
+    engine, model = vllm_in_process, load_model(tiny[0])
+    await engine.update_weights(Weights(model, 115))
+    for wake in ("weights", "request"):
+        await engine.sleep()
+        assert engine._worker._engine.is_sleeping()
+        if wake == "weights":
+            await engine.update_weights(Weights(model, 116))
+        (answer,) = await engine.generate([Request((1, 2, 3))], SAMPLING)
+        assert not engine._worker._engine.is_sleeping()
+        assert answer.logprobs == pytest.approx(logprobs(model, (1, 2, 3), answer.token_ids), abs=5e-4)
+
+
 async def test_a_checkpoint_on_disk_is_taken_once_per_version(vllm_in_process, tiny, tmp_path):
     engine, model = vllm_in_process, load_model(tiny[0])
     step(model, 3)
