@@ -217,7 +217,7 @@ async def _in_process(
 ) -> AsyncIterator[SleepingGenerator]:
     from oxrl.generators.vllm import vllm_generator
 
-    own = {"end_token_ids": ends, "time_limit": config.run.rank_time_limit}
+    own = {"end_token_ids": ends, "lora": adapter_rank(config), "time_limit": config.run.rank_time_limit}
     generator = await vllm_generator(folder, tokenizer, **own, **options)
     try:
         yield generator
@@ -236,7 +236,7 @@ async def _as_servers(
         tokenizer,
         replicas=config.replicas,
         arguments=as_arguments(options),
-        devices=rollout_devices(config),
+        devices=rollout_devices(config, shared="enable_sleep_mode" in options),
         log_folder=folder,
         limits=Limits(answer=config.run.rank_time_limit),
         end_token_ids=ends,
@@ -259,6 +259,7 @@ async def _as_actors(
         tokenizer,
         replicas=config.replicas,
         tensor_parallel_size=config.rollout.tensor_parallel_size,
+        lora=adapter_rank(config),
         time_limit=config.run.rank_time_limit,
         engine_options={key: value for key, value in options.items() if key != "tensor_parallel_size"},
         end_token_ids=ends,
@@ -285,15 +286,19 @@ async def _http(config: Config, tokenizer: Any, folder: Path, trainer: Any) -> A
         yield Engine(generator, False)
 
 
+def adapter_rank(config: Config) -> int:
+    """Of the adapter that travels alone; 0 where all weights travel."""
+    return config.lora.r if config.lora.enabled and config.inference_engine.adapter else 0
+
+
 def handed_over(config: Config) -> dict[str, Any]:
     """Where weights go on their way to engines: a folder that was named, or this machine's memory."""
     folder = config.inference_engine.folder
     return {} if folder is None else {"folder": folder}
 
 
-def rollout_devices(config: Config) -> list[str]:
+def rollout_devices(config: Config, *, shared: bool = False) -> list[str]:
     """CUDA_VISIBLE_DEVICES of each replica: behind those that train, or one of these; none where all see all."""
-    shared = config.inference_engine.colocated and resolve_device(config.model.device) != "cpu"
     first, count = (0, config.replicas) if shared else (config.ranks, config.run.rollout_gpus or 0)
     if shared and count > (here := int(os.environ.get("LOCAL_WORLD_SIZE", config.ranks))):
         raise ConfigError(

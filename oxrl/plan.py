@@ -84,6 +84,7 @@ class Shards(NamedTuple):
     gpus: int = 1
     stage: Stage = 0
     copies: int = 0  # with weights of their own, each on as many devices as share one copy
+    adapter: bool = False  # alone is what copies are sent, instead of all weights
 
     def memory(self, facts: ModelFacts, work: Work, kind: Kind, framework: int) -> Memory:
         """Of one device."""
@@ -96,17 +97,18 @@ class Shards(NamedTuple):
         gradients = gradient_traffic(
             facts.trained, gpus=self.gpus, stage=self.stage, gradient_bytes=width, parameters=facts.parameters
         )
-        sent = facts.weight_bytes if facts.trained == facts.parameters else 4 * facts.trained
+        sent = 4 * facts.trained if self.adapter else facts.weight_bytes
         return {"gradients": gradients, "weights": sync_traffic(sent, rollout_gpus=self.copies)}
 
 
 def shards_of(config: Config) -> Shards:
     """How the run that `config` describes is spread."""
+    alone = config.lora.enabled and config.inference_engine.adapter
     if config.ranks == 1:
-        return Shards(copies=config.replicas)
+        return Shards(copies=config.replicas, adapter=alone)
     sharding = sharding_of(config)
     stage: Stage = 3 if sharding == "fsdp" else config.deepspeed.others.get("zero_optimization", {}).get("stage", 3)
-    return Shards(config.ranks, stage, config.replicas)
+    return Shards(config.ranks, stage, config.replicas, alone)
 
 
 class Plan(NamedTuple):

@@ -550,6 +550,10 @@ class WeightSource(Protocol):
         """Files that an engine loads: `config.json` and safetensors, in buckets with an index where they are many."""
         ...
 
+    def write_base(self, folder: Path) -> None:
+        """The same files of the model without its adapter, which training leaves as it is."""
+        ...
+
     def write_adapter(self, folder: Path) -> None:
         """The adapter alone, as PEFT writes it."""
         ...

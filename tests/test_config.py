@@ -177,6 +177,11 @@ def test_a_config_survives_being_written_and_read():
             "replicas 3 are more than the 2 that train",
         ),
         ({"inference_engine": {"name": "vllm", "enable_sleep_mode": True}}, "enable_sleep_mode is not set here"),
+        ({"inference_engine": {"adapter": True}}, "adapter: embedded takes whole weights: set inference_engine.name"),
+        (
+            {"inference_engine": {"name": "vllm", "adapter": True}, "run": {"backend": "fsdp"}},
+            "adapter: servers take whole weights: leave it out",
+        ),
         ({"deepspeed": {"optimizer": {}}}, "deepspeed.optimizer is not set here: train.lr"),
         ({"deepspeed": {"world_size": 4}, "run": {"training_gpus": 2}}, "world_size 4 is not run.training_gpus 2"),
         ({"train": {"mini_batches": 65}}, "more than the 64 answers of a step"),

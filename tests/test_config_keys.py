@@ -29,7 +29,7 @@ from oxrl.generators.connection import EngineError
 from oxrl.inputs import chosen_env, chosen_reward, default_reward, model_config
 from oxrl.launch import run_ranks
 from oxrl.models.load import load_model
-from oxrl.parts import engine_options, handed_over, open_engine, worker_of
+from oxrl.parts import adapter_rank, engine_options, handed_over, open_engine, worker_of
 from oxrl.rewards import grade
 from oxrl.rollouts.envs import Talker
 from oxrl.runs import run_folder
@@ -412,6 +412,9 @@ KEYS = {
     "inference_engine.replicas": Effect(3, of_config(lambda config: config.replicas), VLLM, 3),
     "inference_engine.place": Effect(
         "server", of_config(lambda config: config.in_process), (*VLLM, "run.backend=local"), False
+    ),
+    "inference_engine.adapter": Effect(
+        True, of_config(adapter_rank), (*VLLM, "lora.enabled=true", "run.backend=local"), 16
     ),
     "inference_engine.colocated": Effect(
         True, of_config(lambda config: config.replicas), (*VLLM, "run.backend=ray", "run.training_gpus=2"), 2

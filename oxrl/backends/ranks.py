@@ -458,12 +458,12 @@ def optim_step(worker: Worker) -> tuple[dict[str, float], int]:
     return metrics, worker.version
 
 
-def write_plain_files(worker: Worker, folder: Path) -> None:
+def write_plain_files(worker: Worker, folder: Path, adapter: bool = True) -> None:
     """The weights as an engine loads them, by rank 0; the other ranks bring theirs."""
     if _is_first():
-        write_weights(worker.module, folder, worker.full)
+        write_weights(worker.module, folder, worker.full, adapter=adapter)
     else:
-        pass_weights(worker.module, worker.full)
+        pass_weights(worker.module, worker.full, adapter=adapter)
 
 
 def write_adapter_files(worker: Worker, folder: Path) -> None:
@@ -574,6 +574,9 @@ class RankedWeights:
     def write(self, folder: Path) -> None:
         """By rank 0, into a folder of its machine."""
         self._ask("write_plain_files", folder)
+
+    def write_base(self, folder: Path) -> None:
+        self._ask("write_plain_files", folder, False)
 
     def write_adapter(self, folder: Path) -> None:
         self._ask("write_adapter_files", folder)

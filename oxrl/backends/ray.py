@@ -223,10 +223,11 @@ class RankActor:
     def perform(self, command: Command) -> Reply:
         return self._hosted.perform(command)
 
-    def _put_bucket(self, worker: Worker, stream: int, most: int) -> Any:
+    def _put_bucket(self, worker: Worker, stream: int, most: int, adapter: bool) -> Any:
         """A reference to the next bucket of this stream, from rank 0; None at the end, and from the others."""
         if stream not in self._streams:
-            self._streams = {stream: in_buckets(plain_weights(worker.module, worker.full), most, keep=self.rank == 0)}
+            weights = plain_weights(worker.module, worker.full, adapter=adapter)
+            self._streams = {stream: in_buckets(weights, most, keep=self.rank == 0)}
         bucket = next(self._streams[stream], None)
         if bucket is None:
             del self._streams[stream]
@@ -237,10 +238,10 @@ class RankActor:
 class RayWeights(RankedWeights):
     """The weights that actors hold at one version; who samples gets references to them, and the driver no more."""
 
-    def references(self, most: int = BUCKET_BYTES) -> Iterator[Any]:
+    def references(self, most: int = BUCKET_BYTES, *, adapter: bool = True) -> Iterator[Any]:
         """To one `Bucket` after the other, each put into the object store by rank 0 when it is asked for."""
         stream = next(_STREAMS)
-        while (reference := self._ask("put_bucket", stream, most)) is not None:
+        while (reference := self._ask("put_bucket", stream, most, adapter)) is not None:
             yield reference
 
     def adapter_files(self) -> dict[str, bytes]:

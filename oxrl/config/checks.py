@@ -26,10 +26,10 @@ SYNCED = {
 
 
 OURS = {"host", "port", "api_key", "load_format", "worker_extension_cls", "tensor_parallel_size", "logprobs_mode"}
-OURS |= {"enable_sleep_mode"}
+OURS |= {"enable_sleep_mode", "enable_lora", "max_lora_rank", "max_loras"}
 OURS_WHY = (
-    "engines listen on loopback and get their weights from the trainer (rollout.tensor_parallel_size and "
-    "inference_engine.colocated are keys)"
+    "engines listen on loopback and get their weights from the trainer (rollout.tensor_parallel_size, "
+    "inference_engine.colocated and adapter are keys)"
 )
 
 
@@ -64,6 +64,7 @@ IDLE = (
     Idle("run.rollout_gpus", lambda config, _: _engine_is("vllm", config), "without inference_engine.name: vllm"),
     Idle("inference_engine.urls", lambda config, _: _engine_is("http", config), "without name: http"),
     Idle("inference_engine.replicas", lambda config, _: _engine_is("vllm", config), "without name: vllm"),
+    Idle("inference_engine.adapter", lambda config, _: config.lora.enabled, "without lora.enabled: true"),
     Idle(
         "inference_engine.place",
         lambda config, _: _engine_is("vllm", config) and config.run.backend != "ray",
@@ -144,6 +145,13 @@ def _engine(config: Config, chosen: Algorithm) -> Iterator[str]:
         yield (
             "inference_engine.place: process is one vLLM in a trainer of one process: set server for several, for "
             "devices of its own, or beside several ranks"
+        )
+    if engine.adapter and config.engine != "vllm":
+        yield f"inference_engine.adapter: {config.engine} takes whole weights: set inference_engine.name: vllm"
+    elif engine.adapter and run.backend not in ("auto", "ray") and not config.in_process:
+        yield (
+            "inference_engine.adapter: servers take whole weights: leave it out, or have vLLM in the trainer's process "
+            "(run.backend: local, without lag and rollout_gpus) or under run.backend: ray"
         )
     if config.engine != "embedded" and rollout.mode != "shrinking":
         yield f"rollout.mode: {rollout.mode} is the embedded engine's: leave it out"

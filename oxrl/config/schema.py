@@ -333,6 +333,9 @@ class InferenceEngine(_Open):
         "auto", description="vllm: in the trainer's process, or servers of its own; auto: servers if lag or several"
     )
     folder: str | None = Field(None, description="where weights are handed over; default this machine's memory")
+    adapter: bool = Field(
+        False, description="vllm, with lora: the base goes to the engine once, and then the adapter alone"
+    )
     colocated: bool = Field(False, description="vllm: shares the trainer's devices and sleeps while it computes")
 
 

@@ -44,8 +44,8 @@ class ReplicaLostError(EngineError):
 class ReferencedWeights(WeightSource, Protocol):
     """Weights that their holder puts into the object store itself, so that they do not pass through the driver."""
 
-    def references(self) -> Iterator[Any]:
-        """To one `Bucket` after the other."""
+    def references(self, *, adapter: bool = True) -> Iterator[Any]:
+        """To one `Bucket` after the other; an adapter is merged, or left out."""
         ...
 
     def adapter_files(self) -> dict[str, bytes]: ...
@@ -86,32 +86,21 @@ class RayGenerator(HTTPGenerator):
         return await in_thread(partial(Probe.of, source_of(weights), self._tolerance))
 
     async def _give(self, engines: Engines, weights: Weights, probe: Probe) -> Engines:
-        """Weights to all of these side by side, and their proof; returns those that were lost on the way."""
-        source = source_of(weights)
-        lost: Engines = {}
+        """Weights to all of these side by side, and their proof; returns those that were lost on the way.
 
-        async def to_one(replica: RayReplica, *call: Any) -> Any:
-            try:
-                return await engines[replica].ask(*call, limit=replica.time_limit)
-            except ReplicaLostError as error:
-                logger.warning("%s", error)
-                lost[replica] = engines[replica]
-
-        async def to_all(*call: Any) -> None:
-            async with task_group() as tasks:
-                for replica in engines.keys() - lost.keys():
-                    tasks.start_soon(to_one, replica, *call)
-
-        if source.adapted and self.engines[0].lora:
-            await to_all("take_adapter", await in_thread(partial(_adapter_files, source)), weights.version)
-        else:
-            await to_all("begin")
-            with closing(_references(weights, source)) as references:
-                async with task_group() as tasks:
-                    tasks.start_soon(to_all, "take", weights.version)
-                    while (reference := await in_thread(partial(next, references, None))) is not None:
-                        await to_all("feed", reference)
-                    await to_all("feed", None)
+        Where an adapter travels alone, an engine gets its base first, unless it has it.
+        """
+        source, lost = source_of(weights), Engines()
+        alone = source.adapted and bool(self.engines[0].lora)
+        whole = {replica: engine for replica, engine in engines.items() if not (alone and engine.has_base)}
+        if whole:
+            with closing(_references(weights, source, adapter=not alone)) as references:
+                await _stream(whole, references, weights.version, lost)
+            for engine in whole.values():
+                engine.has_base = alone
+        if alone:
+            files = await in_thread(partial(_adapter_files, source))
+            await _to_all(engines, lost, "take_adapter", files, weights.version)
         async with task_group() as tasks:
             for replica in engines.keys() - lost.keys():
                 tasks.start_soon(self._prove, replica, engines[replica], probe, weights.version, lost)
@@ -338,6 +327,7 @@ class EngineHandle:
     def __init__(self, name: str, actor: Any) -> None:
         self.name, self._actor = name, actor
         self.process: Process | None = None  # once it is ready
+        self.has_base = False  # of the adapter that travels alone
 
     async def ready(self, limit: float) -> Facts:
         facts: Facts = await self.ask("facts", limit=limit)
@@ -478,19 +468,49 @@ class EngineActor:
         await self.engine.close()
 
 
+Engines: TypeAlias = dict[RayReplica, EngineHandle]
+
+
+async def _stream(engines: Engines, references: Iterator[Any], version: int, lost: Engines) -> None:
+    """One bucket after the other to all of these, while they take them."""
+    for engine in engines.values():
+        engine.has_base = False
+    await _to_all(engines, lost, "begin")
+    async with task_group() as tasks:
+        tasks.start_soon(_to_all, engines, lost, "take", version)
+        while (reference := await in_thread(partial(next, references, None))) is not None:
+            await _to_all(engines, lost, "feed", reference)
+        await _to_all(engines, lost, "feed", None)
+
+
+async def _to_all(engines: Engines, lost: Engines, *call: Any) -> None:
+    """The same call on all but the lost, of which there may be more then."""
+
+    async def to_one(replica: RayReplica, engine: EngineHandle) -> None:
+        try:
+            await engine.ask(*call, limit=replica.time_limit)
+        except ReplicaLostError as error:
+            logger.warning("%s", error)
+            lost[replica] = engine
+
+    async with task_group() as tasks:
+        for replica in engines.keys() - lost.keys():
+            tasks.start_soon(to_one, replica, engines[replica])
+
+
 def _references(
-    weights: Weights, source: WeightSource | ReferencedWeights
+    weights: Weights, source: WeightSource | ReferencedWeights, *, adapter: bool
 ) -> collections.abc.Generator[Any, None, None]:
     """By whoever has the weights, if it can; else from here, where they are or come to."""
     if hasattr(source, "references"):
-        yield from source.references()
+        yield from source.references(adapter=adapter)
         return
     ray = import_ray()
     if weights.module is not None:
-        yield from map(ray.put, in_buckets(plain_weights(weights.module)))
+        yield from map(ray.put, in_buckets(plain_weights(weights.module, adapter=adapter)))
         return
     with tempfile.TemporaryDirectory(prefix="oxrl-weights-", dir=near_folder()) as folder:
-        source.write(Path(folder))
+        (source.write if adapter else source.write_base)(Path(folder))
         yield from map(ray.put, in_buckets(read_weights(Path(folder))))
 
 
@@ -499,9 +519,6 @@ def _adapter_files(source: WeightSource | ReferencedWeights) -> dict[str, bytes]
         files: dict[str, bytes] = source.adapter_files()
         return files
     return adapter_files(source.write_adapter)
-
-
-Engines: TypeAlias = dict[RayReplica, EngineHandle]
 
 
 async def _nothing(_: EngineHandle) -> None:

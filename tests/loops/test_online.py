@@ -230,7 +230,7 @@ class Noting(QueuedBackend):
 def test_an_engine_on_the_trainers_device_sleeps_while_a_step_trains_and_wakes_to_its_weights():
     events, setting = [], Setting("grpo", kl_coef=0.1, lr=1e-3)
     engine, backend = Beside(events), Noting(setting.backend, events)
-    setting.backend, setting.answers.generator = backend, engine
+    setting.backend, setting.answers = backend, Answers(engine, setting.render, GenerationConfig(max_new_tokens=4))
 
     async def move_reference(step):
         await backend.update_reference(0.5)
