@@ -202,6 +202,12 @@ def test_keys_that_contradict_each_other_are_told_with_what_to_change(sections, 
     assert words in said
 
 
+def test_an_adapter_that_is_not_trained_does_not_travel():
+    engine = {"inference_engine": {"name": "vllm", "adapter": True}}
+    assert remarks(config_of(**engine)) == ["inference_engine.adapter has no effect without lora.enabled: true"]
+    assert remarks(config_of(**engine, lora={"enabled": True})) == []
+
+
 def test_a_reference_that_there_is_may_follow():
     for train in ({"alg_name": "online_dpo"}, {"alg_params": {"kl_coef": 0.1}}):
         assert contradictions(config_of(model={"ref_update": "ema"}, train=train)) == []

@@ -160,6 +160,14 @@ def test_several_devices_share_what_their_stage_says(config_file):
 ONLINE = {"train": {"alg_name": "grpo"}, "reward": {"reward_func": "number_match"}}
 
 
+def test_engines_are_sent_all_weights_or_an_adapter_alone(config_file):
+    for alone in (False, True):
+        engine = {"name": "vllm", "adapter": alone}
+        plan = planned(config_file, **ONLINE, run={"backend": "local"}, lora={"enabled": True}, inference_engine=engine)
+        expected = 4 * plan.facts.trained if alone else plan.facts.weight_bytes
+        assert plan.as_dict()["traffic"]["weights"] == expected
+
+
 def test_an_engine_on_the_trainers_processor_is_awake_and_counted_with_it(config_file):
     apart = planned(config_file, **ONLINE, run={"backend": "local"}, inference_engine={"name": "vllm"})
     beside = planned(
