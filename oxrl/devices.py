@@ -13,6 +13,7 @@ from oxrl.config import Config, ConfigError
 from oxrl.hardware import detect_hardware
 
 Sharding = Literal["fsdp", "deepspeed"]
+SHARE = 0.5  # of a device that trainer and engine share, for each; of its memory, what the engine takes awake
 
 
 def placed(config: Config, gpus: int | None = None) -> Config:

@@ -152,7 +152,7 @@ class Audit(NamedTuple):
 async def engine_of(config: Config, trainer: _Trainer) -> AsyncIterator[Generator]:
     """The run's engine, speaking with the trainer's weights; beside a trainer of one process, whatever the run had."""
     alone = config.run.model_copy(update={"backend": "local", "training_gpus": None, "rollout_gpus": None})
-    engine = config.inference_engine.model_copy(update={"name": config.engine})
+    engine = config.inference_engine.model_copy(update={"name": config.engine, "colocated": False})
     beside = config.model_copy(update={"run": alone, "inference_engine": engine})
     with tempfile.TemporaryDirectory(prefix="oxrl-mismatch-") as folder:
         async with open_engine(beside, trainer.tokenizer, Path(folder), trainer) as opened:

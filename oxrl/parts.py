@@ -7,6 +7,7 @@ sampled and trained is the loops' affair.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -15,9 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from oxrl.backends.queued import QueuedBackend
-from oxrl.config import Config
-from oxrl.devices import sharding_of
+from oxrl.config import Config, ConfigError
+from oxrl.devices import SHARE, sharding_of
 from oxrl.inputs import Inputs, algorithm_schedule, follows_by_adapter, lora_of, model_config, other_models
+from oxrl.loops.online import AsideFn, engine_asleep, undisturbed
 from oxrl.models.load import (
     check_tokenizer,
     end_tokens,
@@ -27,14 +29,17 @@ from oxrl.models.load import (
     resolve_dtype,
 )
 from oxrl.models.lora import LoraSettings, attach_lora, attach_reference, save_adapter
-from oxrl.types import Generator, ModelConfig
+from oxrl.types import Generator, ModelConfig, SleepingGenerator
+
+logger = logging.getLogger(__name__)
 
 
 class Engine(NamedTuple):
-    """What samples, and whether it speaks with the trainer's own weights."""
+    """What samples, whether it speaks with the trainer's own weights, and how it makes room while that computes."""
 
     generator: Generator
     taking_turns: bool
+    aside: AsideFn = undisturbed
 
 
 def load_policy(
@@ -165,9 +170,9 @@ def _on_ray(config: Config, inputs: Inputs) -> Iterator[Any]:
     from oxrl.backends.ray import RayRanks, create_ray_backend
     from oxrl.cluster import ray_cluster
 
-    run = config.run
-    with ray_cluster(run.ray_address, processes=config.ranks + config.replicas):
-        ranks = RayRanks(config.ranks, time_limit=run.rank_time_limit)
+    run, colocated = config.run, config.inference_engine.colocated
+    with ray_cluster(run.ray_address, processes=config.ranks + (0 if colocated else config.replicas)):
+        ranks = RayRanks(config.ranks, share=SHARE if colocated else 1.0, time_limit=run.rank_time_limit)
         try:
             yield create_ray_backend(ranks, worker_of(config, inputs))
         finally:
@@ -207,26 +212,44 @@ async def _embedded(config: Config, tokenizer: Any, folder: Path, trainer: Any) 
 
 
 @asynccontextmanager
-async def _vllm(config: Config, tokenizer: Any, folder: Path, trainer: Any) -> AsyncIterator[Engine]:  # noqa: ARG001
+async def _vllm(config: Config, tokenizer: Any, folder: Path, trainer: Any) -> AsyncIterator[Engine]:
     """In the trainer's process, in processes of its own, or as actors of the cluster that the trainer is on."""
     write_shape(config, tokenizer, folder)
-    ends = end_tokens(model_config(config))
+    sleeps = sleeps_beside(config, trainer)
+    options = engine_options(config)
+    if sleeps:
+        options = {"enable_sleep_mode": True, "gpu_memory_utilization": SHARE, **options}
+        await trainer.release_memory()  # which the engine has to find free when it starts
+    elif config.inference_engine.colocated:
+        logger.info("inference_engine.colocated: the engine is beside the trainer, and awake: it sleeps on GPUs only")
+    common = (config, tokenizer, folder, end_tokens(model_config(config)), options)
     if config.run.backend == "ray":
-        opened = _as_actors(config, tokenizer, folder, ends)
-    elif in_the_trainer(config):
-        opened = _in_process(config, tokenizer, folder, ends)
+        opened = _as_actors(*common, trainer)
+    elif config.in_process:
+        opened = _in_process(*common)
     else:
-        opened = _as_servers(config, tokenizer, folder, ends)
+        opened = _as_servers(*common)
     async with opened as generator:
-        yield Engine(generator, False)
+        yield Engine(generator, False, partial(engine_asleep, generator, trainer) if sleeps else undisturbed)
+
+
+def sleeps_beside(config: Config, trainer: Any) -> bool:
+    """Whether the engine has to leave the trainer's devices to it, and can: vLLM does not sleep on a processor."""
+    if not config.inference_engine.colocated:
+        return False
+    if config.run.backend == "ray":
+        return bool(trainer.ranks.places.on_gpus)
+    return resolve_device(config.model.device) != "cpu"
 
 
 @asynccontextmanager
-async def _in_process(config: Config, tokenizer: Any, folder: Path, ends: Sequence[int]) -> AsyncIterator[Generator]:
+async def _in_process(
+    config: Config, tokenizer: Any, folder: Path, ends: Sequence[int], options: Mapping[str, Any]
+) -> AsyncIterator[SleepingGenerator]:
     from oxrl.generators.vllm import vllm_generator
 
-    options = {"end_token_ids": ends, "time_limit": config.run.rank_time_limit, **engine_options(config)}
-    generator = await vllm_generator(folder, tokenizer, **options)
+    own = {"end_token_ids": ends, "lora": adapter_rank(config), "time_limit": config.run.rank_time_limit}
+    generator = await vllm_generator(folder, tokenizer, **own, **options)
     try:
         yield generator
     finally:
@@ -234,15 +257,17 @@ async def _in_process(config: Config, tokenizer: Any, folder: Path, ends: Sequen
 
 
 @asynccontextmanager
-async def _as_servers(config: Config, tokenizer: Any, folder: Path, ends: Sequence[int]) -> AsyncIterator[Generator]:
+async def _as_servers(
+    config: Config, tokenizer: Any, folder: Path, ends: Sequence[int], options: Mapping[str, Any]
+) -> AsyncIterator[SleepingGenerator]:
     from oxrl.generators.fleet import Limits, serving
 
     async with serving(
         folder,
         tokenizer,
         replicas=config.replicas,
-        arguments=as_arguments(engine_options(config)),
-        devices=rollout_devices(config),
+        arguments=as_arguments(options),
+        devices=rollout_devices(config, shared="enable_sleep_mode" in options),
         log_folder=folder,
         limits=Limits(answer=config.run.rank_time_limit),
         end_token_ids=ends,
@@ -253,20 +278,24 @@ async def _as_servers(config: Config, tokenizer: Any, folder: Path, ends: Sequen
 
 
 @asynccontextmanager
-async def _as_actors(config: Config, tokenizer: Any, folder: Path, ends: Sequence[int]) -> AsyncIterator[Generator]:
+async def _as_actors(
+    config: Config, tokenizer: Any, folder: Path, ends: Sequence[int], options: Mapping[str, Any], trainer: Any
+) -> AsyncIterator[SleepingGenerator]:
+    """On places of their own, or on the trainer's."""
     from oxrl.generators.ray import ray_generator
 
-    options = engine_options(config)
-    parallel = options.pop("tensor_parallel_size")
+    placed = {"places": trainer.ranks.places, "share": SHARE} if config.inference_engine.colocated else {}
     generator = await ray_generator(
         folder,
         tokenizer,
         replicas=config.replicas,
-        tensor_parallel_size=parallel,
+        tensor_parallel_size=config.rollout.tensor_parallel_size,
+        lora=adapter_rank(config),
         time_limit=config.run.rank_time_limit,
-        engine_options=options,
+        engine_options={key: value for key, value in options.items() if key != "tensor_parallel_size"},
         end_token_ids=ends,
         concurrency=config.rollout.slots * config.replicas,
+        **placed,
     )
     try:
         yield generator
@@ -288,12 +317,9 @@ async def _http(config: Config, tokenizer: Any, folder: Path, trainer: Any) -> A
         yield Engine(generator, False)
 
 
-def in_the_trainer(config: Config) -> bool:
-    """Whether vLLM shares the trainer's process: where nothing is to overlap, and no other process trains."""
-    engine = config.inference_engine
-    alone = config.run.backend == "local" and config.replicas == 1 and not config.run.rollout_gpus
-    alone = alone and config.rollout.tensor_parallel_size == 1
-    return engine.place == "process" or (engine.place == "auto" and alone and config.rollout.lag == 0)
+def adapter_rank(config: Config) -> int:
+    """Of the adapter that travels alone; 0 where all weights travel."""
+    return config.lora.r if config.lora.enabled and config.inference_engine.adapter else 0
 
 
 def handed_over(config: Config) -> dict[str, Any]:
@@ -302,14 +328,17 @@ def handed_over(config: Config) -> dict[str, Any]:
     return {} if folder is None else {"folder": folder}
 
 
-def rollout_devices(config: Config) -> list[str]:
-    """CUDA_VISIBLE_DEVICES of each replica, behind those that train; none where nothing was set apart."""
-    if not config.run.rollout_gpus:
-        return []
-    each, ranks = config.rollout.tensor_parallel_size, config.ranks
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    names = visible.split(",") if visible else [str(number) for number in range(ranks + config.run.rollout_gpus)]
-    left = names[ranks : ranks + config.run.rollout_gpus]
+def rollout_devices(config: Config, *, shared: bool = False) -> list[str]:
+    """CUDA_VISIBLE_DEVICES of each replica: behind those that train, or one of these; none where all see all."""
+    first, count = (0, config.replicas) if shared else (config.ranks, config.run.rollout_gpus or 0)
+    if shared and count > (here := int(os.environ.get("LOCAL_WORLD_SIZE", config.ranks))):
+        raise ConfigError(
+            f"inference_engine.colocated: {count} engines are started on this machine, and {here} ranks train here: "
+            f"set inference_engine.replicas: {here}, or run.backend: ray, which puts them on all machines"
+        )
+    each, visible = config.rollout.tensor_parallel_size, os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = visible.split(",") if visible else [str(number) for number in range(first + count)]
+    left = names[first : first + count]
     return [",".join(left[start : start + each]) for start in range(0, len(left), each)]
 
 

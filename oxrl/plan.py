@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from oxrl.config import Config
 from oxrl.data.pack import computed_tokens
 from oxrl.data.render import Renderer
-from oxrl.devices import placed, sharding_of
+from oxrl.devices import SHARE, placed, sharding_of
 from oxrl.estimate import (
     GIB,
     LADDER,
@@ -37,6 +36,7 @@ from oxrl.estimate import (
     sync_traffic,
     training_flops,
 )
+from oxrl.generators.server import CPU_SETTINGS
 from oxrl.hardware import Device, Hardware, detect_hardware
 from oxrl.inputs import (
     Inputs,
@@ -85,6 +85,7 @@ class Shards(NamedTuple):
     gpus: int = 1
     stage: Stage = 0
     copies: int = 0  # with weights of their own, each on as many devices as share one copy
+    adapter: bool = False  # alone is what copies are sent, instead of all weights
 
     def memory(self, facts: ModelFacts, work: Work, kind: Kind, framework: int) -> Memory:
         """Of one device."""
@@ -97,17 +98,18 @@ class Shards(NamedTuple):
         gradients = gradient_traffic(
             facts.trained, gpus=self.gpus, stage=self.stage, gradient_bytes=width, parameters=facts.parameters
         )
-        sent = facts.weight_bytes if facts.trained == facts.parameters else 4 * facts.trained
+        sent = 4 * facts.trained if self.adapter else facts.weight_bytes
         return {"gradients": gradients, "weights": sync_traffic(sent, rollout_gpus=self.copies)}
 
 
 def shards_of(config: Config) -> Shards:
     """How the run that `config` describes is spread."""
+    alone = config.lora.enabled and config.inference_engine.adapter
     if config.ranks == 1:
-        return Shards(copies=config.replicas)
+        return Shards(copies=config.replicas, adapter=alone)
     sharding = sharding_of(config)
     stage: Stage = 3 if sharding == "fsdp" else config.deepspeed.others.get("zero_optimization", {}).get("stage", 3)
-    return Shards(config.ranks, stage, config.replicas)
+    return Shards(config.ranks, stage, config.replicas, alone)
 
 
 class Plan(NamedTuple):
@@ -190,7 +192,10 @@ def plan_inputs(
     work = heaviest_work(config, inputs, facts)
     if framework is None:
         framework = framework_bytes(kind == "cpu")
-    held = partial(shards.memory, kind=kind, framework=framework)
+
+    def held(facts: ModelFacts, work: Work) -> Memory:
+        return with_engine(shards.memory(facts, work, kind, framework), config, facts, device, framework)
+
     needed = held(facts, work)
     rollouts = config.batch_size * config.rollout.n_samples if inputs.online else 0
     return Plan(
@@ -214,6 +219,20 @@ def plan_inputs(
         else _seconds(config, inputs, facts, measure_speed(device.place)) / shards.gpus,
         shards=shards,
     )
+
+
+def with_engine(memory: Memory, config: Config, facts: ModelFacts, device: Device, framework: int) -> Memory:
+    """A colocated engine too: asleep it has a process, awake its share of a GPU; on a CPU it never sleeps."""
+    engine = config.inference_engine
+    if not engine.colocated:
+        return memory
+    lasting, awake = 0 if config.in_process else framework, 0
+    if device.place == "cpu":
+        lasting += facts.weight_bytes + int(CPU_SETTINGS["VLLM_CPU_KVCACHE_SPACE"]) * GIB
+    else:
+        share = float(engine.others.get("gpu_memory_utilization", SHARE))
+        awake = max(0, int(share * device.memory) - lasting)
+    return memory._replace(others={**memory.others, "engine": lasting}, generation=awake)
 
 
 def chosen_device(place: str, hardware: Hardware) -> Device:
@@ -522,7 +541,8 @@ def _advice(
             found = True
             yield fitting
     if not found:
-        yield f"no setting brings it below {gib(SPARE * device.free)}: take a smaller model, or a larger device"
+        share = ", or lower inference_engine.gpu_memory_utilization" if config.inference_engine.colocated else ""
+        yield f"no setting brings it below {gib(SPARE * device.free)}: take a smaller model, or a larger device{share}"
 
 
 Change: TypeAlias = tuple[str, ModelFacts, Work]

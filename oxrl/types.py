@@ -550,6 +550,10 @@ class WeightSource(Protocol):
         """Files that an engine loads: `config.json` and safetensors, in buckets with an index where they are many."""
         ...
 
+    def write_base(self, folder: Path) -> None:
+        """The same files of the model without its adapter, which training leaves as it is."""
+        ...
+
     def write_adapter(self, folder: Path) -> None:
         """The adapter alone, as PEFT writes it."""
         ...
@@ -637,6 +641,14 @@ class Generator(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+class SleepingGenerator(Generator, Protocol):
+    """One on the trainer's devices, which can leave them to it; whoever asks it for something next wakes it."""
+
+    async def sleep(self) -> None:
+        """Give the devices' memory back. Nothing is under way; weights are kept elsewhere, or come anew."""
+        ...
 
 
 class MetricsLogger(Protocol):

@@ -69,30 +69,32 @@ def followed_name(name: str) -> str | None:
     return followed if followed != name else None
 
 
-def plain_weights(module: Any, full: Full = as_it_is) -> Iterator[tuple[str, Tensor]]:
-    """Each weight under its name in a plain checkpoint, an adapter's share added to it, one at a time."""
+def plain_weights(module: Any, full: Full = as_it_is, *, adapter: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """Each weight under its name in a plain checkpoint, an adapter's share added to it unless told not to."""
     _, inner = _transformers_model(module)
     if not getattr(inner, "_weight_conversions", None):
-        yield from _merged(module, full)
+        yield from _merged(module, full, adapter)
         return
     # transformers fuses some weights (experts) when it loads them; all that becomes one is of one layer.
     from transformers.core_model_loading import revert_weight_conversion
 
-    for _, layer in groupby(_merged(module, full), key=lambda named: _layer_of(named[0])):
+    for _, layer in groupby(_merged(module, full, adapter), key=lambda named: _layer_of(named[0])):
         yield from revert_weight_conversion(inner, dict(layer)).items()
 
 
-def pass_weights(module: Any, full: Full) -> None:
+def pass_weights(module: Any, full: Full, *, adapter: bool = True) -> None:
     """Take part in bringing together what another rank writes, and keep nothing."""
-    for _ in _merged(module, full):
+    for _ in _merged(module, full, adapter):
         pass
 
 
-def write_weights(module: Any, folder: Path, full: Full = as_it_is, *, bucket: int = BUCKET) -> None:
+def write_weights(
+    module: Any, folder: Path, full: Full = as_it_is, *, bucket: int = BUCKET, adapter: bool = True
+) -> None:
     """A folder that an engine loads: weights and `config.json`, without tokenizer, optimizer and heads."""
     folder.mkdir(parents=True, exist_ok=True)
     _transformers_model(module)[1].config.save_pretrained(folder)
-    write_tensors(plain_weights(module, full), folder, bucket=bucket)
+    write_tensors(plain_weights(module, full, adapter=adapter), folder, bucket=bucket)
 
 
 def write_tensors(weights: Iterator[tuple[str, Tensor]], folder: Path, *, bucket: int = BUCKET) -> None:
@@ -175,6 +177,9 @@ class ModuleWeights:
     def write(self, folder: Path) -> None:
         write_weights(self.module, folder)
 
+    def write_base(self, folder: Path) -> None:
+        write_weights(self.module, folder, adapter=False)
+
     def write_adapter(self, folder: Path) -> None:
         write_adapter(self.module, folder)
 
@@ -228,7 +233,7 @@ def near_folder() -> Path:
     return memory if memory.is_dir() else Path(tempfile.gettempdir())
 
 
-def _merged(module: Any, full: Full) -> Iterator[tuple[str, Tensor]]:
+def _merged(module: Any, full: Full, with_adapter: bool) -> Iterator[tuple[str, Tensor]]:
     import torch
 
     tensors = module.state_dict(keep_vars=True)
@@ -236,7 +241,7 @@ def _merged(module: Any, full: Full) -> Iterator[tuple[str, Tensor]]:
         for name, plain in plain_names(module).items():
             tensor = full(tensors[name])
             owner = name.removesuffix(".base_layer.weight")
-            if owner != name:
+            if owner != name and with_adapter:
                 layer = module.get_submodule(owner)
                 for adapter in () if layer.disable_adapters else layer.active_adapters:
                     tensor = tensor + _share(layer, adapter, full).to(tensor.dtype)

@@ -332,6 +332,7 @@ async def _sample_and_train(
         ),
         shape=normalised if config.reward.normalize == "batch" else as_graded,
         move_reference=partial(_move_reference, config, backend),
+        engine_aside=engine.aside,
         observe=_observer(prepared, state.step, say),
         **rest,
     )

@@ -70,6 +70,9 @@ def run(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
+COLOCATED = {"inference_engine": {"name": "vllm", "colocated": True}}
+
+
 def config_of(**sections):
     raw = {"model": {"name": "tiny"}, "data": {"train_files_path": "rows.jsonl"}}
     for name, keys in sections.items():
@@ -164,6 +167,21 @@ def test_a_config_survives_being_written_and_read():
         ({"run": {"backend": "ray"}}, "whose weights the embedded engine does not have"),
         ({"run": {"backend": "local", "training_gpus": 2}}, "local trains on one device, and run.training_gpus is 2"),
         ({"run": {"backend": "fsdp", "training_gpus": 2}, "model": {"device": "cuda:1"}}, "is one device"),
+        ({"inference_engine": {"colocated": True}}, "colocated is for an engine of the run that can sleep: set infer"),
+        ({**COLOCATED, "rollout": {"lag": 1}}, "while the trainer computes, and rollout.lag samples then"),
+        ({**COLOCATED, "run": {"rollout_gpus": 1}}, "colocated samples on the trainer's devices, and run.rollout_gpus"),
+        ({**COLOCATED, "rollout": {"tensor_parallel_size": 2}}, "colocated has one training device for each copy"),
+        ({**COLOCATED, "model": {"device": "cuda:1"}}, "colocated counts devices from the first: set model.device: a"),
+        (
+            {"inference_engine": {"name": "vllm", "colocated": True, "replicas": 3}, "run": {"training_gpus": 2}},
+            "replicas 3 are more than the 2 that train",
+        ),
+        ({"inference_engine": {"name": "vllm", "enable_sleep_mode": True}}, "enable_sleep_mode is not set here"),
+        ({"inference_engine": {"adapter": True}}, "adapter: embedded takes whole weights: set inference_engine.name"),
+        (
+            {"inference_engine": {"name": "vllm", "adapter": True}, "run": {"backend": "fsdp"}},
+            "adapter: servers take whole weights: leave it out",
+        ),
         ({"deepspeed": {"optimizer": {}}}, "deepspeed.optimizer is not set here: train.lr"),
         ({"deepspeed": {"world_size": 4}, "run": {"training_gpus": 2}}, "world_size 4 is not run.training_gpus 2"),
         ({"train": {"mini_batches": 65}}, "more than the 64 answers of a step"),
@@ -189,6 +207,12 @@ def test_a_config_survives_being_written_and_read():
 def test_keys_that_contradict_each_other_are_told_with_what_to_change(sections, words):
     (said,) = contradictions(config_of(**sections))
     assert words in said
+
+
+def test_an_adapter_that_is_not_trained_does_not_travel():
+    engine = {"inference_engine": {"name": "vllm", "adapter": True}}
+    assert remarks(config_of(**engine)) == ["inference_engine.adapter has no effect without lora.enabled: true"]
+    assert remarks(config_of(**engine, lora={"enabled": True})) == []
 
 
 def test_a_reference_that_there_is_may_follow():

@@ -29,7 +29,7 @@ from oxrl.generators.connection import EngineError
 from oxrl.inputs import chosen_env, chosen_reward, default_reward, model_config
 from oxrl.launch import run_ranks
 from oxrl.models.load import load_model
-from oxrl.parts import engine_options, handed_over, in_the_trainer, open_engine, worker_of
+from oxrl.parts import adapter_rank, engine_options, handed_over, open_engine, worker_of
 from oxrl.rewards import grade
 from oxrl.rollouts.envs import Talker
 from oxrl.runs import run_folder
@@ -410,7 +410,15 @@ KEYS = {
     "inference_engine.name": Effect("vllm", of_config(lambda config: config.replicas), RL, 1),
     "inference_engine.urls": Effect(["http://127.0.0.1:8000"], refused, (*RL, "inference_engine.name=http"), []),
     "inference_engine.replicas": Effect(3, of_config(lambda config: config.replicas), VLLM, 3),
-    "inference_engine.place": Effect("server", of_config(in_the_trainer), (*VLLM, "run.backend=local"), False),
+    "inference_engine.place": Effect(
+        "server", of_config(lambda config: config.in_process), (*VLLM, "run.backend=local"), False
+    ),
+    "inference_engine.adapter": Effect(
+        True, of_config(adapter_rank), (*VLLM, "lora.enabled=true", "run.backend=local"), 16
+    ),
+    "inference_engine.colocated": Effect(
+        True, of_config(lambda config: config.replicas), (*VLLM, "run.backend=ray", "run.training_gpus=2"), 2
+    ),
     "inference_engine.folder": Effect("here", of_config(handed_over), VLLM, {"folder": "here"}),
     "inference_engine.gpu_memory_utilization": Effect(0.5, of_config(engine_options), VLLM),
 }  # fmt: skip

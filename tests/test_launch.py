@@ -9,19 +9,23 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from safetensors.torch import load_file
 
+from oxrl.cluster import Places
 from oxrl.config import ConfigError, check_config
 from oxrl.devices import placed, ranks_to_start
 from oxrl.inputs import read_inputs
+from oxrl.parts import rollout_devices, sleeps_beside
 from oxrl.trainer import Trainer, choose_backend, sections_of
 from tests.engines import need
 from tests.rows import write_jsonl
 
 STEPS = 24
+VLLM = {"name": "vllm", "colocated": True}
 PATIENCE = 240.0
 
 
@@ -34,6 +38,27 @@ def config_of(tmp_path: Path, **sections):
     data = {"train_files_path": str(rows(tmp_path))}
     sections["train"] = {"alg_name": "sft", **sections.get("train", {})}
     return check_config({"model": {"name": "tiny"}, "data": data, **sections})
+
+
+def test_engines_beside_the_trainer_see_its_devices_and_others_those_behind(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,7,9")
+    apart = config_of(tmp_path, run={"backend": "fsdp", "training_gpus": 2, "rollout_gpus": 2})
+    beside = config_of(tmp_path, run={"backend": "fsdp", "training_gpus": 2}, inference_engine=VLLM)
+    assert (rollout_devices(apart), rollout_devices(beside, shared=True)) == (["7", "9"], ["3", "5"])
+    assert rollout_devices(beside) == [], "on a processor there are none"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # torchrun has put the other rank onto another machine
+    with pytest.raises(ConfigError, match="2 engines are started on this machine, and 1 ranks train here"):
+        rollout_devices(beside, shared=True)
+
+
+def test_an_engine_sleeps_where_it_shares_gpus_and_nowhere_else(tmp_path):
+    def sleeps(engine, **bundle):
+        trainer = SimpleNamespace(ranks=SimpleNamespace(places=Places(None, [{"CPU": 1.0, **bundle}])))
+        return sleeps_beside(config_of(tmp_path, run={"backend": "ray"}, inference_engine=engine), trainer)
+
+    assert [sleeps(VLLM, GPU=1.0), sleeps(VLLM), sleeps({"name": "vllm"}, GPU=1.0)] == [True, False, False]
+    here = config_of(tmp_path, run={"backend": "local"}, model={"name": "tiny", "device": "cpu"}, inference_engine=VLLM)
+    assert not sleeps_beside(here, None)
 
 
 def start(data: Path, output: Path, *more: str) -> subprocess.Popen[str]:

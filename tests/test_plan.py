@@ -168,6 +168,46 @@ def test_several_devices_share_what_their_stage_says(config_file):
     assert "spread" not in describe(alone)
 
 
+ONLINE = {"train": {"alg_name": "grpo"}, "reward": {"reward_func": "number_match"}}
+
+
+def test_engines_are_sent_all_weights_or_an_adapter_alone(config_file):
+    for alone in (False, True):
+        engine = {"name": "vllm", "adapter": alone}
+        plan = planned(config_file, **ONLINE, run={"backend": "local"}, lora={"enabled": True}, inference_engine=engine)
+        expected = 4 * plan.facts.trained if alone else plan.facts.weight_bytes
+        assert plan.as_dict()["traffic"]["weights"] == expected
+
+
+def test_an_engine_on_the_trainers_processor_is_awake_and_counted_with_it(config_file):
+    apart = planned(config_file, **ONLINE, run={"backend": "local"}, inference_engine={"name": "vllm"})
+    beside = planned(
+        config_file, **ONLINE, run={"backend": "local"}, inference_engine={"name": "vllm", "colocated": True}
+    )
+    assert apart.memory.others == {}
+    assert beside.memory.others == {"engine": beside.memory.weights + 2**30}, "weights of its own, and its cache"
+    assert beside.memory.generation == 0
+
+
+def test_an_engine_on_the_trainers_gpus_takes_its_share_awake_and_a_context_asleep(config_file):
+    def planned_on_gpus(share, **engine):
+        raw = yaml.safe_load(config_file.read_text())
+        raw |= ONLINE | {"run": {"backend": "fsdp", "training_gpus": 2}}
+        raw["model"]["device"] = "auto"
+        raw["inference_engine"] = {"name": "vllm", "colocated": True, **engine}
+        plan = plan_run(check_config(raw), gpu_memory=80)
+        context = plan.memory.framework
+        lasting = 2 * context + plan.memory.weights + plan.memory.optimizer
+        assert plan.shards.gpus == plan.shards.copies == 2
+        assert plan.memory.others == {"engine": context}
+        assert plan.memory.peak == lasting + max(plan.memory.training, int(share * 80 * 2**30) - context)
+        return plan
+
+    assert planned_on_gpus(0.5).fits
+    full = planned_on_gpus(1.0, gpu_memory_utilization=1.0)
+    assert not full.fits and "lower inference_engine.gpu_memory_utilization" in full.advice[-1]
+
+
 def run(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 

@@ -66,7 +66,7 @@ def test_weights_are_the_trainers_own_to_the_bit(wrap, tiny_model, saved):
         assert torch.equal(tensor, saved[name]), name
 
 
-def test_an_adapters_share_is_added(tiny_model):
+def test_an_adapters_share_is_added_or_left_out(tiny_model, saved):
     model = adapted(tiny_model)
     merged = dict(merge_adapter(model).named_parameters())
     weights = dict(plain_weights(LanguageModel(model, ("value",))))
@@ -75,6 +75,8 @@ def test_an_adapters_share_is_added(tiny_model):
         torch.testing.assert_close(tensor, merged[name].detach(), atol=1e-7, rtol=0)
     changed = [name for name, tensor in load_model("tiny").named_parameters() if not torch.equal(tensor, weights[name])]
     assert changed and all("proj" in name for name in changed)
+    base = dict(plain_weights(LanguageModel(model, ("value",)), adapter=False))
+    assert base.keys() == weights.keys() and all(torch.equal(tensor, saved[name]) for name, tensor in base.items())
 
 
 def test_a_written_folder_is_a_plain_checkpoint(tiny_model, tmp_path):

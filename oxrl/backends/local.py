@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -224,6 +225,13 @@ class PyTorchTrainingBackend:
                 del state
                 self.optimizer.zero_grad(set_to_none=True)
                 self._unstepped.clear()
+
+    def release_memory(self) -> TrainFuture[None]:
+        """Leave to others on this device what torch keeps for later."""
+        if self.device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+        return ImmediateTrainFuture(None)
 
     def get_weights(self) -> TrainFuture[Weights]:
         return ImmediateTrainFuture(Weights(self.model, self.version))

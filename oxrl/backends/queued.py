@@ -101,6 +101,9 @@ class QueuedBackend:
     def update_reference(self, decay: float) -> TrainFuture[None]:
         return self._submit("update_reference", decay)
 
+    def release_memory(self) -> TrainFuture[None]:
+        return self._submit("release_memory")
+
     def save(self, path: Path) -> TrainFuture[None]:
         return self._submit("save", path)
 

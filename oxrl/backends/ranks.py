@@ -115,6 +115,8 @@ class Worker(Protocol):
 
     def rehearse(self, begin: bool) -> None: ...
 
+    def release_memory(self) -> TrainFuture[None]: ...
+
 
 class Crew(Protocol):
     """The processes that a backend is spread over, as its driver calls them; `Ranks` is one."""
@@ -430,12 +432,12 @@ def optim_step(worker: Worker) -> tuple[dict[str, float], int]:
     return metrics, worker.version
 
 
-def write_plain_files(worker: Worker, folder: Path) -> None:
+def write_plain_files(worker: Worker, folder: Path, adapter: bool = True) -> None:
     """The weights as an engine loads them, by rank 0; the other ranks bring theirs."""
     if _is_first():
-        write_weights(worker.module, folder, worker.full)
+        write_weights(worker.module, folder, worker.full, adapter=adapter)
     else:
-        pass_weights(worker.module, worker.full)
+        pass_weights(worker.module, worker.full, adapter=adapter)
 
 
 def write_adapter_files(worker: Worker, folder: Path) -> None:
@@ -547,6 +549,9 @@ class RankedWeights:
         """By rank 0, into a folder of its machine."""
         self._ask("write_plain_files", folder)
 
+    def write_base(self, folder: Path) -> None:
+        self._ask("write_plain_files", folder, False)
+
     def write_adapter(self, folder: Path) -> None:
         self._ask("write_adapter_files", folder)
 
@@ -651,6 +656,11 @@ class RankedBackend:
 
     def update_reference(self, decay: float) -> TrainFuture[None]:
         self.ask("update_reference", decay)
+        return ImmediateTrainFuture(None)
+
+    def release_memory(self) -> TrainFuture[None]:
+        """Leave to others on the ranks' devices what torch keeps for later."""
+        self.ask("release_memory")
         return ImmediateTrainFuture(None)
 
     def save(self, path: Path) -> TrainFuture[None]:

@@ -71,13 +71,13 @@ class RayRanks:
             raise ValueError(f"{world} ranks do not fit {len(places) if places is not None else 'any'} places")
         ray = import_ray()
         self.world, self.time_limit, self.call_limit = world, time_limit, call_limit
-        self._places = places or reserve(world)
+        self.places = places or reserve(world)
         self._own_places = places is None
         self._started = 0
         self._broken: str | None = None
         self._lock = threading.Lock()  # two calls that reach two ranks in another order would wait for each other
         actor = ray.remote(max_restarts=0, max_task_retries=0)(RankActor)
-        self._actors = [actor.options(**self._places.options(rank, share)).remote(rank) for rank in range(world)]
+        self._actors = [actor.options(**self.places.options(rank, share)).remote(rank) for rank in range(world)]
         self.processes: list[Process | None] = [None] * world
         try:
             meeting = self._gather("start", [self._actors[0].meeting_point.remote()])[0]
@@ -112,7 +112,7 @@ class RayRanks:
         for actor, process in zip(self._actors, self.processes, strict=True):
             end_actor(actor, process)
         if self._own_places:
-            self._places.free()
+            self.places.free()
 
     def _sent(self, command: Command) -> Any:
         try:
@@ -223,10 +223,11 @@ class RankActor:
     def perform(self, command: Command) -> Reply:
         return self._hosted.perform(command)
 
-    def _put_bucket(self, worker: Worker, stream: int, most: int) -> Any:
+    def _put_bucket(self, worker: Worker, stream: int, most: int, adapter: bool) -> Any:
         """A reference to the next bucket of this stream, from rank 0; None at the end, and from the others."""
         if stream not in self._streams:
-            self._streams = {stream: in_buckets(plain_weights(worker.module, worker.full), most, keep=self.rank == 0)}
+            weights = plain_weights(worker.module, worker.full, adapter=adapter)
+            self._streams = {stream: in_buckets(weights, most, keep=self.rank == 0)}
         bucket = next(self._streams[stream], None)
         if bucket is None:
             del self._streams[stream]
@@ -237,10 +238,10 @@ class RankActor:
 class RayWeights(RankedWeights):
     """The weights that actors hold at one version; who samples gets references to them, and the driver no more."""
 
-    def references(self, most: int = BUCKET_BYTES) -> Iterator[Any]:
+    def references(self, most: int = BUCKET_BYTES, *, adapter: bool = True) -> Iterator[Any]:
         """To one `Bucket` after the other, each put into the object store by rank 0 when it is asked for."""
         stream = next(_STREAMS)
-        while (reference := self._ask("put_bucket", stream, most)) is not None:
+        while (reference := self._ask("put_bucket", stream, most, adapter)) is not None:
             yield reference
 
     def adapter_files(self) -> dict[str, bytes]:

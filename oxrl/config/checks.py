@@ -26,7 +26,11 @@ SYNCED = {
 
 
 OURS = {"host", "port", "api_key", "load_format", "worker_extension_cls", "tensor_parallel_size", "logprobs_mode"}
-OURS_WHY = "engines listen on loopback and get their weights from the trainer (rollout.tensor_parallel_size is a key)"
+OURS |= {"enable_sleep_mode", "enable_lora", "max_lora_rank", "max_loras"}
+OURS_WHY = (
+    "engines listen on loopback and get their weights from the trainer (rollout.tensor_parallel_size, "
+    "inference_engine.colocated and adapter are keys)"
+)
 
 
 class Idle(NamedTuple):
@@ -60,6 +64,7 @@ IDLE = (
     Idle("run.rollout_gpus", lambda config, _: _engine_is("vllm", config), "without inference_engine.name: vllm"),
     Idle("inference_engine.urls", lambda config, _: _engine_is("http", config), "without name: http"),
     Idle("inference_engine.replicas", lambda config, _: _engine_is("vllm", config), "without name: vllm"),
+    Idle("inference_engine.adapter", lambda config, _: config.lora.enabled, "without lora.enabled: true"),
     Idle(
         "inference_engine.place",
         lambda config, _: _engine_is("vllm", config) and config.run.backend != "ray",
@@ -84,6 +89,7 @@ def contradictions(config: Config) -> list[str]:
     return [
         *_devices(config),
         *_engine(config, chosen),
+        *(_colocated(config) if config.inference_engine.colocated else ()),
         *_reference(config, [chosen, *later]),
         *_sampling(config, chosen),
     ]
@@ -140,8 +146,33 @@ def _engine(config: Config, chosen: Algorithm) -> Iterator[str]:
             "inference_engine.place: process is one vLLM in a trainer of one process: set server for several, for "
             "devices of its own, or beside several ranks"
         )
+    if engine.adapter and config.engine != "vllm":
+        yield f"inference_engine.adapter: {config.engine} takes whole weights: set inference_engine.name: vllm"
+    elif engine.adapter and run.backend not in ("auto", "ray") and not config.in_process:
+        yield (
+            "inference_engine.adapter: servers take whole weights: leave it out, or have vLLM in the trainer's process "
+            "(run.backend: local, without lag and rollout_gpus) or under run.backend: ray"
+        )
     if config.engine != "embedded" and rollout.mode != "shrinking":
         yield f"rollout.mode: {rollout.mode} is the embedded engine's: leave it out"
+
+
+def _colocated(config: Config) -> Iterator[str]:
+    run, engine = config.run, config.inference_engine
+    said = "inference_engine.colocated"
+    if engine.name != "vllm":
+        yield f"{said} is for an engine of the run that can sleep: set inference_engine.name: vllm"
+    if config.rollout.lag:
+        yield f"{said}: the engine sleeps while the trainer computes, and rollout.lag samples then: leave one out"
+    if run.rollout_gpus:
+        yield f"{said} samples on the trainer's devices, and run.rollout_gpus on others: leave one out"
+    if config.rollout.tensor_parallel_size > 1:
+        yield f"{said} has one training device for each copy: set rollout.tensor_parallel_size: 1"
+    devices = 1 if run.backend == "local" else run.training_gpus
+    if devices and engine.replicas is not None and engine.replicas > devices:
+        yield f"{said}: inference_engine.replicas {engine.replicas} are more than the {devices} that train: lower it"
+    if config.model.device not in ("auto", "cpu", "cuda", "cuda:0"):
+        yield f"{said} counts devices from the first: set model.device: auto, and CUDA_VISIBLE_DEVICES to choose"
 
 
 def _reference(config: Config, algorithms: list[Algorithm]) -> Iterator[str]:

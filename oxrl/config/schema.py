@@ -326,12 +326,17 @@ class InferenceEngine(_Open):
     replicas: int | None = Field(
         None,
         ge=1,
-        description="vllm: copies that sample; default rollout_gpus / tensor_parallel_size, or 1",
+        description="vllm: copies that sample; default rollout_gpus / tensor_parallel_size, one per training device "
+        "where colocated, else 1",
     )
     place: Literal["auto", "process", "server"] = Field(
         "auto", description="vllm: in the trainer's process, or servers of its own; auto: servers if lag or several"
     )
     folder: str | None = Field(None, description="where weights are handed over; default this machine's memory")
+    adapter: bool = Field(
+        False, description="vllm, with lora: the base goes to the engine once, and then the adapter alone"
+    )
+    colocated: bool = Field(False, description="vllm: shares the trainer's devices and sleeps while it computes")
 
 
 class Config(_Section):
@@ -366,7 +371,16 @@ class Config(_Section):
         if self.engine != "vllm":
             return 0
         by_devices = (self.run.rollout_gpus or 0) // self.rollout.tensor_parallel_size
-        return self.inference_engine.replicas or max(1, by_devices)
+        by_places = self.ranks if self.inference_engine.colocated else 1
+        return self.inference_engine.replicas or by_devices or by_places
+
+    @property
+    def in_process(self) -> bool:
+        """Whether vLLM shares the trainer's process: where nothing is to overlap, and no other process trains."""
+        engine = self.inference_engine
+        alone = self.run.backend == "local" and self.replicas == 1 and not self.run.rollout_gpus
+        alone = alone and self.rollout.tensor_parallel_size == 1
+        return engine.place == "process" or (engine.place == "auto" and alone and self.rollout.lag == 0)
 
     def allowed_gap(self, itemsize: int) -> float:
         """Between sampler and trainer in a token's log-prob, for weights of so many bytes each."""

@@ -62,7 +62,7 @@ class Replica:
         self._times: list[float] = []  # of restarts, within the last hour
         self._calls: set[anyio.CancelScope] = set()
         self._doubt, self._news = anyio.Event(), anyio.Event()
-        self._updating = False
+        self._updating = self._asleep = False
         self._kept: _Kept | None = None
         self._proof: _Proof | None = None
 
@@ -108,6 +108,14 @@ class Replica:
 
     async def resume(self) -> None:
         await self._surely(VLLMEngine.resume)
+
+    async def sleep(self) -> None:
+        await self._surely(VLLMEngine.sleep)
+        self._asleep = True
+
+    async def wake_up(self) -> None:
+        self._asleep = False
+        await self._surely(VLLMEngine.wake_up)
 
     async def check_health(self) -> None:
         await self._surely(VLLMEngine.check_health)
@@ -165,7 +173,8 @@ class Replica:
             with anyio.move_on_after(self.limits.look):
                 await self._doubt.wait()
             doubted, self._doubt = self._doubt.is_set(), anyio.Event()
-            trouble = await self._trouble(thorough=doubted)
+            # Started again beside a trainer at work, it would find no memory: that waits until it is woken.
+            trouble = "" if self._asleep else await self._trouble(thorough=doubted)
             if trouble:
                 await self._start_again(trouble)
             if trouble or doubted:

@@ -11,7 +11,7 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -93,6 +93,12 @@ class InferenceEngine(Protocol):
 
     async def resume(self) -> None: ...
 
+    async def sleep(self) -> None:
+        """Give its devices' memory back until `wake_up`; nothing is asked of it meanwhile."""
+        ...
+
+    async def wake_up(self) -> None: ...
+
     async def check_health(self) -> None: ...
 
     async def update_weights_from_checkpoint(self, checkpoint_path: str, version: int | None = None) -> dict[str, Any]:
@@ -122,6 +128,12 @@ class _Server:
 
     async def check_health(self) -> None:
         await self._connection.get("/health", time_limit=_HEALTH_LIMIT)
+
+    async def sleep(self) -> None:
+        raise ValueError(f"{self.name} is not known to sleep: give it devices of its own")
+
+    async def wake_up(self) -> None:
+        """It never slept."""
 
 
 class VLLMEngine(_Server):
@@ -208,6 +220,13 @@ class VLLMEngine(_Server):
 
     async def resume(self) -> None:
         await self._connection.post("/resume")
+
+    async def sleep(self) -> None:
+        """On a GPU the server needs `--enable-sleep-mode`; on a CPU it holds still, and its memory stays its own."""
+        await self._connection.post("/sleep", query={"level": "1"})
+
+    async def wake_up(self) -> None:
+        await self._connection.post("/wake_up")
 
     async def reset_prefix_cache(self) -> None:
         """Forget what was computed with other weights, also for the sequences under way."""
@@ -368,6 +387,7 @@ class HTTPGenerator:
         self._waiting: set[anyio.CancelScope] = set()
         self._under_way: set[object] = set()
         self._aborts = 0
+        self._asleep = False
         self._concurrency = concurrency
         self._places: RunVar[anyio.CapacityLimiter] = RunVar(f"oxrl engines {id(self)}")
 
@@ -383,6 +403,7 @@ class HTTPGenerator:
     async def generate(self, requests: Sequence[Request], sampling: GenerationConfig) -> list[Generation]:
         """One generation per request, in order. Calls of several tasks share the engines."""
         check_sampling(sampling)
+        await self.wake_up()
         answers: dict[int, Generation] = {}
 
         async def one(index: int, request: Request) -> None:
@@ -500,6 +521,7 @@ class HTTPGenerator:
 
     async def update_weights(self, weights: Weights) -> None:
         """Write, sync, prove: answers once every engine speaks with these."""
+        await self.wake_up()
         source = source_of(weights)
         probe = await in_thread(partial(Probe.of, source, self._tolerance))
         places = await self._reachable()
@@ -524,6 +546,29 @@ class HTTPGenerator:
             for place in range(len(self.engines)) if places is None else places:
                 tasks.start_soon(one, place, self.engines[place])
         self.gap = max(heard.gap for heard in self._heard.values())
+
+    async def sleep(self) -> None:
+        """Give the devices' memory to a trainer that shares them; whoever asks for something next wakes all."""
+        await self._tell_all([engine.sleep for engine in self.engines])
+        self._asleep = True
+
+    async def wake_up(self) -> None:
+        if self._asleep:
+            self._asleep = False
+            await self._tell_all([engine.wake_up for engine in self.engines])
+
+    async def _tell_all(self, calls: Sequence[Callable[[], Awaitable[None]]]) -> None:
+        """An engine that was lost is found out, and replaced where that can be, when it gets weights."""
+
+        async def one(call: Callable[[], Awaitable[None]]) -> None:
+            try:
+                await call()
+            except EngineError as error:
+                logger.warning("%s", error)
+
+        async with task_group() as tasks:
+            for call in calls:
+                tasks.start_soon(one, call)
 
     async def check_health(self) -> None:
         async with task_group() as tasks:

@@ -28,7 +28,7 @@ from oxrl.concurrent import in_thread, task_group
 from oxrl.generators.connection import EngineError
 from oxrl.generators.http import Ask, Facts, HTTPGenerator, Said
 from oxrl.generators.probe import Probe, StaleEngineError
-from oxrl.types import Generation, GenerationConfig, Request, Weights, WeightSource
+from oxrl.types import Weights, WeightSource
 from oxrl.weights import MovedOnError, adapter_files, near_folder, plain_weights, read_weights, source_of, write_tensors
 
 logger = logging.getLogger(__name__)
@@ -44,8 +44,8 @@ class ReplicaLostError(EngineError):
 class ReferencedWeights(WeightSource, Protocol):
     """Weights that their holder puts into the object store itself, so that they do not pass through the driver."""
 
-    def references(self) -> Iterator[Any]:
-        """To one `Bucket` after the other."""
+    def references(self, *, adapter: bool = True) -> Iterator[Any]:
+        """To one `Bucket` after the other; an adapter is merged, or left out."""
         ...
 
     def adapter_files(self) -> dict[str, bytes]: ...
@@ -67,13 +67,8 @@ class RayGenerator(HTTPGenerator):
         self._own_places = own_places
         self._current: Weights | None = None
         self._news = threading.Event()  # set when other weights come
-        self._asleep = False
         for replica in replicas:
             replica.refresh = partial(self._refresh, replica)
-
-    async def generate(self, requests: Sequence[Request], sampling: GenerationConfig) -> list[Generation]:
-        await self.wake_up()
-        return await super().generate(requests, sampling)
 
     async def update_weights(self, weights: Weights) -> None:
         await self.wake_up()
@@ -91,32 +86,21 @@ class RayGenerator(HTTPGenerator):
         return await in_thread(partial(Probe.of, source_of(weights), self._tolerance))
 
     async def _give(self, engines: Engines, weights: Weights, probe: Probe) -> Engines:
-        """Weights to all of these side by side, and their proof; returns those that were lost on the way."""
-        source = source_of(weights)
-        lost: Engines = {}
+        """Weights to all of these side by side, and their proof; returns those that were lost on the way.
 
-        async def to_one(replica: RayReplica, *call: Any) -> Any:
-            try:
-                return await engines[replica].ask(*call, limit=replica.time_limit)
-            except ReplicaLostError as error:
-                logger.warning("%s", error)
-                lost[replica] = engines[replica]
-
-        async def to_all(*call: Any) -> None:
-            async with task_group() as tasks:
-                for replica in engines.keys() - lost.keys():
-                    tasks.start_soon(to_one, replica, *call)
-
-        if source.adapted and self.engines[0].lora:
-            await to_all("take_adapter", await in_thread(partial(_adapter_files, source)), weights.version)
-        else:
-            await to_all("begin")
-            with closing(_references(weights, source)) as references:
-                async with task_group() as tasks:
-                    tasks.start_soon(to_all, "take", weights.version)
-                    while (reference := await in_thread(partial(next, references, None))) is not None:
-                        await to_all("feed", reference)
-                    await to_all("feed", None)
+        Where an adapter travels alone, an engine gets its base first, unless it has it.
+        """
+        source, lost = source_of(weights), Engines()
+        alone = source.adapted and bool(self.engines[0].lora)
+        whole = {replica: engine for replica, engine in engines.items() if not (alone and engine.has_base)}
+        if whole:
+            with closing(_references(weights, source, adapter=not alone)) as references:
+                await _stream(whole, references, weights.version, lost)
+            for engine in whole.values():
+                engine.has_base = alone
+        if alone:
+            files = await in_thread(partial(_adapter_files, source))
+            await _to_all(engines, lost, "take_adapter", files, weights.version)
         async with task_group() as tasks:
             for replica in engines.keys() - lost.keys():
                 tasks.start_soon(self._prove, replica, engines[replica], probe, weights.version, lost)
@@ -154,21 +138,6 @@ class RayGenerator(HTTPGenerator):
                 raise ReplicaLostError(f"{replica.name} has half of its weights: {error}") from error
             if lost:
                 raise ReplicaLostError(f"{replica.name} was lost again while it got its weights")
-
-    async def sleep(self, level: int = 1) -> None:
-        """Give the devices' memory to the trainer; on a CPU nothing happens."""
-        await self._tell("sleep", level)
-        self._asleep = True
-
-    async def wake_up(self) -> None:
-        if self._asleep:
-            self._asleep = False
-            await self._tell("wake_up")
-
-    async def _tell(self, *call: Any) -> None:
-        async with task_group() as tasks:
-            for replica in self.engines:
-                tasks.start_soon(partial(replica.engine.ask, *call, limit=replica.time_limit))
 
     async def close(self) -> None:
         with anyio.CancelScope(shield=True):
@@ -296,6 +265,12 @@ class RayReplica:
     async def resume(self) -> None:
         """Nothing was held."""
 
+    async def sleep(self) -> None:
+        await self.engine.ask("sleep", limit=self.time_limit)
+
+    async def wake_up(self) -> None:
+        await self.engine.ask("wake_up", limit=self.time_limit)
+
     async def check_health(self) -> None:
         await self.engine.ask("version", limit=_HEALTH_LIMIT)
 
@@ -352,6 +327,7 @@ class EngineHandle:
     def __init__(self, name: str, actor: Any) -> None:
         self.name, self._actor = name, actor
         self.process: Process | None = None  # once it is ready
+        self.has_base = False  # of the adapter that travels alone
 
     async def ready(self, limit: float) -> Facts:
         facts: Facts = await self.ask("facts", limit=limit)
@@ -482,8 +458,8 @@ class EngineActor:
     async def refresh(self, folder: str, version: int) -> None:
         await self.engine.refresh_model(folder, version)
 
-    async def sleep(self, level: int) -> None:
-        await self.engine.sleep(level)
+    async def sleep(self) -> None:
+        await self.engine.sleep()
 
     async def wake_up(self) -> None:
         await self.engine.wake_up()
@@ -492,19 +468,49 @@ class EngineActor:
         await self.engine.close()
 
 
+Engines: TypeAlias = dict[RayReplica, EngineHandle]
+
+
+async def _stream(engines: Engines, references: Iterator[Any], version: int, lost: Engines) -> None:
+    """One bucket after the other to all of these, while they take them."""
+    for engine in engines.values():
+        engine.has_base = False
+    await _to_all(engines, lost, "begin")
+    async with task_group() as tasks:
+        tasks.start_soon(_to_all, engines, lost, "take", version)
+        while (reference := await in_thread(partial(next, references, None))) is not None:
+            await _to_all(engines, lost, "feed", reference)
+        await _to_all(engines, lost, "feed", None)
+
+
+async def _to_all(engines: Engines, lost: Engines, *call: Any) -> None:
+    """The same call on all but the lost, of which there may be more then."""
+
+    async def to_one(replica: RayReplica, engine: EngineHandle) -> None:
+        try:
+            await engine.ask(*call, limit=replica.time_limit)
+        except ReplicaLostError as error:
+            logger.warning("%s", error)
+            lost[replica] = engine
+
+    async with task_group() as tasks:
+        for replica in engines.keys() - lost.keys():
+            tasks.start_soon(to_one, replica, engines[replica])
+
+
 def _references(
-    weights: Weights, source: WeightSource | ReferencedWeights
+    weights: Weights, source: WeightSource | ReferencedWeights, *, adapter: bool
 ) -> collections.abc.Generator[Any, None, None]:
     """By whoever has the weights, if it can; else from here, where they are or come to."""
     if hasattr(source, "references"):
-        yield from source.references()
+        yield from source.references(adapter=adapter)
         return
     ray = import_ray()
     if weights.module is not None:
-        yield from map(ray.put, in_buckets(plain_weights(weights.module)))
+        yield from map(ray.put, in_buckets(plain_weights(weights.module, adapter=adapter)))
         return
     with tempfile.TemporaryDirectory(prefix="oxrl-weights-", dir=near_folder()) as folder:
-        source.write(Path(folder))
+        (source.write if adapter else source.write_base)(Path(folder))
         yield from map(ray.put, in_buckets(read_weights(Path(folder))))
 
 
@@ -513,9 +519,6 @@ def _adapter_files(source: WeightSource | ReferencedWeights) -> dict[str, bytes]
         files: dict[str, bytes] = source.adapter_files()
         return files
     return adapter_files(source.write_adapter)
-
-
-Engines: TypeAlias = dict[RayReplica, EngineHandle]
 
 
 async def _nothing(_: EngineHandle) -> None:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import anyio
 
@@ -45,9 +45,9 @@ class VLLMRolloutEngine:
     """`VLLMRolloutEngine(folder, tokenizer, dtype="float32")`: a `Generator` that vLLM (0.32) speaks for.
 
     `options` go to vLLM: `tensor_parallel_size`, `gpu_memory_utilization`, `max_model_len`, `enforce_eager` and so on.
-    With `lora` the rank of an adapter, adapters are reloaded beside the base model that is in `model`; without it an
-    adapter's weights are merged on their way. An engine that does not move for `time_limit` seconds while somebody
-    waits is given up on: inside of this process it cannot be started again. Making one takes many seconds:
+    With `lora` the rank of an adapter, the base of a model that has one comes once, and from then on the adapter alone;
+    without it an adapter's weights are merged on their way. An engine that does not move for `time_limit` seconds while
+    somebody waits is given up on: inside of this process it cannot be started again. Making one takes many seconds:
     `vllm_generator` does so in a thread.
     """
 
@@ -69,6 +69,7 @@ class VLLMRolloutEngine:
         self._tolerance = tolerance
         self._version = 0
         self._has_weights = False  # of a trainer; until then those that it was started with
+        self._asleep = self._has_base = False  # base: that of the adapter which it speaks with
         self._heard: Heard | None = None
         self._worker = _Worker(partial(_open_engine, str(model), lora, dict(options)), time_limit)
 
@@ -83,6 +84,7 @@ class VLLMRolloutEngine:
     async def generate(self, requests: Sequence[Request], sampling: GenerationConfig) -> list[Generation]:
         """One generation per request, in order. Calls of several tasks share the engine."""
         check_sampling(sampling)
+        await self.wake_up()
         asks = [as_ask(request, sampling, self._worker.facts, self._ends) for request in requests]
         version = self.version
         said = await self._said([_Job(ask) for ask in asks])
@@ -107,21 +109,30 @@ class VLLMRolloutEngine:
 
     async def update_weights(self, weights: Weights) -> None:
         """Take the trainer's weights one by one, or its adapter; what is under way goes on through a fresh prefill."""
+        await self.wake_up()
         source = source_of(weights)
         probe = await in_thread(partial(Probe.of, source, self._tolerance))
+        alone = bool(self._lora) and source.adapted
         with tempfile.TemporaryDirectory(prefix="oxrl-weights-", dir=near_folder()) as name:
-            folder = Path(name)
-            if self._lora and source.adapted:
-                await in_thread(partial(source.write_adapter, folder))
-                change: Callable[[], None] = partial(self._worker.load_adapter, folder)
-            elif weights.module is not None:
-                change = partial(self._worker.reload, weights_iterator=plain_weights(weights.module))
-            else:
-                await in_thread(partial(source.write, folder))
-                change = partial(self._worker.reload, weights_iterator=read_weights(folder))
-            await self._on_worker(partial(self._worker.change, change, weights.version))
+            changes = []
+            if not (alone and self._has_base):
+                self._has_base = False
+                changes.append(await self._whole(weights, Path(name), adapter=not alone))
+            if alone:
+                await in_thread(partial(source.write_adapter, Path(name)))
+                changes.append(partial(self._worker.load_adapter, Path(name)))
+            await self._on_worker(partial(self._worker.change, changes, weights.version))
+        self._has_base = alone
         await self.verify(probe, weights.version)
         self._version, self._has_weights = weights.version, True
+
+    async def _whole(self, weights: Weights, folder: Path, *, adapter: bool) -> Callable[[], None]:
+        """What takes all weights, an adapter merged into them or left out: from the module, or through files."""
+        if weights.module is not None:
+            return partial(self._worker.reload, weights_iterator=plain_weights(weights.module, adapter=adapter))
+        source = source_of(weights)
+        await in_thread(partial(source.write if adapter else source.write_base, folder))
+        return partial(self._worker.reload, weights_iterator=read_weights(folder))
 
     async def refresh_model(self, model_path: str | Path, version: int) -> bool:
         """The weights of a checkpoint on disk; False if that version is in place already. Nothing is proved here."""
@@ -129,20 +140,20 @@ class VLLMRolloutEngine:
             return False
         if not Path(model_path).is_dir():
             raise ValueError(f"there is no checkpoint folder {model_path}")
-        change = partial(self._worker.take_files, str(model_path))
-        await self._on_worker(partial(self._worker.change, change, version))
-        self._version, self._has_weights = version, True
+        await self._change(partial(self._worker.take_files, str(model_path)), version)
         return True
 
     async def take_weights(self, weights: Iterator[tuple[str, Any]], version: int) -> None:
         """Plain weights one by one, from wherever they come. Nothing is proved here."""
-        change = partial(self._worker.reload, weights_iterator=weights)
-        await self._on_worker(partial(self._worker.change, change, version))
-        self._version, self._has_weights = version, True
+        await self._change(partial(self._worker.reload, weights_iterator=weights), version)
 
     async def take_adapter(self, folder: Path, version: int) -> None:
-        """An adapter from its files. Nothing is proved here."""
-        await self._on_worker(partial(self._worker.change, partial(self._worker.load_adapter, folder), version))
+        """An adapter from its files, beside the base that is there. Nothing is proved here."""
+        await self._change(partial(self._worker.load_adapter, folder), version)
+
+    async def _change(self, change: Callable[[], None], version: int) -> None:
+        self._has_base = False  # as far as is known here
+        await self._on_worker(partial(self._worker.change, [change], version))
         self._version, self._has_weights = version, True
 
     async def verify(self, probe: Probe, version: int) -> None:
@@ -162,12 +173,18 @@ class VLLMRolloutEngine:
         await in_thread(partial(job.said, self._worker.wait))
         return job.prompt_logprobs
 
-    async def sleep(self, level: int = 1) -> None:
-        """Give the device's memory back to the trainer, weights too; on a CPU nothing happens."""
-        await self._on_worker(partial(self._worker.call, "sleep", level))
+    async def sleep(self) -> None:
+        """Give the device's memory to a trainer that shares it, weights too; whoever asks for something next wakes it.
+
+        Needs `enable_sleep_mode`, which vLLM has for GPUs; on a CPU it holds still, and its memory stays its own.
+        """
+        await self._on_worker(self._worker.sleep)
+        self._asleep = True
 
     async def wake_up(self) -> None:
-        await self._on_worker(partial(self._worker.call, "wake_up"))
+        if self._asleep:
+            self._asleep = False
+            await self._on_worker(self._worker.wake_up)
 
     async def close(self) -> None:
         with anyio.CancelScope(shield=True):
@@ -299,8 +316,9 @@ class _Worker:
             if not job.reason.done():
                 job.reason.set_result("abort")
 
-    def change(self, change: Callable[[], None], version: int) -> None:
-        change()
+    def change(self, changes: Sequence[Callable[[], None]], version: int) -> None:
+        for change in changes:
+            change()
         if not self._engine.reset_prefix_cache(reset_running_requests=True):
             raise EngineError(f"{NAME} did not give up its prefix cache, which belongs to older weights")
         self._engine.set_weight_version(str(version))
@@ -324,8 +342,11 @@ class _Worker:
             raise EngineError(f"{NAME} did not take the adapter")
         self._adapter = LoRARequest("policy", _ADAPTER_ID, "loaded before")
 
-    def call(self, method: str, *args: Any) -> None:
-        getattr(self._engine, method)(*args)
+    def sleep(self) -> None:
+        self._engine.sleep(level=1)  # weights go to the machine's memory: awake without new ones, it speaks as before
+
+    def wake_up(self) -> None:
+        self._engine.wake_up()
 
     def _run(self, open_engine: Callable[[], Any], ready: Future[Facts]) -> None:
         try:
@@ -406,8 +427,18 @@ def _open_engine(model: str, lora: int, options: dict[str, Any]) -> Any:
         **options,
     }
     if lora:
-        given |= {"enable_lora": True, "max_lora_rank": lora, "max_loras": 1}
+        given |= {"enable_lora": True, "max_lora_rank": _room_for(lora), "max_loras": 1}
     return LLMEngine.from_engine_args(EngineArgs(model=model, **given))
+
+
+def _room_for(rank: int) -> int:
+    """vLLM has room for adapters of some ranks, and takes lower ones into it."""
+    from vllm.config.lora import MaxLoRARanks
+
+    ranks: tuple[int, ...] = get_args(MaxLoRARanks)
+    if rank > max(ranks):
+        raise ValueError(f"vLLM takes adapters up to rank {max(ranks)}, and this one has {rank}: merge it, or lower r")
+    return min(room for room in ranks if room >= rank)
 
 
 def _sampling_params(job: _Job) -> Any:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import anyio
 import numpy as np
@@ -45,6 +46,8 @@ from oxrl.types import (
     Render,
     Rollout,
     Sample,
+    SleepingGenerator,
+    TrainFuture,
     TrainingState,
 )
 
@@ -57,6 +60,8 @@ ShapeFn: TypeAlias = Callable[[Sequence[Group]], Sequence[Group]]
 """The groups of a step to the same with other scores, for what depends on the whole step."""
 ReferenceFn: TypeAlias = Callable[[int], Awaitable[None]]
 """(step): moves the reference where it is not fixed."""
+AsideFn: TypeAlias = Callable[[], AbstractAsyncContextManager[None]]
+"""The block in which a step trains: for an engine that has to make room for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +120,26 @@ async def fixed_reference(step: int) -> None:
     """The reference stays what it was."""
 
 
+@asynccontextmanager
+async def undisturbed() -> AsyncIterator[None]:
+    """Whoever samples is elsewhere, or takes up no room."""
+    yield
+
+
+class SharingBackend(Backend, Protocol):
+    def release_memory(self) -> TrainFuture[None]:
+        """Leave to others on its devices what it keeps for later."""
+        ...
+
+
+@asynccontextmanager
+async def engine_asleep(generator: SleepingGenerator, backend: SharingBackend) -> AsyncIterator[None]:
+    """For an engine on the trainer's devices; the weights that it gets afterwards wake it."""
+    await generator.sleep()
+    yield
+    await backend.release_memory()
+
+
 def as_graded(groups: Sequence[Group]) -> Sequence[Group]:
     return groups
 
@@ -151,6 +176,7 @@ async def run_online(
     shape: ShapeFn = as_graded,
     evaluate: EvaluateFn = no_evaluation,
     move_reference: ReferenceFn = fixed_reference,
+    engine_aside: AsideFn = undisturbed,
     observe: ObserveFn = nothing_observed,
     log: Sink = log_to_console,
     save: SaveFn = no_checkpoint,
@@ -159,6 +185,7 @@ async def run_online(
 
     `taking_turns` is for generators that speak with the trainer's own weights. Without it, and with `lag`, sampling and
     training overlap as far as the backend's calls leave this thread alone: `QueuedBackend` makes any backend do so.
+    `engine_aside` is for an engine on the trainer's devices, without lag: `partial(engine_asleep, engine, backend)`.
     """
     if taking_turns and config.sync_every > 1:
         raise ValueError("an engine that speaks with the trainer's own weights is always in sync: set sync_every to 1")
@@ -180,9 +207,10 @@ async def run_online(
             items = rollout_items(current, shape(ready.groups), render)
             last = step == config.num_steps
             with anyio.CancelScope(shield=True):  # between an update and its record there is no good moment to stop
-                metrics |= await train_batch(backend, current, items, config, memory) if items else NOTHING_TAUGHT
-                _check_gap(metrics, config.max_logprob_gap)
-                await move_reference(step)
+                async with engine_aside():
+                    metrics |= await train_batch(backend, current, items, config, memory) if items else NOTHING_TAUGHT
+                    _check_gap(metrics, config.max_logprob_gap)
+                    await move_reference(step)
                 if due(step, config.sync_every) or last:
                     metrics |= await _sync(backend, generators)
                 if due(step, config.eval_every) or (last and config.eval_every):

@@ -60,11 +60,11 @@ def with_adapter():
     return model
 
 
-def received(weights, most=2**18):
+def received(weights, most=2**18, **choice):
     """What an engine would get: every bucket by its reference."""
     import ray
 
-    references = list(weights.source.references(most))
+    references = list(weights.source.references(most, **choice))
     assert len(references) > 1, "they come in buckets"
     return dict(pair for reference in references for pair in ray.get(reference).tensors())
 
@@ -89,13 +89,17 @@ async def test_actors_do_as_the_local_backend_and_the_next_call_does_not_wait(ma
         received(weights)
 
 
-async def test_an_adapter_arrives_merged_or_as_its_files(make, tmp_path):
+async def test_an_adapter_arrives_merged_or_as_its_base_and_its_files(make, tmp_path):
     from safetensors.torch import load_file
 
     weights = await make(with_adapter).get_weights()
     sent, model = received(weights), with_adapter()
     for name, tensor in plain_weights(model):
         torch.testing.assert_close(sent[name], tensor, atol=1e-6, rtol=0)
+    base = received(weights, adapter=False)
+    assert base.keys() == sent.keys()
+    for name, tensor in plain_weights(TINY()):
+        torch.testing.assert_close(base[name], tensor)
     files = weights.source.adapter_files()
     assert "adapter_config.json" in files
     (tmp_path / "adapter").write_bytes(files["adapter_model.safetensors"])

@@ -12,15 +12,17 @@ from pathlib import Path
 
 from oxrl.config import check_config
 from oxrl.launch import join, leave
+from oxrl.types import Score
+from oxrl.verify import any_difference
 from oxrl.wiring import train_run
 from tests.rows import sums, write_jsonl
 
 RANKS = {"local": 1, "fsdp": 2, "deepspeed": 2, "ray": 2}
 ENGINES = {  # embedded: not under Ray, where the trainer is elsewhere
-    "local": ("embedded", "vllm", "http"),
+    "local": ("embedded", "vllm adapter", "http"),
     "fsdp": ("embedded", "vllm", "http"),
     "deepspeed": ("embedded", "vllm", "http"),
-    "ray": ("vllm", "http"),
+    "ray": ("vllm", "http", "vllm adapter colocated"),
 }
 ROWS = 4  # of a step, over all ranks
 VLLM = {"max_num_seqs": 16}
@@ -47,10 +49,29 @@ def config_of(backend: str, folder: Path, algorithm: str, engine: str = "embedde
     if algorithm == "grpo":
         config["reward"] = {"reward_func": "oxrl.verify:any_difference"}
         config["rollout"] = {"n_samples": 4, "max_tokens": 8}
+        engine, *switches = engine.split()
         config["inference_engine"] = {"name": engine, **(VLLM if engine == "vllm" else {})}
+        config["inference_engine"] |= dict.fromkeys(switches, True)
+        if "adapter" in switches:
+            config["lora"] = {"enabled": True, "r": 4}
+            config["train"]["lr"] = 1e-2
+        if "colocated" in switches:
+            config["inference_engine"]["replicas"] = 1
+            config["reward"] = {"reward_func": "tests.contracts.pairs:looks_around"}
         if engine == "http":
             config["inference_engine"]["urls"] = [url]
     return check_config(config)
+
+
+def looks_around(rollout):
+    """What `any_difference` says, and how much of the cluster's places is free meanwhile."""
+    import ray
+    from ray.util import placement_group_table
+
+    (group, *others) = [each for each in placement_group_table().values() if each["state"] == "CREATED"]
+    free = ray.available_resources()
+    seen = {f"free_{index}": free.get(f"CPU_group_{index}_{group['placement_group_id']}", 0.0) for index in range(2)}
+    return Score(any_difference(rollout), {"other_places": float(len(others)), **seen})
 
 
 def run_all(backend: str, folder: Path, url: str) -> dict[str, list[dict[str, float]]]:

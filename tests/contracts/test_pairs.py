@@ -49,6 +49,10 @@ def test_it_trains_as_one_process_does_whoever_samples(backend, alone, vllm_url,
         assert [step["step"] for step in steps] == [1, 2]
         assert all(step["logprob_gap"] < 1e-4 and step["age"] == 0 for step in steps), "engine and trainer agree"
         assert any(step["grad_norm"] > 0 for step in steps)
+    if backend == "ray":
+        last = logged["grpo vllm adapter colocated"][-1]
+        assert last["reward_other_places"] == 0, "the engine has no places but the trainer's"
+        assert (last["reward_free_0"], last["reward_free_1"]) == (0.0, 0.5), "and on the first, the half that is left"
     if "embedded" in ENGINES[backend]:
         for found, expected in zip(logged["grpo embedded"], alone["grpo embedded"], strict=True):
             assert found["reward"] == expected["reward"], "the same answers were drawn"

@@ -164,7 +164,7 @@ async def test_a_copy_in_one_piece_follows_from_when_it_was_asked_for(sharded):
 
 
 @ON_EVERY_ENGINE
-async def test_an_adapter_is_written_alone_and_is_not_empty(sharded, tmp_path):
+async def test_an_adapter_and_its_base_are_each_written_alone(sharded, tmp_path):
     one, two = local(with_adapter), sharded(with_adapter)
     for backend in (one, two):
         await train_step(backend, algorithm("sft"), some_items(), 60)
@@ -178,6 +178,10 @@ async def test_an_adapter_is_written_alone_and_is_not_empty(sharded, tmp_path):
         for name, tensor in expected.items():
             torch.testing.assert_close(found[name], tensor, **CLOSE)
     assert any(tensor.abs().max() > 0 for name, tensor in expected.items() if "lora_B" in name)
+    (await two.get_weights()).source.write_base(tmp_path / "base")
+    base = dict(read_weights(tmp_path / "base"))
+    for name, tensor in plain_weights(TINY()):
+        torch.testing.assert_close(base[name], tensor)
 
 
 def only_on_the_first():

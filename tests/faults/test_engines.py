@@ -114,6 +114,8 @@ class Fine(BaseHTTPRequestHandler):
         self.send_header("Content-Length", "0")
         self.end_headers()
 
+    do_POST = do_GET
+
 HTTPServer(("127.0.0.1", int(sys.argv[1])), Fine).serve_forever()
 """
 BROKEN = "import sys; sys.exit('no such device')"
@@ -153,6 +155,26 @@ async def test_a_replica_that_fails_again_and_again_is_given_up_with_its_last_wo
                 ):
                     await generator.generate(REQUESTS, SAMPLING)
                 assert generator.restarts == 2
+    finally:
+        await replica.close()
+
+
+async def test_a_replica_that_died_asleep_is_started_again_when_it_is_woken(tiny, tmp_path):
+    """Not before: the trainer has its memory."""
+    replica = Replica(0, starting(tmp_path, iter([HEALTHY, HEALTHY])), tmp_path, Limits(look=0.1, stall=2))
+    generator = HTTPGenerator([replica], tiny[1])
+    try:
+        with anyio.fail_after(60):
+            async with task_group() as tasks:
+                await replica.open()
+                tasks.start_soon(replica.watch)
+                await generator.sleep()
+                replica.server.process.kill()
+                await anyio.sleep(1)
+                assert replica.restarts == 0
+                await generator.wake_up()
+                assert replica.restarts == 1 and replica.server.process.poll() is None
+                tasks.cancel_scope.cancel()
     finally:
         await replica.close()
 

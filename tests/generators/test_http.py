@@ -222,6 +222,26 @@ async def test_a_paused_vllm_server_answers_after_it_is_resumed(vllm_url):
     assert len(said[0].token_ids) == 4
 
 
+async def test_a_vllm_server_that_sleeps_is_woken_by_whoever_asks(vllm_url, tiny):
+    generator, server = HTTPGenerator([VLLMEngine(vllm_url)], tiny[1]), Connection(vllm_url).checked()
+    model = changed(tiny, 0.05)
+    for version in (61, 62):
+        await generator.sleep()
+        assert (await server.get("/is_sleeping"))["is_sleeping"]
+        with anyio.fail_after(60):
+            if version == 61:
+                await generator.update_weights(Weights(model, version))
+            (answer,) = await generator.generate([Request((1, 2))], SAMPLING)
+        assert answer.version == 61 and not (await server.get("/is_sleeping"))["is_sleeping"]
+        expected = trainer_logprobs(model, (1, 2, *answer.token_ids))[1:]
+        assert answer.logprobs == pytest.approx(expected, abs=5e-4), "also without new weights it speaks as before"
+
+
+async def test_an_engine_that_is_not_known_to_sleep_says_so(tiny):
+    with pytest.raises(ValueError, match="the SGLang server at .* is not known to sleep"):
+        await HTTPGenerator([SGLangEngine("http://127.0.0.1:1")], tiny[1]).sleep()
+
+
 PARENT = """
 import subprocess, sys, time
 from oxrl.generators.server import start_vllm_server

@@ -22,7 +22,7 @@ from oxrl.models.lora import LoraSettings, attach_lora
 from oxrl.types import GenerationConfig, Request, Weights
 from oxrl.weights import ModuleWeights, MovedOnError
 from tests.contracts.test_backend import SFT, some_items
-from tests.generators.test_vllm import logprobs, step
+from tests.generators.test_vllm import adapted_to, base_once_then_the_adapter_alone, logprobs, step
 
 pytestmark = pytest.mark.anyio
 SAMPLING = GenerationConfig(max_new_tokens=12, seed=4)
@@ -47,6 +47,10 @@ async def test_an_adapter_is_reloaded_in_place_and_gone_with_plain_weights(ray_r
         (answer,) = await generator.generate([Request((1, 2, 3))], SAMPLING)
         assert answer.version == version == generator.version
         assert answer.logprobs == pytest.approx(logprobs(speaker, (1, 2, 3), answer.token_ids), abs=5e-4)
+
+
+async def test_a_base_is_sent_once_and_then_its_adapter_alone(ray_replicas, tiny):
+    await base_once_then_the_adapter_alone(ray_replicas, tiny[0], 90)
 
 
 async def test_weights_go_from_training_actors_to_replicas_and_the_driver_has_none(ray_ranks, ray_replicas):
@@ -89,8 +93,7 @@ async def test_sleep_is_harmless_on_a_cpu_and_whoever_asks_wakes(ray_replicas):
 
 
 async def test_a_replica_that_was_killed_comes_back_with_the_weights_and_answers_what_was_lost(ray_replicas, tiny):
-    generator, model = ray_replicas, load_model(tiny[0])
-    step(model, 9)
+    generator, model = ray_replicas, adapted_to(tiny[0], 9)  # its successor needs the base, too
     await generator.update_weights(Weights(model, 120))
     requests = [Request((1, 2, 3), seed=seed) for seed in range(3)]
     expected = await generator.generate(requests, SAMPLING)

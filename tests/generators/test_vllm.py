@@ -1,5 +1,6 @@
 """What vLLM in this process does beyond the contract: adapters, checkpoints on disk, and a trainer that is not idle."""
 
+import anyio
 import pytest
 import torch
 from torch import nn
@@ -34,6 +35,67 @@ def step(model, seed):
             nn.init.normal_(weight, std=0.2)
 
 
+def adapted_to(config, seed):
+    """A model with an adapter, whose base is not the one that the engine was started with."""
+    base = load_model(config)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for weight in base.parameters():
+            weight += 0.02 * torch.randn_like(weight)
+    model = attach_lora(base, LoraSettings(r=4)).eval()
+    step(model, seed)
+    return model
+
+
+class Counted(ModuleWeights):
+    """Says what it was asked for, with the bytes of it."""
+
+    def __init__(self, module):
+        super().__init__(module)
+        self.sent = []
+
+    def _counted(self, what, write, folder):
+        write(folder)
+        self.sent.append((what, sum(file.stat().st_size for file in folder.glob(f"{what}*.safetensors"))))
+
+    def write(self, folder):
+        raise AssertionError("merged weights were asked for")
+
+    def write_base(self, folder):
+        self._counted("model", super().write_base, folder)
+
+    def write_adapter(self, folder):
+        self._counted("adapter", super().write_adapter, folder)
+
+
+async def base_once_then_the_adapter_alone(generator, config, first):
+    """Three versions from somewhere else; then another base, by its module."""
+    model = adapted_to(config, 1)
+    source = Counted(model)
+    for version in range(first, first + 3):
+        step(model, version)
+        await generator.update_weights(Weights(None, version, source))
+        await speaks_as(generator, model, version)
+    assert [what for what, _ in source.sent] == ["model", "adapter", "adapter", "adapter"]
+    adapter = sum(4 * weight.numel() for weight in model.parameters() if weight.requires_grad)
+    assert all(adapter < size < 1.2 * adapter for what, size in source.sent if what == "adapter")
+    await generator.update_weights(Weights(load_model(config), first + 3))
+    other = adapted_to(config, 2)
+    await generator.update_weights(Weights(other, first + 4))
+    await speaks_as(generator, other, first + 4)
+    await generator.update_weights(Weights(load_model(config), first + 5))  # as the other tests expect it
+
+
+async def speaks_as(generator, model, version):
+    (answer,) = await generator.generate([Request((1, 2, 3))], SAMPLING)
+    assert answer.version == version == generator.version and generator.gap < 1e-3
+    assert answer.logprobs == pytest.approx(logprobs(model, (1, 2, 3), answer.token_ids), abs=5e-4)
+
+
+async def test_a_base_is_sent_once_and_then_its_adapter_alone(vllm_in_process, tiny):
+    await base_once_then_the_adapter_alone(vllm_in_process, tiny[0], 90)
+
+
 async def test_an_adapter_is_reloaded_in_place_each_time(vllm_in_process, tiny):
     """The same adapter id with other weights: without `load_inplace` the first would speak for ever."""
     engine = vllm_in_process
@@ -60,6 +122,21 @@ async def test_plain_weights_after_an_adapter_speak_without_it(vllm_in_process, 
     assert answer.logprobs == pytest.approx(logprobs(plain, (1, 2, 3), answer.token_ids), abs=2e-4)
 
 
+async def test_asleep_it_holds_still_until_it_is_asked(vllm_in_process, tiny):
+    """On a CPU no memory is given back; what wakes it is the same."""
+    engine, model = vllm_in_process, load_model(tiny[0])
+    await engine.update_weights(Weights(model, 115))
+    for wake in ("weights", "request"):
+        await engine.sleep()
+        assert engine._worker._engine.is_sleeping()
+        with anyio.fail_after(30):
+            if wake == "weights":
+                await engine.update_weights(Weights(model, 116))
+            (answer,) = await engine.generate([Request((1, 2, 3))], SAMPLING)
+        assert not engine._worker._engine.is_sleeping()
+        assert answer.logprobs == pytest.approx(logprobs(model, (1, 2, 3), answer.token_ids), abs=5e-4)
+
+
 async def test_a_checkpoint_on_disk_is_taken_once_per_version(vllm_in_process, tiny, tmp_path):
     engine, model = vllm_in_process, load_model(tiny[0])
     step(model, 3)
@@ -83,7 +160,6 @@ async def test_an_engine_with_other_weights_is_told_by_its_name(vllm_in_process,
 
 async def test_weights_that_are_elsewhere_come_through_files_that_do_not_stay(vllm_in_process, tiny):
     engine, model = vllm_in_process, load_model(tiny[0])
-    await engine.update_weights(Weights(load_model(tiny[0]), 140))
     step(model, 6)
     for weight in model.parameters():
         weight.data *= 0.3
@@ -91,7 +167,6 @@ async def test_weights_that_are_elsewhere_come_through_files_that_do_not_stay(vl
     step(adapted, 8)
     await engine.update_weights(Weights(None, 141, ModuleWeights(model)))
     assert engine.version == 141 and engine.gap < 1e-3
-    await engine.update_weights(Weights(load_model(tiny[0]), 142))
-    await engine.update_weights(Weights(None, 143, ModuleWeights(adapted)))
-    assert engine.version == 143 and engine.gap < 1e-3
+    await engine.update_weights(Weights(None, 142, ModuleWeights(adapted)))
+    assert engine.version == 142 and engine.gap < 1e-3, "its base is another one, and came along"
     assert not list(near_folder().glob("oxrl-weights-*"))

@@ -1,16 +1,27 @@
 """The online loop: it learns, it takes turns, it keeps ages, and it stops when sampler and trainer disagree."""
 
+from functools import partial
+from itertools import groupby
+
 import anyio
 import pytest
 
 from oxrl.algorithms import algorithm
 from oxrl.backends.local import create_pytorch_backend
+from oxrl.backends.queued import QueuedBackend
 from oxrl.checkpoint import load_checkpoint, save_checkpoint
 from oxrl.data.buffer import DataBuffer
 from oxrl.data.render import Renderer
 from oxrl.generators.embedded import EmbeddedGenerator
 from oxrl.loops.evaluate import evaluate_online
-from oxrl.loops.online import OnlineConfig, RLTrainingConfig, normalised, run_online, run_rl_training
+from oxrl.loops.online import (
+    OnlineConfig,
+    RLTrainingConfig,
+    engine_asleep,
+    normalised,
+    run_online,
+    run_rl_training,
+)
 from oxrl.models.load import load_model, load_tokenizer
 from oxrl.rollouts.collect import Answers, RolloutConfig, sampling_manager
 from oxrl.types import GenerationConfig, Message, Rollout, Sample, Score
@@ -173,6 +184,68 @@ def test_with_an_engine_of_its_own_the_next_batch_is_sampled_while_this_one_trai
     )
     assert len(history) == 4 and max(line["age"] for line in history) <= 1
     assert collected_at[0] == (1, 128), "two batches of 64 had been asked for when the first was done"
+
+
+class Beside(Scripted):
+    """An engine on the trainer's device."""
+
+    def __init__(self, events):
+        super().__init__(lambda request: [97 + request.seed % 26, 259])
+        self.events = events
+
+    async def generate(self, requests, sampling):
+        self.events.append("sample")
+        return await super().generate(requests, sampling)
+
+    async def sleep(self):
+        self.events.append("sleep")
+
+    async def update_weights(self, weights):
+        self.events.append("weights")
+        await super().update_weights(weights)
+
+
+class Noting(QueuedBackend):
+    def __init__(self, backend, events):
+        super().__init__(backend)
+        self.events = events
+
+    def logprobs(self, *arguments):
+        self.events.append("train")
+        return super().logprobs(*arguments)
+
+    def forward_backward(self, *arguments):
+        self.events.append("train")
+        return super().forward_backward(*arguments)
+
+    def update_reference(self, decay):
+        self.events.append("train")
+        return super().update_reference(decay)
+
+    def release_memory(self):
+        self.events.append("make room")
+        return super().release_memory()
+
+
+def test_an_engine_on_the_trainers_device_sleeps_while_a_step_trains_and_wakes_to_its_weights():
+    events, setting = [], Setting("grpo", kl_coef=0.1, lr=1e-3)
+    engine, backend = Beside(events), Noting(setting.backend, events)
+    setting.backend, setting.answers = backend, Answers(engine, setting.render, GenerationConfig(max_new_tokens=4))
+
+    async def move_reference(step):
+        await backend.update_reference(0.5)
+
+    setting.run(
+        2,
+        generators=[engine],
+        taking_turns=False,
+        config={"max_logprob_gap": 100.0},
+        move_reference=move_reference,
+        engine_aside=partial(engine_asleep, engine, backend),
+    )
+    backend.close()
+    step = ["sample", "sleep", "train", "make room", "weights"]
+    assert [event for event, _ in groupby(events)] == ["weights", *step, *step]
 
 
 def test_a_step_may_take_several_optimizer_steps_over_its_batch():
