@@ -29,6 +29,7 @@ import numpy as np
 from oxrl.concurrent import in_thread
 from oxrl.hardware import processor_name
 from oxrl.types import Backend, TrainingState
+from oxrl.weights import index_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,6 +64,7 @@ async def save_checkpoint(
     with _all_or_nothing(draft, final):
         draft.mkdir(parents=True)
         await backend.save(draft)
+        index_weights(draft)
         if tokenizer is not None:
             tokenizer.save_pretrained(draft)
         save_file(_random_states(), draft / "rng.safetensors")

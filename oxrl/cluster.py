@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -49,12 +50,15 @@ def ray_cluster(address: str | None = None, *, processes: int = 1, **options: An
         }
     else:
         options = {"address": address, **options}
+    at_the_end = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(configure_logging=False, log_to_driver=False, **options)
     except ConnectionError as error:
         raise ValueError(
             f"there is no Ray cluster at {address!r} ({error}): start one, or leave ray_address out"
         ) from error
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, at_the_end)  # Ray's own ends the process before the run has saved
     try:
         yield
     finally:

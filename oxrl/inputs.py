@@ -84,6 +84,7 @@ def read_inputs(config: Config) -> Inputs:
         check_reuse(chosen_algorithm(config), config.train.iterations * config.train.mini_batches)
         rollout_config(config, None)
         chosen_env(config)
+        _check_engine(config)
     elif any((config.reward.reward_func, config.reward.model, config.reward.judge)):
         logger.warning("the reward section is not used: these replies were recorded and scored before")
     if not online and config.model.ref_update != "fixed":
@@ -514,6 +515,16 @@ def chosen_env(config: Config) -> EnvFn:
     if not rollout.tools:
         raise ConfigError("rollout.env: tools needs rollout.tools, functions such as oxrl.rollouts.tools:calculator")
     return with_tools([import_object(place) for place in rollout.tools], max_turns=rollout.max_turns)
+
+
+def _check_engine(config: Config) -> None:
+    from oxrl.generators.connection import Connection
+    from oxrl.generators.settings import check_settings
+
+    if config.engine == "vllm":
+        check_settings(config.inference_engine.others)
+    for url in config.inference_engine.urls:
+        Connection(url).checked()
 
 
 def rollout_config(config: Config, graded_by: Reward | None) -> RolloutConfig:

@@ -103,8 +103,8 @@ def _run(command: Sequence[str], ranks: int, meeting: Path, more: Mapping[str, s
         for rank in range(ranks)
     ]
     try:
-        with _signals_go_to(processes[0]):
-            return _watch(processes)
+        with _signals_go_to(processes[0]) as told_to_stop:
+            return _watch(processes, told_to_stop)
     except KeyboardInterrupt:
         return Ended(130, ())
     finally:
@@ -112,14 +112,19 @@ def _run(command: Sequence[str], ranks: int, meeting: Path, more: Mapping[str, s
             _end(process)
 
 
-def _watch(processes: Sequence[subprocess.Popen[bytes]]) -> Ended:
-    """Until rank 0 has ended, or another one in a way that rank 0 cannot go on from."""
+def _watch(processes: Sequence[subprocess.Popen[bytes]], told_to_stop: Sequence[int]) -> Ended:
+    """Until rank 0 has ended, or another one in a way that rank 0 cannot go on from.
+
+    A rank that ends by a signal before it can answer it was not lost where that was sent to all of them.
+    """
     first, others = processes[0], processes[1:]
     while first.poll() is None and not any(_killed(other) for other in others):
         time.sleep(LOOK)
-    deadline = time.monotonic() + LAST_WORDS
+    deadline = time.monotonic() + (0 if told_to_stop and _killed(first) else LAST_WORDS)
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
         time.sleep(LOOK)
+    if told_to_stop and first.returncode not in (0, 2):
+        return Ended(130 if first.returncode == 130 else 128 + told_to_stop[0], ())
     lost = []
     if first.returncode not in (0, 2, 130):  # those are ends of the run itself
         lost = [f"rank {rank} {how}" for rank, process in enumerate(processes) if (how := _loss(process))]
@@ -145,13 +150,15 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 @contextmanager
-def _signals_go_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """An interrupt is rank 0's to answer: it saves, and tells the others to go home. A second one ends all at once."""
-    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's affair
-        yield
-        return
+def _signals_go_to(process: subprocess.Popen[bytes]) -> Iterator[Sequence[int]]:
+    """An interrupt is rank 0's to answer: it saves, and tells the others to go home. A second one ends all at once.
 
+    Gives the signals that have come so far.
+    """
     passed_on: list[int] = []
+    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's affair
+        yield passed_on
+        return
 
     def pass_on(number: int, _: FrameType | None) -> None:
         if passed_on:
@@ -162,7 +169,7 @@ def _signals_go_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield passed_on
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -178,7 +185,7 @@ def join(*, time_limit: float) -> Ranks:
     if _JOINED:
         return _JOINED[0]
     if STARTED_BY_US in os.environ:
-        end_with_parent()
+        end_with_parent(str(Path(os.environ[MEETING]).parent))
     ranks = join_ranks(time_limit=time_limit)
     _JOINED.append(ranks)
     if ranks.rank:

@@ -24,7 +24,7 @@ import yaml
 from oxrl.checkpoint import checkpoints, read_state
 from oxrl.config import Config, check_config
 from oxrl.inputs import chosen_algorithm, model_config, read_inputs, sampling_of
-from oxrl.parts import open_engine
+from oxrl.parts import check_servers, open_engine
 from oxrl.runs import last_stage
 from oxrl.types import GenerationConfig, Generator, Request, Row, Weights
 
@@ -175,6 +175,8 @@ async def audit_mismatch(
     the run drew itself is looked at instead of fresh answers, on the newest checkpoint that it was drawn with.
     """
     config, folder = _online_run(Path(run))
+    if engine is None and not recorded:
+        check_servers(config)
     kept = _kept(config, folder)
     at, drawn = _drawn_with(folder, kept, answers) if recorded else (len(kept) - 1, [])
     trainer = _Trainer(config, kept[at].place)

@@ -33,6 +33,8 @@ from oxrl.types import Generator, ModelConfig, SleepingGenerator
 
 logger = logging.getLogger(__name__)
 
+SERVER_SECONDS = 10.0  # that a server has to say that it is there
+
 
 class Engine(NamedTuple):
     """What samples, whether it speaks with the trainer's own weights, and how it makes room while that computes."""
@@ -320,6 +322,24 @@ async def _http(config: Config, tokenizer: Any, folder: Path, trainer: Any) -> A
 def adapter_rank(config: Config) -> int:
     """Of the adapter that travels alone; 0 where all weights travel."""
     return config.lora.r if config.lora.enabled and config.inference_engine.adapter else 0
+
+
+def check_servers(config: Config) -> None:
+    """Refuse a run whose servers are not there, before anything is loaded for it."""
+    import urllib.error
+    import urllib.request
+
+    for url in config.inference_engine.urls if config.engine == "http" else ():
+        try:
+            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # as `Connection`: engines are near
+            opener.open(f"{url.rstrip('/')}/health", timeout=SERVER_SECONDS).close()
+        except urllib.error.HTTPError:
+            pass  # somebody is there, and what is wrong with it will be told by its name
+        except OSError as error:
+            raise ConfigError(
+                f"inference_engine.urls: nobody answers at {url} ({getattr(error, 'reason', error)}): start the "
+                "server, or correct the address"
+            ) from error
 
 
 def handed_over(config: Config) -> dict[str, Any]:

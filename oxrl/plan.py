@@ -63,6 +63,7 @@ if TYPE_CHECKING:
 
 ATTENTION = "oxrl_counted"
 ELSEWHERE = "a GPU elsewhere"
+VLLM_SHARE = 0.92  # of a GPU that it takes by default
 CUDA_FRAMEWORK = int(0.8 * GIB)  # context and libraries on a GPU
 RUNNING = 48 * 2**20  # what training loads besides what planning has loaded
 ON_TRIAL = 64  # tokens of the pass that is counted
@@ -132,6 +133,7 @@ class Plan(NamedTuple):
     advice: tuple[str, ...]
     seconds_per_step: float | None  # None: on a device that is not here
     shards: Shards
+    engine_elsewhere: bool
 
     @property
     def fits(self) -> bool:
@@ -218,20 +220,29 @@ def plan_inputs(
         if device.place == ELSEWHERE
         else _seconds(config, inputs, facts, measure_speed(device.place)) / shards.gpus,
         shards=shards,
+        engine_elsewhere=config.engine == "vllm" and bool(config.run.rollout_gpus),
     )
 
 
 def with_engine(memory: Memory, config: Config, facts: ModelFacts, device: Device, framework: int) -> Memory:
-    """A colocated engine too: asleep it has a process, awake its share of a GPU; on a CPU it never sleeps."""
-    engine = config.inference_engine
-    if not engine.colocated:
+    """With an engine on the same device too, which has weights of its own; one that is elsewhere takes nothing here.
+
+    Colocated it has a process asleep and its share of a GPU awake; on a CPU it never sleeps.
+    """
+    engine, on_cpu = config.inference_engine, device.place == "cpu"
+    if config.engine == "embedded":
         return memory
+    if config.engine == "http" or (config.run.rollout_gpus and not on_cpu):
+        return memory._replace(generation=0)
     lasting, awake = 0 if config.in_process else framework, 0
-    if device.place == "cpu":
+    if on_cpu:
         lasting += facts.weight_bytes + int(CPU_SETTINGS["VLLM_CPU_KVCACHE_SPACE"]) * GIB
+        lasting = lasting * config.replicas // config.ranks
     else:
-        share = float(engine.others.get("gpu_memory_utilization", SHARE))
+        share = float(engine.others.get("gpu_memory_utilization", SHARE if engine.colocated else VLLM_SHARE))
         awake = max(0, int(share * device.memory) - lasting)
+    if not engine.colocated:
+        lasting, awake = lasting + awake, 0
     return memory._replace(others={**memory.others, "engine": lasting}, generation=awake)
 
 
@@ -620,8 +631,13 @@ def _spread(plan: Plan) -> dict[str, str]:
     if shards.gpus == 1 and not shards.copies:
         return {}
     sent = plan.shards.traffic(plan.facts)
+    sampling = {}
+    if plan.engine_elsewhere:
+        copy = f"{gib(plan.facts.weight_bytes)} of weights and its cache"
+        sampling = {"sampling": f"{shards.copies} copies of the model on devices of their own, each {copy}"}
     return {
         "spread": f"memory is that of each of {shards.gpus} devices, at stage {shards.stage}",
+        **sampling,
         "traffic": f"per step {gib(sent['gradients'])} of gradients from each, {gib(sent['weights'])} of new weights",
     }
 

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,9 @@ def record_config(config: Config, path: Path, *, resuming: bool) -> None:
             for key, value in keys.items():
                 if (old := before.get(section, {}).get(key)) != value:
                     logger.warning("resuming with another %s.%s: %r instead of %r", section, key, value, old)
+        with suppress(ConfigError):  # of a version with other keys
+            if (rows := check_config(before).batch_size) != config.batch_size:
+                logger.warning("resuming with %d rows in a step instead of %d", config.batch_size, rows)
     path.write_text(yaml.safe_dump(now, sort_keys=False), encoding="utf-8")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 import yaml
 
 from oxrl.checkpoint import best_checkpoint
-from oxrl.config import Config, check_config, load_config, nearest_key
+from oxrl.config import Config, ConfigError, check_config, load_config, nearest_key
 from oxrl.data.prepare import DATASETS, data_dir
 from oxrl.devices import ranks_to_start
 from oxrl.estimate import fitting_batch
@@ -284,7 +285,15 @@ def choose_tuning(sections: Sections) -> tuple[Choice, ...]:
 
 def choose_backend(sections: Sections) -> tuple[Choice, ...]:
     """One device where a function was given that lives in this process alone: others could not find it."""
-    if "backend" in sections.get("run", {}) or f'"{LIVE}:' not in json.dumps(sections):
+    backend = sections.get("run", {}).get("backend", "auto")
+    if f'"{LIVE}:' not in json.dumps(sections):
+        return ()
+    if backend in ("fsdp", "deepspeed") and "RANK" not in os.environ:  # those of torchrun all run the script
+        raise ConfigError(
+            f"run.backend: {backend} starts processes, which do not know a function of this script: put it into a "
+            "file and give 'FILE.py:FUNCTION', or choose the backend local or ray"
+        )
+    if backend != "auto":
         return ()
     return (
         Choice("run.backend", "local", "a function of this script stays in its process; one in a file could travel"),

@@ -108,7 +108,21 @@ def write_tensors(weights: Iterator[tuple[str, Tensor]], folder: Path, *, bucket
         final = f"model-{number:05}-of-{len(files):05}.safetensors"
         (folder / file).rename(folder / final)
         where |= dict.fromkeys(names, final)
-    index = {"metadata": {"total_size": sum(size for _, _, size in files)}, "weight_map": where}
+    _write_index(folder, where, sum(size for _, _, size in files))
+
+
+def index_weights(folder: Path) -> None:
+    """Where weights are in one file, say so: vLLM takes every safetensors file for weights that no index leaves out."""
+    from safetensors import safe_open
+
+    file = folder / "model.safetensors"
+    if file.exists() and not (folder / _INDEX).exists():
+        with safe_open(file, framework="pt") as opened:
+            _write_index(folder, dict.fromkeys(opened.keys(), file.name), file.stat().st_size)
+
+
+def _write_index(folder: Path, where: dict[str, str], size: int) -> None:
+    index = {"metadata": {"total_size": size}, "weight_map": where}
     (folder / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 

@@ -31,7 +31,7 @@ from oxrl.inputs import (
 from oxrl.loops.rehearse import advice_on_memory, rehearse
 from oxrl.metrics import JSONLLogger, LiveConsole, Sink, all_of
 from oxrl.models.load import check_model, load_model, load_tokenizer
-from oxrl.parts import Engine, open_backend, open_engine
+from oxrl.parts import Engine, check_servers, open_backend, open_engine
 from oxrl.rewards import Reward, judge_reward
 from oxrl.rewards.judge import RUBRIC
 from oxrl.rollouts.buffer import Group
@@ -136,6 +136,8 @@ def prepare_run(config: Config, output: str | Path | None = None, *, resume: boo
     check_writable(folder)
     check_trackers(config.run.trackers)
     inputs = read_inputs(config)
+    if inputs.online:
+        check_servers(inputs.config)
     if resume_from is not None:  # other rows than before are found out here
         cursor = read_state(resume_from).cursor
         inputs.source.restore(cursor["collector"]["data"] if inputs.online else cursor["data"])

@@ -124,6 +124,15 @@ def test_a_run_that_loses_a_rank_goes_on_and_ends_as_if_nothing_had_been(tmp_pat
     assert all(found[name].equal(tensor) for name, tensor in expected.items())
 
 
+def test_a_run_that_is_told_to_stop_before_it_can_listen_stops(tmp_path):
+    run = start(rows(tmp_path), tmp_path / "run")
+    until(lambda: len(ranks_of(run.pid)) == 2, run)
+    run.send_signal(signal.SIGTERM)
+    said, _ = run.communicate(timeout=PATIENCE)
+    assert run.returncode == 128 + signal.SIGTERM, said[-3000:]
+    assert "going on" not in said and steps_of(tmp_path / "run") == []
+
+
 def test_a_run_under_ray_that_loses_an_actor_goes_on(tmp_path, monkeypatch):
     need("ray")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
@@ -182,6 +191,9 @@ def test_a_function_of_a_script_keeps_its_run_in_one_process():
     (choice,) = choose_backend(sections_of({"reward": brief}))
     assert choice.value == "local"
     assert choose_backend(sections_of({"reward": "contains"})) == ()
+    assert choose_backend(sections_of({"reward": brief, "backend": "ray"})) == (), "the driver is this process"
+    with pytest.raises(ConfigError, match=r"fsdp starts processes, which do not know a function.*FILE.py:FUNCTION"):
+        choose_backend(sections_of({"reward": brief, "backend": "fsdp"}))
 
 
 def test_more_processes_than_devices_are_refused_at_the_start(tmp_path, monkeypatch):

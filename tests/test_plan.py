@@ -179,14 +179,22 @@ def test_engines_are_sent_all_weights_or_an_adapter_alone(config_file):
         assert plan.as_dict()["traffic"]["weights"] == expected
 
 
-def test_an_engine_on_the_trainers_processor_is_awake_and_counted_with_it(config_file):
-    apart = planned(config_file, **ONLINE, run={"backend": "local"}, inference_engine={"name": "vllm"})
-    beside = planned(
-        config_file, **ONLINE, run={"backend": "local"}, inference_engine={"name": "vllm", "colocated": True}
-    )
-    assert apart.memory.others == {}
-    assert beside.memory.others == {"engine": beside.memory.weights + 2**30}, "weights of its own, and its cache"
-    assert beside.memory.generation == 0
+@pytest.mark.parametrize("colocated", [False, True])
+def test_an_engine_on_the_trainers_processor_is_awake_and_counted_with_it(config_file, colocated):
+    engine = {"name": "vllm", "colocated": colocated}
+    plan = planned(config_file, **ONLINE, run={"backend": "local"}, inference_engine=engine)
+    assert plan.memory.others == {"engine": plan.memory.weights + 2**30}, "weights of its own, and its cache"
+    assert plan.memory.generation == 0
+
+
+@pytest.mark.parametrize("gpus", [{"rollout_gpus": 2}, {}])
+def test_an_engine_elsewhere_takes_nothing_of_the_devices_that_train(config_file, gpus):
+    raw = yaml.safe_load(config_file.read_text()) | ONLINE
+    raw |= {"run": {"backend": "fsdp", "training_gpus": 2, **gpus}, "model": {"name": "tiny"}}
+    raw["inference_engine"] = {"name": "vllm"} if gpus else {"name": "http", "urls": ["http://127.0.0.1:1"]}
+    plan = plan_run(check_config(raw), gpu_memory=80)
+    assert (plan.memory.others, plan.memory.generation) == ({}, 0)
+    assert ("2 copies of the model on devices of their own" in describe(plan).get("sampling", "")) == bool(gpus)
 
 
 def test_an_engine_on_the_trainers_gpus_takes_its_share_awake_and_a_context_asleep(config_file):

@@ -11,7 +11,6 @@ checkpoint is DeepSpeed's own (`shards/`), for the same number of ranks. Who cal
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import warnings
@@ -19,6 +18,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -45,8 +45,6 @@ from oxrl.backends.worker import (
     tensors_of,
 )
 from oxrl.types import ImmediateTrainFuture, Outputs, TrainFuture
-
-logger = logging.getLogger(__name__)
 
 TAG = "deepspeed"  # the folder of DeepSpeed's files in `shards/`
 ABOUT = "deepspeed.json"
@@ -194,7 +192,9 @@ def _checked(place: str, config: dict[str, Any], section: Section, dtype: torch.
         words = "; ".join(line.strip() for line in str(error).splitlines() if "further information" not in line)
         raise ValueError(f"DeepSpeed does not take the section {place}: {words}") from None
     if unread := sorted(section.keys() - asked.keys_read - {"world_size"}):
-        logger.warning("DeepSpeed has not looked at %s.%s: is it misspelt?", place, unread[0])
+        near = get_close_matches(unread[0], asked.keys_read, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"{place}.{unread[0]} is no setting of DeepSpeed, which does not look at it{hint}")
     return complete
 
 
@@ -404,9 +404,22 @@ class DeepSpeedWorker(RankWorker):
         if self.stage == 0:
             self.engine.zero_grad()
         elif self._pending:
-            self._step()
+            with _unheard():
+                self._step()
             assert not self.engine.was_step_applied(), "a step of gradients that are not numbers was applied"
         self._unstepped.clear()
+
+
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """Without DeepSpeed's warning of a step that was skipped, where that is what was wanted."""
+    from deepspeed.utils import logger as theirs
+
+    before, theirs.disabled = theirs.disabled, True
+    try:
+        yield
+    finally:
+        theirs.disabled = before
 
 
 def _read_about(shards: Path, here: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated
 
@@ -21,13 +21,13 @@ def mistakes_end_here() -> Iterator[None]:
 
 
 @contextmanager
-def failures_end_here(what: str, interrupted: str = "interrupted") -> Iterator[None]:
+def failures_end_here(what: str, how_to_go_on: Callable[[], str] = str) -> Iterator[None]:
     """What failed on the way is one message and exit code 1, an interrupt 130, a mistake 2."""
     try:
         with mistakes_end_here():
             yield
     except KeyboardInterrupt:
-        typer.secho(interrupted, fg="yellow", err=True)
+        typer.secho(f"\ninterrupted{how_to_go_on()}", fg="yellow", err=True)
         raise typer.Exit(130) from None
     except typer.Exit:  # a RuntimeError too, but already told
         raise

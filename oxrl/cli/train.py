@@ -41,7 +41,7 @@ def train(
     output: Annotated[Path | None, typer.Option(help="The run's folder.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps per pass, instead of all the data.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Rows per optimizer step.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Rows per optimizer step on each training device.")] = None,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
     lora: Annotated[bool, typer.Option("--lora", help="Train a LoRA adapter instead of all weights.")] = False,
     seed: Annotated[int | None, typer.Option(help="Fixes data order, dropout and new weights.")] = None,
@@ -127,8 +127,11 @@ def _stages(path: Path | None, output: Path | None, resume: bool, overrides: lis
 def _train_and_tell(prepared: Any, as_json: bool) -> RunResult:
     from oxrl.wiring import train_prepared
 
-    go_on = f"\ninterrupted; go on with: oxrl train --output {prepared.folder} --resume"
-    with failures_end_here("the run", go_on):
+    def how_to_go_on() -> str:
+        begun = (prepared.folder / "config.yaml").exists()
+        return f"; go on with: oxrl train --output {prepared.folder} --resume" if begun else " before it had begun"
+
+    with failures_end_here("the run", how_to_go_on):
         result = train_prepared(prepared)
     last = result.history[-1] if result.history else {}
     if as_json:

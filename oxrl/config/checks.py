@@ -63,6 +63,7 @@ IDLE = (
     Idle("run.sharding", _sharding_counts, "with the backend that run.backend names"),
     Idle("run.rollout_gpus", lambda config, _: _engine_is("vllm", config), "without inference_engine.name: vllm"),
     Idle("inference_engine.urls", lambda config, _: _engine_is("http", config), "without name: http"),
+    Idle("inference_engine.name", lambda _, roles: "sampler" in roles, "with an algorithm that does not sample"),
     Idle("inference_engine.replicas", lambda config, _: _engine_is("vllm", config), "without name: vllm"),
     Idle("inference_engine.adapter", lambda config, _: config.lora.enabled, "without lora.enabled: true"),
     Idle(

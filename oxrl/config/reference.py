@@ -145,8 +145,9 @@ is in `registry/examples/`. `python main_rl.py --config-file FILE` and `python m
 `oxrl train FILE`.
 
 - **Nothing is ignored.** A key that does not exist is an error with its line and the nearest one, and so is a key
-  that is there twice. Keys that contradict each other are an error that says what to change. A key that has no effect
-  in this run is named in a warning.
+  that is there twice; those of other programs (`deepspeed`, vLLM's in `inference_engine`) are held against them when a
+  run begins, before it loads a model. Keys that contradict each other are an error that says what to change. A key that
+  has no effect in this run is named in a warning.
 - **`run.task`** (or `--task`) fills in what the file does not say: algorithm, dataset, learning rate, lengths.
 - **Without `reward`** an algorithm that samples takes the reward of its dataset, else that of its task, else the one
   that all rows agree on (numbers, letters, formulas, tests, short texts), and says which.

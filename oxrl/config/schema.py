@@ -210,7 +210,10 @@ class Reward(_Section):
 
 
 class Rollout(_Section):
-    """How answers are sampled; a step takes `train_batch_size_per_gpu x gradient_accumulation_steps` prompts."""
+    """How answers are sampled.
+
+    A step takes `train_batch_size_per_gpu x gradient_accumulation_steps` prompts for each device that trains.
+    """
 
     n_samples: int = Field(8, ge=1, description="answers per prompt")
     max_tokens: int = Field(256, ge=1, description="new tokens per answer, or per turn of it")

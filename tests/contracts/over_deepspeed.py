@@ -67,6 +67,7 @@ async def test_a_section_reaches_deepspeed_and_a_reference_can_be_a_whole_copy(z
         ({"deepspeed": {"zero_optimization": {"reduce_bucket": 5}}}, "section deepspeed: .*reduce_bucket; Extra"),
         ({"deepspeed": {"zero_optimization": {"stage": 7}}}, "section deepspeed: .*Input should be 0, 1, 2, 3"),
         ({"deepspeed": {"zero_optimization": 3}}, "holds settings, such as {stage: 3}"),
+        ({"deepspeed": {"zero_optimisation": {"stage": 2}}}, "no setting of DeepSpeed.*did you mean zero_optimization"),
         ({"deepspeed": {"gradient_clipping": 3}}, "gradient_clipping is not set here"),
         ({"deepspeed_ref": {"zero_optimization": {"stage": 2}}}, "stage 2 shards gradients or optimizer state"),
         ({"deepspeed": {"zero_optimization": {"stage": 0}}, "load": HALF}, "stage 0 trains in float32 only"),

@@ -21,6 +21,7 @@ from oxrl.checkpoint import (
 from oxrl.concurrent import run_blocking
 from oxrl.models.load import load_model
 from oxrl.types import TrainingState
+from tests.engines import need
 from tests.rows import sums, write_jsonl
 from tests.test_resume import facts
 
@@ -53,6 +54,16 @@ def cut(file: Path) -> None:
 
 
 DAMAGES = {"a flipped bit": flip, "cut off": cut, "missing": Path.unlink}
+
+
+def test_vllm_finds_the_weights_among_the_files(written):
+    need("vllm")
+    from vllm.model_executor.model_loader.weight_utils import filter_duplicate_safetensors_files
+
+    folder = written[0] / "step_0003"
+    files = [str(file) for file in folder.glob("*.safetensors")]
+    found = filter_duplicate_safetensors_files(files, str(folder), "model.safetensors.index.json")
+    assert found == [str(folder / "model.safetensors")] and len(files) == 3
 
 
 def test_every_file_of_a_checkpoint_is_watched(written):

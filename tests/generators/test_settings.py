@@ -1,0 +1,22 @@
+"""A setting that vLLM does not have is told before it is imported."""
+
+import dataclasses
+
+import pytest
+
+from oxrl.generators.settings import check_settings, vllm_settings
+from tests.engines import need
+
+
+def test_the_settings_read_from_its_source_are_those_that_it_has():
+    need("vllm")
+    from vllm.engine.arg_utils import EngineArgs
+
+    assert {field.name for field in dataclasses.fields(EngineArgs)} <= vllm_settings()
+
+
+def test_a_misspelt_setting_gets_the_nearest():
+    need("vllm")
+    check_settings(["gpu_memory_utilization", "max_model_len"])
+    with pytest.raises(ValueError, match="neither a key nor a setting of vLLM; did you mean gpu_memory_utilization"):
+        check_settings(["gpu_memory_utilisation"])
