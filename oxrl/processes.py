@@ -26,23 +26,18 @@ def _watch(home: str | None) -> None:
         pass
     if home is not None:
         shutil.rmtree(home, ignore_errors=True)
-    for process in _group_members():
-        with suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
+    kill_group(os.getpgrp())
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _group_members() -> list[int]:
-    """The others of this process group, without those who remove shared memory once everybody else is gone."""
-    members = []
+def kill_group(group: int) -> None:
+    """At once, all of a process group but the caller and those who remove shared memory when everybody else is gone."""
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # ended meanwhile
-            if (
-                os.getpgid(int(entry.name)) == os.getpgrp()
-                and b"resource_tracker" not in (entry / "cmdline").read_bytes()
-            ):
-                members.append(int(entry.name))
-    return [process for process in members if process != os.getpid()]
+            process = int(entry.name)
+            tracker = b"resource_tracker" in (entry / "cmdline").read_bytes()
+            if os.getpgid(process) == group and process != os.getpid() and not tracker:
+                os.kill(process, signal.SIGKILL)
 
 
 def free_ports(count: int) -> list[int]:

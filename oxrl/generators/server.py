@@ -7,14 +7,16 @@ parent is gone in whatever way, removes the folder that it was told to remove, a
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
@@ -25,7 +27,7 @@ import anyio
 from oxrl.concurrent import in_thread
 from oxrl.generators.connection import Connection, EngineError
 from oxrl.generators.vllm_worker import EXTENSION
-from oxrl.processes import end_with_parent, free_ports
+from oxrl.processes import end_with_parent, free_ports, kill_group
 
 NOTHING_SET: Mapping[str, str] = MappingProxyType({})
 _HOME = "OXRL_ENGINES_HOME"
@@ -35,6 +37,8 @@ CPU_SETTINGS = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_WAIT_POLICY": "PASSIVE",
 }
+_LIFE = 300  # lines of a log that belong together
+_TROUBLE = re.compile(r"\b\w*(?:Error|Exception): ")
 SETTINGS = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}  # its endpoints for weights; no reports to anyone
 
 
@@ -47,10 +51,16 @@ class VLLMServer(NamedTuple):
 
     def stop(self, patience: float = 10.0) -> None:
         """End it and whatever it started: kindly first, so that nobody leaves shared memory behind."""
-        for sign, wait in ((signal.SIGTERM, patience), (signal.SIGKILL, 10.0)):
+        group = self.process.pid
+        ways: Sequence[tuple[Callable[[], None], float]] = (
+            (partial(os.killpg, group, signal.SIGTERM), patience),
+            (partial(kill_group, group), 10.0),
+            (partial(os.killpg, group, signal.SIGKILL), 10.0),
+        )
+        for end, wait in ways:
             with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, sign)
-                os.killpg(self.process.pid, signal.SIGCONT)  # one that was stopped hears nothing
+                end()
+                os.killpg(group, signal.SIGCONT)  # one that was stopped hears nothing
             if self._gone_within(wait):
                 break
         if self.process.stdin is not None:
@@ -136,8 +146,11 @@ async def until_ready(server: VLLMServer, time_limit: float = 600.0) -> None:
 
 
 def last_words(log: Path, lines: int = 12) -> str:
+    """The end of a log, and before that the first error of its last life: what follows from it comes after."""
     said = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    return f"its log, {log}, ends with:\n" + "\n".join(said[-lines:])
+    end = said[-lines:]
+    cause = next((line for line in said[-_LIFE:-lines] if _TROUBLE.search(line)), None)
+    return f"its log, {log}, ends with:\n" + "\n".join(end if cause is None else [cause, "...", *end])
 
 
 def _cpu_settings() -> dict[str, str]:
