@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 import oxrl
 from oxrl.cli import app
+from tests.engines import need
 from tests.rows import sums, write_jsonl
 
 
@@ -189,10 +190,13 @@ ONLINE = ("--algorithm", "grpo", "--reward", "contains", "--set", "rollout.max_t
 
 
 SFT = ("--algorithm", "sft")
+RAY = (*SFT, "--backend", "ray", "--set", "run.training_gpus=1", "--set", "run.sharding=fsdp")
 
 
-@pytest.mark.parametrize(("stop", "how"), [("SIGINT", SFT), ("SIGTERM", SFT), ("SIGINT", ONLINE)])
+@pytest.mark.parametrize(("stop", "how"), [("SIGINT", SFT), ("SIGTERM", SFT), ("SIGINT", ONLINE), ("SIGTERM", RAY)])
 def test_an_interrupted_run_saves_says_so_and_goes_on(tmp_path, stop, how):
+    if how == RAY:
+        need("ray")
     data = write_jsonl(tmp_path / "rows.jsonl", sums(16))
     out = tmp_path / "out"
     command = [sys.executable, "-m", "oxrl.cli", "train", "--output", str(out)]

@@ -99,27 +99,28 @@ async def run_offline(
     for step in range(state.step + 1, config.num_steps + 1):
         async with saved_if_interrupted(reached, state, best, save):
             pass
-        items = source.get_prompts(config.batch_size)
-        current = algorithm_at(step)
-        metrics = await train_step(backend, current, items, config.micro_batch_tokens, memory)
-        if step > 1 and differs(current, algorithm_at(step - 1)):
-            logger.info("step %d: from here on %s %s", step, current.name, dict(current.parameters))
-            metrics["algorithm_switched"] = 1.0
-        if metrics["grad_norm"] == 0:
-            logger.warning("step %d taught nothing: its gradient is zero (are all rewards of a group equal?)", step)
-        last = step == config.num_steps
-        if due(step, config.eval_every) or (last and config.eval_every):
-            metrics |= await evaluate(memory)
-            if current.judged_by is not None:
-                best = best.after(metrics[f"eval_{current.judged_by}"], step)
-            last = last or 0 < config.patience <= best.evaluations_since
-        if last or due(step, config.log_every) or "eval_loss" in metrics or "algorithm_switched" in metrics:
-            log(step, metrics)
-            history.append({"step": step, **metrics})
-        cursor = {"data": source.state(), "memory": memory, "finished": last, **best._asdict()}
-        reached = TrainingState(step, state.version + step - state.step, state.seed, cursor)
-        if last or due(step, config.checkpoint_every) or best.best_step == step:
-            await save(reached, best.best_step)
+        with anyio.CancelScope(shield=True):  # a backend elsewhere is waited for: also then, only between steps
+            items = source.get_prompts(config.batch_size)
+            current = algorithm_at(step)
+            metrics = await train_step(backend, current, items, config.micro_batch_tokens, memory)
+            if step > 1 and differs(current, algorithm_at(step - 1)):
+                logger.info("step %d: from here on %s %s", step, current.name, dict(current.parameters))
+                metrics["algorithm_switched"] = 1.0
+            if metrics["grad_norm"] == 0:
+                logger.warning("step %d taught nothing: its gradient is zero (are all rewards of a group equal?)", step)
+            last = step == config.num_steps
+            if due(step, config.eval_every) or (last and config.eval_every):
+                metrics |= await evaluate(memory)
+                if current.judged_by is not None:
+                    best = best.after(metrics[f"eval_{current.judged_by}"], step)
+                last = last or 0 < config.patience <= best.evaluations_since
+            if last or due(step, config.log_every) or "eval_loss" in metrics or "algorithm_switched" in metrics:
+                log(step, metrics)
+                history.append({"step": step, **metrics})
+            cursor = {"data": source.state(), "memory": memory, "finished": last, **best._asdict()}
+            reached = TrainingState(step, state.version + step - state.step, state.seed, cursor)
+            if last or due(step, config.checkpoint_every) or best.best_step == step:
+                await save(reached, best.best_step)
         if last:
             break
     return history
