@@ -336,7 +336,8 @@ def _where(config: Config, hardware: Hardware) -> Choice:
     device = chosen_device(resolve_device(config.model.device), hardware)
     why = f"{device.name or 'the processor'} with {device.free / 2**30:.0f} GiB free"
     if config.run.backend != "local":
-        return Choice("run.backend", config.run.backend, f"{config.ranks} processes train, each on {why}")
+        share = "all of them" if device.place == "cpu" else "each"  # one processor serves all
+        return Choice("run.backend", config.run.backend, f"{config.ranks} processes train, {share} on {why}")
     others = len(hardware.gpus) - 1
     return Choice("model.device", device.place, why + (f"; {others} more GPUs stay unused" if others > 0 else ""))
 

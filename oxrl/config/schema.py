@@ -333,7 +333,8 @@ class InferenceEngine(_Open):
         "where colocated, else 1",
     )
     place: Literal["auto", "process", "server"] = Field(
-        "auto", description="vllm: in the trainer's process, or servers of its own; auto: servers if lag or several"
+        "auto",
+        description="vllm: in the trainer's process, or servers of its own; auto: servers if lag, several copies or ranks",
     )
     folder: str | None = Field(None, description="where weights are handed over; default this machine's memory")
     adapter: bool = Field(
