@@ -334,7 +334,8 @@ class InferenceEngine(_Open):
     )
     place: Literal["auto", "process", "server"] = Field(
         "auto",
-        description="vllm: in the trainer's process, or servers of its own; auto: servers if lag, several copies or ranks",
+        description="vllm: in the trainer's process, or servers of its own; auto: servers if lag, several copies or "
+        "several ranks",
     )
     folder: str | None = Field(None, description="where weights are handed over; default this machine's memory")
     adapter: bool = Field(
