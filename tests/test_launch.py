@@ -42,6 +42,7 @@ def config_of(tmp_path: Path, **sections):
 
 def test_engines_beside_the_trainer_see_its_devices_and_others_those_behind(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,7,9")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     apart = config_of(tmp_path, run={"backend": "fsdp", "training_gpus": 2, "rollout_gpus": 2})
     beside = config_of(tmp_path, run={"backend": "fsdp", "training_gpus": 2}, inference_engine=VLLM)
     assert (rollout_devices(apart), rollout_devices(beside, shared=True)) == (["7", "9"], ["3", "5"])
