@@ -11,6 +11,7 @@ CHILD = """
 import time
 from multiprocessing.shared_memory import SharedMemory
 memory = SharedMemory(create=True, size=1 << 12)
+time.sleep(2)  # until whoever removes it has begun
 print(memory.name, flush=True)
 time.sleep(600)
 """
