@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -25,6 +24,7 @@ from oxrl.inputs import as_prompt, variants_of
 from oxrl.loops.evaluate import answer_all
 from oxrl.loops.statistics import Comparison, Estimate, compare, estimate, pass_at_k
 from oxrl.models.load import check_model, load_model, load_tokenizer
+from oxrl.nearest import did_you_mean
 from oxrl.rewards import Reward, as_reward, check_samples
 from oxrl.rewards.grade import AnyReward, grade
 from oxrl.rewards.length import sampled_tokens
@@ -302,9 +302,8 @@ def _dataset_named(data: str) -> tuple[str, str] | None:
         return gym + name, split or "test"
     if "/" in data or "." in data or Path(data).exists():
         return None
-    near = get_close_matches(name, DATASETS, n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
-    raise ValueError(f"there is no file {data}, and no dataset is called {name!r}; {hint}`oxrl data list` shows them")
+    hint = did_you_mean(name, DATASETS, ";")
+    raise ValueError(f"there is no file {data}, and no dataset is called {name!r}{hint} `oxrl data list` shows them")
 
 
 class Speaker(NamedTuple):

@@ -115,7 +115,7 @@ def _run(command: Sequence[str], ranks: int, meeting: Path, more: Mapping[str, s
 def _watch(processes: Sequence[subprocess.Popen[bytes]], told_to_stop: Sequence[int]) -> Ended:
     """Until rank 0 has ended, or another one in a way that rank 0 cannot go on from.
 
-    A rank that ends by a signal before it can answer it was not lost where that was sent to all of them.
+    Told to stop, a run is not begun again: rank 0 may die of the signal before it can answer it.
     """
     first, others = processes[0], processes[1:]
     while first.poll() is None and not any(_killed(other) for other in others):
@@ -123,8 +123,9 @@ def _watch(processes: Sequence[subprocess.Popen[bytes]], told_to_stop: Sequence[
     deadline = time.monotonic() + (0 if told_to_stop and _killed(first) else LAST_WORDS)
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
         time.sleep(LOOK)
-    if told_to_stop and first.returncode not in (0, 2):
-        return Ended(130 if first.returncode == 130 else 128 + told_to_stop[0], ())
+    if told_to_stop:
+        answered = first.returncode is not None and first.returncode >= 0
+        return Ended(first.returncode if answered else 128 + told_to_stop[0], ())
     lost = []
     if first.returncode not in (0, 2, 130):  # those are ends of the run itself
         lost = [f"rank {rank} {how}" for rank, process in enumerate(processes) if (how := _loss(process))]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from oxrl.backends.queued import QueuedBackend
+from oxrl.concurrent import run_blocking
 from oxrl.config import Config, ConfigError
 from oxrl.devices import SHARE, sharding_of
 from oxrl.inputs import Inputs, algorithm_schedule, follows_by_adapter, lora_of, model_config, other_models
@@ -326,19 +327,15 @@ def adapter_rank(config: Config) -> int:
 
 def check_servers(config: Config) -> None:
     """Refuse a run whose servers are not there, before anything is loaded for it."""
-    import urllib.error
-    import urllib.request
+    from oxrl.generators.connection import Connection, EngineError
 
     for url in config.inference_engine.urls if config.engine == "http" else ():
+        connection = Connection(url, time_limit=SERVER_SECONDS, retries=0).checked()
         try:
-            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # as `Connection`: engines are near
-            opener.open(f"{url.rstrip('/')}/health", timeout=SERVER_SECONDS).close()
-        except urllib.error.HTTPError:
-            pass  # somebody is there, and what is wrong with it will be told by its name
-        except OSError as error:
+            run_blocking(connection.get, "/health")
+        except EngineError as error:
             raise ConfigError(
-                f"inference_engine.urls: nobody answers at {url} ({getattr(error, 'reason', error)}): start the "
-                "server, or correct the address"
+                f"inference_engine.urls: nobody is well there: {error}; start the server, or correct the address"
             ) from error
 
 

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from oxrl.metrics import read_metrics
+from oxrl.nearest import did_you_mean
 from oxrl.runs import last_stage
 
 logger = logging.getLogger(__name__)
@@ -135,8 +136,7 @@ def _read_run(run: Path) -> list[dict[str, float]]:
 def _chosen(rows: Sequence[Mapping[str, float]], asked: Sequence[str]) -> list[str]:
     names = list(dict.fromkeys(name for row in rows for name in row if name != "step"))
     if unknown := [name for name in asked if name not in names]:
-        near = get_close_matches(unknown[0], names, n=1)
-        hint = f"; did you mean {near[0]}?" if near else "."
+        hint = did_you_mean(unknown[0], names, ".")
         raise ValueError(f"the run has no metric {unknown[0]!r}{hint} It has: {', '.join(names)}")
     telling = TELLING_OF_REWARDS if "reward" in names else TELLING
     return list(dict.fromkeys(asked)) or [name for name in telling if name in names] or names

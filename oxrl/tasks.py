@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from oxrl.nearest import did_you_mean
 
 ALIASES = {"coding": "code"}
 
@@ -41,8 +42,7 @@ def find_task(name: str) -> Task:
         return tasks()[plain]
     if plain in _read()["not_yet"]:
         raise ValueError(f"the task {name} is not there yet: {_read()['not_yet'][plain]}")
-    near = get_close_matches(plain, tasks(), n=1)
-    hint = f"; did you mean {near[0]}?" if near else "."
+    hint = did_you_mean(plain, tasks(), ".")
     raise ValueError(f"no task is called {name!r}{hint} There are: {', '.join(tasks())}")
 
 

@@ -190,7 +190,11 @@ LENGTH = {"reward": {"reward_func": "length_target", "params": {"target": 3}}}
         ("grpo", {"reward": {"reward_func": "contains", "judge": "tiny"}}, "graded by one of them"),
         ("grpo", {"reward": {"reward_func": "number_match"}}, "answer"),
         ("grpo", {**LENGTH, "inference_engine": {"name": "http", "urls": ["localhost"]}}, "http://"),
-        ("grpo", {**LENGTH, "inference_engine": {"name": "http", "urls": ["http://127.0.0.1:9"]}}, "nobody answers at"),
+        (
+            "grpo",
+            {**LENGTH, "inference_engine": {"name": "http", "urls": ["http://127.0.0.1:9"]}},
+            "nobody is well",
+        ),
         ("grpo", {"reward": {"reward_func": "length_target"}}, "target"),
         ("grpo", {**LENGTH, "rollout": {"n_samples": 1}}, "compares at least 2 answers"),
         ("grpo", {**LENGTH, "rollout": {"env": "tools"}}, "needs rollout.tools"),

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from oxrl.imports import import_object
+from oxrl.nearest import did_you_mean
 
 if TYPE_CHECKING:
     from oxrl.algorithms.recipes import Recipe
@@ -56,8 +57,7 @@ def _check_parameters(recipe: Recipe, given: dict[str, Any]) -> None:
     strange = () if ALGORITHMS.get(recipe.name) is recipe else recipe.own()  # a user's own names mean what they mean
     for name, value in given.items():
         if name not in schema:
-            near = get_close_matches(name, schema, n=1)
-            hint = f"; did you mean {near[0]}?" if near else f"; it takes: {', '.join(schema) or 'none'}"
+            hint = did_you_mean(name, schema, f"; it takes: {', '.join(schema) or 'none'}")
             raise ValueError(f"{recipe.name} has no parameter {name}{hint}")
         if schema[name].default is not inspect.Parameter.empty:
             check_value(recipe.name, name, value, schema[name].default, ours=name not in strange)

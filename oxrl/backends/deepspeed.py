@@ -18,7 +18,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -44,6 +43,7 @@ from oxrl.backends.worker import (
     spread,
     tensors_of,
 )
+from oxrl.nearest import did_you_mean
 from oxrl.types import ImmediateTrainFuture, Outputs, TrainFuture
 
 TAG = "deepspeed"  # the folder of DeepSpeed's files in `shards/`
@@ -192,8 +192,7 @@ def _checked(place: str, config: dict[str, Any], section: Section, dtype: torch.
         words = "; ".join(line.strip() for line in str(error).splitlines() if "further information" not in line)
         raise ValueError(f"DeepSpeed does not take the section {place}: {words}") from None
     if unread := sorted(section.keys() - asked.keys_read - {"world_size"}):
-        near = get_close_matches(unread[0], asked.keys_read, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(unread[0], asked.keys_read)
         raise ValueError(f"{place}.{unread[0]} is no setting of DeepSpeed, which does not look at it{hint}")
     return complete
 

@@ -374,12 +374,10 @@ def join_ranks(*, time_limit: float = TIME_LIMIT, idle_limit: float = IDLE_LIMIT
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    from torch._C._distributed_c10d import FileStore
-
     where: dict[str, Any] = {}
     if (file := os.environ.get(MEETING)) is not None:
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        where = {"store": FileStore(file, world), "rank": rank, "world_size": world}
+        where = {"store": dist.FileStore(file, world), "rank": rank, "world_size": world}
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=time_limit), **where)
     return Ranks(time_limit=time_limit, idle_limit=idle_limit)
 

@@ -25,6 +25,7 @@ from oxrl.backends._forward import (
     probe_batch,
     register_attention,
     relative_gap,
+    rounding,
 )
 from oxrl.backends.local import PyTorchTrainingBackend, on_device
 from oxrl.backends.optimizer import schedule
@@ -206,8 +207,7 @@ class RankWorker(PyTorchTrainingBackend):
     def _prove(self, probe: Probe) -> None:
         """All parts together, on their devices, speak as the whole model did."""
         (outputs,) = value_of(self.logprobs([probe.batch]))
-        gap, _ = relative_gap(outputs.logprob, probe.said)
-        allowed = 1e-4 if self.dtype == torch.float32 else 3e-2
+        gap, allowed = relative_gap(outputs.logprob, probe.said), rounding(self.dtype)
         if not gap <= allowed:
             raise RuntimeError(
                 f"spread over {dist.get_world_size()} ranks, the model gives other log-probs than in one piece: they "

@@ -12,6 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from oxrl.config.schema import Config
+from oxrl.nearest import did_you_mean
 
 
 class ConfigError(ValueError):
@@ -177,8 +178,8 @@ def check_config(raw: Mapping[str, Any], lines: Mapping[tuple[str, ...], int] | 
 
 def _read(path: Path) -> str:
     if not path.is_file():
-        near = get_close_matches(path.name, [other.name for other in path.parent.glob("*.y*ml")], n=1)
-        raise ConfigError(f"there is no config file {path}" + (f"; did you mean {near[0]}?" if near else ""))
+        near = did_you_mean(path.name, (other.name for other in path.parent.glob("*.y*ml")))
+        raise ConfigError(f"there is no config file {path}{near}")
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable
-from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
+
+from oxrl.nearest import did_you_mean
 
 
 def vllm_settings() -> set[str]:
@@ -32,6 +33,6 @@ def check_settings(given: Iterable[str]) -> None:
     known = vllm_settings()
     for name in given if known else ():
         if name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ValueError(f"inference_engine.{name} is neither a key nor a setting of vLLM{hint}")
+            raise ValueError(
+                f"inference_engine.{name} is neither a key nor a setting of vLLM{did_you_mean(name, known)}"
+            )

@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping
-from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from oxrl.models.builtin import BUILTIN_MODELS
+from oxrl.nearest import did_you_mean
 from oxrl.tasks import task_config
 
 RECORDS = Path(__file__).parent / "verified"
@@ -87,8 +87,7 @@ def find_entry(name: str) -> Entry:
     """By the catalogue's name or the hub's, without regard to case."""
     known = {each.lower(): entry for entry in catalog().values() for each in (entry.hub or entry.name, entry.name)}
     if name.lower() not in known:
-        near = get_close_matches(name.lower(), known, n=1)
-        hint = f"; did you mean {near[0]}?" if near else "; `oxrl models list` shows them"
+        hint = did_you_mean(name.lower(), known, "; `oxrl models list` shows them")
         raise ValueError(f"there is no model {name} in the catalogue{hint} (a run takes any model, known here or not)")
     return known[name.lower()]
 

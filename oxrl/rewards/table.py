@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from oxrl.imports import import_object
+from oxrl.nearest import did_you_mean
 from oxrl.rewards.choice import multiple_choice
 from oxrl.rewards.code import code_reward_func
 from oxrl.rewards.exact import contains, exact_match
@@ -131,8 +132,7 @@ def _check_parameters(name: str, function: Callable[..., Any], given: Mapping[st
     schema = defaults_of(function)
     for each, value in given.items():
         if each not in schema:
-            near = get_close_matches(each, schema, n=1)
-            hint = f"; did you mean {near[0]}?" if near else f"; it takes: {', '.join(schema) or 'none'}"
+            hint = did_you_mean(each, schema, f"; it takes: {', '.join(schema) or 'none'}")
             raise ValueError(f"{name} has no parameter {each}{hint}")
         default = schema[each].default
         is_number = isinstance(default, float | int) and not isinstance(default, bool)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
+from oxrl.nearest import did_you_mean
 from oxrl.rewards.length import sampled_tokens
 from oxrl.types import FilterFn, Rollout
 
@@ -65,9 +65,8 @@ FILTERS: Mapping[str, Callable[..., bool]] = {
 def named_filter(name: str, **parameters: Any) -> FilterFn:
     """`named_filter("check_min_reward", min_reward=0.2)`."""
     if name not in FILTERS:
-        near = get_close_matches(name, FILTERS, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise ValueError(f"no filter is called {name!r}; {hint}There are: {', '.join(FILTERS)}")
+        hint = did_you_mean(name, FILTERS, ".")
+        raise ValueError(f"no filter is called {name!r}{hint} There are: {', '.join(FILTERS)}")
     known = [each for each in inspect.signature(FILTERS[name]).parameters if each != "rollouts"]
     if wrong := [each for each in parameters if each not in known]:
         raise ValueError(f"{name} has no parameter {wrong[0]}; it takes: {', '.join(known) or 'none'}")

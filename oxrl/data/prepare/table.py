@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 
 from oxrl.data.prepare.alpaca import ALPACA
 from oxrl.data.prepare.competition_math import MATH, MATH_HARD
@@ -20,6 +19,7 @@ from oxrl.data.prepare.recipe import Dataset
 from oxrl.data.prepare.self_instruct import SELF_INSTRUCT
 from oxrl.data.prepare.svamp import SVAMP
 from oxrl.data.prepare.ultrafeedback import ULTRAFEEDBACK, ULTRAFEEDBACK_PAIRS
+from oxrl.nearest import did_you_mean
 
 _TABLE = (
     GSM8K, SVAMP, MATH, MATH_HARD, OPENR1_MATH, GPQA, MBPP, HUMANEVAL, ULTRAFEEDBACK, ULTRAFEEDBACK_PAIRS, HH_RLHF,
@@ -33,8 +33,7 @@ def find_dataset(name: str, size: int = 1000) -> Dataset:
     if name.startswith(PREFIX):
         return gym_dataset(name.removeprefix(PREFIX), size)
     if name not in DATASETS:
-        near = get_close_matches(name, DATASETS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else "."
+        hint = did_you_mean(name, DATASETS, ".")
         raise ValueError(
             f"no dataset is called {name!r}{hint} There are: {', '.join(DATASETS)}, and {PREFIX}TASK for a task of "
             "reasoning-gym; a file of your own goes into data.train_files_path"
