@@ -161,7 +161,7 @@ def _local(config: Config, inputs: Inputs) -> Iterator[Any]:
 @contextmanager
 def _ranked(config: Config, inputs: Inputs) -> Iterator[Any]:
     """Over the processes that were started for it."""
-    from oxrl.backends.ranks import RankedBackend
+    from oxrl.backends.ranked import RankedBackend
     from oxrl.launch import join
 
     yield RankedBackend(join(time_limit=config.run.rank_time_limit), worker_of(config, inputs))

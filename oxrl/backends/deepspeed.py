@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from oxrl.backends._forward import HEADS, LanguageModel
 from oxrl.backends.local import NonFiniteError, copy_parameters
 from oxrl.backends.optimizer import decay_groups, trainable
-from oxrl.backends.ranks import Crew, RankedBackend
+from oxrl.backends.ranked import RankedBackend
+from oxrl.backends.ranks import Crew
 from oxrl.backends.shards import SHARDS, check_reference
 from oxrl.backends.worker import (
     Bring,

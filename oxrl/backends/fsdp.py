@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from oxrl.backends._forward import HEADS, LanguageModel
 from oxrl.backends.local import copy_parameters
 from oxrl.backends.optimizer import create_adamw_optimizer
-from oxrl.backends.ranks import Crew, RankedBackend
+from oxrl.backends.ranked import RankedBackend
+from oxrl.backends.ranks import Crew
 from oxrl.backends.shards import (
     OPTIMIZER,
     SHARDS,

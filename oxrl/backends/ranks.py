@@ -1,11 +1,9 @@
-"""One backend over several processes: rank 0 runs the loop, the other ranks serve the backend's verbs.
+"""The processes of one run and the wire between them: rank 0 runs the loop, the other ranks serve `verbs`.
 
-Rank 0 sends out a command, does its own share of it, and gathers the replies; whatever the loop needs (losses, metrics,
-log-probs) is put together there, once. Each rank gets whole micro-batches, and all get the same number of them: where a
-step does not divide, a rank runs the smallest one again with weight 0, because a pass over a sharded model is a
-collective. A verb that fails on a rank says so to rank 0 at once, which waits beside its own share and not inside it:
-that one may hang in a collective with the rank that failed. A rank that died or hangs ends the wait with the time limit
-at the latest. What a rank does with its share is its worker's affair (`fsdp`); no engine is known here.
+Rank 0 sends out a command, does its own share of it, and gathers the replies. A verb that fails on a rank says so to
+rank 0 at once, which waits beside its own share and not inside it: that one may hang in a collective with the rank that
+failed. A rank that died or hangs ends the wait with the time limit at the latest. What is asked for, and what becomes
+of the answers, is `ranked`'s affair; no engine is known here.
 """
 
 from __future__ import annotations
@@ -17,50 +15,24 @@ import pickle
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
-from torch import Tensor
 
-from oxrl.backends._forward import HEADS, LanguageModel
-from oxrl.backends.local import NonFiniteError, Part, sum_parts
-from oxrl.backends.named import NamedAlgorithm
-from oxrl.data.pack import collate
+from oxrl.backends.local import NonFiniteError
+from oxrl.backends.verbs import perform
 from oxrl.processes import MEETING
-from oxrl.types import (
-    Algorithm,
-    Batch,
-    Counts,
-    ImmediateTrainFuture,
-    Layout,
-    Outputs,
-    Read,
-    Row,
-    Term,
-    TrainFuture,
-    Weights,
-)
-from oxrl.weights import MovedOnError, adapter_weights, pass_weights, write_adapter, write_weights
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
 TIME_LIMIT = 600.0  # seconds that one collective of a verb may take
 IDLE_LIMIT = 24 * 3600.0  # seconds that a rank waits for the next command, while rank 0 generates and grades
-
-
 NOTICE_SECONDS = 0.5  # how often rank 0 looks whether another rank has failed
 ALIKE = ("ValueError", "NonFiniteError")  # what most often meets all ranks of a call alike
 ALIKE_SECONDS = 10.0  # that the others have to come to the same end
@@ -72,50 +44,6 @@ class RankError(RuntimeError):
 
 class LostRankError(RankError):
     """It died or did not answer: what it did would do no harm if it were done again."""
-
-
-class Worker(Protocol):
-    """One rank's part of a backend. Every verb is called on all ranks at once."""
-
-    module: LanguageModel  # sharded
-    layout: Layout
-    version: int
-    dtype: torch.dtype  # that the model was loaded in, and is written in
-    whole: PreTrainedModel | None  # on rank 0, once somebody has asked for a copy in one piece; it begins as None
-
-    def full(self, parameter: Tensor) -> Tensor:
-        """The whole of one parameter or buffer on every rank, in the precision that the model was loaded in."""
-        ...
-
-    def fresh(self) -> PreTrainedModel:
-        """An unsharded model of the same make, whose weights do not matter; called on rank 0 alone."""
-        ...
-
-    def logprobs(
-        self, batches: Sequence[Batch], which: str, reads: Mapping[str, Read]
-    ) -> TrainFuture[list[Outputs]]: ...
-
-    def backward(self, batch: Batch, algorithm: Algorithm, counts: Counts, weight: float) -> Part: ...
-
-    def stop_unless_finite(self, parts: Sequence[Part], batches: Sequence[Batch]) -> None: ...
-
-    def optim_step(self) -> TrainFuture[dict[str, float]]: ...
-
-    def set_temperature(self, temperature: float) -> None: ...
-
-    def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]: ...
-
-    def update_reference(self, decay: float) -> TrainFuture[None]: ...
-
-    def load_heads(self, path: Path) -> None: ...
-
-    def save_shards(self, path: Path) -> None: ...
-
-    def load_shards(self, path: Path) -> None: ...
-
-    def rehearse(self, begin: bool) -> None: ...
-
-    def release_memory(self) -> TrainFuture[None]: ...
 
 
 class Crew(Protocol):
@@ -377,331 +305,10 @@ def join_ranks(*, time_limit: float = TIME_LIMIT, idle_limit: float = IDLE_LIMIT
     where: dict[str, Any] = {}
     if (file := os.environ.get(MEETING)) is not None:
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        where = {"store": dist.FileStore(file, world), "rank": rank, "world_size": world}
+        store = dist.FileStore(file, world)  # type: ignore[attr-defined]
+        where = {"store": store, "rank": rank, "world_size": world}
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=time_limit), **where)
     return Ranks(time_limit=time_limit, idle_limit=idle_limit)
-
-
-def perform(worker: Any, call: str, arguments: tuple[Any, ...]) -> Any:
-    """A verb of this file (they are made of a worker's), or one that the worker has as it is."""
-    verb = VERBS.get(call)
-    return value_of(verb(worker, *arguments) if verb else getattr(worker, call)(*arguments))
-
-
-def value_of(result: Any) -> Any:
-    """What a worker answered; its futures are always done."""
-    return result.value if isinstance(result, ImmediateTrainFuture) else result
-
-
-def add_gradients(
-    worker: Worker, batches: Sequence[Batch], fillers: int, named: NamedAlgorithm, counts: Counts
-) -> list[Part]:
-    """One rank's micro-batches, the last `fillers` of which only keep step with the other ranks."""
-    algorithm = named.rebuilt()
-    real = len(batches) - fillers
-    weights = [1.0] * real + [0.0] * fillers
-    parts = [worker.backward(batch, algorithm, counts, weight) for batch, weight in zip(batches, weights, strict=True)][
-        :real
-    ]
-    if parts:
-        worker.stop_unless_finite(parts, batches[:real])
-    return [Part({name: value.cpu() for name, value in part.shares.items()}, _on_cpu(part.metrics)) for part in parts]
-
-
-class Facts(NamedTuple):
-    """What a driver needs to know of a model that it does not have."""
-
-    layout: Layout
-    version: int
-    dtype: torch.dtype
-    vocabulary: int
-    adapted: bool
-
-
-def facts(worker: Worker) -> Facts:
-    model = worker.module.model
-    vocabulary = int(worker.module.inner.config.get_text_config().vocab_size)
-    return Facts(worker.layout, worker.version, worker.dtype, vocabulary, hasattr(model, "peft_config"))
-
-
-def optim_step(worker: Worker) -> tuple[dict[str, float], int]:
-    """Also says which version it led to."""
-    metrics: dict[str, float] = value_of(worker.optim_step())
-    return metrics, worker.version
-
-
-def write_plain_files(worker: Worker, folder: Path, adapter: bool = True) -> None:
-    """The weights as an engine loads them, by rank 0; the other ranks bring theirs."""
-    if _is_first():
-        write_weights(worker.module, folder, worker.full, adapter=adapter)
-    else:
-        pass_weights(worker.module, worker.full, adapter=adapter)
-
-
-def write_adapter_files(worker: Worker, folder: Path) -> None:
-    weights = adapter_weights(worker.module, worker.full)
-    if _is_first():
-        write_adapter(worker.module, folder, weights)
-
-
-def write_model_files(worker: Worker, folder: Path) -> None:
-    """What everybody can load: the adapter alone or plain weights, and the heads beside them."""
-    if hasattr(worker.module.model, "peft_config"):
-        write_adapter_files(worker, folder)
-    else:
-        write_plain_files(worker, folder)
-    heads = {name: worker.full(weight) for name, weight in worker.module.heads.state_dict(keep_vars=True).items()}
-    if not _is_first():
-        return
-    if heads:
-        save_file({name: weight.cpu().contiguous() for name, weight in heads.items()}, folder / HEADS)
-    inner = worker.module.inner
-    if not hasattr(worker.module.model, "peft_config") and inner.can_generate():
-        inner.generation_config.save_pretrained(folder)
-
-
-def say_logprobs(worker: Worker, tokens: Sequence[int]) -> tuple[float, ...]:
-    """Of each token but the first, at temperature 1: one pass of the sharded model, the same on all ranks."""
-    mask = np.arange(len(tokens)) > 0
-    before = worker.module.temperature
-    worker.set_temperature(1.0)
-    try:
-        (outputs,) = value_of(worker.logprobs([collate([(Row("probe", np.array(tokens), mask),)])], "policy", {}))
-    finally:
-        worker.set_temperature(before)
-    return tuple(outputs.logprob[1:].tolist())
-
-
-@torch.no_grad()
-def fill_whole(worker: Worker, everything: bool) -> None:
-    """Bring rank 0's copy in one piece up to date, or make one; only what is trained changes by training."""
-    if _is_first() and worker.whole is None:
-        worker.whole = worker.fresh()
-    targets = dict(worker.whole.named_parameters()) if worker.whole is not None else {}
-    for name, parameter in worker.module.model.named_parameters():
-        if everything or parameter.requires_grad:
-            whole = worker.full(parameter)
-            if targets:
-                targets[name].copy_(whole)
-
-
-def _is_first() -> bool:
-    return dist.get_rank() == 0
-
-
-VERBS: Mapping[str, Callable[..., Any]] = {
-    verb.__name__: verb
-    for verb in (
-        add_gradients,
-        facts,
-        optim_step,
-        write_plain_files,
-        write_adapter_files,
-        write_model_files,
-        say_logprobs,
-        fill_whole,
-    )
-}
-
-
-class Share(NamedTuple):
-    """Which micro-batches a rank runs, and how many more it runs to keep step."""
-
-    places: tuple[int, ...]
-    fillers: int
-
-
-def divide(sizes: Sequence[int], ranks: int) -> list[Share]:
-    """The largest first, each to the rank with the least to do; no rank gets more than its number of them."""
-    most = -(-len(sizes) // ranks)
-    places: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [0] * ranks
-    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
-        free = [rank for rank in range(ranks) if len(places[rank]) < most]
-        rank = min(free, key=lambda rank: loads[rank])
-        places[rank].append(place)
-        loads[rank] += sizes[place]
-    return [Share(tuple(sorted(own)), most - len(own)) for own in places]
-
-
-class RankedWeights:
-    """The weights that all ranks hold at one version, for who samples elsewhere: a `WeightSource`."""
-
-    def __init__(self, backend: RankedBackend) -> None:
-        self._backend = backend
-        self._facts = backend.facts
-
-    @property
-    def vocabulary(self) -> int:
-        return self._facts.vocabulary
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._facts.dtype
-
-    @property
-    def adapted(self) -> bool:
-        return self._facts.adapted
-
-    def write(self, folder: Path) -> None:
-        """By rank 0, into a folder of its machine."""
-        self._ask("write_plain_files", folder)
-
-    def write_base(self, folder: Path) -> None:
-        self._ask("write_plain_files", folder, False)
-
-    def write_adapter(self, folder: Path) -> None:
-        self._ask("write_adapter_files", folder)
-
-    def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
-        said: tuple[float, ...] = self._ask("say_logprobs", tuple(tokens))
-        return said
-
-    def _ask(self, call: str, *arguments: Any) -> Any:
-        self._stop_if_moved_on()
-        said = self._backend.ask(call, *arguments)
-        self._stop_if_moved_on()  # a step that was submitted before may have been under way
-        return said
-
-    def _stop_if_moved_on(self) -> None:
-        if self._backend.version != self._facts.version:
-            raise MovedOnError(
-                f"version {self._facts.version} of the weights was asked for, and the ranks have moved on to "
-                f"{self._backend.version}: hand weights over before the next optimizer step"
-            )
-
-
-class RankedBackend:
-    """A `Backend` whose model is spread over all ranks, by workers that `build` makes."""
-
-    def __init__(self, ranks: Crew, build: Build) -> None:
-        self.ranks = ranks
-        self._number = ranks.start(build)
-        self.facts: Facts = self.ask("facts")
-        self._whole: PreTrainedModel | None = None
-        self._whole_version: int | None = None  # None: it differs in all weights, frozen ones too
-
-    @property
-    def layout(self) -> Layout:
-        return self.facts.layout
-
-    @property
-    def version(self) -> int:
-        return self.facts.version
-
-    @property
-    def parallel(self) -> int:
-        return self.ranks.world
-
-    @property
-    def model(self) -> PreTrainedModel:
-        """A copy in one piece, where rank 0 is this process; made when first asked for, and kept from then on."""
-        if self._whole is None:
-            if not isinstance(self.ranks, Ranks):
-                raise ValueError(
-                    "the model is spread over other processes, and there is no copy of it here: sample with an engine "
-                    "that has weights of its own (vllm or http), not with the embedded one"
-                )
-            self.ask("fill_whole", True)
-            self._whole = self.ranks.here(self._number).whole
-            self._whole_version = self.version
-        assert self._whole is not None, "rank 0 has made it"
-        return self._whole
-
-    def set_temperature(self, temperature: float) -> None:
-        self.ask("set_temperature", temperature)
-
-    def logprobs(
-        self, batches: Sequence[Batch], which: str = "policy", reads: Mapping[str, Read] = MappingProxyType({})
-    ) -> TrainFuture[list[Outputs]]:
-        shares = divide([batch.num_tokens for batch in batches], self.ranks.world)
-        arguments = [(own, which, dict(reads)) for own in _filled(batches, shares)]
-        replies = self.ranks.call_with_shares(self._number, "logprobs", arguments)
-        found = {
-            place: outputs
-            for share, reply in zip(shares, replies, strict=True)
-            for place, outputs in zip(share.places, reply, strict=False)  # what fillers said is left out
-        }
-        return ImmediateTrainFuture([found[place] for place in range(len(batches))])
-
-    def forward_backward(
-        self, batches: Sequence[Batch], algorithm: Algorithm, counts: Counts
-    ) -> TrainFuture[dict[str, float]]:
-        named = NamedAlgorithm.of(algorithm)
-        shares = divide([batch.num_tokens for batch in batches], self.ranks.world)
-        arguments = [
-            (own, share.fillers, named, dict(counts))
-            for own, share in zip(_filled(batches, shares), shares, strict=True)
-        ]
-        replies = self.ranks.call_with_shares(self._number, "add_gradients", arguments)
-        return ImmediateTrainFuture(sum_parts([part for reply in replies for part in reply], counts))
-
-    def optim_step(self) -> TrainFuture[dict[str, float]]:
-        metrics, version = self.ask("optim_step")
-        self.facts = self.facts._replace(version=version)
-        return ImmediateTrainFuture(metrics)
-
-    def get_weights(self) -> TrainFuture[Weights]:
-        if self._whole is not None and self._whole_version != self.version:
-            self.ask("fill_whole", self._whole_version is None)
-            self._whole_version = self.version
-        return ImmediateTrainFuture(Weights(self._whole, self.version, RankedWeights(self)))
-
-    def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
-        self.ask("load_weights", {name: tensor.detach().cpu() for name, tensor in weights.items()})
-        self._whole_version = None
-        return ImmediateTrainFuture(None)
-
-    def update_reference(self, decay: float) -> TrainFuture[None]:
-        self.ask("update_reference", decay)
-        return ImmediateTrainFuture(None)
-
-    def release_memory(self) -> TrainFuture[None]:
-        """Leave to others on the ranks' devices what torch keeps for later."""
-        self.ask("release_memory")
-        return ImmediateTrainFuture(None)
-
-    def save(self, path: Path) -> TrainFuture[None]:
-        """Plain weights for everybody in `path`, and each rank's part of the training state beside them."""
-        self.ask("write_model_files", path)
-        self.ask("save_shards", path)
-        return ImmediateTrainFuture(None)
-
-    def load(self, path: Path) -> TrainFuture[None]:
-        self.ask("load_shards", path)
-        self.facts = self.ask("facts")
-        self._whole_version = None
-        return ImmediateTrainFuture(None)
-
-    def load_heads(self, path: Path) -> None:
-        """A model that was trained with heads goes on with them."""
-        self.ask("load_heads", path)
-
-    @contextmanager
-    def rehearsing(self) -> Iterator[None]:
-        """Inside, every rank's memory is as full as in later steps; then all is as it was."""
-        self.ask("rehearse", True)
-        with ExitStack() as afterwards:
-            afterwards.callback(self.ask, "rehearse", False)
-            yield
-
-    def close(self) -> None:
-        """Free what the ranks hold of this model; they go on serving others."""
-        self.ranks.release(self._number)
-
-    def ask(self, call: str, *arguments: Any) -> Any:
-        """What rank 0 says; for calls of which all ranks know the same."""
-        return self.ranks.call(self._number, call, *arguments)[0]
-
-
-def _filled(batches: Sequence[Batch], shares: Sequence[Share]) -> list[list[Batch]]:
-    """Each rank's micro-batches; the smallest of the step fills up."""
-    smallest = min(batches, key=lambda batch: batch.num_tokens)
-    return [[*(batches[place] for place in share.places), *[smallest] * share.fillers] for share in shares]
-
-
-def _on_cpu(metrics: Mapping[str, Term]) -> dict[str, Term]:
-    return {name: Term(torch.as_tensor(total).cpu(), unit) for name, (total, unit) in metrics.items()}
 
 
 def portable(error: Exception) -> Exception:

@@ -21,23 +21,21 @@ from typing import Any
 
 from oxrl.backends.local import NonFiniteError
 from oxrl.backends.queued import QueuedBackend
+from oxrl.backends.ranked import RankedBackend, RankedWeights
 from oxrl.backends.ranks import (
     TIME_LIMIT,
     Build,
     Command,
     Hosted,
     LostRankError,
-    RankedBackend,
-    RankedWeights,
     RankError,
     Reply,
-    Worker,
     first_line,
     is_lost_peer,
     portable,
     told,
-    write_adapter_files,
 )
+from oxrl.backends.verbs import Worker, write_adapter_files
 from oxrl.buckets import BUCKET_BYTES, Bucket, in_buckets
 from oxrl.cluster import Places, Process, end_actor, import_ray, reserve
 from oxrl.types import ImmediateTrainFuture, TrainFuture, Weights

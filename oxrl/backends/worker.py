@@ -29,7 +29,8 @@ from oxrl.backends._forward import (
 )
 from oxrl.backends.local import PyTorchTrainingBackend, on_device
 from oxrl.backends.optimizer import schedule
-from oxrl.backends.ranks import portable, value_of
+from oxrl.backends.ranks import portable
+from oxrl.backends.verbs import value_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from oxrl.backends.ranks import divide
+from oxrl.backends.ranked import divide
 from oxrl.processes import MEETING
 from tests.contracts import lost_rank
 from tests.engines import need

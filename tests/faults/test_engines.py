@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import anyio
@@ -140,66 +140,58 @@ def starting(folder, scripts):
     return start
 
 
-async def test_a_replica_that_fails_again_and_again_is_given_up_with_its_last_words(tiny, tmp_path):
-    scripts = iter([HEALTHY, BROKEN, BROKEN])
-    replica = Replica(0, starting(tmp_path, scripts), tmp_path, Limits(look=0.2, stall=2, restarts=2))
-    generator = HTTPGenerator([replica], tiny[1])
+@asynccontextmanager
+async def watched(folder, scripts, **limits):
+    """A replica that runs these one after the other, looked after while the block lasts."""
+    replica = Replica(0, starting(folder, iter(scripts)), folder, Limits(stall=2, **limits))
     try:
         with anyio.fail_after(60):
             async with task_group() as tasks:
                 await replica.open()
                 tasks.start_soon(replica.watch)
-                replica.server.process.kill()
-                with pytest.raises(
-                    EngineError, match=r"(?s)replica 0 .* started again 2 times .*ends with:.*\nno such device$"
-                ):
-                    await generator.generate(REQUESTS, SAMPLING)
-                assert generator.restarts == 2
+                yield replica
+                tasks.cancel_scope.cancel()
     finally:
         await replica.close()
+
+
+async def test_a_replica_that_fails_again_and_again_is_given_up_with_its_last_words(tiny, tmp_path):
+    async with watched(tmp_path, [HEALTHY, BROKEN, BROKEN], look=0.2, restarts=2) as replica:
+        generator = HTTPGenerator([replica], tiny[1])
+        replica.server.process.kill()
+        with pytest.raises(
+            EngineError, match=r"(?s)replica 0 .* started again 2 times .*ends with:.*\nno such device$"
+        ):
+            await generator.generate(REQUESTS, SAMPLING)
+        assert generator.restarts == 2
 
 
 async def test_a_replica_that_died_asleep_is_started_again_when_it_is_woken(tiny, tmp_path):
     """Not before: the trainer has its memory."""
-    replica = Replica(0, starting(tmp_path, iter([HEALTHY, HEALTHY])), tmp_path, Limits(look=0.1, stall=2))
-    generator = HTTPGenerator([replica], tiny[1])
-    try:
-        with anyio.fail_after(60):
-            async with task_group() as tasks:
-                await replica.open()
-                tasks.start_soon(replica.watch)
-                await generator.sleep()
-                replica.server.process.kill()
-                await anyio.sleep(1)
-                assert replica.restarts == 0
-                await generator.wake_up()
-                assert replica.restarts == 1 and replica.server.process.poll() is None
-                tasks.cancel_scope.cancel()
-    finally:
-        await replica.close()
+    async with watched(tmp_path, [HEALTHY, HEALTHY], look=0.1) as replica:
+        generator = HTTPGenerator([replica], tiny[1])
+        await generator.sleep()
+        replica.server.process.kill()
+        await anyio.sleep(1)
+        assert replica.restarts == 0
+        await generator.wake_up()
+        assert replica.restarts == 1 and replica.server.process.poll() is None
 
 
 async def test_an_abort_does_not_wait_for_a_replica_that_is_being_started(tiny, tmp_path):
-    scripts = iter([HEALTHY, "import time; time.sleep(60)"])
-    replica = Replica(0, starting(tmp_path, scripts), tmp_path, Limits(look=0.2, stall=2))
-    generator, said = HTTPGenerator([replica], tiny[1]), []
+    said = []
+    async with watched(tmp_path, [HEALTHY, "import time; time.sleep(60)"], look=0.2) as replica:
+        generator = HTTPGenerator([replica], tiny[1])
 
-    async def ask():
-        said.extend(await generator.generate(REQUESTS, SAMPLING))
+        async def ask():
+            said.extend(await generator.generate(REQUESTS, SAMPLING))
 
-    try:
+        replica.server.process.kill()
         with anyio.fail_after(30):
-            async with task_group() as tasks:
-                await replica.open()
-                tasks.start_soon(replica.watch)
-                replica.server.process.kill()
-                async with task_group() as asked:
-                    asked.start_soon(ask)
-                    await anyio.sleep(3)
-                    await generator.abort()
-                tasks.cancel_scope.cancel()
-    finally:
-        await replica.close()
+            async with task_group() as asked:
+                asked.start_soon(ask)
+                await anyio.sleep(3)
+                await generator.abort()
     assert [(each.finish_reason, each.token_ids) for each in said] == [("aborted", ())] * 6
 
 
