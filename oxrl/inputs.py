@@ -436,6 +436,7 @@ def named_mistakes(config: Config) -> list[str]:
             partial(check_reuse, chosen, train.iterations * train.mini_batches),
             partial(rollout_config, config, None),
             partial(_check_reward_names, config),
+            partial(_check_engine, config),
         ]
         if config.rollout.env == "tools" and not config.rollout.tools:
             checks.append(partial(chosen_env, config))

@@ -340,8 +340,10 @@ def check_servers(config: Config) -> None:
 
 
 def handed_over(config: Config) -> dict[str, Any]:
-    """Where weights go on their way to engines: a folder that was named, or this machine's memory."""
-    folder = config.inference_engine.folder
+    """How weights reach engines: in a folder that was named or this machine's memory, or over the network."""
+    folder, transfer = config.inference_engine.folder, config.inference_engine.transfer
+    if config.engine == "http" and transfer != "files":
+        return {"transfer": transfer}
     return {} if folder is None else {"folder": folder}
 
 

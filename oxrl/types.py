@@ -528,6 +528,20 @@ class ImmediateTrainFuture(TrainFuture[T]):
         return self.value
 
 
+class Meeting(NamedTuple):
+    """`Meeting("10.0.0.1", 40123, 3, "gloo", 600.0)`: where sender and receivers of weights find each other.
+
+    `size` counts the sender and every worker of every engine; `backend` is gloo (over TCP) or nccl (between GPUs);
+    they have `time_limit` seconds to meet, and for each piece.
+    """
+
+    host: str
+    port: int
+    size: int
+    backend: str
+    time_limit: float
+
+
 class WeightSource(Protocol):
     """Weights of one version as whoever samples with them may ask for them, wherever they are.
 
@@ -556,6 +570,10 @@ class WeightSource(Protocol):
 
     def write_adapter(self, folder: Path) -> None:
         """The adapter alone, as PEFT writes it."""
+        ...
+
+    def send(self, place: Meeting) -> None:
+        """To the engines that meet there, whose workers receive meanwhile; the files' weights without files."""
         ...
 
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:

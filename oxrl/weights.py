@@ -16,7 +16,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from oxrl.types import Weights, WeightSource
+from oxrl.transfer import send
+from oxrl.types import Meeting, Weights, WeightSource
 
 if TYPE_CHECKING:
     import torch
@@ -196,6 +197,9 @@ class ModuleWeights:
 
     def write_adapter(self, folder: Path) -> None:
         write_adapter(self.module, folder)
+
+    def send(self, place: Meeting) -> None:
+        send(plain_weights(self.module), place)
 
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
         return trainer_logprobs(self.module, tokens)

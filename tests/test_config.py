@@ -177,6 +177,10 @@ def test_a_config_survives_being_written_and_read():
             "replicas 3 are more than the 2 that train",
         ),
         ({"inference_engine": {"name": "vllm", "enable_sleep_mode": True}}, "enable_sleep_mode is not set here"),
+        (
+            {"model": {"device": "cpu"}, "inference_engine": {"transfer": "nccl"}},
+            "transfer: nccl is between GPUs, and model.device is cpu",
+        ),
         ({"inference_engine": {"adapter": True}}, "adapter: embedded takes whole weights: set inference_engine.name"),
         (
             {"inference_engine": {"name": "vllm", "adapter": True}, "run": {"backend": "fsdp"}},
@@ -436,6 +440,7 @@ def test_the_doors_at_the_root_train_whatever_the_file_says(door, tmp_path, monk
         ({"reward": {"reward_func": "exact_match", "params": {"nope": 1}}}, "no parameter nope"),
         ({"rollout": {"filter": "nofilter"}}, "nofilter"),
         ({"rollout": {"env": "tools"}}, "needs rollout.tools"),
+        ({"inference_engine": {"name": "http", "urls": ["host:8000"]}}, "is no engine's address"),
     ],
 )
 def test_names_that_cannot_work_together_are_told_without_rows_or_models(sections, message):

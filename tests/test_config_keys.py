@@ -108,6 +108,7 @@ RL = (
     "reward.reward_func=oxrl.verify:any_difference",
 )  # fmt: skip
 VLLM = (*RL, "inference_engine.name=vllm")
+HTTP = (*RL, "inference_engine.name=http", "inference_engine.urls=[http://127.0.0.1:8000]")
 DEEPSPEED = (*SFT, "run.backend=deepspeed")
 LENGTH = (*RL, "reward.reward_func=length_target", "reward.params={{target: 3}}")
 REFERENCE = (
@@ -420,6 +421,7 @@ KEYS = {
         True, of_config(lambda config: config.replicas), (*VLLM, "run.backend=ray", "run.training_gpus=2"), 2
     ),
     "inference_engine.folder": Effect("here", of_config(handed_over), VLLM, {"folder": "here"}),
+    "inference_engine.transfer": Effect("gloo", of_config(handed_over), HTTP, {"transfer": "gloo"}),
     "inference_engine.gpu_memory_utilization": Effect(0.5, of_config(engine_options), VLLM),
 }  # fmt: skip
 

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LAYERS = [
     {"types", "imports", "concurrent", "cluster", "estimate", "hardware", "logs", "nearest", "processes", "sandbox"},
-    {"tensors", "weights", "buckets"},
+    {"tensors", "transfer", "weights", "buckets"},
     {"algorithms", "data", "rewards"},
     {"models", "generators", "backends", "tasks"},
     {"rollouts"},

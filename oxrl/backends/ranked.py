@@ -20,12 +20,14 @@ from oxrl.backends.local import sum_parts
 from oxrl.backends.named import NamedAlgorithm
 from oxrl.backends.ranks import Build, Crew, Ranks
 from oxrl.backends.verbs import Facts
+from oxrl.transfer import TransferError
 from oxrl.types import (
     Algorithm,
     Batch,
     Counts,
     ImmediateTrainFuture,
     Layout,
+    Meeting,
     Outputs,
     Read,
     TrainFuture,
@@ -85,6 +87,11 @@ class RankedWeights:
 
     def write_adapter(self, folder: Path) -> None:
         self._ask("write_adapter_files", folder)
+
+    def send(self, place: Meeting) -> None:
+        """By rank 0; the meeting's address must lead to this process from its machine too."""
+        if trouble := self._ask("send_plain_weights", place):
+            raise TransferError(trouble)
 
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
         said: tuple[float, ...] = self._ask("say_logprobs", tuple(tokens))

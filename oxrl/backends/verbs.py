@@ -19,19 +19,21 @@ from oxrl.backends._forward import HEADS, LanguageModel
 from oxrl.backends.local import Part
 from oxrl.backends.named import NamedAlgorithm
 from oxrl.data.pack import collate
+from oxrl.transfer import TransferError, send
 from oxrl.types import (
     Algorithm,
     Batch,
     Counts,
     ImmediateTrainFuture,
     Layout,
+    Meeting,
     Outputs,
     Read,
     Row,
     Term,
     TrainFuture,
 )
-from oxrl.weights import adapter_weights, pass_weights, write_adapter, write_weights
+from oxrl.weights import adapter_weights, pass_weights, plain_weights, write_adapter, write_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -137,6 +139,21 @@ def write_plain_files(worker: Worker, folder: Path, adapter: bool = True) -> Non
         pass_weights(worker.module, worker.full, adapter=adapter)
 
 
+def send_plain_weights(worker: Worker, place: Meeting) -> str:
+    """The weights to engines elsewhere, by rank 0; the other ranks bring theirs. Says what went wrong on the way."""
+    if not _is_first():
+        pass_weights(worker.module, worker.full)
+        return ""
+    weights, trouble = plain_weights(worker.module, worker.full), ""
+    try:
+        send(weights, place)
+    except TransferError as error:
+        trouble = str(error)
+        for _ in weights:  # the other ranks go on bringing theirs
+            pass
+    return trouble
+
+
 def write_adapter_files(worker: Worker, folder: Path) -> None:
     weights = adapter_weights(worker.module, worker.full)
     if _is_first():
@@ -195,6 +212,7 @@ VERBS: Mapping[str, Callable[..., Any]] = {
         facts,
         optim_step,
         write_plain_files,
+        send_plain_weights,
         write_adapter_files,
         write_model_files,
         say_logprobs,

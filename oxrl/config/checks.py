@@ -64,6 +64,7 @@ IDLE = (
     Idle("run.rollout_gpus", lambda config, _: _engine_is("vllm", config), "without inference_engine.name: vllm"),
     Idle("inference_engine.urls", lambda config, _: _engine_is("http", config), "without name: http"),
     Idle("inference_engine.name", lambda _, roles: "sampler" in roles, "with an algorithm that does not sample"),
+    Idle("inference_engine.transfer", lambda config, _: _engine_is("http", config), "without name: http"),
     Idle("inference_engine.replicas", lambda config, _: _engine_is("vllm", config), "without name: vllm"),
     Idle("inference_engine.adapter", lambda config, _: config.lora.enabled, "without lora.enabled: true"),
     Idle(
@@ -73,8 +74,11 @@ IDLE = (
     ),
     Idle(
         "inference_engine.folder",
-        lambda config, _: not _engine_is("embedded", config) and config.run.backend != "ray",
-        "with name: embedded, or under Ray",
+        lambda config, _: (
+            (_engine_is("http", config) and config.inference_engine.transfer == "files")
+            or (_engine_is("vllm", config) and config.run.backend != "ray")
+        ),
+        "with name: embedded, with vllm under Ray, or with another transfer than files",
     ),
 )
 
@@ -126,6 +130,8 @@ def _engine(config: Config, chosen: Algorithm) -> Iterator[str]:
         yield f"rollout.tensor_parallel_size {parallel} needs inference_engine.name: vllm: set 1, or leave it out"
     if config.engine == "http" and not engine.urls:
         yield "inference_engine.name: http needs inference_engine.urls, such as [http://127.0.0.1:8000]"
+    if engine.transfer == "nccl" and config.model.device == "cpu":
+        yield "inference_engine.transfer: nccl is between GPUs, and model.device is cpu: set gloo, or files"
     if run.backend == "ray" and config.engine == "embedded" and chosen.online is not None:
         yield (
             "run.backend: ray trains in other processes, whose weights the embedded engine does not have: set "

@@ -338,6 +338,11 @@ class InferenceEngine(_Open):
         "several ranks",
     )
     folder: str | None = Field(None, description="where weights are handed over; default this machine's memory")
+    transfer: Literal["files", "gloo", "nccl"] = Field(
+        "files",
+        description="http: how weights reach the servers: files in folder; vLLM's also over TCP (gloo) or between "
+        "GPUs (nccl)",
+    )
     adapter: bool = Field(
         False, description="vllm, with lora: the base goes to the engine once, and then the adapter alone"
     )

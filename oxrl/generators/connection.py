@@ -54,6 +54,10 @@ class Connection(NamedTuple):
             raise ValueError("an engine's connection needs retries >= 0, backoff >= 0 and time_limit > 0")
         return self._replace(url=self.url.rstrip("/"))
 
+    @property
+    def host(self) -> str:
+        return urlsplit(self.url).hostname or ""
+
     async def get(self, path: str, *, time_limit: float | None = None) -> Any:
         return await self._ask("GET", path, None, _NOTHING, time_limit, self.retries)
 

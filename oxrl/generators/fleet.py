@@ -372,10 +372,11 @@ async def served_at(
 ) -> AsyncIterator[HTTPGenerator]:
     """`async with served_at(["http://127.0.0.1:8000"], tokenizer) as generator:`, servers that somebody else started.
 
-    Each is asked whether it is vLLM or SGLang. `options` are `HTTPGenerator`'s: `folder` must be one that they read.
+    Each is asked whether it is vLLM or SGLang. `options` are `HTTPGenerator`'s: `folder` must be one that they read,
+    unless `transfer` is another than files.
     """
     engines = [await engine_at(url, time_limit=time_limit, retries=retries, backoff=backoff) for url in urls]
-    generator = HTTPGenerator(engines, tokenizer, **options)
+    generator = HTTPGenerator(engines, tokenizer, time_limit=time_limit, **options)
     try:
         yield generator
     finally:

@@ -1,4 +1,4 @@
-"""Engines over HTTP: vLLM and SGLang servers as generators, and their weights from a checkpoint on disk.
+"""Engines over HTTP: vLLM and SGLang servers as generators, and their weights from files or over the network.
 
 Token ids go in and out, with the log-prob of each sampled token. After each sync an engine says which version it has,
 and proves it by the log-probs of a probe sequence. vLLM is tested for real; SGLang is written from its documentation
@@ -13,8 +13,9 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import anyio
 from anyio.lowlevel import RunVar
@@ -25,15 +26,18 @@ from oxrl.generators.engine import check_sampling
 from oxrl.generators.probe import Heard, Probe, StaleEngineError
 from oxrl.generators.sampling import stream_key
 from oxrl.generators.vllm_worker import EXTENSION
-from oxrl.types import Generation, GenerationConfig, Request, Weights
+from oxrl.transfer import TransferError, meeting
+from oxrl.types import Generation, GenerationConfig, Meeting, Request, Weights, WeightSource
 from oxrl.weights import near_folder, source_of
 
 logger = logging.getLogger(__name__)
 
 _HEALTH_LIMIT = 10.0
+_WORD_SECONDS = 5.0  # that an engine has to say itself why it lost the sender
 _MOST_TRIES = 8  # to ask one request anew, each on an engine that was found to be well
 _REASONS = {"stop": "stop", "length": "length", "abort": "aborted"}
 _TOKENS = "/inference/v1/generate"
+TRANSFERS = ("files", "gloo", "nccl")
 
 
 class Ask(NamedTuple):
@@ -106,6 +110,22 @@ class InferenceEngine(Protocol):
         ...
 
 
+@runtime_checkable
+class Receiver(Protocol):
+    """An engine that also takes weights which a trainer sends it (`oxrl.transfer`)."""
+
+    @property
+    def host(self) -> str: ...
+
+    async def receivers(self) -> int:
+        """Processes that take part, each for its share of the model."""
+        ...
+
+    async def receive_weights(self, place: Meeting, first: int, version: int | None = None) -> dict[str, Any]:
+        """Speak with what is sent there from now on; its receivers are those from `first` on."""
+        ...
+
+
 class _Server:
     """What servers of every kind have in common."""
 
@@ -125,6 +145,10 @@ class _Server:
     async def recovered(self, error: EngineError) -> None:
         """Whoever started it must start it again."""
         raise error
+
+    @property
+    def host(self) -> str:
+        return self._connection.host
 
     async def check_health(self) -> None:
         await self._connection.get("/health", time_limit=_HEALTH_LIMIT)
@@ -146,7 +170,8 @@ class VLLMEngine(_Server):
     """
 
     kind = "vLLM"
-    _model = ""  # told by `facts`, as the next two are
+    _model = ""  # told by `facts`, as the next four are
+    _workers = _copies = 1
     _extended = False
     _tells_versions = False
 
@@ -154,7 +179,9 @@ class VLLMEngine(_Server):
         (model, *_) = (await self._connection.get("/v1/models"))["data"]
         self._model = model["id"]
         info = await self._connection.get("/server_info?config_format=json")
-        self._extended = info["vllm_config"]["parallel_config"]["worker_extension_cls"] == EXTENSION
+        parallel = info["vllm_config"]["parallel_config"]
+        self._workers, self._copies = int(parallel["world_size"]), int(parallel["data_parallel_size"])
+        self._extended = parallel["worker_extension_cls"] == EXTENSION
         self._tells_versions = await self._has(_TOKENS)
         mode = str(info["vllm_config"]["model_config"]["logprobs_mode"])
         if not mode.endswith("_logprobs"):
@@ -235,13 +262,27 @@ class VLLMEngine(_Server):
             raise EngineError(f"{self.name} did not give up its prefix cache, which belongs to older weights")
 
     async def update_weights_from_checkpoint(self, checkpoint_path: str, version: int | None = None) -> dict[str, Any]:
+        await self._name_of_model()
+        if self._extended:
+            return await self._change_weights({"method": "take_weights", "args": [str(checkpoint_path)]}, version)
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(checkpoint_path)}}
+        return await self._change_weights(body, version)
+
+    async def receivers(self) -> int:
+        await self._name_of_model()
+        if not self._extended:
+            raise ValueError(f"{self.name} cannot receive weights: start it with --worker-extension-cls {EXTENSION}")
+        if self._copies > 1:
+            raise ValueError(f"{self.name} has {self._copies} copies of the model: start a server for each instead")
+        return self._workers
+
+    async def receive_weights(self, place: Meeting, first: int, version: int | None = None) -> dict[str, Any]:
+        return await self._change_weights({"method": "receive_weights", "args": [list(place), first]}, version)
+
+    async def _change_weights(self, body: Mapping[str, Any], version: int | None) -> dict[str, Any]:
         """Through `/collective_rpc`. An engine where this fails stays paused: start it anew."""
         started = time.monotonic()
-        await self._name_of_model()
         await self.pause()
-        body: dict[str, Any] = {"method": "reload_weights", "kwargs": {"weights_path": str(checkpoint_path)}}
-        if self._extended:
-            body = {"method": "take_weights", "args": [str(checkpoint_path)]}
         await self._connection.post("/collective_rpc", body, once=True)
         await self.reset_prefix_cache()
         if version is not None:
@@ -358,8 +399,9 @@ class HTTPGenerator:
     A request goes to the engine that has least to do; what it draws depends on its seed, not on where. So it is asked
     again elsewhere if its engine fails, or at the same one if that recovers (`fleet` starts engines that do). At most
     `concurrency` requests are sent at a time. New weights are written to a folder that the engines can read (`folder`,
-    by default in this machine's memory), removed when they have them, and every engine proves that it has them, to
-    `tolerance` per log-prob. `end_token_ids` end an answer beside the tokenizer's own.
+    by default in this machine's memory) and removed when they have them, or, with `transfer` gloo or nccl, sent to them
+    over the network within `time_limit`. Every engine proves that it has them, to `tolerance` per log-prob.
+    `end_token_ids` end an answer beside the tokenizer's own.
     """
 
     def __init__(
@@ -369,11 +411,19 @@ class HTTPGenerator:
         *,
         end_token_ids: Sequence[int] = (),
         folder: str | Path | None = None,
+        transfer: str = "files",
+        time_limit: float = 600.0,
         tolerance: float | None = None,
         concurrency: int = 256,
     ) -> None:
         if not engines or concurrency < 1:
             raise ValueError("a generator over HTTP needs at least one engine, and concurrency of 1 or more")
+        if transfer not in TRANSFERS:
+            raise ValueError(f"there is no transfer {transfer!r}: weights go by {', '.join(TRANSFERS)}")
+        for engine in engines if transfer != "files" else ():
+            if not isinstance(engine, Receiver):
+                raise ValueError(f"{engine.name} takes weights from files only: leave transfer: {transfer} out")
+        self._transfer, self._time_limit = transfer, time_limit
         self.engines, self.tokenizer = list(engines), tokenizer
         self.gap = 0.0  # the largest difference to the trainer's log-probs that the last sync showed
         self._ends = tuple(sorted({*end_token_ids, tokenizer.eos_token_id} - {None}))
@@ -525,15 +575,34 @@ class HTTPGenerator:
         source = source_of(weights)
         probe = await in_thread(partial(Probe.of, source, self._tolerance))
         places = await self._reachable()
-        folder = Path(tempfile.mkdtemp(prefix=f"oxrl-weights-{weights.version}-", dir=self._folder))
-        try:
-            await in_thread(partial(source.write, folder))
-            await sync_weights_to_engines([self.engines[place] for place in places], str(folder), weights.version)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        hand_over = self._by_files if self._transfer == "files" else self._by_network
+        await hand_over(source, [self.engines[place] for place in places], weights.version)
         await self.verify(probe, weights.version, places)
         self._lost = {place: recoveries for place, recoveries in self._lost.items() if place not in places}
         self._version = weights.version
+
+    async def _by_files(self, source: WeightSource, engines: Sequence[InferenceEngine], version: int) -> None:
+        folder = Path(tempfile.mkdtemp(prefix=f"oxrl-weights-{version}-", dir=self._folder))
+        try:
+            await in_thread(partial(source.write, folder))
+            await sync_weights_to_engines(engines, str(folder), version)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    async def _by_network(self, source: WeightSource, engines: Sequence[Any], version: int) -> None:
+        """One group of the sender and all engines' workers."""
+        numbers = [await engine.receivers() for engine in engines]
+        hosts = [engine.host for engine in engines]
+        with meeting(hosts, sum(numbers), self._transfer, self._time_limit) as place:
+            async with task_group() as tasks:
+                for engine, first in zip(engines, accumulate(numbers, initial=1), strict=False):
+                    tasks.start_soon(engine.receive_weights, place, first, version)
+                try:
+                    await in_thread(partial(source.send, place))
+                except TransferError as error:
+                    await anyio.sleep(_WORD_SECONDS)
+                    named = ", ".join(engine.name for engine in engines)
+                    raise EngineError(f"weights did not reach {named}: {error}") from error
 
     async def verify(self, probe: Probe, version: int, places: Sequence[int] | None = None) -> None:
         """Stop, with its name, at an engine whose log-probs of the probe sequence are not the trainer's."""

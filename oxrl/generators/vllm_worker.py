@@ -9,6 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from oxrl.transfer import receive
+from oxrl.types import Meeting
 from oxrl.weights import read_weights
 
 EXTENSION = "oxrl.generators.vllm_worker.WorkerExtension"
@@ -21,6 +23,12 @@ class WorkerExtension:
         """The weights of a checkpoint folder; also where the engine was started with none to read."""
         worker: Any = self
         worker.reload_weights(weights_iterator=read_weights(Path(folder)))
+        tie_head_again(worker.get_model())
+
+    def receive_weights(self, place: list[Any], first: int) -> None:
+        """Those that a trainer sends to a `Meeting`, where this engine's workers are receivers from `first` on."""
+        worker: Any = self
+        worker.reload_weights(weights_iterator=receive(Meeting(*place), first + worker.rank))
         tie_head_again(worker.get_model())
 
     def tie_head_again(self) -> bool:

@@ -20,9 +20,9 @@ from tests.rows import sums, write_jsonl
 RANKS = {"local": 1, "fsdp": 2, "deepspeed": 2, "ray": 2}
 ENGINES = {  # embedded: not under Ray, where the trainer is elsewhere
     "local": ("embedded", "vllm adapter", "http"),
-    "fsdp": ("embedded", "vllm", "http"),
+    "fsdp": ("embedded", "vllm", "http gloo"),
     "deepspeed": ("embedded", "vllm", "http"),
-    "ray": ("vllm", "http", "vllm adapter colocated"),
+    "ray": ("vllm", "http gloo", "vllm adapter colocated"),
 }
 ROWS = 4  # of a step, over all ranks
 VLLM = {"max_num_seqs": 16}
@@ -51,7 +51,7 @@ def config_of(backend: str, folder: Path, algorithm: str, engine: str = "embedde
         config["rollout"] = {"n_samples": 4, "max_tokens": 8}
         engine, *switches = engine.split()
         config["inference_engine"] = {"name": engine, **(VLLM if engine == "vllm" else {})}
-        config["inference_engine"] |= dict.fromkeys(switches, True)
+        config["inference_engine"] |= {"transfer": "gloo"} if switches == ["gloo"] else dict.fromkeys(switches, True)
         if "adapter" in switches:
             config["lora"] = {"enabled": True, "r": 4}
             config["train"]["lr"] = 1e-2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from oxrl.generators.probe import probe_tokens
 from oxrl.loops.step import train_step
 from oxrl.models.load import builds_empty, load_model, load_tokenizer
 from oxrl.models.lora import LoraSettings, attach_lora, attach_reference, save_adapter
+from oxrl.transfer import TransferError, meeting, receive
 from oxrl.types import ModelConfig
 from oxrl.weights import ModuleWeights, near_folder, plain_weights, read_weights, source_of, trainer_logprobs
 from tests.contracts.test_backend import BACKENDS, some_items, train
@@ -161,6 +163,33 @@ async def test_a_copy_in_one_piece_follows_from_when_it_was_asked_for(sharded):
     assert weights.module is whole
     tokens = probe_tokens(VOCABULARY)
     assert ModuleWeights(whole).logprobs(tokens) == pytest.approx(weights.source.logprobs(tokens), abs=1e-4)
+
+
+@ON_EVERY_ENGINE
+async def test_weights_are_sent_as_they_are_written(sharded, tmp_path):
+    backend = sharded(with_adapter)
+    await train(backend, some_items(), 8, steps=1)
+    source = (await backend.get_weights()).source
+    source.write(tmp_path)
+    received = {}
+    with meeting(["127.0.0.1"], 1) as place:
+        listener = threading.Thread(target=lambda: received.update(receive(place, 1)))
+        listener.start()
+        source.send(place)
+        listener.join(60)
+    written = dict(read_weights(tmp_path))
+    assert received.keys() == written.keys()
+    assert all(torch.equal(received[name], tensor) for name, tensor in written.items())
+
+
+async def test_a_sending_that_fails_leaves_the_ranks_as_they_were(sharded):
+    backend = sharded()
+    with (
+        pytest.raises(TransferError, match="2 processes that meet at 127.0.0.1"),
+        meeting(["127.0.0.1"], 1, time_limit=3.0) as place,
+    ):
+        (await backend.get_weights()).source.send(place)
+    await train(backend, some_items(), 8, steps=1)
 
 
 @ON_EVERY_ENGINE

@@ -25,6 +25,7 @@ from oxrl.generators.http import (
     sync_weights_to_engines,
 )
 from oxrl.generators.probe import Heard, Probe, StaleEngineError
+from oxrl.generators.vllm_worker import EXTENSION
 from oxrl.models.load import load_model
 from oxrl.types import GenerationConfig, Request, Weights
 from oxrl.weights import ModuleWeights, trainer_logprobs, write_weights
@@ -203,6 +204,50 @@ async def test_a_vllm_server_takes_weights_from_disk_and_proves_it(vllm_url, tin
     assert answer["version"] == "41"
     probe = Probe.of(ModuleWeights(model))
     assert probe.check("vllm", await engine.prompt_logprobs(probe.tokens), 41, None).gap < 1e-4
+
+
+async def test_a_vllm_server_takes_weights_over_the_network_and_nothing_is_written(vllm_url, tiny, tmp_path):
+    nowhere = tmp_path / "nowhere"
+    generator = HTTPGenerator([VLLMEngine(vllm_url)], tiny[1], transfer="gloo", folder=nowhere, time_limit=60)
+    await generator.update_weights(Weights(changed(tiny, 0.05), 42))
+    assert generator.version == 42 and generator.gap < 1e-4
+    assert not nowhere.exists()
+
+
+def about_itself(**parallel):
+    """What a vLLM server answers when it is asked for facts."""
+    parallel = {"world_size": 1, "data_parallel_size": 1, "worker_extension_cls": EXTENSION} | parallel
+    about = {"parallel_config": parallel, "model_config": {"logprobs_mode": "processed_logprobs"}}
+    models = {"data": [{"id": "tiny", "max_model_len": 64}]}
+    return (200, models), (200, {"vllm_config": about}), (200, {"paths": {}})
+
+
+async def test_a_server_that_dies_while_weights_are_sent_is_named(tiny):
+    """It takes the call, meets nobody and is gone: who sends does not wait until its time is over."""
+    with scripted((200, {}), *about_itself(), (200, {}), hang_up) as server:
+        generator = HTTPGenerator([VLLMEngine(server.url)], tiny[1], transfer="gloo", time_limit=60)
+        with anyio.fail_after(20), pytest.raises(EngineError, match=server.url):
+            await generator.update_weights(Weights(changed(tiny, 0.05), 1))
+        assert server.seen[-1][1] == "/collective_rpc"
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        ({"worker_extension_cls": "another.Extension"}, f"start it with --worker-extension-cls {EXTENSION}"),
+        ({"data_parallel_size": 2}, "has 2 copies of the model"),
+    ],
+)
+async def test_a_vllm_server_that_cannot_receive_says_how_to_start_it(parallel, message):
+    with scripted(*about_itself(**parallel)) as server, pytest.raises(ValueError, match=message):
+        await VLLMEngine(server.url).receivers()
+
+
+def test_engines_that_cannot_receive_and_transfers_that_are_not_there_are_refused(tiny):
+    with pytest.raises(ValueError, match="the SGLang server at http://127.0.0.1:1 takes weights from files only"):
+        HTTPGenerator([SGLangEngine("http://127.0.0.1:1")], tiny[1], transfer="gloo")
+    with pytest.raises(ValueError, match="no transfer 'mpi': weights go by files, gloo, nccl"):
+        HTTPGenerator([VLLMEngine("http://127.0.0.1:1")], tiny[1], transfer="mpi")
 
 
 async def test_a_paused_vllm_server_answers_after_it_is_resumed(vllm_url):
