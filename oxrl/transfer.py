@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -53,30 +53,30 @@ def send(weights: Iterable[tuple[str, Tensor]], place: Meeting) -> None:
     """To all receivers at once, bucket after bucket; answers when they have all."""
     import torch
 
-    group = _Group(place, _SENDER)
-    for tensors in grouped(weights):
-        slots, flat = flattened(tensors, group.device)
-        header = torch.frombuffer(bytearray(json.dumps(slots).encode()), dtype=torch.uint8)
-        group.broadcast(torch.tensor([len(header), len(flat)]))
-        group.broadcast(header)
-        group.broadcast(flat)
-    group.broadcast(torch.tensor([0, 0]))
+    with closing(_Group(place, _SENDER)) as group:
+        for tensors in grouped(weights):
+            slots, flat = flattened(tensors, group.device)
+            header = torch.frombuffer(bytearray(json.dumps(slots).encode()), dtype=torch.uint8)
+            group.broadcast(torch.tensor([len(header), len(flat)]))
+            group.broadcast(header)
+            group.broadcast(flat)
+        group.broadcast(torch.tensor([0, 0]))
 
 
 def receive(place: Meeting, rank: int) -> Iterator[tuple[str, Tensor]]:
     """What the sender sends, by name, on the device that the group talks from; `rank` counts the receivers from 1."""
     import torch
 
-    group = _Group(place, rank)
-    while True:
-        described, size = group.broadcast(torch.zeros(2, dtype=torch.int64, device=group.device)).tolist()
-        if not described:
-            return
-        header = group.broadcast(torch.zeros(described, dtype=torch.uint8, device=group.device))
-        flat = group.broadcast(torch.zeros(size, dtype=torch.uint8, device=group.device))
-        for name, dtype, shape, start in json.loads(bytes(header.tolist())):
-            slot = Slot(name, dtype, tuple(shape), start)
-            yield name, slot.shaped(flat[slot.start : slot.end])
+    with closing(_Group(place, rank)) as group:
+        while True:
+            described, size = group.broadcast(torch.zeros(2, dtype=torch.int64, device=group.device)).tolist()
+            if not described:
+                return
+            header = group.broadcast(torch.zeros(described, dtype=torch.uint8, device=group.device))
+            flat = group.broadcast(torch.zeros(size, dtype=torch.uint8, device=group.device))
+            for name, dtype, shape, start in json.loads(bytes(header.tolist())):
+                slot = Slot(name, dtype, tuple(shape), start)
+                yield name, slot.shaped(flat[slot.start : slot.end])
 
 
 class _Group:
@@ -101,6 +101,10 @@ class _Group:
         with self._in_words():
             self._group.broadcast(here, _SENDER).wait()
         return here
+
+    def close(self) -> None:
+        if self._place.backend == "nccl":  # the other one goes with its last reference
+            self._group.shutdown()
 
     @contextmanager
     def _in_words(self) -> Iterator[None]:
