@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from oxrl.algorithms import ALGORITHMS, algorithm
-from oxrl.backends.named import NamedAlgorithm
+from oxrl.backends.named import NamedAlgorithm, alike
 from oxrl.types import Losses, Read
 
 
@@ -53,3 +53,15 @@ DPO = algorithm("dpo")
 def test_what_would_be_another_one_there_is_refused(changed):
     with pytest.raises(ValueError, match=r"dpo was made in this process.*my_file.py:my_loss"):
         NamedAlgorithm.of(replace(DPO, **changed))
+
+
+def made(held, *, positional=1, named=1):
+    def function(value, one=positional, *, two=named):
+        return value, held, one, two
+
+    return function
+
+
+def test_functions_are_alike_by_their_code_and_all_that_they_hold():
+    assert alike(made(1), made(1))
+    assert not any(alike(made(1), other) for other in (made(2), made(1, positional=2), made(1, named=2), flat))
