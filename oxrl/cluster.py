@@ -57,12 +57,20 @@ def ray_cluster(address: str | None = None, *, processes: int = 1, **options: An
         raise ValueError(
             f"there is no Ray cluster at {address!r} ({error}): start one, or leave ray_address out"
         ) from error
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, at_the_end)  # Ray's own ends the process before the run has saved
+    handles = threading.current_thread() is threading.main_thread()
+    if handles:
+        signal.signal(signal.SIGTERM, _leave)  # Ray's own aborts
     try:
         yield
     finally:
         ray.shutdown()
+        if handles:
+            signal.signal(signal.SIGTERM, at_the_end)
+
+
+def _leave(number: int, _: Any) -> None:
+    """Told to stop while nobody listens for it, as a run does once it trains: end, and the cluster with it."""
+    raise SystemExit(128 + number)
 
 
 def import_ray() -> Any:

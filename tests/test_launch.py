@@ -134,6 +134,26 @@ def test_a_run_that_is_told_to_stop_before_it_can_listen_stops(tmp_path):
     assert "going on" not in said and steps_of(tmp_path / "run") == []
 
 
+def test_a_run_under_ray_that_is_told_to_stop_before_it_can_listen_stops_and_leaves_nobody(tmp_path, monkeypatch):
+    need("ray")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    run = start(rows(tmp_path), tmp_path / "run", "--backend", "ray", "--set", "run.sharding=fsdp")
+    until(lambda: actors_of(run.pid), run)
+    started = psutil.Process(run.pid).children(recursive=True)
+    run.send_signal(signal.SIGTERM)
+    said, _ = run.communicate(timeout=PATIENCE)
+    assert run.returncode == 128 + signal.SIGTERM, said[-3000:]
+    assert "Traceback" not in said and "SIGTERM received" not in said and steps_of(tmp_path / "run") == []
+    until_gone(lambda: [each for each in started if each.is_running() and each.status() != psutil.STATUS_ZOMBIE])
+
+
+def until_gone(left) -> None:
+    deadline = time.monotonic() + 20
+    while left():
+        assert time.monotonic() < deadline, f"still there: {left()}"
+        time.sleep(0.1)
+
+
 def test_a_run_under_ray_that_loses_an_actor_goes_on(tmp_path, monkeypatch):
     need("ray")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
@@ -170,10 +190,7 @@ def test_ranks_can_be_reached_from_here_only_and_end_with_whoever_started_them(t
     assert set().union(*map(listening, ranks.values())) <= {"127.0.0.1", "::1"}
     launcher.kill()
     launcher.communicate()
-    deadline = time.monotonic() + 20
-    while ranks_of(launcher.pid):
-        assert time.monotonic() < deadline, f"still there: {ranks_of(launcher.pid)}"
-        time.sleep(0.1)
+    until_gone(lambda: ranks_of(launcher.pid))
 
 
 def test_a_script_trains_over_ranks_and_gets_its_result(tmp_path):
