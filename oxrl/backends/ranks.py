@@ -305,8 +305,8 @@ def join_ranks(*, time_limit: float = TIME_LIMIT, idle_limit: float = IDLE_LIMIT
     where: dict[str, Any] = {}
     if (file := os.environ.get(MEETING)) is not None:
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        store = dist.FileStore(file, world)  # type: ignore[attr-defined]
-        where = {"store": store, "rank": rank, "world_size": world}
+        untyped: Any = dist  # whether mypy finds a store in it depends on the order in which it reads torch
+        where = {"store": untyped.FileStore(file, world), "rank": rank, "world_size": world}
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=time_limit), **where)
     return Ranks(time_limit=time_limit, idle_limit=idle_limit)
 
