@@ -59,18 +59,14 @@ def ray_cluster(address: str | None = None, *, processes: int = 1, **options: An
         ) from error
     handles = threading.current_thread() is threading.main_thread()
     if handles:
-        signal.signal(signal.SIGTERM, _leave)  # Ray's own aborts
+        # As an interrupt, while nobody else listens for it: Ray's own handler aborts.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:
         ray.shutdown()
         if handles:
             signal.signal(signal.SIGTERM, at_the_end)
-
-
-def _leave(number: int, _: Any) -> None:
-    """Told to stop while nobody listens for it, as a run does once it trains: end, and the cluster with it."""
-    raise SystemExit(128 + number)
 
 
 def import_ray() -> Any:

@@ -23,6 +23,7 @@ from oxrl.hardware import detect_hardware
 from oxrl.imports import import_object
 from oxrl.models.load import check_model, load_tokenizer
 from oxrl.models.lora import LoraSettings
+from oxrl.nearest import did_you_mean
 from oxrl.rewards import Reward, as_reward, check_samples, clamp, reward, weighted
 from oxrl.rewards.grade import AnyReward, defaults_of
 from oxrl.rewards.numbers import numbers_in
@@ -519,13 +520,19 @@ def chosen_env(config: Config) -> EnvFn:
 
 
 def _check_engine(config: Config) -> None:
-    from oxrl.generators.connection import Connection
-    from oxrl.generators.settings import check_settings
+    from oxrl.generators.connection import Connection, check_apart
+    from oxrl.generators.settings import check_settings, vllm_settings
 
+    engine = config.inference_engine
     if config.engine == "vllm":
-        check_settings(config.inference_engine.others)
+        check_settings(engine.others)
+    elif engine.others:
+        for key in sorted(engine.others.keys() - vllm_settings()):
+            if meant := did_you_mean(key, type(engine).model_fields):
+                raise ConfigError(f"inference_engine.{key} is no key{meant}")
     for url in config.inference_engine.urls:
         Connection(url).checked()
+    check_apart(config.inference_engine.urls)
 
 
 def rollout_config(config: Config, graded_by: Reward | None) -> RolloutConfig:

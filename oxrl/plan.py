@@ -106,11 +106,12 @@ class Shards(NamedTuple):
 def shards_of(config: Config) -> Shards:
     """How the run that `config` describes is spread."""
     alone = config.lora.enabled and config.inference_engine.adapter
+    copies = len(config.inference_engine.urls) if config.engine == "http" else config.replicas
     if config.ranks == 1:
-        return Shards(copies=config.replicas, adapter=alone)
+        return Shards(copies=copies, adapter=alone)
     sharding = sharding_of(config)
     stage: Stage = 3 if sharding == "fsdp" else config.deepspeed.others.get("zero_optimization", {}).get("stage", 3)
-    return Shards(config.ranks, stage, config.replicas, alone)
+    return Shards(config.ranks, stage, copies, alone)
 
 
 class Plan(NamedTuple):

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _SENDER = 0
+_REACHED = timedelta(seconds=30)  # a meeting that is over is not waited for
 
 
 class TransferError(ConnectionError):
@@ -89,7 +90,9 @@ class _Group:
         self._place = place
         with self._in_words():
             limit = timedelta(seconds=place.time_limit)
-            found = _torch().TCPStore(place.host, place.port, is_master=False, timeout=limit)
+            soon = min(limit, _REACHED)
+            found = _torch().TCPStore(place.host, place.port, is_master=False, timeout=soon)
+            found.set_timeout(limit)
             store = _torch().PrefixStore("weights", found)
             if place.backend == "nccl":
                 self._group = _nccl(store, rank, place.size, limit)

@@ -177,6 +177,9 @@ def test_engines_are_sent_all_weights_or_an_adapter_alone(config_file):
         plan = planned(config_file, **ONLINE, run={"backend": "local"}, lora={"enabled": True}, inference_engine=engine)
         expected = 4 * plan.facts.trained if alone else plan.facts.weight_bytes
         assert plan.as_dict()["traffic"]["weights"] == expected
+    servers = {"name": "http", "urls": ["http://127.0.0.1:1", "http://127.0.0.1:2"]}
+    plan = planned(config_file, **ONLINE, run={"backend": "local"}, inference_engine=servers)
+    assert plan.as_dict()["traffic"]["weights"] == 2 * plan.facts.weight_bytes
 
 
 @pytest.mark.parametrize("colocated", [False, True])

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+import socket
+from collections.abc import Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -47,8 +48,7 @@ class Connection(NamedTuple):
 
     def checked(self) -> Connection:
         """Itself, if an engine can be there."""
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
+        if not _is_address(self.url):
             raise ValueError(f"{self.url!r} is no engine's address: it looks like http://HOST:PORT")
         if self.retries < 0 or self.backoff < 0 or not self.time_limit > 0:
             raise ValueError("an engine's connection needs retries >= 0, backoff >= 0 and time_limit > 0")
@@ -128,6 +128,34 @@ class Connection(NamedTuple):
             return _Reply(response.json())
         except ValueError:
             return _Reply(response.text)
+
+
+def check_apart(urls: Sequence[str]) -> None:
+    """Refuse one server under two names: of two things that it does in turn, each would wait for the other."""
+    known: dict[tuple[Any, ...], int] = {}
+    for number, url in enumerate(urls):
+        for place in _places(url):
+            if (other := known.setdefault(place, number)) != number:
+                raise ValueError(f"{urls[other]} and {url} are one server: name it once")
+
+
+def _places(url: str) -> set[tuple[Any, ...]]:
+    """Where it is; nothing where nobody knows its name."""
+    parts = urlsplit(url)
+    try:
+        found = socket.getaddrinfo(parts.hostname, parts.port or parts.scheme, type=socket.SOCK_STREAM)
+    except OSError:
+        return set()
+    return {(*address[:2], parts.path.rstrip("/")) for *_, address in found}
+
+
+def _is_address(url: str) -> bool:
+    parts = urlsplit(url)
+    try:
+        fine = parts.port != 0
+    except ValueError:  # no number, or one that no port has
+        return False
+    return fine and parts.scheme in ("http", "https") and bool(parts.hostname) and not (parts.username or parts.query)
 
 
 class _Reply(NamedTuple):

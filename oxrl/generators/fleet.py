@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 import anyio
 
 from oxrl.concurrent import in_thread, task_group
-from oxrl.generators.connection import Connection, EngineError, NoSuchPathError
+from oxrl.generators.connection import Connection, EngineError, NoSuchPathError, check_apart
 from oxrl.generators.http import Ask, Facts, HTTPGenerator, InferenceEngine, Said, SGLangEngine, VLLMEngine
 from oxrl.generators.probe import Probe, StaleEngineError
 from oxrl.generators.server import VLLMServer, last_words, start_vllm_server, until_ready
@@ -375,6 +375,7 @@ async def served_at(
     Each is asked whether it is vLLM or SGLang. `options` are `HTTPGenerator`'s: `folder` must be one that they read,
     unless `transfer` is another than files.
     """
+    check_apart(urls)
     engines = [await engine_at(url, time_limit=time_limit, retries=retries, backoff=backoff) for url in urls]
     generator = HTTPGenerator(engines, tokenizer, time_limit=time_limit, **options)
     try:

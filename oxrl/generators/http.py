@@ -12,6 +12,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -151,7 +152,9 @@ class _Server:
         return self._connection.host
 
     async def check_health(self) -> None:
-        await self._connection.get("/health", time_limit=_HEALTH_LIMIT)
+        """At most twice: one that is gone is asked at every sync."""
+        once_more = self._connection._replace(retries=min(1, self._connection.retries))
+        await once_more.get("/health", time_limit=_HEALTH_LIMIT)
 
     async def sleep(self) -> None:
         raise ValueError(f"{self.name} is not known to sleep: give it devices of its own")
@@ -454,6 +457,7 @@ class HTTPGenerator:
         """One generation per request, in order. Calls of several tasks share the engines."""
         check_sampling(sampling)
         await self.wake_up()
+        await self._learn()
         answers: dict[int, Generation] = {}
 
         async def one(index: int, request: Request) -> None:
@@ -510,12 +514,31 @@ class HTTPGenerator:
     async def _ask(self, place: int, request: Request, sampling: GenerationConfig) -> Said:
         self._load[place] += 1
         try:
-            if place not in self._facts:
-                self._facts[place] = await self.engines[place].facts()
-            ask = as_ask(request, sampling, self._facts[place], self._ends)
+            ask = as_ask(request, sampling, await self._facts_at(place), self._ends)
             return await self.engines[place].complete(ask) if ask.most > 0 else Said((), (), "length")
         finally:
             self._load[place] -= 1
+
+    async def _learn(self) -> None:
+        """What engines say about themselves, once; one that does not answer is asked when its turn comes."""
+        asked = [place for place in self._present() if place not in self._facts]
+
+        async def one(place: int) -> None:
+            with suppress(EngineError):
+                self._facts[place] = await self.engines[place].facts()
+
+        async with task_group() as tasks:
+            for place in asked:
+                tasks.start_soon(one, place)
+        lengths = {facts.longest for facts in self._facts.values()}
+        if asked and len(lengths) > 1:
+            logger.warning("engines take sequences of %d to %d tokens: the least holds", min(lengths), max(lengths))
+
+    async def _facts_at(self, place: int) -> Facts:
+        """The engine's, but for the length, which is the least of all: what is drawn does not depend on where."""
+        if place not in self._facts:
+            self._facts[place] = await self.engines[place].facts()
+        return self._facts[place]._replace(longest=min(facts.longest for facts in self._facts.values()))
 
     def _turn(self) -> anyio.CapacityLimiter:
         """One limit per event loop, which all calls share."""

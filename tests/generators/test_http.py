@@ -12,7 +12,7 @@ import anyio
 import pytest
 import torch
 
-from oxrl.generators.connection import Connection, EngineError
+from oxrl.generators.connection import Connection, EngineError, check_apart
 from oxrl.generators.http import (
     Ask,
     Facts,
@@ -102,7 +102,17 @@ async def test_a_request_that_the_engine_refuses_is_the_users_mistake():
         assert len(server.seen) == 1
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host", "http://user:secret@host", "http://host?key=1"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "127.0.0.1:8000",
+        "http://host:99999",
+        "http://host:port",
+        "ftp://host",
+        "http://user:secret@host",
+        "http://host?key=1",
+    ],
+)
 def test_what_is_no_address_is_refused(url):
     with pytest.raises(ValueError, match="no engine's address"):
         VLLMEngine(url)
@@ -241,6 +251,25 @@ async def test_a_server_that_dies_while_weights_are_sent_is_named(tiny):
 async def test_a_vllm_server_that_cannot_receive_says_how_to_start_it(parallel, message):
     with scripted(*about_itself(**parallel)) as server, pytest.raises(ValueError, match=message):
         await VLLMEngine(server.url).receivers()
+
+
+def test_one_server_under_two_names_is_refused():
+    check_apart(["http://127.0.0.1:1", "http://127.0.0.1:2", "http://127.0.0.1:1/gateway", "http://no.such.invalid"])
+    for same in ("http://127.0.0.1:1", "http://127.0.0.1:1/", "http://localhost:1"):
+        with pytest.raises(ValueError, match="are one server: name it once"):
+            check_apart(["http://127.0.0.1:1", same])
+
+
+async def test_the_shortest_engine_says_for_all_how_long_an_answer_may_be(tiny, caplog):
+    """Else groups would be cut off by chance, as their answers fall to one or the other."""
+    with sglang_stand_in(load_model(tiny[0]), tiny[1]) as one, sglang_stand_in(load_model(tiny[0]), tiny[1]) as two:
+        two.speaker.model.config.max_position_embeddings = 12
+        generator = HTTPGenerator([SGLangEngine(one.url), SGLangEngine(two.url)], tiny[1])
+        requests = [Request((5, 6, 7, 8), seed) for seed in range(6)]
+        answers = await generator.generate(requests, GenerationConfig(max_new_tokens=20, seed=1))
+    assert max(len(answer.token_ids) for answer in answers) == 8
+    assert all(len(answer.token_ids) == 8 or answer.finish_reason == "stop" for answer in answers)
+    assert "engines take sequences of 12 to" in caplog.text
 
 
 def test_engines_that_cannot_receive_and_transfers_that_are_not_there_are_refused(tiny):
