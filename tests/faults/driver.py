@@ -22,7 +22,7 @@ from oxrl.types import GenerationConfig, Request, Weights
 from tests.engines import ARGUMENTS
 from tests.loops.test_online import Setting
 
-LIMITS = Limits(stall=6, look=1, restarts=2)
+LIMITS = Limits(stall=12, look=1, restarts=2)
 REQUESTS = [Request((1, 50 + seed), seed=seed) for seed in range(4)]
 LONG = GenerationConfig(max_new_tokens=700, seed=4, stop_token_ids=())
 
