@@ -1,8 +1,8 @@
 """A program is worth what its tests say; whatever a hostile one does, it earns nothing and the next is graded."""
 
 import socket
-import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -10,20 +10,29 @@ import pytest
 
 from oxrl.config import Config
 from oxrl.inputs import chosen_reward
-from oxrl.rewards import check_samples, grade, reward
+from oxrl.rewards import check_samples, code, grade, reward
 from oxrl.rewards.code import code_reward_func
+from tests.clock import no_hang
 from tests.rewards.hostile import ALWAYS_EQUAL, HOSTILE
 from tests.rewards.rollouts import a_sample, said
 from tests.sandbox.children import children
+from tests.waiting import EXPIRES, HANG
 
 TESTS = ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'", "assert sorted(add([2], [1])) == [1, 2]"]
 RIGHT = "def add(a, b):\n    return a + b\n"
 
 
+@pytest.fixture(autouse=True)
+def no_limit_by_the_clock(monkeypatch):
+    """Endless programs are ended by the CPU time that they use, which depends on no other process."""
+    monkeypatch.setattr(code, "_SLOWEST_MACHINE", HANG)
+    monkeypatch.setattr(code, "_LONGEST_WAIT", HANG)
+
+
 def worth(program, tests=TESTS, *, setup="", entry_point=None, prompt="Add.", fenced=True, **options):
     text = f"Here it is:\n```python\n{program}\n```\nDone." if fenced else program
     rollout = said(text, prompt=prompt, tests=tests, setup=setup, entry_point=entry_point)
-    return code_reward_func(rollout, **{"timeout": 1.0, **options})
+    return code_reward_func(rollout, **{"timeout": HANG, **options})
 
 
 def test_a_right_program_earns_1_and_a_wrong_one_nothing():
@@ -40,7 +49,12 @@ def test_partial_credit_is_the_share_of_tests_passed():
     assert worth(only_numbers, partial=True) == pytest.approx(1 / 3)
     assert worth(RIGHT, partial=True) == 1.0
     hangs_later = "def add(a, b):\n    while not isinstance(a, int): pass\n    return a + b"
-    assert worth(hangs_later, partial=True) == pytest.approx(1 / 3)
+    assert worth(hangs_later, partial=True, timeout=EXPIRES) == pytest.approx(1 / 3)
+
+
+def test_a_program_that_waits_for_ever_is_ended_by_the_clock(monkeypatch):
+    monkeypatch.setattr(code, "_SLOWEST_MACHINE", 3.0)
+    assert worth("import signal\ndef add(a, b): signal.pause()", timeout=EXPIRES) == 0.0
 
 
 def test_the_last_python_block_counts_and_thoughts_do_not():
@@ -168,7 +182,7 @@ def test_tests_that_need_one_process_leave_an_answer_ungraded():
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_program_earns_nothing_does_no_harm_and_the_next_is_graded(name):
     others = children()
-    assert worth(HOSTILE[name], partial=True) == 0.0
+    assert worth(HOSTILE[name], partial=True, timeout=EXPIRES) == 0.0
     assert worth(RIGHT) == 1.0
     assert not Path("/var/tmp/oxrl-hostile").exists()
     assert children() <= others
@@ -176,10 +190,10 @@ def test_a_hostile_program_earns_nothing_does_no_harm_and_the_next_is_graded(nam
 
 def test_a_program_reaches_no_listener():
     with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(0.2)
+        server.setblocking(False)
         program = f"import socket\nsocket.create_connection(('127.0.0.1', {server.getsockname()[1]}))\n{RIGHT}"
         assert worth(program) == 0.0
-        with pytest.raises(TimeoutError):
+        with pytest.raises(BlockingIOError):
             server.accept()
 
 
@@ -192,7 +206,7 @@ def test_several_programs_are_graded_at_once_and_each_gets_its_own_worth():
 def test_a_group_is_graded_by_name_and_what_cannot_be_graded_has_a_reason():
     texts = [RIGHT, "def add(a, b): return 0", "def add(a, b): return add"]
     rollouts = [said(text, tests=TESTS, setup="", entry_point=None, index=i) for i, text in enumerate(texts)]
-    graded = anyio.run(grade, rollouts, reward("code_reward_func", timeout=2.0))
+    graded = anyio.run(partial(grade, rollouts, reward("code_reward_func", timeout=HANG), time_limit=HANG))
     assert [rollout.reward for rollout in graded] == [1.0, 0.0, None]
     assert "cannot be compared outside" in graded[2].error
 
@@ -206,20 +220,12 @@ def test_samples_without_tests_are_refused_before_a_run():
 
 
 @pytest.mark.parametrize(
-    "text", ["```" + " " * 10**6, "```" + "a" * 10**6, "```\n" * 10**5, " " * 10**6, "async" + " " * 10**6]
+    "text", ["```" + " " * 10**6, "```" + "a" * 10**6, "```\n" * 10**6, " " * 10**6, "async" + " " * 10**6]
 )
-def test_a_million_characters_are_graded_quickly(text):
-    start = time.monotonic()
-    assert worth(text, fenced=False) == 0.0
-    assert completed(text) == 0.0
-    assert time.monotonic() - start < 10
-
-
-def test_grading_is_quick():
-    start = time.monotonic()
-    for _ in range(5):
-        worth(RIGHT)
-    assert (time.monotonic() - start) / 5 < 1.0
+def test_a_million_characters_are_graded_in_linear_time(text):
+    with no_hang():
+        assert worth(text, fenced=False) == 0.0
+        assert completed(text) == 0.0
 
 
 def test_leave_to_run_without_a_sandbox_reaches_the_rewards_that_ask_for_it():

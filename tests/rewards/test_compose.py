@@ -37,7 +37,9 @@ from oxrl.rewards.primitives import (
 )
 from oxrl.rewards.table import BUILDERS
 from oxrl.types import Message, Score
+from tests.clock import untimed
 from tests.rewards.rollouts import a_sample, said
+from tests.waiting import HANG
 
 
 def graded(rollouts, one, **options):
@@ -202,6 +204,7 @@ def test_normalised_within_the_group_over_what_could_be_graded():
     assert [s.value for s in scores([said("a"), said("aaa")], normalize(lengths, minmax))] == [0.0, 1.0]
 
 
+@untimed
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=20))
 def test_normalisers_keep_the_order(values):
     for normalizer in (zscore, minmax):
@@ -308,11 +311,16 @@ def test_the_judge_reads_rubric_question_answer_and_reference():
 
 
 def test_judging_a_group_waits_for_all_at_once():
+    asked, all_asked = [], anyio.Event()
+
     async def ask(messages):
-        await anyio.sleep(0.1)
+        asked.append(messages)
+        if len(asked) == 20:
+            all_asked.set()
+        await all_asked.wait()
         return "Score: 5"
 
-    rollouts = graded([said("x")] * 20, judge_reward(ask), time_limit=1.0)
+    rollouts = graded([said("x")] * 20, judge_reward(ask), time_limit=HANG)
     assert [rollout.reward for rollout in rollouts] == [0.5] * 20
 
 

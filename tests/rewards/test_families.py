@@ -1,6 +1,5 @@
 r"""Each reward on what models really write, on what tries to cheat it, and on a million characters."""
 
-import time
 from fractions import Fraction
 
 import pytest
@@ -16,6 +15,7 @@ from oxrl.rewards.mathematics import boxed, equal_plainly, math_match, stated_an
 from oxrl.rewards.numbers import last_number, number_match, numbers_in
 from oxrl.rewards.pattern import regex_match, tag_format
 from oxrl.types import Score
+from tests.clock import no_hang, untimed
 from tests.rewards.rollouts import a_sample, said
 
 
@@ -91,18 +91,20 @@ def test_numbers_are_read_as_people_write_them(text, numbers):
     assert numbers_in(text) == numbers
 
 
+@untimed
 @given(st.integers(-(10**12), 10**12), st.sampled_from(["{}", "{:,}", "It is {:,}.", "${:,}", "x={}", "2 + 2 = {:,}!"]))
 def test_any_integer_is_found_again(number, form):
     assert last_number(form.format(number)) == number
 
 
+@untimed
 @given(st.fractions(min_value=-1000, max_value=1000))
 def test_any_fraction_is_found_again(fraction):
     assert last_number(f"the answer is {fraction}") == fraction
 
 
+@settings(untimed, max_examples=300)
 @given(st.text(max_size=60))
-@settings(max_examples=300)
 def test_no_text_breaks_the_readers(text):
     last_number(text)
     chosen_letter(text)
@@ -392,11 +394,10 @@ def value(worth):
 
 @pytest.mark.parametrize("kind", LONG)
 @pytest.mark.parametrize("name", PURE)
-def test_a_million_characters_are_graded_quickly(name, kind):
+def test_a_million_characters_are_graded_in_linear_time(name, kind):
     function, rollout = REWARDS[name], said(LONG[kind], "B" if name in CHOICES else "7")
-    start = time.perf_counter()
-    worth = value(function(rollout, **PARAMETERS.get(name, {})))
-    assert time.perf_counter() - start < 2.0
+    with no_hang():
+        worth = value(function(rollout, **PARAMETERS.get(name, {})))
     assert worth <= 0.5
 
 

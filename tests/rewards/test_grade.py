@@ -4,7 +4,6 @@ import functools
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Sequence
 
 import anyio
@@ -14,7 +13,9 @@ import torch
 
 from oxrl.rewards import as_reward, check_samples, grade, group_reward, reads
 from oxrl.types import Rollout, Score, Status
+from tests.clock import expire
 from tests.rewards.rollouts import a_sample, a_turn, said
+from tests.waiting import HANG, wait_until_async
 
 pytestmark = pytest.mark.anyio
 
@@ -33,7 +34,8 @@ def by_index(rollout):
 
 
 async def by_index_later(rollout):
-    await anyio.sleep(0.01 * (3 - rollout.index))
+    for _ in range(10 * (3 - rollout.index)):  # the last is done first
+        await anyio.sleep(0)
     return float(rollout.index)
 
 
@@ -142,27 +144,50 @@ async def test_what_is_graded_or_failed_already_stays_as_it_is():
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-async def test_rewards_run_at_the_same_time_and_the_slow_one_alone_is_cut(is_async):
-    def slow(rollout):
-        time.sleep(5 if rollout.index == 1 else 0.15)
+async def test_rewards_run_at_the_same_time_and_only_the_one_that_never_answers_is_cut(is_async):
+    together, release, threads = threading.Barrier(8), threading.Event(), []
+    started, all_started, done = [], anyio.Event(), []
+
+    def stuck(rollout):
+        together.wait(HANG)  # ends only where all eight run at once
+        if rollout.index == 1:
+            release.wait(HANG)
+        else:
+            threads.append(threading.current_thread())
         return 1.0
 
-    async def slow_async(rollout):
-        await anyio.sleep(5 if rollout.index == 1 else 0.15)
+    async def stuck_async(rollout):
+        started.append(rollout)
+        if len(started) == 8:
+            all_started.set()
+        await all_started.wait()
+        if rollout.index == 1:
+            await anyio.sleep_forever()
+        done.append(rollout)
         return 1.0
 
-    reward = slow_async if is_async else slow
-    start = time.perf_counter()
-    graded = await grade(group(8), reward, time_limit=0.6)
-    assert time.perf_counter() - start < 1.1, "eight of 0.15 s one after the other would take 1.2 s"
+    def others_are_done():
+        return len(done) == 7 or (len(threads) == 7 and not any(thread.is_alive() for thread in threads))
+
+    async def reach_the_limit():
+        await wait_until_async(others_are_done, "seven of eight rewards are done")
+        await expire(HANG)
+
+    reward = stuck_async if is_async else stuck
+    try:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(reach_the_limit)
+            graded = await grade(group(8), reward, time_limit=HANG)
+    finally:
+        release.set()
     assert [rollout.reward for rollout in graded] == [1.0, None, *[1.0] * 6]
-    assert graded[1].error == f"reward {reward.__name__} failed: no answer within 0.6 s"
+    assert graded[1].error == f"reward {reward.__name__} failed: no answer within {HANG:g} s"
 
 
 async def test_a_time_out_of_the_rewards_own_is_its_error():
     async def impatient(rollout):
-        with anyio.fail_after(0.01):
-            await anyio.sleep(1)
+        with anyio.fail_after(0):
+            await anyio.sleep_forever()
 
     (rollout,) = await grade(group(1), impatient)
     assert "TimeoutError" in rollout.error
@@ -172,13 +197,13 @@ async def test_many_stuck_rewards_do_not_use_up_the_threads():
     release = threading.Event()
 
     def stuck(rollout):
-        release.wait(20)
+        release.wait(HANG)
         return 0.0
 
     try:
         for _ in range(6):
             assert all(rollout.error for rollout in await grade(group(16), stuck, time_limit=0.01))
-        assert (await grade(group(1), by_index))[0].reward == 0.0
+        assert (await grade(group(1), by_index, time_limit=HANG))[0].reward == 0.0
     finally:
         release.set()
 
@@ -194,17 +219,34 @@ def test_an_endless_reward_does_not_keep_python_from_ending(tmp_path):
         "anyio.run(main, backend=sys.argv[1])\n"
     )
     for backend in ("asyncio", "trio"):
-        done = subprocess.run(
-            [sys.executable, str(script), backend], capture_output=True, text=True, timeout=30, env={"PYTHONPATH": "."}
-        )
+        command = [sys.executable, str(script), backend]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=HANG, env={"PYTHONPATH": "."})
         assert "no answer within 0.05 s" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("reward", [lambda rollout: time.sleep(5), lambda rollout: anyio.sleep(5)])
-async def test_cancellation_passes_through(reward):
-    finished = []
-    with anyio.move_on_after(0.1) as scope:
-        finished.append(await grade(group(), reward))
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_cancellation_passes_through(is_async):
+    started, release, finished = threading.Event(), threading.Event(), []
+
+    def stuck(rollout):
+        started.set()
+        release.wait(HANG)
+
+    async def stuck_async(rollout):
+        started.set()
+        await anyio.sleep_forever()
+
+    async def cancel_when_it_runs():
+        await wait_until_async(started.is_set, "the reward runs")
+        scope.cancel()
+
+    try:
+        with anyio.CancelScope() as scope:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(cancel_when_it_runs)
+                finished.append(await grade(group(), stuck_async if is_async else stuck, time_limit=HANG))
+    finally:
+        release.set()
     assert scope.cancelled_caught
     assert not finished
 
@@ -301,7 +343,11 @@ async def test_one_bad_score_of_a_group_is_one_ungraded_rollout_and_a_bad_list_i
     assert all("1 scores for 3 rollouts" in rollout.error for rollout in graded)
     graded = await grade(group(), group_reward(lambda many: 1.0))
     assert all("not a list of scores" in rollout.error for rollout in graded)
-    graded = await grade(group(), group_reward(lambda many: time.sleep(2)), time_limit=0.05)
+    release = threading.Event()
+    try:
+        graded = await grade(group(), group_reward(lambda many: release.wait(HANG)), time_limit=0.05)
+    finally:
+        release.set()
     assert all("no answer within" in rollout.error for rollout in graded)
 
 

@@ -5,16 +5,20 @@ import logging
 import re
 import socket
 import threading
-import time
+from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import pairwise
+from itertools import count
+from types import SimpleNamespace
 
 import anyio
 import pytest
 
-from oxrl.rewards import grade, reward, weighted
+from oxrl.rewards import grade, http_judge, reward, weighted
 from oxrl.rewards.judge import judge_messages
+from oxrl.types import Message
+from tests.clock import expire
 from tests.rewards.rollouts import said
+from tests.waiting import HANG, wait_until_async
 from tests.web import Quiet, serving
 
 SECRET = "sk-very-secret-0123456789"
@@ -29,24 +33,23 @@ class Judge(Quiet):
         server = self.server
         with server.lock:
             server.seen.append((self.path, dict(self.headers), body))
-            server.at_once += 1
-            server.most_at_once = max(server.most_at_once, server.at_once)
             step = server.script[min(len(server.seen), len(server.script)) - 1]
-        try:
+        with suppress(OSError):  # the other side gave up
             step(self) if callable(step) else self.reply(200, completion(step))
-        except OSError:
-            pass  # the judge gave up on us
-        finally:
-            with server.lock:
-                server.at_once -= 1
 
 
 def completion(text):
     return json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]}).encode()
 
 
+@contextmanager
 def judging(*script):
-    return serving(Judge, script=script, seen=[], lock=threading.Lock(), at_once=0, most_at_once=0)
+    release = threading.Event()
+    with serving(Judge, script=script, seen=[], lock=threading.Lock(), release=release, stuck=0) as server:
+        try:
+            yield server
+        finally:
+            release.set()
 
 
 def status(code, body=b"{}", **headers):
@@ -58,17 +61,17 @@ def raw(body):
 
 
 def hang(judge):
-    time.sleep(2)
+    with judge.server.lock:
+        judge.server.stuck += 1
+    judge.server.release.wait(HANG)
 
 
 def drip(judge):
     judge.send_response(200)
     judge.send_header("Content-Length", "100000")
     judge.end_headers()
-    for _ in range(60):
+    while not judge.server.release.is_set():
         judge.wfile.write(b" ")
-        judge.wfile.flush()
-        time.sleep(0.05)
 
 
 def cut(judge):
@@ -82,16 +85,31 @@ def cut(judge):
 
 def endless(judge):
     judge.send_response(200)
-    judge.send_header("Content-Length", str(1 << 30))
+    judge.send_header("Content-Length", str(1 << 60))
     judge.end_headers()
-    for _ in range(1 << 14):
+    while not judge.server.release.is_set():
         judge.wfile.write(b"x" * (1 << 16))
 
 
-def judged(server, texts=("It is 4.",), *, time_limit=5.0, **parameters):
+def judged(server, texts=("It is 4.",), **parameters):
+    """What the judge says; the time limit is reached whenever the server hangs, and never otherwise."""
     by = reward("llm_judge", **{"base_url": f"{server.url}/v1", "model": "wise", "backoff": 0.01, **parameters})
     rollouts = [said(text, "4", index=i, prompt="2+2?") for i, text in enumerate(texts)]
-    return anyio.run(partial(grade, rollouts, by, time_limit=time_limit))
+
+    async def reach_the_limit():
+        for stuck in count(1):
+            await wait_until_async(lambda stuck=stuck: server.stuck == stuck, "a request hangs")
+            await expire(HANG)
+
+    async def main():
+        async with anyio.create_task_group() as tasks:
+            if hang in server.script:
+                tasks.start_soon(reach_the_limit)
+            graded = await grade(rollouts, by, time_limit=HANG)
+            tasks.cancel_scope.cancel()
+        return graded
+
+    return anyio.run(main)
 
 
 def test_a_score_out_of_ten_becomes_a_reward():
@@ -131,27 +149,41 @@ def test_trouble_that_passes_is_tried_again(trouble):
         (raw(b'{"choices": [{"message": {"content": null}}]}'), "no text", 1),
         ("I would rather not say.", "gave no score", 1),
         ("Score: 11", "not from 0 to 10", 1),
-        (hang, "no reply within 0.2 s|no connection", 3),
-        (drip, "no reply within 0.2 s|too slowly", 3),
+        (hang, rf"no reply within {HANG:g} s \(tried 3 times", 3),
         (cut, "not what a chat completion looks like", 3),
     ],
-    ids="500 400 404 302 garbage deep null refuses eleven hang drip cut".split(),
+    ids="500 400 404 302 garbage deep null refuses eleven hang cut".split(),
 )
 def test_trouble_that_stays_leaves_an_answer_ungraded_and_never_at_zero(trouble, why, requests):
     with judging(trouble) as server:
-        (graded,) = judged(server, retries=2, time_limit=0.2 if trouble in (hang, drip) else 5.0)
+        (graded,) = judged(server, retries=2)
     assert graded.reward is None
     assert graded.error.startswith("reward llm_judge failed: ")
     assert re.search(why, graded.error), graded.error
     assert len(server.seen) == requests
 
 
+def one_try(server, time_limit):
+    """In this thread, which is not given up from outside."""
+    return http_judge.request(http_judge.Endpoint(f"{server.url}/v1", "wise"), [Message("user", "2+2?")], time_limit)
+
+
+def test_a_request_that_hangs_ends_by_itself():
+    with judging(hang) as server, pytest.raises(http_judge.Failed, match="no connection, or one that broke: Timeout"):
+        one_try(server, 0.2)
+
+
+def test_a_reply_that_drips_ends_though_each_piece_comes_in_time(monkeypatch):
+    clock = count(0, HANG + 1)  # each look at it finds the limit in the past
+    monkeypatch.setattr(http_judge, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    with judging(drip) as server, pytest.raises(http_judge.Failed, match="came too slowly"):
+        one_try(server, HANG)
+
+
 def test_a_reply_without_end_is_not_read_to_its_end():
     with judging(endless) as server:
-        start = time.perf_counter()
-        (graded,) = judged(server, time_limit=20)
+        (graded,) = judged(server)
     assert "no end" in graded.error
-    assert time.perf_counter() - start < 10
 
 
 def test_nobody_there_is_said_so():
@@ -163,25 +195,34 @@ def test_nobody_there_is_said_so():
     assert "no connection, or one that broke: ConnectionRefusedError (tried 2 times)" in graded.error
 
 
-def test_waits_grow_and_the_server_may_ask_for_more():
-    times = []
+def test_waits_grow_and_the_server_may_ask_for_more(monkeypatch):
+    waits = []
 
-    def note(judge, **headers):
-        times.append(time.perf_counter())
-        judge.reply(429, b"", **headers)
+    async def note(seconds):
+        waits.append(seconds)
 
-    with judging(note, note, partial(note, Retry_After="1"), "Score: 5") as server:
-        (graded,) = judged(server, backoff=0.1)
-        times.append(time.perf_counter())
-    first, second, third = (after - before for before, after in pairwise(times))
+    monkeypatch.setattr(http_judge.anyio, "sleep", note)
+    with judging(status(429), status(429), status(429, Retry_After="7"), "Score: 5") as server:
+        by = reward("llm_judge", base_url=f"{server.url}/v1", model="m", backoff=0.5)
+        (graded,) = anyio.run(partial(grade, [said("4", "4")], by, time_limit=HANG))
     assert graded.reward == 0.5
-    assert first >= 0.1 and second >= 0.2 and third >= 1.0
+    assert waits == [0.5, 1.0, 7.0]
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_so_many_at_once_and_no_more_and_waiting_for_a_turn_is_not_late(backend):
+def test_so_many_at_once_and_no_more_and_waiting_for_a_turn_does_not_count(backend):
+    """Each pair of requests is answered only after three quarters of its time limit have passed."""
+    turns, in_flight, most_in_flight = [threading.Event() for _ in range(4)], set(), []
+
     def slow(judge):
-        time.sleep(0.1)
+        with judge.server.lock:
+            turn = turns[judge.server.stuck // 2]
+            judge.server.stuck += 1
+            in_flight.add(judge)
+            most_in_flight.append(len(in_flight))
+        turn.wait(HANG)
+        with judge.server.lock:
+            in_flight.remove(judge)
         judge.reply(200, completion("Score: 3"))
 
     with judging(slow) as server:
@@ -190,16 +231,23 @@ def test_so_many_at_once_and_no_more_and_waiting_for_a_turn_is_not_late(backend)
         results = {}
 
         async def one(group):
-            results[group] = await grade(groups[group], by, time_limit=0.5)
+            results[group] = await grade(groups[group], by, time_limit=HANG)
+
+        async def answer_in_pairs():
+            for number, turn in enumerate(turns, 1):
+                await wait_until_async(lambda number=number: server.stuck == 2 * number, "two requests are in flight")
+                await expire(0.75 * HANG)
+                turn.set()
 
         async def both():
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(one, 0)
                 tasks.start_soon(one, 1)
+                tasks.start_soon(answer_in_pairs)
 
         anyio.run(both, backend=backend)
     assert [each.reward for group in results.values() for each in group] == [0.3] * 8
-    assert server.most_at_once == 2
+    assert max(most_in_flight) == 2
 
 
 def test_what_was_asked_once_is_remembered_also_on_disk(tmp_path):
@@ -227,7 +275,7 @@ def test_the_key_is_sent_and_shown_nowhere(monkeypatch, caplog, tmp_path):
     troubles = [status(401, told), status(403, told), status(400, told), status(500, told), raw(told), hang]
     for trouble in troubles:
         with judging(trouble) as server:
-            (graded,) = judged(server, api_key_env=KEY, retries=1, time_limit=0.5, cache=str(tmp_path))
+            (graded,) = judged(server, api_key_env=KEY, retries=1, cache=str(tmp_path))
         assert server.seen[0][1]["Authorization"] == f"Bearer {SECRET}"
         assert graded.reward is None
         assert SECRET not in graded.error + repr(graded)
