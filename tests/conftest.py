@@ -21,7 +21,34 @@ from oxrl.concurrent import run_blocking
 from oxrl.models.builtin import prepare_builtin
 from oxrl.models.load import load_model, load_tokenizer
 from oxrl.types import ModelConfig
-from tests.engines import ARGUMENTS, need, need_vllm
+from tests import holding, leftovers
+from tests.engines import ARGUMENTS, OPTIONS, need, need_vllm
+from tests.scheduling import pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401
+from tests.waiting import HANG
+
+WATCH = pytest.StashKey[leftovers.Watch]()
+LEFT = pytest.StashKey[list[str]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.option.timeout = config.option.timeout or HANG
+    if leftovers.VARIABLE not in os.environ:  # neither a worker nor a run inside of a test
+        config.stash[WATCH] = leftovers.Watch()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if (watch := session.config.stash.get(WATCH, None)) is None:
+        return
+    session.config.stash[LEFT] = watch.end()
+    if session.config.stash[LEFT]:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if left := config.stash.get(LEFT, []):
+        terminalreporter.section("left behind by the run", red=True)
+        terminalreporter.write_line("\n".join(left))
 
 
 @pytest.fixture(scope="session")
@@ -45,7 +72,13 @@ def smollm2() -> tuple[ModelConfig, Any]:
 
 
 @pytest.fixture(scope="session")
-def vllm_url(tiny: tuple[ModelConfig, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def holds(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Engines that are started from now on can be held by `tests.holding`."""
+    os.environ[holding.VARIABLE] = str(tmp_path_factory.mktemp("holds"))
+
+
+@pytest.fixture(scope="session")
+def vllm_url(holds: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A vLLM server with `tiny`, for the whole run."""
     need_vllm()
     from oxrl.generators.server import start_vllm_server, until_ready
@@ -53,26 +86,25 @@ def vllm_url(tiny: tuple[ModelConfig, Any], tmp_path_factory: pytest.TempPathFac
     log = tmp_path_factory.mktemp("vllm") / "server.log"
     server = start_vllm_server(prepare_builtin("tiny"), arguments=ARGUMENTS, log=log)
     try:
-        run_blocking(until_ready, server)
+        run_blocking(until_ready, server, HANG)
         yield server.url
     finally:
         server.stop()
 
 
 @pytest.fixture(scope="session")
-def vllm_in_process(tiny: tuple[ModelConfig, Any]) -> Iterator[Any]:
+def vllm_in_process(holds: None, tiny: tuple[ModelConfig, Any]) -> Iterator[Any]:
     """vLLM in this process with `tiny` and room for an adapter, for the whole run."""
     need_vllm()
     from oxrl.generators.vllm import VLLMRolloutEngine
 
-    options = {"dtype": "float32", "enforce_eager": True, "max_num_seqs": 32}
-    engine = VLLMRolloutEngine(prepare_builtin("tiny"), tiny[1], lora=8, **options)
+    engine = VLLMRolloutEngine(prepare_builtin("tiny"), tiny[1], lora=8, time_limit=HANG, **OPTIONS)
     yield engine
     run_blocking(engine.close)
 
 
 @pytest.fixture(scope="session")
-def ray_here() -> Iterator[None]:
+def ray_here(holds: None) -> Iterator[None]:
     """A Ray cluster on loopback for the whole run, with room for a few actors."""
     need("ray")
     os.environ["RAY_AUTH_MODE"] = "disabled"  # or it writes a token into the home folder
@@ -87,7 +119,7 @@ def ray_ranks(ray_here: None) -> Iterator[Any]:
     """Two ranks as actors, for the whole run."""
     from oxrl.backends.ray import RayRanks
 
-    ranks = RayRanks(2, time_limit=60, call_limit=120)
+    ranks = RayRanks(2, time_limit=HANG, call_limit=HANG)
     yield ranks
     ranks.stop()
 
@@ -98,8 +130,8 @@ def ray_replicas(ray_here: None, tiny: tuple[ModelConfig, Any]) -> Iterator[Any]
     need_vllm()
     from oxrl.generators.ray import ray_generator
 
-    options = {"dtype": "float32", "enforce_eager": True, "max_num_seqs": 32}
-    made = partial(ray_generator, prepare_builtin("tiny"), tiny[1], lora=8, time_limit=120.0, engine_options=options)
+    limits = {"time_limit": HANG, "start_limit": HANG}
+    made = partial(ray_generator, prepare_builtin("tiny"), tiny[1], lora=8, engine_options=OPTIONS, **limits)
     generator = run_blocking(made)
     yield generator
     run_blocking(generator.close)
