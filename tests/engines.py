@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
 from anyio.from_thread import start_blocking_portal
 from safetensors.torch import load_file
 
+import oxrl.generators.http
+import oxrl.generators.ray
 from oxrl.generators.embedded import EmbeddedGenerator
 from oxrl.types import GenerationConfig, Request, Weights
 from oxrl.weights import trainer_logprobs
+from tests.holding import SCHEDULER
+from tests.waiting import HANG
 from tests.web import Quiet, serving
 
-ARGUMENTS = ["--dtype", "float32", "--enforce-eager", "--max-num-seqs", "32"]
+ARGUMENTS = ["--dtype", "float32", "--enforce-eager", "--max-num-seqs", "32", "--scheduler-cls", SCHEDULER]
+OPTIONS = {"dtype": "float32", "enforce_eager": True, "max_num_seqs": 32, "scheduler_cls": SCHEDULER}
+
+# However slow the machine is, no engine is given up for it.
+oxrl.generators.http._HEALTH_LIMIT = oxrl.generators.http._ABORT_LIMIT = oxrl.generators.ray._HEALTH_LIMIT = HANG
 
 
 def need(package: str) -> None:
@@ -121,3 +132,39 @@ def sglang_stand_in(model, tokenizer):
         serving(SGLangStandIn, portal=portal, speaker=EmbeddedGenerator(model, tokenizer), **facts) as server,
     ):
         yield server
+
+
+class EmbeddedHold:
+    """As `holding`, for an embedded generator; sequences that are ahead get more until all have so many."""
+
+    def __init__(self, generator: EmbeddedGenerator, tokens: int) -> None:
+        self._engine, self._tokens = generator._engine, tokens
+        self._step, self._change_version = self._engine.step, self._engine.change_version
+
+    @property
+    def reached(self) -> int:
+        return sum(len(job.tokens) >= self._tokens for job in self._engine._unfinished())
+
+    def step(self) -> None:
+        if self.reached < len(self._engine._unfinished()):
+            self._step()
+        else:
+            time.sleep(0.001)  # the event loop asks again and again
+
+    def change_version(self, version: int) -> None:
+        self.release()
+        self._change_version(version)
+
+    def release(self) -> None:
+        self._engine.step, self._engine.change_version = self._step, self._change_version
+
+
+@contextmanager
+def holding_embedded(generator: EmbeddedGenerator, tokens: int) -> Iterator[EmbeddedHold]:
+    hold = EmbeddedHold(generator, tokens)
+    engine: Any = generator._engine
+    engine.step, engine.change_version = hold.step, hold.change_version
+    try:
+        yield hold
+    finally:
+        hold.release()

@@ -34,6 +34,7 @@ from oxrl.weights import near_folder, source_of
 logger = logging.getLogger(__name__)
 
 _HEALTH_LIMIT = 10.0
+_ABORT_LIMIT = 60.0
 _WORD_SECONDS = 5.0  # that an engine has to say itself why it lost the sender
 _MOST_TRIES = 8  # to ask one request anew, each on an engine that was found to be well
 _REASONS = {"stop": "stop", "length": "length", "abort": "aborted"}
@@ -552,7 +553,7 @@ class HTTPGenerator:
         """Everything under way returns now, as "aborted", with what it has."""
         self._aborts += 1
         meant = set(self._under_way)
-        with anyio.move_on_after(60):
+        with anyio.move_on_after(_ABORT_LIMIT):
             while meant & self._under_way:  # a request may reach its engine after the word to abort
                 for scope in self._waiting:
                     scope.cancel()
@@ -561,7 +562,8 @@ class HTTPGenerator:
                         tasks.start_soon(self._abort_at, place)
                 await anyio.sleep(0.02)
             return
-        raise EngineError(f"{len(meant & self._under_way)} generations did not end within 60 s of being aborted")
+        left = len(meant & self._under_way)
+        raise EngineError(f"{left} generations did not end within {_ABORT_LIMIT:g} s of being aborted")
 
     async def _abort_at(self, place: int) -> None:
         try:

@@ -1,6 +1,9 @@
 """What every `Generator` must do, run over each implementation."""
 
 import copy
+from collections.abc import Callable
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import anyio
@@ -12,12 +15,15 @@ from oxrl.generators.embedded import EmbeddedGenerator
 from oxrl.generators.http import HTTPGenerator, SGLangEngine, VLLMEngine
 from oxrl.models.load import load_model
 from oxrl.types import GenerationConfig, Request, Weights
-from tests.engines import sglang_stand_in
+from tests.engines import holding_embedded, sglang_stand_in
+from tests.holding import holding
+from tests.waiting import HANG, wait_until_async
 
 pytestmark = pytest.mark.anyio
 SAMPLING = GenerationConfig(max_new_tokens=12, seed=4)
 PROMPTS = [(1, 50, 51), (7,), (200, 100, 3, 4, 5, 6), (9, 9)]
-ENDLESS = SAMPLING._replace(max_new_tokens=1500)
+LONG = SAMPLING._replace(max_new_tokens=48)
+HELD = 4  # tokens; four requests that come one after the other have at most four times as many
 
 
 @pytest.fixture(params=["asyncio", "trio"])
@@ -25,43 +31,87 @@ def anyio_backend(request):
     return request.param
 
 
-class Voice(NamedTuple):
-    """A generator and the trainer's module whose weights it is to speak with."""
+class Engine(NamedTuple):
+    """A generator, and what holds its sequences once they have so many tokens: see `tests.holding`."""
 
     generator: Any
+    hold: Callable[[int], Any]
+
+
+@pytest.fixture(scope="session")
+def sglang(tiny):
+    with sglang_stand_in(load_model(tiny[0]), tiny[1]) as server:
+        yield Engine(HTTPGenerator([SGLangEngine(server.url)], tiny[1]), partial(holding_embedded, server.speaker))
+
+
+@pytest.fixture(scope="session")
+def vllm_over_http(vllm_url, tiny):
+    return Engine(HTTPGenerator([VLLMEngine(vllm_url)], tiny[1]), holding)
+
+
+@pytest.fixture
+def vllm_here(vllm_in_process):
+    return Engine(vllm_in_process, holding)
+
+
+@pytest.fixture
+def vllm_in_actor(ray_replicas):
+    return Engine(ray_replicas, holding)
+
+
+def over(fixture, engine):
+    return pytest.param(fixture, marks=pytest.mark.engine(engine))
+
+
+GENERATORS = {
+    "embedded": None,
+    "vllm over http": over("vllm_over_http", "vllm_url"),
+    "vllm in process": over("vllm_here", "vllm_in_process"),
+    "vllm in a ray actor": over("vllm_in_actor", "ray_replicas"),
+    "sglang stand-in": "sglang",
+}
+
+
+class Voice(NamedTuple):
+    """A generator and the trainer's module whose weights it is to have."""
+
+    generator: Any
+    hold: Callable[[int], Any]
     model: Any
     first: int  # the version that it starts with
 
     async def sync(self, version):
         await self.generator.update_weights(Weights(self.model, version))
 
+    @asynccontextmanager
+    async def under_way(self, requests):
+        """Each of these has some tokens, and gets no more until the weights change; the answers come with the end."""
+        for engine in getattr(self.generator, "engines", ()):
+            await engine.abort()  # what another test cancelled
+        answers = []
 
-@pytest.fixture(scope="session")
-def sglang(tiny):
-    with sglang_stand_in(load_model(tiny[0]), tiny[1]) as server:
-        yield HTTPGenerator([SGLangEngine(server.url)], tiny[1])
+        async def ask():
+            answers.extend(await self.generator.generate(requests, LONG))
+
+        with anyio.fail_after(HANG), self.hold(HELD) as hold:
+            async with task_group() as tasks:
+                tasks.start_soon(ask)
+                await wait_until_async(lambda: hold.reached >= len(requests), "some tokens of each answer")
+                for engine in getattr(self.generator, "engines", ()):
+                    if isinstance(engine, VLLMEngine):  # the answer to this comes behind the tokens of those
+                        await engine.prompt_logprobs((1, 2))
+                yield answers, tasks
 
 
-@pytest.fixture(scope="session")
-def vllm_over_http(vllm_url, tiny):
-    return HTTPGenerator([VLLMEngine(vllm_url)], tiny[1])
-
-
-GENERATORS = {
-    "embedded": None,
-    "vllm over http": "vllm_over_http",
-    "vllm in process": "vllm_in_process",
-    "vllm in a ray actor": "ray_replicas",
-    "sglang stand-in": "sglang",
-}
-
-
-@pytest.fixture(params=GENERATORS)
+@pytest.fixture(params=GENERATORS.values(), ids=GENERATORS)
 async def voice(request, anyio_backend, tiny):
     model = load_model(tiny[0])
-    shared = GENERATORS[request.param]
-    generator = request.getfixturevalue(shared) if shared else EmbeddedGenerator(model, tiny[1], slots=4)
-    voice = Voice(generator, model, generator.version + 1)
+    if request.param is None:
+        generator = EmbeddedGenerator(model, tiny[1], slots=4)
+        engine = Engine(generator, partial(holding_embedded, generator))
+    else:
+        engine = request.getfixturevalue(request.param)
+    voice = Voice(*engine, model, engine.generator.version + 1)
     await voice.sync(voice.first)
     return voice
 
@@ -177,7 +227,7 @@ async def test_tasks_share_the_engine_and_each_gets_its_own(voice):
     async def ask(index):
         (answers[index],) = await voice.generator.generate([Request((index, 7, 9), seed=index)], SAMPLING)
 
-    with anyio.fail_after(60):
+    with anyio.fail_after(HANG):
         async with task_group() as tasks:
             for index in range(8):
                 tasks.start_soon(ask, index)
@@ -185,26 +235,12 @@ async def test_tasks_share_the_engine_and_each_gets_its_own(voice):
     assert [answers[index].token_ids for index in range(8)] == [answer.token_ids for answer in together]
 
 
-async def begin_and_abort(voice, seconds):
-    answers = []
-
-    async def ask():
-        answers.extend(await voice.generator.generate([Request(p, seed=i) for i, p in enumerate(PROMPTS)], ENDLESS))
-
-    with anyio.fail_after(60):
-        async with task_group() as tasks:
-            tasks.start_soon(ask)
-            await anyio.sleep(seconds)
-            await voice.generator.abort()
-    return {i: each for i, each in enumerate(answers) if each.finish_reason == "aborted" and each.token_ids}
-
-
-async def test_what_is_aborted_returns_what_it_has_and_can_be_gone_on_with(voice):
-    for seconds in (0.3, 0.6, 1.0, 1.5, 2.0, 3.0):  # a busy machine has not begun at once
-        if cut_off := await begin_and_abort(voice, seconds):
-            break
-    index, begun = next(iter(cut_off.items()))
-    assert 0 < len(begun.token_ids) == len(begun.logprobs) < 1500
+async def test_what_is_aborted_returns_what_it_has_and_can_be_resumed(voice):
+    async with voice.under_way([Request(p, seed=i) for i, p in enumerate(PROMPTS)]) as (answers, _):
+        await voice.generator.abort()
+    assert [each.finish_reason for each in answers] == ["aborted"] * len(PROMPTS)
+    assert all(HELD <= len(each.token_ids) == len(each.logprobs) < LONG.max_new_tokens for each in answers)
+    index, begun = 2, answers[2]
     await voice.sync(voice.first + 1)
     more = SAMPLING._replace(max_new_tokens=len(begun.token_ids) + 5)
     (whole,) = await voice.generator.generate([Request(PROMPTS[index], seed=index, begun=begun)], more)
@@ -217,13 +253,13 @@ async def test_what_is_aborted_returns_what_it_has_and_can_be_gone_on_with(voice
     assert whole.logprobs == pytest.approx(logprobs(voice.model, PROMPTS[index], whole.token_ids), abs=2e-4)
 
 
-async def test_only_what_was_aborted_can_be_gone_on_with(voice):
+async def test_only_what_was_aborted_can_be_resumed(voice):
     (ended,) = await voice.generator.generate([Request((1, 2))], SAMPLING)
     with pytest.raises(ValueError, match="only an aborted generation"):
         await voice.generator.generate([Request((1, 2), begun=ended)], SAMPLING)
 
 
-async def test_new_weights_speak_from_then_on(voice):
+async def test_new_weights_answer_from_then_on(voice):
     (before,) = await voice.generator.generate([Request((1, 2, 3))], SAMPLING)
     move(voice.model)
     await voice.sync(voice.first + 7)
@@ -234,55 +270,33 @@ async def test_new_weights_speak_from_then_on(voice):
     assert after.token_ids != before.token_ids
 
 
-async def change_under_way(voice, version, seconds):
-    """The longest of some answers, during which the weights changed, and which of its tokens either weights explain."""
-    old, answers = copy.deepcopy(voice.model), []
-
-    async def ask():
-        answers.extend(await voice.generator.generate([Request((5, 6), seed=seed) for seed in range(3)], ENDLESS))
-
-    with anyio.fail_after(120):
-        async with task_group() as tasks:
-            tasks.start_soon(ask)
-            await anyio.sleep(seconds)
-            move(voice.model, 0.02)
-            await voice.sync(version + 1)
-    answer = max(answers, key=lambda one: len(one.token_ids))
-    said = torch.tensor(answer.logprobs)
-    explained = [
-        (said - torch.tensor(logprobs(model, (5, 6), answer.token_ids))).abs() < 1e-3 for model in (old, voice.model)
-    ]
-    return answer, explained
-
-
 async def test_weights_can_change_while_answers_are_under_way(voice):
     """No cache of the old weights survives: the tail has the new ones' log-probs, given the whole text before it."""
-    for version, seconds in enumerate((0.1, 0.3, 0.6, 1.0, 2.0), voice.first):  # a busy machine begins late
-        answer, gaps = await change_under_way(voice, version, seconds)
-        switch = int(gaps[0].int().cumprod(0).sum())
-        if 0 < switch < len(answer.token_ids):
-            break
-    assert 0 < switch < len(answer.token_ids), "the change fell into the middle"
-    assert answer.version == version
-    assert gaps[1][switch:].all(), f"after token {switch} the new weights speak"
+    old, prompt = copy.deepcopy(voice.model), (5, 6)
+    async with voice.under_way([Request(prompt, seed=seed) for seed in range(3)]) as (answers, _):
+        move(voice.model, 0.02)
+        await voice.sync(voice.first + 1)
+    answer = max(answers, key=lambda one: len(one.token_ids))
+    by_old, by_new = (
+        (torch.tensor(answer.logprobs) - torch.tensor(logprobs(model, prompt, answer.token_ids))).abs() < 1e-3
+        for model in (old, voice.model)
+    )
+    switch = int(by_old.int().cumprod(0).sum())
+    assert HELD <= switch < len(answer.token_ids), "the change fell into the middle"
+    assert answer.version == voice.first
+    assert by_new[switch:].all(), f"the new weights have a part from token {switch} on"
     if any(isinstance(each, SGLangEngine) for each in getattr(voice.generator, "engines", ())):
         assert not answer.versions, "SGLang does not tell"
         return
-    first_new = answer.token_versions.index(version + 1)
-    assert set(answer.token_versions) == {version, version + 1} and first_new > 0
-    assert gaps[0][:first_new].all() and gaps[1][first_new:].all(), "each token has the version that drew it"
+    first_new = answer.token_versions.index(voice.first + 1)
+    assert set(answer.token_versions) == {voice.first, voice.first + 1} and first_new >= HELD
+    assert by_old[:first_new].all() and by_new[first_new:].all(), "each token has the version that drew it"
 
 
-async def test_a_cancelled_call_costs_nobody_else_anything(voice):
-    answers = []
-
-    async def ask():
-        answers.extend(await voice.generator.generate([Request((1, 2))], SAMPLING))
-
-    with anyio.fail_after(60):
-        with anyio.move_on_after(0.2) as scope:
-            async with task_group() as tasks:
-                tasks.start_soon(voice.generator.generate, [Request((3,), seed=seed) for seed in range(3)], ENDLESS)
-        assert scope.cancelled_caught
-        await ask()
-    assert len(answers) == 1 and answers[0].token_ids
+async def test_a_cancelled_call_costs_others_nothing(voice):
+    async with voice.under_way([Request((3,), seed=seed) for seed in range(3)]) as (cancelled, tasks):
+        tasks.cancel_scope.cancel()
+    assert not cancelled
+    with anyio.fail_after(HANG):
+        (answer,) = await voice.generator.generate([Request((1, 2))], SAMPLING)
+    assert answer.token_ids

@@ -7,6 +7,7 @@ from oxrl.concurrent import task_group
 from oxrl.generators.embedded import EmbeddedGenerator
 from oxrl.models.load import load_model
 from oxrl.types import Generation, GenerationConfig, Request, Weights
+from tests.waiting import HANG
 
 pytestmark = [pytest.mark.anyio, pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])]
 SAMPLING = GenerationConfig(max_new_tokens=12, seed=4)
@@ -30,7 +31,7 @@ async def test_tasks_share_the_engine_and_each_gets_its_own(speaker, anyio_backe
     async def ask(index):
         (answers[index],) = await speaker.generate([Request(tuple(prompts[index]), seed=index)], SAMPLING)
 
-    with anyio.fail_after(60):
+    with anyio.fail_after(HANG):
         async with task_group() as tasks:
             for index in range(8):
                 tasks.start_soon(ask, index)
@@ -58,7 +59,7 @@ async def test_conversations_of_different_length_do_not_wait_for_each_other(mode
             order.append((index, turn))
         dialogues[index] = context
 
-    with anyio.fail_after(60):
+    with anyio.fail_after(HANG):
         async with task_group() as tasks:
             for index in range(4):
                 sampling = SAMPLING._replace(max_new_tokens=3 + 10 * index, temperature=min(index, 1))
@@ -83,7 +84,7 @@ async def test_the_batch_is_the_same_whoever_is_scheduled_first(model, tiny, any
             (said,) = await speaker.generate([Request(tuple(context), seed=turn)], SAMPLING._replace(max_new_tokens=2))
             context += said.token_ids
 
-    with anyio.fail_after(60):
+    with anyio.fail_after(HANG):
         for _ in range(5):
             passes.append([])
             speaker = EmbeddedGenerator(model, tiny[1], slots=4)
@@ -112,7 +113,7 @@ async def test_the_drivers_cancellation_costs_nobody_else_anything(speaker, anyi
             scopes[index].cancel()
             await anyio.lowlevel.checkpoint()
 
-    with anyio.fail_after(60):
+    with anyio.fail_after(HANG):
         async with task_group() as tasks:
             for index in range(6):
                 tasks.start_soon(ask, index)
@@ -134,7 +135,7 @@ async def test_a_waiting_tasks_cancellation_frees_its_slot(speaker, anyio_backen
     async def ask():
         answers.extend(await speaker.generate([Request((5, 6))], SAMPLING))
 
-    with anyio.fail_after(60):
+    with anyio.fail_after(HANG):
         async with task_group() as tasks:
             tasks.start_soon(ask_for_long)
             tasks.start_soon(ask)
@@ -163,7 +164,7 @@ async def abort_after(speaker, requests, sampling, steps):
 
 async def test_an_abort_returns_what_there_is(speaker, anyio_backend):
     requests = [Request((index, 3), seed=index) for index in range(5)]
-    with anyio.fail_after(60):
+    with anyio.fail_after(HANG):
         partials = await abort_after(speaker, requests, SAMPLING, 4)
     assert [one.finish_reason for one in partials] == ["aborted"] * 5
     lengths = [len(one.token_ids) for one in partials]
@@ -180,7 +181,7 @@ async def test_going_on_after_an_abort_draws_what_would_have_been_drawn(model, t
     speaker = EmbeddedGenerator(model, tiny[1], slots=3, mode=mode)
     requests = [Request((index, 3), seed=index) for index in range(4)]
     sampling = SAMPLING._replace(top_k=40)
-    with anyio.fail_after(60):
+    with anyio.fail_after(HANG):
         whole = await speaker.generate(requests, sampling)
         partials = await abort_after(speaker, requests, sampling, 5)
         await speaker.update_weights(Weights(model, 1))
@@ -203,7 +204,7 @@ async def test_new_weights_reach_what_is_under_way_through_a_fresh_prefill(tiny_
     async def ask():
         answers.extend(await speaker.generate([Request((index, 3)) for index in range(3)], SAMPLING))
 
-    with anyio.fail_after(60):
+    with anyio.fail_after(HANG):
         async with task_group() as tasks:
             tasks.start_soon(ask)
             while not any(job and len(job.tokens) >= 4 for job in speaker._engine.rows):
@@ -227,7 +228,7 @@ async def test_who_fails_fails_alone(speaker, anyio_backend):
     async def ask():
         answers.extend(await speaker.generate([Request((1, 2), seed=0), Request((3, 4), seed=1)], SAMPLING))
 
-    with anyio.fail_after(60):
+    with anyio.fail_after(HANG):
         async with task_group() as tasks:
             tasks.start_soon(ask)
             while not any(job and len(job.tokens) >= 4 for job in speaker._engine.rows):
@@ -238,7 +239,7 @@ async def test_who_fails_fails_alone(speaker, anyio_backend):
 
 
 async def test_closing_ends_everything(speaker, anyio_backend):
-    with anyio.fail_after(60):
+    with anyio.fail_after(HANG):
         partials = await abort_after(speaker, [Request((1,))], SAMPLING, 2)
         await speaker.close()
     assert partials[0].finish_reason == "aborted"

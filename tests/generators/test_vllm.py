@@ -9,7 +9,8 @@ from oxrl.generators.probe import Probe, StaleEngineError
 from oxrl.models.load import load_model
 from oxrl.models.lora import LoraSettings, attach_lora
 from oxrl.types import GenerationConfig, Request, Weights
-from oxrl.weights import ModuleWeights, near_folder, write_weights
+from oxrl.weights import ModuleWeights, write_weights
+from tests.waiting import HANG
 
 pytestmark = pytest.mark.anyio
 SAMPLING = GenerationConfig(max_new_tokens=12, seed=4)
@@ -129,7 +130,7 @@ async def test_asleep_it_holds_still_until_it_is_asked(vllm_in_process, tiny):
     for wake in ("weights", "request"):
         await engine.sleep()
         assert engine._worker._engine.is_sleeping()
-        with anyio.fail_after(30):
+        with anyio.fail_after(HANG):
             if wake == "weights":
                 await engine.update_weights(Weights(model, 116))
             (answer,) = await engine.generate([Request((1, 2, 3))], SAMPLING)
@@ -158,15 +159,28 @@ async def test_an_engine_with_other_weights_is_told_by_its_name(vllm_in_process,
         await engine.verify(Probe.of(ModuleWeights(model)), 131)
 
 
-async def test_weights_that_are_elsewhere_come_through_files_that_do_not_stay(vllm_in_process, tiny):
+class Written(ModuleWeights):
+    """Remembers where it wrote its weights to."""
+
+    def write(self, folder):
+        self.folder = folder
+        super().write(folder)
+
+
+async def test_weights_that_are_elsewhere_come_through_files_that_do_not_stay(
+    vllm_in_process, tiny, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("oxrl.generators.vllm.near_folder", lambda: tmp_path)  # other runs have theirs in the real one
     engine, model = vllm_in_process, load_model(tiny[0])
     step(model, 6)
     for weight in model.parameters():
         weight.data *= 0.3
     adapted = attach_lora(load_model(tiny[0]), LoraSettings(r=8)).eval()
     step(adapted, 8)
-    await engine.update_weights(Weights(None, 141, ModuleWeights(model)))
+    source = Written(model)
+    await engine.update_weights(Weights(None, 141, source))
+    assert source.folder.parent == tmp_path
     assert engine.version == 141 and engine.gap < 1e-3
     await engine.update_weights(Weights(None, 142, ModuleWeights(adapted)))
     assert engine.version == 142 and engine.gap < 1e-3, "its base is another one, and came along"
-    assert not list(near_folder().glob("oxrl-weights-*"))
+    assert not list(tmp_path.iterdir())

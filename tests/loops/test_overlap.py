@@ -1,6 +1,7 @@
 """Sampling and training at the same time: the loop with a real vLLM server and a trainer in a thread of its own."""
 
-import time
+import threading
+from types import SimpleNamespace
 
 import anyio
 import pytest
@@ -8,49 +9,83 @@ import pytest
 from oxrl.backends.queued import QueuedBackend
 from oxrl.checkpoint import load_checkpoint, save_checkpoint
 from oxrl.concurrent import task_group
+from oxrl.data.buffer import DataBuffer
 from oxrl.generators.embedded import EmbeddedGenerator
 from oxrl.generators.http import HTTPGenerator, VLLMEngine
+from oxrl.loops import ahead
 from oxrl.loops.ahead import Ahead
 from oxrl.loops.evaluate import answer_all
 from oxrl.loops.online import OnlineConfig, run_online
 from oxrl.rollouts.collect import Answers
 from oxrl.types import Generation, GenerationConfig, Message, Rollout, Status, Turn
+from tests.holding import Hold, holding
 from tests.loops.test_online import SAMPLES, Setting, small_letters
+from tests.waiting import HANG, wait_until, wait_until_async
 
 
-class Slow:
-    """A backend that takes `seconds` longer for each update, as one does that has more to compute."""
+class Collected:
+    """How many batches were collected; a thread can wait for them."""
 
-    def __init__(self, backend, seconds):
-        self.backend, self.seconds = backend, seconds
+    def __init__(self):
+        self.batches, self._changed = 0, threading.Condition()
+
+    def one_more(self):
+        with self._changed:
+            self.batches += 1
+            self._changed.notify_all()
+
+    def wait_for(self, batches):
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.batches >= batches, HANG), f"{self.batches}, not {batches}"
+
+
+class Busy:
+    """A backend that calls `meanwhile` in each of its updates, as one does that takes long to compute."""
+
+    def __init__(self, backend, meanwhile):
+        self.backend, self.meanwhile = backend, meanwhile
 
     def __getattr__(self, name):
         return getattr(self.backend, name)
 
     def optim_step(self):
-        time.sleep(self.seconds)
+        self.meanwhile()
         return self.backend.optim_step()
 
 
 class Overlapping(Setting):
     """GRPO on `tiny`, sampled by a vLLM server and trained in a thread."""
 
-    def __init__(self, url, *, slow=0.0, max_new_tokens=8, **parameters):
+    def __init__(self, url, *, max_new_tokens=8, **parameters):
         super().__init__("grpo", correction="truncated", lr=1e-3, **parameters)
         self.generator = HTTPGenerator([VLLMEngine(url)], self.tokenizer)
         self.answers = Answers(self.generator, self.render, GenerationConfig(max_new_tokens=max_new_tokens), seed=0)
-        self.local, self.backend = self.backend, QueuedBackend(Slow(self.backend, slow))
+        self.local, self.backend = self.backend, QueuedBackend(Busy(self.backend, lambda: self.meanwhile()))
+        self.meanwhile, self.collected = lambda: None, Collected()
 
-    def run(self, steps, manager=None, *, lag=1, config=None, **rest):
+    def run(self, steps, manager=None, *, config=None, **rest):
         manager = manager or self.manager(batch_size=4, n_samples_per_prompt=4)
+        collect = manager.collect
+
+        async def counted(*arguments):
+            batch = await collect(*arguments)
+            self.collected.one_more()
+            return batch
+
+        manager.collect = counted
         return super().run(
             steps,
             manager,
             generators=[self.generator],
             taking_turns=False,
-            config={"lag": lag, **(config or {})},
+            config={"lag": 1, **(config or {})},
             **rest,
         )
+
+    def trains_until_the_next_batch_is_there(self, batches, waiting=0):
+        """Each update lasts until one more of the `batches` to come is collected; some were `waiting` before."""
+        needed = iter(range(2 - waiting, 100))
+        self.meanwhile = lambda: self.collected.wait_for(min(next(needed), batches))
 
 
 def numbers(groups):
@@ -58,88 +93,130 @@ def numbers(groups):
 
 
 @pytest.mark.parametrize("loop", ["asyncio", "trio"])
-def test_batches_are_sampled_and_graded_while_the_trainer_computes(vllm_url, loop):
-    """A second of training hides a reward of half a second: only the first batch is waited for."""
+def test_batches_are_sampled_and_graded_while_the_trainer_computes(vllm_url, loop, monkeypatch):
+    """Each update lasts until the next batch is graded, so only the first one is waited for: 16 rewards of a second."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(ahead, "time", SimpleNamespace(monotonic=lambda: clock.now))
 
-    async def takes_a_while(rollout):
-        await anyio.sleep(0.5)
+    async def takes_a_second(rollout):
+        await anyio.lowlevel.checkpoint()
+        clock.now += 1.0
         return small_letters(rollout)
 
-    setting = Overlapping(vllm_url, slow=1.5)
+    setting = Overlapping(vllm_url)
+    setting.trains_until_the_next_batch_is_there(4)
     seen = []
-    manager = setting.manager(batch_size=4, n_samples_per_prompt=4, reward_fn=takes_a_while)
+    manager = setting.manager(batch_size=4, n_samples_per_prompt=4, reward_fn=takes_a_second)
     history = setting.run(4, manager, backend=loop, observe=lambda step, groups: seen.append(numbers(groups)))
     assert [line["age"] for line in history] == [0, 1, 1, 1]
     assert seen == [list(range(start, start + 4)) for start in range(0, 16, 4)], "nothing twice, nothing skipped"
     assert setting.generator.version == setting.local.version == 4
-    assert history[0]["wait_seconds"] > 0.5
-    assert max(line["wait_seconds"] for line in history[1:]) < 0.5
+    assert [line["wait_seconds"] for line in history] == [16, 0, 0, 0]
 
 
 def test_weights_that_change_under_way_leave_their_versions_on_the_tokens_and_bound_their_age(vllm_url):
-    for steps in (4, 8, 16):  # until an update falls into an answer: a busy machine may train for as long as one takes
-        setting = Overlapping(vllm_url, max_new_tokens=480)
-        rollouts = []
+    """The second batch has eight tokens of each answer when the first update comes, and gets the others after it."""
+    setting, hold, graded, rollouts = Overlapping(vllm_url, max_new_tokens=24), Hold(), [], []
+
+    def grade(rollout):
+        graded.append(rollout)
+        if len(graded) == 2:  # the first batch: what is sampled next is held
+            hold.begin(8)
+        return small_letters(rollout)
+
+    def until_the_second_batch_is_held():
+        if hold.wanted is not None:
+            wait_until(lambda: hold.reached == 2, "both answers of the second batch are held")
+
+    setting.meanwhile = until_the_second_batch_is_held
+    try:
         history = setting.run(
-            steps,
-            setting.manager(batch_size=1, n_samples_per_prompt=2),
-            observe=lambda step, groups, seen=rollouts: seen.extend(each for group in groups for each in group),
+            3,
+            setting.manager(batch_size=1, n_samples_per_prompt=2, reward_fn=grade),
+            observe=lambda step, groups: rollouts.extend(each for group in groups for each in group),
         )
-        if mixed := [each for each in rollouts if len(set(each.versions)) > 1]:
-            break
-    assert mixed, "no update fell into an answer: the test proves nothing"
-    assert all(list(each.versions) == sorted(each.versions) and each.version == each.versions[0] for each in mixed)
+    finally:
+        hold.release()
+    assert len(rollouts) == 6
+    for each in rollouts[2:4]:
+        assert each.versions == (0,) * 8 + (1,) * (len(each.versions) - 8) and len(each.versions) > 8
+    assert all(list(each.versions) == sorted(each.versions) and each.version == each.versions[0] for each in rollouts)
     assert max(line["age"] for line in history) == 1
-    assert any(0 < line["age_mean"] < line["age"] for line in history)
+    assert 0 < history[1]["age_mean"] < history[1]["age"]
 
 
 def test_over_sampling_partial_rollouts_and_evaluation_hold_while_training_overlaps(vllm_url):
-    setting = Overlapping(vllm_url, slow=0.3, max_new_tokens=24)
+    """Two of the first six prompts are held, so that four others make the first batch and these two are resumed."""
+    setting = Overlapping(vllm_url, max_new_tokens=24)
     held_out = Answers(setting.generator, setting.render, GenerationConfig(max_new_tokens=24, temperature=0.0))
-    evaluated, seen = [], []
+    evaluated, seen, resumed, hold = [], [], [], Hold()
+    generate = setting.generator.generate
+    first = DataBuffer(SAMPLES, seed=setting.seed).get_prompts(6)
+    held = [list(map(int, setting.render.prompt(sample.messages))) for sample in first[1:3]]
+
+    async def generate_and_hold(requests, sampling):
+        if not hold.begun:
+            hold.begin(8, held)
+        resumed.extend(len(each.begun.token_ids) for each in requests if each.begun is not None)
+        return await generate(requests, sampling)
 
     async def evaluate():
         rollouts = await answer_all(held_out, SAMPLES[:2], small_letters)
         evaluated.extend(rollouts)
         return {"eval_reward": 0.0}
 
+    setting.generator.generate = generate_and_hold
     manager = setting.manager(
         batch_size=4, n_samples_per_prompt=2, over_sampling_factor=1.5, partial_rollouts=True, max_age=3
     )
-    history = setting.run(
-        6,
-        manager,
-        config={"max_age": 2, "eval_every": 1},
-        evaluate=evaluate,
-        observe=lambda step, groups: seen.extend(numbers(groups)),
-    )
-    assert any(line["carried"] for line in history), "nothing was carried over: the test proves nothing"
-    assert len(seen) == len(set(seen)) == 24, "every step has its batch, and no group comes twice"
+    abort = manager.abort
+
+    async def abort_once_they_are_held():
+        await wait_until_async(lambda: hold.reached == 4, "two answers to each of the two prompts are held")
+        await setting.generator.engines[0].prompt_logprobs((1, 2))  # whose answer comes behind their tokens
+        await abort()
+
+    manager.abort = abort_once_they_are_held
+    try:
+        history = setting.run(
+            4,
+            manager,
+            config={"max_age": 2, "eval_every": 1},
+            evaluate=evaluate,
+            observe=lambda step, groups: seen.extend(numbers(groups)),
+        )
+    finally:
+        hold.release()
+    assert history[0]["carried"] == 2 and resumed[:4] == [8] * 4
+    assert len(seen) == len(set(seen)) == 16, "every step has its batch, and no group comes twice"
     assert max(line["age"] for line in history) <= 2 and history[-1]["expired_groups"] == 0
     assert {each.status for each in evaluated} <= {Status.COMPLETED, Status.TRUNCATED}
 
 
-def test_what_others_abort_on_the_engine_is_gone_on_with_in_an_evaluation(vllm_url):
-    setting = Overlapping(vllm_url, max_new_tokens=96)
+def test_what_others_abort_on_the_engine_is_resumed_in_an_evaluation(vllm_url):
+    setting = Overlapping(vllm_url, max_new_tokens=40)
     rollouts = []
 
     async def go():
         async def evaluate():
             rollouts.extend(await answer_all(setting.answers, SAMPLES[:2], small_letters))
 
-        async with task_group() as tasks:
-            tasks.start_soon(evaluate)
-            for _ in range(3):
-                await anyio.sleep(0.15)
-                await setting.generator.abort()
+        with holding(8) as hold:
+            async with task_group() as tasks:
+                tasks.start_soon(evaluate)
+                for aborts in range(3):
+                    await wait_until_async(lambda: hold.reached == 2 * (aborts + 1), "both answers are held")  # noqa: B023
+                    await setting.generator.abort()
+                hold.release()
 
     anyio.run(go)
-    assert {each.status for each in rollouts} <= {Status.COMPLETED, Status.TRUNCATED}
-    assert all(len(each.generation.token_ids) == 96 for each in rollouts if each.status is Status.TRUNCATED)
+    assert [each.status for each in rollouts] == [Status.TRUNCATED] * 2
+    assert all(len(each.generation.token_ids) == 40 for each in rollouts)
 
 
 def test_a_run_with_lag_is_resumed_with_the_batches_that_waited(vllm_url, tmp_path):
-    first = Overlapping(vllm_url, slow=1.0)
+    first = Overlapping(vllm_url)
+    first.trains_until_the_next_batch_is_there(3)
     seen = []
 
     async def save(state, best_step):
@@ -148,9 +225,10 @@ def test_a_run_with_lag_is_resumed_with_the_batches_that_waited(vllm_url, tmp_pa
     observe = lambda step, groups: seen.append(groups)  # noqa: E731
     first.run(3, config={"checkpoint_every": 1}, save=save, observe=observe)
     done_again = seen.pop()
-    second = Overlapping(vllm_url, slow=0.2)
+    second = Overlapping(vllm_url)
     state = anyio.run(load_checkpoint, tmp_path / "step_0002", second.backend)
     assert len(state.cursor["waiting"]) == 1 and second.local.version == 2
+    second.trains_until_the_next_batch_is_there(2, waiting=1)
     history = second.run(5, state=state, observe=observe)
     assert [line["age"] for line in history] == [1, 1, 1]
     assert seen[2] == done_again, "what was sampled before is not sampled again, to the last bit of its log-probs"
@@ -253,7 +331,7 @@ def weights(setting):
     return dict(setting.model.named_parameters())
 
 
-@pytest.mark.parametrize("recorded_by", ["vllm", "embedded"])
+@pytest.mark.parametrize("recorded_by", [pytest.param("vllm", marks=pytest.mark.engine("vllm_url")), "embedded"])
 def test_on_the_same_rollouts_both_kinds_of_run_have_the_same_rewards_losses_and_weights(recorded_by, request):
     """At lag 0; what was recorded in one kind of run is trained on in both, token by token and bit by bit."""
     apart, own = Setting(lr=1e-3), Setting(lr=1e-3)  # an engine with weights of its own, and the embedded one
