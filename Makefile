@@ -1,13 +1,14 @@
 # `make demo` and `make test` work from a fresh clone; everything else is the `oxrl` command.
+# `make check` is for every change: lint, types, and the tests that start no engine and train no complete run.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP    := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt
 WITHOUT_TORCH := import sys; from importlib.metadata import requires; \
 	print(*(each for each in requires(sys.argv[1]) if not each.startswith('torch') and 'extra ==' not in each), sep='\n')
 TORCH  := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: demo test lint bench docs mutants clean
+.PHONY: demo test check lint bench docs mutants clean
 
 export OMP_WAIT_POLICY ?= PASSIVE
 
@@ -16,6 +17,9 @@ demo: $(VENV)/.core
 
 test: $(VENV)/.engines lint
 	OXRL_REQUIRE_ENGINES=1 $(BIN)/python -m pytest -n 2
+
+check: $(VENV)/.dev lint
+	$(BIN)/python -m pytest -n 2 -m "not engine and not trains"
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -13,16 +13,18 @@ from collections.abc import Sequence
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-GROUPS = {  # fixture of an engine: the worker that it is started in
+GROUPS = {  # fixture or mark of an engine: the unit that shares it
     "vllm_url": "vllm-server",
     "vllm_in_process": "vllm-and-ray",
     "ray_here": "vllm-and-ray",
     "ray_ranks": "vllm-and-ray",
     "ray_replicas": "vllm-and-ray",
+    "ranks": "ranks",
 }
 FIRST = (  # what takes longest; everything else follows in the order of the file names
     "vllm-server",
     "vllm-and-ray",
+    "ranks",
     "tests/contracts/test_ranks.py",
     "tests/test_launch.py",
 )
