@@ -1,6 +1,7 @@
-"""A process with a vLLM server of its own: faults happen while it generates, then it trains until it is killed.
+"""A process with a vLLM server of its own, which is killed while it generates; then it trains until it is killed, too.
 
-It tells what happened, one JSON line each; `test_engines` reads them and kills it.
+It does so when the files "fault" and "train" appear in its folder, and reports what happened, one JSON line each;
+`test_engines` reads them.
 """
 
 import json
@@ -8,7 +9,7 @@ import logging
 import os
 import signal
 import sys
-import time
+from pathlib import Path
 
 import anyio
 import torch
@@ -17,16 +18,18 @@ from oxrl.concurrent import task_group
 from oxrl.generators.fleet import Limits, serving
 from oxrl.loops.online import OnlineConfig, run_online
 from oxrl.models.builtin import prepare_builtin
+from oxrl.processes import end_with_parent
 from oxrl.rollouts.collect import Answers
 from oxrl.types import GenerationConfig, Request, Weights
 from tests.engines import ARGUMENTS
+from tests.holding import VARIABLE, holding
 from tests.loops.test_online import Setting
+from tests.waiting import HANG, wait_until_async
 
-LIMITS = Limits(stall=12, look=1, restarts=2)
+LIMITS = Limits(start=HANG, answer=HANG, stall=HANG, look=1, restarts=2)
 REQUESTS = [Request((1, 50 + seed), seed=seed) for seed in range(4)]
-LONG = GenerationConfig(max_new_tokens=700, seed=4, stop_token_ids=())
-
-SHORT = LONG._replace(max_new_tokens=6)
+LONG = GenerationConfig(max_new_tokens=40, seed=4)
+SHORT = LONG._replace(max_new_tokens=3)
 
 
 def tell(**facts):
@@ -41,10 +44,10 @@ def shift(model):
             weight += 0.05 * torch.randn_like(weight)
 
 
-async def with_fault(generator, sign):
-    """The answers to the same requests while a signal comes, and to one that is asked at every moment until then."""
+async def with_fault(generator):
+    """The answers to the same requests while the server is killed, and to one that is asked at every moment since."""
     (replica,) = generator.engines
-    answers, meanwhile, started = [], [], time.monotonic()
+    answers, meanwhile = [], []
 
     async def ask():
         answers.extend(await generator.generate(REQUESTS, LONG))
@@ -57,46 +60,47 @@ async def with_fault(generator, sign):
             tasks.start_soon(ask_shortly)
             await anyio.sleep(0.25)
 
-    async with task_group() as tasks:
-        tasks.start_soon(ask)
-        await anyio.sleep(0.4)
-        tell(asked=len(answers) == 0)
-        if sign == signal.SIGKILL:
-            os.kill(replica.server.process.pid, sign)  # the server alone: what it started is ours to end
-        else:
-            os.killpg(replica.server.process.pid, sign)
-        tasks.start_soon(ask_again_and_again)
-    return answers, {answer.token_ids for answer in meanwhile}, time.monotonic() - started
+    with holding(8) as hold:
+        async with task_group() as tasks:
+            tasks.start_soon(ask)
+            await wait_until_async(lambda: hold.reached == len(REQUESTS), "some tokens of each answer")
+            os.kill(replica.server.process.pid, signal.SIGKILL)  # the server alone: what it started is ours to end
+            hold.release()
+            tasks.start_soon(ask_again_and_again)
+    return answers, {answer.token_ids for answer in meanwhile}
 
 
-async def main(logs):
+async def report_fault(generator):
+    (replica,) = generator.engines
+    before = replica.server.process.pid
+    expected = await generator.generate(REQUESTS, LONG)
+    answers, meanwhile = await with_fault(generator)
+    tell(
+        fault=True,
+        equal=[answer.token_ids for answer in answers] == [answer.token_ids for answer in expected],
+        meanwhile=meanwhile == {expected[0].token_ids[: SHORT.max_new_tokens]},
+        gap=max(abs(a - b) for x, y in zip(answers, expected, strict=True) for a, b in zip(x[1], y[1], strict=False)),
+        versions=sorted({answer.version for answer in answers}),
+        restarts=replica.restarts,
+        old_group=before,
+        group=replica.server.process.pid,
+    )
+
+
+async def main(folder):
     setting = Setting("grpo", max_new_tokens=8)
     shift(setting.model)
-    started = time.monotonic()
     async with serving(
-        prepare_builtin("tiny"), setting.tokenizer, arguments=ARGUMENTS, log_folder=logs, limits=LIMITS
+        prepare_builtin("tiny"), setting.tokenizer, arguments=ARGUMENTS, log_folder=folder / "logs", limits=LIMITS
     ) as generator:
         (replica,) = generator.engines
-        tell(ready=time.monotonic() - started, group=replica.server.process.pid, home=str(replica.home))
         await generator.update_weights(Weights(setting.model, 5))
-        expected = await generator.generate(REQUESTS, LONG)
-        for sign in (signal.SIGKILL, signal.SIGSTOP):
-            before = replica.server.process.pid
-            answers, meanwhile, seconds = await with_fault(generator, sign)
-            gap = max(
-                abs(a - b) for x, y in zip(answers, expected, strict=True) for a, b in zip(x[1], y[1], strict=False)
-            )
-            tell(
-                fault=sign.name,
-                seconds=seconds,
-                equal=[answer.token_ids for answer in answers] == [answer.token_ids for answer in expected],
-                meanwhile=meanwhile == {expected[0].token_ids[: SHORT.max_new_tokens]},
-                gap=gap,
-                versions=sorted({answer.version for answer in answers}),
-                restarts=replica.restarts,
-                old_group=before,
-                group=replica.server.process.pid,
-            )
+        tell(ready=True, group=replica.server.process.pid, home=str(replica.home))
+        fault, train = folder / "fault", folder / "train"
+        await wait_until_async(lambda: fault.exists() or train.exists(), "there is something to do")
+        if fault.exists():
+            await report_fault(generator)
+            await wait_until_async(train.exists, "it is to train")
         setting.answers = Answers(generator, setting.render, GenerationConfig(max_new_tokens=8), seed=0)
         await run_online(
             setting.backend,
@@ -110,5 +114,7 @@ async def main(logs):
 
 
 if __name__ == "__main__":
+    end_with_parent()
     logging.basicConfig(level="WARNING")
-    anyio.run(main, sys.argv[1], backend=sys.argv[2])
+    os.environ[VARIABLE] = sys.argv[1]
+    anyio.run(main, Path(sys.argv[1]))

@@ -6,9 +6,10 @@ import logging
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
-import time
+import threading
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -23,11 +24,11 @@ from oxrl.generators.server import VLLMServer, free_ports
 from oxrl.models.load import load_model
 from oxrl.types import GenerationConfig, Request, Weights
 from tests.engines import need_vllm, sglang_stand_in
+from tests.waiting import EXPIRES, HANG, wait_until, wait_until_async
 
 pytestmark = pytest.mark.anyio
 SAMPLING = GenerationConfig(max_new_tokens=6, seed=4)
 REQUESTS = [Request((1, 50 + seed), seed=seed) for seed in range(6)]
-START = 400  # seconds that a vLLM server may take to start on a busy machine; 45 on two idle cores
 
 
 @pytest.fixture
@@ -36,27 +37,72 @@ def anyio_backend():
 
 
 class Driver:
-    """The process of `driver.py`; `next("fault")` is the next line that has this key, within so many seconds."""
+    """The process of `driver.py`, which does what it is told by `tell` and reports what `next` reads."""
 
-    def __init__(self, folder: Path, loop: str) -> None:
-        self.said, self.complaints = folder / "said", folder / "complaints"
-        with self.said.open("wb") as out, self.complaints.open("wb") as err:
-            command = [sys.executable, "-m", "tests.faults.driver", str(folder / "logs"), loop]
-            self.process = subprocess.Popen(command, stdout=out, stderr=err)
-        self.read = 0
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.read, self.group = folder, 0, 0
+        self.reports, self.complaints = folder / "reports", folder / "complaints"
+        with self.reports.open("wb") as out, self.complaints.open("wb") as err:
+            command = [sys.executable, "-m", "tests.faults.driver", str(folder)]
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=out, stderr=err, start_new_session=True
+            )
+        self.home = Path(self.next("ready")["home"])
 
-    def next(self, key: str, within: float) -> dict:
-        deadline = time.monotonic() + within
-        while time.monotonic() < deadline:
-            lines = [line for line in self.said.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    def tell(self, command: str) -> None:
+        (self.folder / command).touch()
+
+    def next(self, key: str) -> dict:
+        """The next line that has this key."""
+
+        def found() -> dict | None:
+            lines = [line for line in self.reports.read_text().splitlines(keepends=True) if line.endswith("\n")]
             for line in lines[self.read :]:
                 self.read += 1
                 if line.startswith("{") and key in (facts := json.loads(line)):
                     return facts
-            assert self.process.poll() is None, f"the driver ended: {self.complaints.read_text()[-3000:]}"
-            time.sleep(0.1)
+            return None
+
+        def failed() -> str:
+            return self.complaints.read_text()[-3000:] if self.process.poll() is not None else ""
+
+        facts = wait_until(lambda: found() or failed(), f"the driver reports {key!r}")
+        assert isinstance(facts, dict), f"the driver ended: {facts}"
+        self.group = facts.get("group", self.group)
+        return facts
+
+    def kill(self) -> None:
         self.process.kill()
-        return pytest.fail(f"nothing about {key!r} within {within:g} s: {self.complaints.read_text()[-3000:]}")
+        self.process.communicate()
+
+
+class Drivers:
+    """One for all tests, until a test kills it: its server takes long to start."""
+
+    def __init__(self, factory: pytest.TempPathFactory) -> None:
+        self._factory, self._driver = factory, None
+
+    def running(self) -> Driver:
+        if self._driver is None or self._driver.process.poll() is not None:
+            self._driver = Driver(self._factory.mktemp("driver"))
+        return self._driver
+
+    def close(self) -> None:
+        if self._driver is not None:
+            self._driver.kill()
+
+
+@pytest.fixture(scope="module")
+def drivers(tmp_path_factory):
+    need_vllm()
+    drivers = Drivers(tmp_path_factory)
+    yield drivers
+    drivers.close()
+
+
+@pytest.fixture
+def driver(drivers):
+    return drivers.running()
 
 
 def lives(group: int) -> bool:
@@ -77,38 +123,33 @@ def shared_memory(group: int) -> set[Path]:
     return {Path(name) for name in names}
 
 
-def test_a_vllm_server_that_dies_or_hangs_comes_back_and_a_killed_driver_leaves_nothing(tmp_path):
-    """One launch for all: a start takes most of a minute."""
-    need_vllm()
-    driver = Driver(tmp_path, "asyncio")
-    try:
-        first = driver.next("ready", START)
-        for count, fault in enumerate(("SIGKILL", "SIGSTOP"), start=1):
-            assert driver.next("asked", START)["asked"], "the fault came too late to cut anything off"
-            seen = driver.next("fault", START + 60)
-            assert seen["fault"] == fault and seen["restarts"] == count
-            assert seen["meanwhile"], "somebody was answered with other weights while it was started"
-            assert seen["equal"] and seen["gap"] < 1e-4 and seen["versions"] == [5]
-            assert not lives(seen["old_group"]), "what the old server had started is gone"
-        assert "restart 2" in driver.complaints.read_text()
-        assert driver.next("step", 60)["gap"] < 1e-4 and driver.next("step", 60)["restarts"] == 2
-        deadline, ours = time.monotonic() + 20, set()
-        while len(ours) < 2 and time.monotonic() < deadline:
-            mapped = shared_memory(seen["group"])
-            ours = {each for each in (Path(first["home"]), *mapped) if each.exists()}
-        assert len(ours) > 1, f"its home, and what vLLM shares between its processes; mapped: {mapped}"
-    finally:
-        driver.process.kill()
-        driver.process.wait(20)
-    deadline = time.monotonic() + 20
-    while (lives(seen["group"]) or any(each.exists() for each in ours)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not lives(seen["group"]), "its server outlived it"
-    assert not [each for each in ours if each.exists()], "left in memory"
+def test_a_vllm_server_that_dies_comes_back_with_its_weights_and_answers_what_was_lost(driver):
+    driver.tell("fault")
+    seen = driver.next("fault")
+    assert seen["restarts"] == 1
+    assert seen["meanwhile"], "a request got an answer with other weights while it was started"
+    assert seen["equal"] and seen["gap"] < 1e-4 and seen["versions"] == [5]
+    assert not lives(seen["old_group"]), "what the old server had started is gone"
+    assert "restart 1" in driver.complaints.read_text()
+    driver.tell("train")
+    for _ in range(2):
+        step = driver.next("step")
+        assert step["gap"] < 1e-4 and step["restarts"] == 1
+
+
+def test_a_killed_driver_leaves_nothing(driver):
+    driver.tell("train")
+    driver.next("step")
+    ours = wait_until(lambda: {each for each in shared_memory(driver.group) if each.exists()}, "vLLM shares memory")
+    ours.add(driver.home)
+    assert driver.home.exists()
+    driver.kill()
+    wait_until(lambda: not lives(driver.group), "its server ends with it")
+    wait_until(lambda: not any(each.exists() for each in ours), "what it had in memory is gone")
 
 
 HEALTHY = """
-import sys
+import subprocess, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 class Fine(BaseHTTPRequestHandler):
@@ -119,9 +160,11 @@ class Fine(BaseHTTPRequestHandler):
 
     do_POST = do_GET
 
+subprocess.Popen(["sleep", "3600"])  # as vLLM has processes of its own
 HTTPServer(("127.0.0.1", int(sys.argv[1])), Fine).serve_forever()
 """
 BROKEN = "import sys; sys.exit('no such device')"
+NEVER_READY = "import signal; signal.pause()"
 
 
 def starting(folder, scripts):
@@ -132,7 +175,7 @@ def starting(folder, scripts):
         log = folder / "vllm-0.log"
         with log.open("ab") as out:
             process = subprocess.Popen(
-                [sys.executable, "-c", next(scripts), str(port)],
+                [sys.executable, "-S", "-E", "-c", next(scripts), str(port)],
                 stdin=subprocess.PIPE,
                 stdout=out,
                 stderr=out,
@@ -143,14 +186,21 @@ def starting(folder, scripts):
     return start
 
 
+def kill(replica):
+    replica.server.process.kill()
+    replica.server.process.wait()  # else it may answer once more
+
+
 @asynccontextmanager
-async def watched(folder, scripts, **limits):
+async def watched(folder, scripts, before_it_is_watched=lambda replica: None, **limits):
     """A replica that runs these one after the other, looked after while the block lasts."""
-    replica = Replica(0, starting(folder, iter(scripts)), folder, Limits(stall=2, **limits))
+    limits = {"start": HANG, "answer": HANG, "stall": HANG, "look": 0.05} | limits
+    replica = Replica(0, starting(folder, iter(scripts)), folder, Limits(**limits))
     try:
-        with anyio.fail_after(60):
+        with anyio.fail_after(HANG):
             async with task_group() as tasks:
                 await replica.open()
+                before_it_is_watched(replica)
                 tasks.start_soon(replica.watch)
                 yield replica
                 tasks.cancel_scope.cancel()
@@ -158,10 +208,20 @@ async def watched(folder, scripts, **limits):
         await replica.close()
 
 
+async def test_a_replica_that_hangs_is_ended_with_all_that_it_started_and_started_again(tmp_path):
+    def stop(replica):
+        os.killpg(replica.server.process.pid, signal.SIGSTOP)
+
+    async with watched(tmp_path, [HEALTHY, HEALTHY], stop, stall=EXPIRES) as replica:
+        hung = replica.server.process.pid
+        await wait_until_async(lambda: replica.restarts == 1 and replica._well, "it is started again")
+        assert replica.server.process.pid != hung and not lives(hung)
+        assert replica.server.process.poll() is None
+
+
 async def test_a_replica_that_fails_again_and_again_is_given_up_with_its_last_words(tiny, tmp_path):
-    async with watched(tmp_path, [HEALTHY, BROKEN, BROKEN], look=0.2, restarts=2) as replica:
+    async with watched(tmp_path, [HEALTHY, BROKEN, BROKEN], kill, restarts=2) as replica:
         generator = HTTPGenerator([replica], tiny[1])
-        replica.server.process.kill()
         with pytest.raises(
             EngineError, match=r"(?s)replica 0 .* started again 2 times .*ends with:.*\nno such device$"
         ):
@@ -171,31 +231,30 @@ async def test_a_replica_that_fails_again_and_again_is_given_up_with_its_last_wo
 
 async def test_a_replica_that_died_asleep_is_started_again_when_it_is_woken(tiny, tmp_path):
     """Not before: the trainer has its memory."""
-    async with watched(tmp_path, [HEALTHY, HEALTHY], look=0.1) as replica:
+    async with watched(tmp_path, [HEALTHY, HEALTHY]) as replica:
         generator = HTTPGenerator([replica], tiny[1])
         await generator.sleep()
-        replica.server.process.kill()
-        await anyio.sleep(1)
+        kill(replica)
+        looks = replica._looks
+        await wait_until_async(lambda: replica._looks > looks + 2, "it was looked at again")
         assert replica.restarts == 0
         await generator.wake_up()
         assert replica.restarts == 1 and replica.server.process.poll() is None
 
 
 async def test_an_abort_does_not_wait_for_a_replica_that_is_being_started(tiny, tmp_path):
-    said = []
-    async with watched(tmp_path, [HEALTHY, "import time; time.sleep(60)"], look=0.2) as replica:
+    answers = []
+    async with watched(tmp_path, [HEALTHY, NEVER_READY], kill) as replica:
         generator = HTTPGenerator([replica], tiny[1])
 
         async def ask():
-            said.extend(await generator.generate(REQUESTS, SAMPLING))
+            answers.extend(await generator.generate(REQUESTS, SAMPLING))
 
-        replica.server.process.kill()
-        with anyio.fail_after(30):
-            async with task_group() as asked:
-                asked.start_soon(ask)
-                await anyio.sleep(3)
-                await generator.abort()
-    assert [(each.finish_reason, each.token_ids) for each in said] == [("aborted", ())] * 6
+        async with task_group() as asked:
+            asked.start_soon(ask)
+            await wait_until_async(lambda: replica.restarts == 1 and len(generator._waiting) == 6, "all wait for it")
+            await generator.abort()
+    assert [(each.finish_reason, each.token_ids) for each in answers] == [("aborted", ())] * 6
 
 
 def test_memory_of_runs_that_are_gone_is_given_back_and_that_of_others_is_not():
@@ -265,15 +324,14 @@ async def test_a_vllm_server_is_told_apart(vllm_url):
 
 
 async def test_vllm_in_this_process_that_hangs_is_given_up_on_in_time(vllm_in_process):
-    worker = vllm_in_process._worker
+    worker, end = vllm_in_process._worker, threading.Event()
     limit, worker.time_limit = worker.time_limit, 0.5
-    held = worker.submit(lambda: time.sleep(6))
+    held = worker.submit(lambda: end.wait(HANG))
     try:
-        started = time.monotonic()
         with pytest.raises(EngineError, match="vLLM in this process hangs: it has not moved for 0.5 s"):
             await vllm_in_process.generate(REQUESTS, SAMPLING)
-        assert time.monotonic() - started < 5
     finally:
         worker.time_limit = limit
+        end.set()
     worker.wait(held)
     assert len(await vllm_in_process.generate(REQUESTS, SAMPLING)) == 6

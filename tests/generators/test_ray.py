@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-import time
 from functools import partial
 from pathlib import Path
 
@@ -23,10 +22,12 @@ from oxrl.types import GenerationConfig, Request, Weights
 from oxrl.weights import ModuleWeights, MovedOnError
 from tests.contracts.test_backend import SFT, some_items
 from tests.generators.test_vllm import adapted_to, base_once_then_the_adapter_alone, logprobs, step
+from tests.holding import holding
+from tests.waiting import EXPIRES, HANG, wait_until_async
 
 pytestmark = pytest.mark.anyio
 SAMPLING = GenerationConfig(max_new_tokens=12, seed=4)
-LONG = SAMPLING._replace(max_new_tokens=1200)
+LONG = SAMPLING._replace(max_new_tokens=40)
 
 
 @pytest.fixture
@@ -102,12 +103,12 @@ async def test_a_replica_that_was_killed_comes_back_with_the_weights_and_answers
     async def ask():
         answers.extend(await generator.generate(requests, LONG))
 
-    started = time.monotonic()
-    async with task_group() as tasks:
-        tasks.start_soon(ask)
-        await anyio.sleep(0.2)
-        os.kill(pid, signal.SIGKILL)
-    assert time.monotonic() - started < 200
+    with anyio.fail_after(HANG), holding(4) as hold:
+        async with task_group() as tasks:
+            tasks.start_soon(ask)
+            await wait_until_async(lambda: hold.reached == 3, "some tokens of each answer")
+            os.kill(pid, signal.SIGKILL)
+            hold.release()
     assert process_id(generator) != pid
     for answer, before in zip(answers, expected, strict=True):
         assert answer.version == 120 and answer.token_ids[: len(before.token_ids)] == before.token_ids
@@ -141,19 +142,21 @@ async def test_a_replica_that_hangs_is_given_up_and_its_successor_waits_for_weig
 
     os.kill(pid, signal.SIGSTOP)
     source.gone = True
-    replica.time_limit, before = 2.0, replica.time_limit
-    with anyio.fail_after(60):
+    replica.time_limit, before = EXPIRES, replica.time_limit
+    restarts = replica.restarts
+    with anyio.fail_after(HANG):
         async with task_group() as tasks:
             tasks.start_soon(ask)
-            await anyio.sleep(4.0)  # it is given up by now, and another one is on its way
+            await wait_until_async(lambda: replica.restarts > restarts, "it is given up, and another one started")
             await generator.abort()
     replica.time_limit = before
-    assert [answer.finish_reason for answer in answers] == ["aborted"], "without a wait for the successor"
-    assert not Path(f"/proc/{pid}").exists()
-    with anyio.fail_after(200):
+    assert [answer.finish_reason for answer in answers] == ["aborted"]
+    assert not source.refused.is_set(), "without a wait for the successor"
+    await wait_until_async(lambda: not Path(f"/proc/{pid}").exists(), "the process that hung is gone")
+    with anyio.fail_after(HANG):
         async with task_group() as tasks:
             tasks.start_soon(ask)
-            assert await in_thread(partial(source.refused.wait, 190))
+            assert await in_thread(partial(source.refused.wait, HANG))
             step(source.module, 8)
             await generator.update_weights(Weights(source.module, 131))
     assert generator.version == 131
