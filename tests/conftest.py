@@ -84,7 +84,8 @@ def vllm_url(holds: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     from oxrl.generators.server import start_vllm_server, until_ready
 
     log = tmp_path_factory.mktemp("vllm") / "server.log"
-    server = start_vllm_server(prepare_builtin("tiny"), arguments=ARGUMENTS, log=log)
+    sooner_ready = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # its worker is no process of its own
+    server = start_vllm_server(prepare_builtin("tiny"), arguments=ARGUMENTS, log=log, environment=sooner_ready)
     try:
         run_blocking(until_ready, server, HANG)
         yield server.url

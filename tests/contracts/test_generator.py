@@ -26,9 +26,29 @@ LONG = SAMPLING._replace(max_new_tokens=48)
 HELD = 4  # tokens; four requests that come one after the other have at most four times as many
 
 
-@pytest.fixture(params=["asyncio", "trio"])
+LOOPS = ("asyncio", "trio")
+
+
+@pytest.fixture
 def anyio_backend(request):
     return request.param
+
+
+def on_both_loops(test):
+    """Also with the engines that take long: it is about what tasks do side by side."""
+    test.loops = LOOPS
+    return test
+
+
+def pytest_generate_tests(metafunc):
+    """Every test runs over every generator: on both event loops, or, with real engines, mostly on one in turn."""
+    tests = [name for name in vars(metafunc.module) if name.startswith("test_")]
+    number, cases = tests.index(metafunc.function.__name__), []
+    for place, (name, generator) in enumerate(GENERATORS.items()):
+        turn = LOOPS[(number + place) % 2 :][:1]
+        loops = getattr(metafunc.function, "loops", turn if name.startswith("vllm") else LOOPS)
+        cases += [pytest.param(loop, generator.fixture, marks=generator.marks, id=f"{loop}-{name}") for loop in loops]
+    metafunc.parametrize(("anyio_backend", "voice"), cases, indirect=True)
 
 
 class Engine(NamedTuple):
@@ -59,16 +79,19 @@ def vllm_in_actor(ray_replicas):
     return Engine(ray_replicas, holding)
 
 
-def over(fixture, engine):
-    return pytest.param(fixture, marks=pytest.mark.engine(engine))
+class Made(NamedTuple):
+    """A generator by the fixture that has it, and the marks of the engine behind that."""
+
+    fixture: str | None
+    marks: Any = ()
 
 
 GENERATORS = {
-    "embedded": None,
-    "vllm over http": over("vllm_over_http", "vllm_url"),
-    "vllm in process": over("vllm_here", "vllm_in_process"),
-    "vllm in a ray actor": over("vllm_in_actor", "ray_replicas"),
-    "sglang stand-in": "sglang",
+    "embedded": Made(None),
+    "vllm over http": Made("vllm_over_http", pytest.mark.engine("vllm_url")),
+    "vllm in process": Made("vllm_here", pytest.mark.engine("vllm_in_process")),
+    "vllm in a ray actor": Made("vllm_in_actor", pytest.mark.engine("ray_replicas")),
+    "sglang stand-in": Made("sglang"),
 }
 
 
@@ -103,7 +126,7 @@ class Voice(NamedTuple):
                 yield answers, tasks
 
 
-@pytest.fixture(params=GENERATORS.values(), ids=GENERATORS)
+@pytest.fixture
 async def voice(request, anyio_backend, tiny):
     model = load_model(tiny[0])
     if request.param is None:
@@ -221,6 +244,7 @@ async def test_what_cannot_be_done_is_refused(voice, tokens, sampling, told):
     assert answer.token_ids, "and whoever asks properly is served"
 
 
+@on_both_loops
 async def test_tasks_share_the_engine_and_each_gets_its_own(voice):
     answers = {}
 
@@ -235,6 +259,7 @@ async def test_tasks_share_the_engine_and_each_gets_its_own(voice):
     assert [answers[index].token_ids for index in range(8)] == [answer.token_ids for answer in together]
 
 
+@on_both_loops
 async def test_what_is_aborted_returns_what_it_has_and_can_be_resumed(voice):
     async with voice.under_way([Request(p, seed=i) for i, p in enumerate(PROMPTS)]) as (answers, _):
         await voice.generator.abort()
@@ -270,6 +295,7 @@ async def test_new_weights_answer_from_then_on(voice):
     assert after.token_ids != before.token_ids
 
 
+@on_both_loops
 async def test_weights_can_change_while_answers_are_under_way(voice):
     """No cache of the old weights survives: the tail has the new ones' log-probs, given the whole text before it."""
     old, prompt = copy.deepcopy(voice.model), (5, 6)
@@ -293,6 +319,7 @@ async def test_weights_can_change_while_answers_are_under_way(voice):
     assert by_old[:first_new].all() and by_new[first_new:].all(), "each token has the version that drew it"
 
 
+@on_both_loops
 async def test_a_cancelled_call_costs_others_nothing(voice):
     async with voice.under_way([Request((3,), seed=seed) for seed in range(3)]) as (cancelled, tasks):
         tasks.cancel_scope.cancel()

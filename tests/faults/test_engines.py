@@ -43,9 +43,11 @@ class Driver:
         self.folder, self.read, self.group = folder, 0, 0
         self.reports, self.complaints = folder / "reports", folder / "complaints"
         with self.reports.open("wb") as out, self.complaints.open("wb") as err:
+            # vLLM in this process has set that one here: with it, a server would have no processes that share memory.
+            settings = {name: each for name, each in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
             command = [sys.executable, "-m", "tests.faults.driver", str(folder)]
             self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=out, stderr=err, start_new_session=True
+                command, stdin=subprocess.PIPE, stdout=out, stderr=err, env=settings, start_new_session=True
             )
         self.home = Path(self.next("ready")["home"])
 
