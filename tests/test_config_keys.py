@@ -9,7 +9,6 @@ import json
 import socket
 import sys
 from collections.abc import Callable
-from contextlib import chdir
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,8 +16,10 @@ from typing import Any, NamedTuple
 import anyio
 import pytest
 from safetensors import safe_open
+from trio.testing import MockClock
 
 import oxrl.generators.embedded as embedded
+import oxrl.trackers.mlflow
 from oxrl.config import Config, load_config
 from oxrl.config.checks import contradictions, remarks
 from oxrl.config.reference import SECTIONS, fields, section_class
@@ -33,6 +34,7 @@ from oxrl.parts import adapter_rank, engine_options, handed_over, open_engine, w
 from oxrl.rewards import grade
 from oxrl.rollouts.envs import Talker
 from oxrl.runs import run_folder
+from oxrl.trackers import Tracker
 from oxrl.types import Generation, GenerationConfig, Message, Rollout, Sample, Turn
 from oxrl.wiring import _often, live_reward, prepare_run, train_prepared
 from tests.rollouts.saying import Saying
@@ -61,8 +63,9 @@ class Place:
         self.bad = write_jsonl(folder / "bad.jsonl", [*sums(2), {"prompt": "no response"}])
         renamed = [{"prompt": f"{i}?", "response": "theirs", "ours": f"reply {i}"} for i in range(4)]
         self.renamed = write_jsonl(folder / "renamed.jsonl", renamed)
-        self.slow = folder / "slow.py"
-        self.slow.write_text("import time\n\n\ndef slow(rollout):\n    time.sleep(0.4)\n    return 1.0\n")
+        self.limited = folder / "limited.py"
+        left = "anyio.current_effective_deadline() - anyio.current_time()"
+        self.limited.write_text(f"import anyio\n\n\nasync def seconds_left(rollout):\n    return {left}\n")
 
     def config(self, overrides: tuple[str, ...]) -> Config:
         start = ["model.name=tiny", f"run.checkpoint_dir={self.folder / 'checkpoints'}"]
@@ -118,10 +121,11 @@ REFERENCE = (
 TOLD = (*RL, "reward.reward_func=null")  # the rows have numbers, and a random model never says them
 MIXED = (*SFT, "data.train_files_path={{one: {place.rows}, two: {place.more}}}")
 LONG = (*SFT, "data.train_files_path={place.long}")
-SLOW = (*RL, "reward.reward_func={place.slow}:slow", "train.train_steps_per_epoch=1")
+LIMITED = (*RL, "reward.reward_func={place.limited}:seconds_left", "train.train_steps_per_epoch=1")
 CODE = (*RL, "reward.reward_func=code_reward_func")
 CROWDED = (*RL, "rollout.over_sampling_factor=2.0", "rollout.slots=3")
 LORA = (*SFT, "lora.enabled=true")
+MLFLOW = (*SFT, "run.trackers=[mlflow]")
 IMPOSSIBLE = (*RL, "rollout.filter=check_min_reward", "rollout.filter_params={{min_reward: 9}}")
 TOOLS = (*RL, "rollout.env=tools", "rollout.tools=[oxrl.rollouts.tools:calculator]")
 
@@ -147,10 +151,18 @@ def written(name):
     return lambda place, overrides: (place.run(overrides).folder / name).exists()
 
 
-def kept_elsewhere(place, overrides):
-    with chdir(place.folder):  # where MLflow puts the artifacts of such a store
+def store_of_mlflow(place, overrides):
+    """What MLflow is opened with; its own databases are read in test_trackers."""
+    opened = []
+
+    def note(about):
+        opened.append(about.uri)
+        return Tracker(lambda *_: None, lambda _: None, "1")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(oxrl.trackers.mlflow, "open_tracker", note)
         place.run(overrides)
-    return (place.folder / "elsewhere.db").exists()
+    return opened
 
 
 def adapter(key):
@@ -288,21 +300,19 @@ def tries_of_a_launch(place, overrides):
 
 
 def patience_with_an_engine(place, overrides):
-    """Whether one that never answers was given up within a few seconds."""
+    """Seconds after which one that never answers is given up, by a clock that needs no time."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         config = place.config([*overrides, f"inference_engine.urls=[{url}]"])
 
         async def give_up():
-            with anyio.move_on_after(15):
+            with pytest.raises(EngineError, match="no answer within"):
                 async with open_engine(config, None, place.folder, None):
                     pass
+            return anyio.current_time()
 
-        try:
-            anyio.run(give_up)
-        except EngineError:
-            return True
-        return False
+        clock = MockClock(autojump_threshold=0)
+        return anyio.run(give_up, backend="trio", backend_options={"clock": clock})
 
 
 said_about = of_config(remarks)
@@ -318,12 +328,10 @@ KEYS = {
     "run.sharding": Effect("fsdp", of_config(lambda config: placed(config, gpus=2).run.backend), ROWS, "fsdp"),
     "run.rollout_gpus": Effect(2, of_config(lambda config: config.replicas), VLLM, 2),
     "run.ray_address": Effect("auto", of_config(lambda config: placed(config, gpus=2).run.backend), ROWS, "ray"),
-    "run.rank_time_limit": Effect(0.5, patience_with_an_engine, (*RL, "inference_engine.name=http"), True),
+    "run.rank_time_limit": Effect(2.0, patience_with_an_engine, (*RL, "inference_engine.name=http")),
     "run.max_restarts": Effect(0, tries_of_a_launch, ROWS, 1),
     "run.trackers": Effect(["tensorboard"], written("tensorboard"), SFT, True),
-    "run.tracking_uri": Effect(
-        "sqlite:///{place.folder}/elsewhere.db", kept_elsewhere, (*SFT, "run.trackers=[mlflow]"), True
-    ),
+    "run.tracking_uri": Effect("sqlite:///mine.db", store_of_mlflow, MLFLOW, ["sqlite:///mine.db"]),
     "train.alg_name": Effect("grpo", prepared(lambda run: run.inputs.online), SFT, True),
     "train.alg_params": Effect({"beta": 0.5}, logged("grad_norm"), PAIRS),
     "train.alg_schedule": Effect([{"step": 2, "alg_name": "ipo"}], logged("loss"), PAIRS),
@@ -382,7 +390,7 @@ KEYS = {
     "reward.judge": Effect("tiny", failed, (*TOLD, "train.train_steps_per_epoch=1")),
     "reward.rubric": Effect("Is it short?", asked_by_the_judge, (*TOLD, "reward.judge=tiny"), True),
     "reward.normalize": Effect("batch", weights, (*RL, "train.alg_name=reinforce")),
-    "reward.time_limit": Effect(0.05, failed, SLOW),
+    "reward.time_limit": Effect(5000, lambda *at: [round(left, -2) for left in logged("reward")(*at)], LIMITED, [5000]),
     "reward.allow_unsandboxed": Effect(True, of_config(runs_uncaged), CODE, True),
     "rollout.n_samples": Effect(3, lambda *at: [len(step) for step in said(*at)], RL, [6, 6]),
     "rollout.max_tokens": Effect(3, logged("longest"), RL, [3, 3]),

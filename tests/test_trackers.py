@@ -50,6 +50,15 @@ def config_of(home: Path, trackers: list[str]):
     )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_service_left():
+    """W&B starts a process of its own, which otherwise lives as long as this one."""
+    yield
+    import wandb
+
+    wandb.teardown()
+
+
 @pytest.fixture(scope="module")
 def empty_store(tmp_path_factory):
     """MLflow takes seconds to make a database, so it makes one."""
@@ -170,6 +179,19 @@ def test_trackers_do_not_change_what_is_trained(two_lives, tmp_path):
     train_run(config_of(tmp_path, []), tmp_path / "runs" / "one")
     assert logged(tmp_path / "runs") == logged(runs)
     assert not (tmp_path / "runs" / "one" / "trackers.json").exists()
+
+
+def test_mlflow_keeps_a_run_in_the_store_that_is_named(tmp_path, monkeypatch, empty_store):
+    import mlflow
+
+    store = f"sqlite:///{copy(empty_store, tmp_path / 'elsewhere.db')}"
+    monkeypatch.chdir(tmp_path)  # where MLflow puts the artifacts of such a store
+    with tracked(["mlflow"], tmp_path / "runs" / "one", {}, uri=store) as log:
+        log(1, {"loss": 2.0})
+    client = mlflow.MlflowClient(store)
+    (run,) = client.search_runs([client.get_experiment_by_name("oxrl").experiment_id])
+    assert run.data.metrics == {"loss": 2.0}
+    assert not (tmp_path / "runs" / "mlflow.db").exists()
 
 
 def test_mlflow_tells_its_makers_nothing_unless_the_user_says_so(tmp_path, monkeypatch, empty_store):

@@ -4,16 +4,19 @@ import hashlib
 import json
 import subprocess
 import sys
-import time
+import threading
 import venv
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import filelock
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from oxrl.models import builtin
 from oxrl.models.builtin import (
     SMOLLM2_REQUIREMENT,
     builtin_named_by,
@@ -22,6 +25,7 @@ from oxrl.models.builtin import (
     extract_verified,
     prepare_builtin,
 )
+from tests.waiting import HANG
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "Sum.", "parameters": {"type": "object"}}}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
@@ -60,11 +64,17 @@ def test_building_leaves_the_callers_random_numbers_alone(empty_cache: Path) -> 
     assert torch.equal(torch.rand(4), expected)
 
 
-def test_a_second_call_is_instant_and_leaves_only_the_folder_and_its_lock(empty_cache: Path) -> None:
+def built_with(monkeypatch: pytest.MonkeyPatch, build: Any) -> None:
+    models = {"tiny": builtin.BUILTIN_MODELS["tiny"]._replace(build=build)}
+    monkeypatch.setattr(builtin, "BUILTIN_MODELS", models)
+
+
+def test_a_second_call_builds_nothing_and_leaves_only_the_folder_and_its_lock(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = prepare_builtin("tiny")
-    start = time.perf_counter()
+    built_with(monkeypatch, None)
     assert prepare_builtin("tiny") == folder
-    assert time.perf_counter() - start < 0.05
     assert sorted(entry.name for entry in empty_cache.iterdir()) == [folder.name, f"{folder.name}.lock"]
     assert all(entry.stat().st_mode & 0o044 == 0o044 for entry in folder.iterdir())
 
@@ -80,17 +90,46 @@ def test_what_a_killed_process_left_behind_is_not_taken_for_a_model(empty_cache:
     assert not unfinished.exists()
 
 
-def test_two_processes_that_build_at_once_get_one_whole_folder(empty_cache: Path) -> None:
-    code = "from oxrl.models.builtin import *; f = prepare_builtin('tiny'); print(f.stat().st_ino, len([*f.iterdir()]))"
-    root = Path(__file__).parents[2]
-    processes = [
-        subprocess.Popen([sys.executable, "-c", code], cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        for _ in range(2)
-    ]
-    outputs = [process.communicate()[0].split() for process in processes]
-    assert [process.returncode for process in processes] == [0, 0]
-    assert outputs[0] == outputs[1]
-    assert int(outputs[0][1]) == 6
+def test_two_processes_that_need_a_model_at_once_build_it_once(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is in the middle of building when the other finds no folder and asks for the lock."""
+    code = """
+from oxrl.models import builtin
+def build(folder):
+    print("building", flush=True)
+    input()
+    folder.mkdir()
+    (folder / "built by the other").touch()
+builtin.BUILTIN_MODELS = {"tiny": builtin.BUILTIN_MODELS["tiny"]._replace(build=build)}
+builtin.prepare_builtin("tiny")
+"""
+    asked, built_here = threading.Event(), []
+
+    class Asking(filelock.FileLock):
+        def acquire(self, *arguments: Any, **options: Any) -> Any:
+            asked.set()
+            return super().acquire(*arguments, **options)
+
+    monkeypatch.setattr(filelock, "FileLock", Asking)
+    built_with(monkeypatch, built_here.append)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2], **pipes) as other:
+        try:
+            assert other.stdout.readline() == "building\n"
+            with ThreadPoolExecutor(1) as pool:
+                waiting = pool.submit(prepare_builtin, "tiny")
+                try:
+                    assert asked.wait(HANG)
+                    assert not waiting.done()
+                finally:
+                    other.communicate("\n", timeout=HANG)
+                folder = waiting.result(HANG)
+        finally:
+            other.kill()
+    assert other.returncode == 0
+    assert built_here == []
+    assert [entry.name for entry in folder.iterdir()] == ["built by the other"]
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,10 +23,14 @@ RIGHT = "def add(a, b):\n    return a + b\n"
 
 
 @pytest.fixture(autouse=True)
-def no_limit_by_the_clock(monkeypatch):
+def patient(monkeypatch):
+    monkeypatch.setattr(code, "_LONGEST_WAIT", HANG)
+
+
+@pytest.fixture
+def by_cpu_time(monkeypatch):
     """Endless programs are ended by the CPU time that they use, which depends on no other process."""
     monkeypatch.setattr(code, "_SLOWEST_MACHINE", HANG)
-    monkeypatch.setattr(code, "_LONGEST_WAIT", HANG)
 
 
 def worth(program, tests=TESTS, *, setup="", entry_point=None, prompt="Add.", fenced=True, **options):
@@ -44,17 +48,16 @@ def test_a_right_program_earns_1_and_a_wrong_one_nothing():
     assert worth("raise ValueError") == 0.0
 
 
-def test_partial_credit_is_the_share_of_tests_passed():
+def test_partial_credit_is_the_share_of_tests_passed(by_cpu_time):
     only_numbers = "def add(a, b):\n    return a + b if isinstance(a, int) else None"
-    assert worth(only_numbers, partial=True) == pytest.approx(1 / 3)
-    assert worth(RIGHT, partial=True) == 1.0
+    assert worth(only_numbers, partial=True, timeout=2.0) == pytest.approx(1 / 3)
+    assert worth(RIGHT, partial=True, timeout=2.0) == 1.0
     hangs_later = "def add(a, b):\n    while not isinstance(a, int): pass\n    return a + b"
-    assert worth(hangs_later, partial=True, timeout=EXPIRES) == pytest.approx(1 / 3)
+    assert worth(hangs_later, partial=True, timeout=2.0) == pytest.approx(1 / 3)
 
 
-def test_a_program_that_waits_for_ever_is_ended_by_the_clock(monkeypatch):
-    monkeypatch.setattr(code, "_SLOWEST_MACHINE", 3.0)
-    assert worth("import signal\ndef add(a, b): signal.pause()", timeout=EXPIRES) == 0.0
+def test_a_program_that_waits_for_ever_is_ended_by_the_clock():
+    assert worth("import signal\ndef add(a, b): signal.pause()", timeout=0.7 * EXPIRES) == 0.0
 
 
 def test_the_last_python_block_counts_and_thoughts_do_not():
@@ -180,10 +183,10 @@ def test_tests_that_need_one_process_leave_an_answer_ungraded():
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_program_earns_nothing_does_no_harm_and_the_next_is_graded(name):
+def test_a_hostile_program_earns_nothing_does_no_harm_and_the_next_is_graded(name, by_cpu_time):
     others = children()
-    assert worth(HOSTILE[name], partial=True, timeout=EXPIRES) == 0.0
-    assert worth(RIGHT) == 1.0
+    assert worth(HOSTILE[name], partial=True, timeout=1.0) == 0.0
+    assert worth(RIGHT, timeout=2.0) == 1.0
     assert not Path("/var/tmp/oxrl-hostile").exists()
     assert children() <= others
 

@@ -3,23 +3,25 @@
 import json
 import random
 import re
-import time
+import threading
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from oxrl.cli import app
-from oxrl.rewards import reward, weighted
+from oxrl.rewards import reward, trial, weighted
 from oxrl.rewards.named import gsm8k_reward_func
 from oxrl.rewards.trial import Case, final_answer, right_forms, said, try_reward, wrong_answers
 from oxrl.types import Message, Sample
 from tests.rows import write_jsonl
+from tests.waiting import HANG
 
 SUMS = [
     Sample(
         f"sum:{i}", (Message("user", f"What is {i} plus {3 * i}?"),), answer=f"{i} + {3 * i} = {4 * i}\n#### {4 * i}"
     )
-    for i in range(5, 15)
+    for i in range(5, 9)
 ]
 CHOICES = [
     Sample(f"choice:{i}", (Message("user", f"Which is {i}?\nA. one\nB. two\nC. three\nD. four"),), answer=answer)
@@ -57,7 +59,7 @@ def test_the_rewards_that_come_along_cannot_be_gamed(name, parameters, samples):
     assert report.problems == ()
     assert (report.full, report.best.in_full, report.changed, report.ungraded) == (1.0, 1.0, 0, 0)
     assert all(probe.earns == 0.0 for probe in report.cheats)
-    assert 0 < report.median_seconds <= report.worst_seconds < 5
+    assert 0 < report.median_seconds <= report.worst_seconds
 
 
 def test_a_reward_for_the_form_may_pay_for_the_form_but_not_for_nothing():
@@ -85,7 +87,7 @@ def last_word(rollout):
 
 BROKEN = {
     "the right answer earns nothing in any form": lambda rollout: 0.0,
-    "the right answer earns the full reward in 90.0%": lambda rollout: (
+    "the right answer earns the full reward in 75.0%": lambda rollout: (
         gsm8k_reward_func(rollout) * (rollout.sample.id != "sum:7")
     ),
     "nothing earns 100.0%": lambda rollout: float(not rollout.response or gsm8k_reward_func(rollout)),
@@ -99,6 +101,13 @@ BROKEN = {
     ),
     "wrong answer .bare. earns 50.0%": lambda rollout: 0.5 + 0.5 * gsm8k_reward_func(rollout),
 }
+
+
+@pytest.fixture(autouse=True)
+def shorter(request, monkeypatch):
+    """A million characters are graded where they are what is looked for, and fewer elsewhere."""
+    if "a million characters" not in request.node.name:
+        monkeypatch.setattr(trial, "LONG", (trial.LONG[0], 20_000))
 
 
 @pytest.mark.parametrize("finding", BROKEN)
@@ -140,7 +149,7 @@ PROGRAMS = [
 
 
 def test_programs_are_tried_by_their_solution_and_by_ones_that_return_something_else():
-    report = try_reward(reward("code_reward_func"), PROGRAMS, workers=2)
+    report = try_reward(reward("code_reward_func", timeout=HANG), PROGRAMS, workers=2, time_limit=HANG)
     assert report.problems == () and {probe.name: probe.in_full for probe in report.right} == {
         "bare": 1.0, "as code": 1.0
     }  # fmt: skip
@@ -151,14 +160,32 @@ def test_programs_are_tried_by_their_solution_and_by_ones_that_return_something_
     assert "wrong answer (bare) earns 100.0%" in problems(runs, PROGRAMS)
 
 
-def test_latency_is_measured_and_a_reward_that_hangs_is_found():
+def test_latency_is_measured(monkeypatch):
+    seconds = [0.0]
+    monkeypatch.setattr(trial, "time", SimpleNamespace(perf_counter=lambda: seconds[0]))
+
     def slow(rollout):
-        time.sleep(0.02 if len(rollout.response) < 1000 else 0.2)
+        seconds[0] += 2.0 if len(rollout.response) < 1000 else 5.0
         return gsm8k_reward_func(rollout)
 
-    report = try_reward(slow, SUMS[:1], time_limit=0.1, workers=4)
-    assert 0.02 <= report.median_seconds < 0.1
+    report = try_reward(slow, SUMS[:1], time_limit=HANG)
+    assert (report.median_seconds, report.worst_seconds) == (2.0, 5.0)
+
+
+def test_a_reward_that_hangs_is_found():
+    release = threading.Event()
+
+    def hangs(rollout):
+        if len(rollout.response) >= 1000:
+            release.wait(HANG)
+        return gsm8k_reward_func(rollout)
+
+    try:
+        report = try_reward(hangs, SUMS[:1], time_limit=0.1, workers=4)
+    finally:
+        release.set()
     assert "no answer within 0.1 s" in report.reason
+    assert any("could not be graded" in problem for problem in report.problems)
 
 
 def test_strict_and_lenient_variants_are_compared():
@@ -207,9 +234,9 @@ def run(*arguments):
 
 
 def test_the_command_tells_and_its_exit_code_says_whether_it_is_safe(rows, tmp_path):
-    good = run("gsm8k_reward_func", "--data", rows, "--limit", 4)
+    good = run("gsm8k_reward_func", "--data", rows, "--limit", 3)
     assert good.exit_code == 0, good.output
-    assert "on 4 rows" in good.output and "strict and lenient differ" in good.output
+    assert "on 3 rows" in good.output and "strict and lenient differ" in good.output
     own = tmp_path / "own.py"
     own.write_text("def mentions(rollout):\n    return float(rollout.sample.answer.split()[-1] in rollout.response)\n")
     bad = run(f"{own}:mentions", "--data", rows)
@@ -221,7 +248,7 @@ def test_the_command_tells_and_its_exit_code_says_whether_it_is_safe(rows, tmp_p
 
 def test_the_command_speaks_json_and_takes_parameters(rows):
     told = json.loads(run("gsm8k_reward_func", "--data", rows, "--param", "strict=true", "--json").stdout)
-    assert told["rows"] == 10 and told["problems"] == []
+    assert told["rows"] == 4 and told["problems"] == []
     paid = {probe["name"] for probe in told["right"] if probe["in_full"] == 1.0}
     assert paid == {"hashes", "as in the file"}
     assert told["disagreement"]["bare"] == 1.0

@@ -19,6 +19,7 @@ from oxrl.types import GenerationConfig, Message, Sample, Status
 from tests.data import chat_templates as styles
 from tests.data.chat_templates import byte_level
 from tests.rollouts.saying import Saying
+from tests.waiting import HANG
 
 pytestmark = pytest.mark.anyio
 
@@ -42,7 +43,7 @@ async def ask(endpoint, body, path=COMPLETIONS, method="POST", headers=()):
     """One request over a real connection: (status, what came back)."""
 
     def send():
-        connection = http.client.HTTPConnection("127.0.0.1", port_of(endpoint), timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", port_of(endpoint), timeout=HANG)
         sent = body if isinstance(body, bytes | type(None)) else json.dumps(body).encode()
         connection.request(method, path, sent, {"Content-Type": "application/json", **dict(headers)})
         response = connection.getresponse()
@@ -187,7 +188,7 @@ async def test_models_are_listed_on_a_connection_that_stays_open(tiny):
     _, opening = opened(tiny, [])
 
     def twice(port):
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=HANG)
         read = []
         for _ in range(2):
             connection.request("GET", "/s/x/v1/models")
@@ -202,12 +203,12 @@ async def test_what_is_not_http_gets_an_answer_and_does_no_harm(tiny):
     _, opening = opened(tiny, [])
 
     def shout(port):
-        with socket.create_connection(("127.0.0.1", port), timeout=20) as raw:
+        with socket.create_connection(("127.0.0.1", port), timeout=HANG) as raw:
             raw.sendall(b"HELLO THERE\r\n\r\n\r\n")
             return raw.recv(1000)
 
     def hang_up(port):
-        with socket.create_connection(("127.0.0.1", port), timeout=20) as raw:
+        with socket.create_connection(("127.0.0.1", port), timeout=HANG) as raw:
             raw.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
 
     async with opening as endpoint:

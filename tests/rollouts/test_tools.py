@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-import time
+import threading
 from typing import Literal
 
 import anyio
@@ -29,6 +29,7 @@ from oxrl.rollouts.tools import (
 )
 from tests.data import chat_templates as styles
 from tests.data.chat_templates import byte_level
+from tests.waiting import HANG
 
 CALL = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
 ADD = ("add", {"a": 1, "b": 2})
@@ -176,17 +177,28 @@ def test_tiny_writes_calls_as_xml(tiny):
     assert tool_parser_for(tiny[1]) is parse_xml_tools
 
 
+RELEASE = threading.Event()
+
+
+@pytest.fixture
+def released():
+    """Ends the threads of tools that are stuck."""
+    RELEASE.clear()
+    yield
+    RELEASE.set()
+
+
 def add(a: int, b: int = 1) -> int:
     return a + b
 
 
 async def slowly(text: str) -> str:
-    await anyio.sleep(5)
+    await anyio.sleep_forever()
     return text
 
 
 def stuck() -> None:
-    time.sleep(1.5)
+    RELEASE.wait(HANG)
 
 
 def broken() -> None:
@@ -208,17 +220,16 @@ def broken() -> None:
         (ToolCall("add", {"a": 1, "c": 1}), "wrong arguments", "unexpected keyword argument 'c'"),
         (ToolCall("add", {"a": "one"}), "wrong arguments", "a should be of type integer, but is 'one'"),
         (ToolCall("add", {"a": True}), "wrong arguments", "a should be of type integer"),
-        (ToolCall("slowly", {"text": "x"}), "time-out", "slowly took longer than 0.1 s"),
-        (ToolCall("stuck", {}), "time-out", "stuck took longer than 0.1 s"),
+        (ToolCall("slowly", {"text": "x"}), "time-out", "slowly took longer than 0.05 s"),
+        (ToolCall("stuck", {}), "time-out", "stuck took longer than 0.05 s"),
         (ToolCall("broken", {}), "exception", "SystemExit"),
         (ToolCall("long", {}), None, "[cut: 90 more characters]"),
     ],
 )
-async def test_whatever_happens_the_model_gets_to_read_it(call, error, words, anyio_backend):
+async def test_whatever_happens_the_model_gets_to_read_it(call, error, words, anyio_backend, released):
     tools = {"add": add, "slowly": slowly, "stuck": stuck, "broken": broken, "long": lambda: "x" * 100}
-    started = time.monotonic()
-    (result,) = await execute_functions([call], tools, time_limit=0.1, max_chars=10 if call.name == "long" else 8000)
-    assert time.monotonic() - started < 1
+    limit = 0.05 if error == "time-out" else HANG
+    (result,) = await execute_functions([call], tools, time_limit=limit, max_chars=10 if call.name == "long" else 8000)
     assert result.error == error and words in result.content
     assert result.to_message().role == "tool"
 
@@ -234,19 +245,31 @@ async def test_a_time_out_inside_a_tool_is_its_own_exception(anyio_backend):
 
 @pytest.mark.anyio
 async def test_cancellation_is_not_taken_for_a_result(anyio_backend):
-    with anyio.move_on_after(0.05) as scope:
-        await execute_functions([ToolCall("slowly", {"text": "x"})], [slowly])
+    started = anyio.Event()
+
+    async def waits() -> None:
+        started.set()
+        await anyio.sleep_forever()
+
+    async def cancel_when_it_runs() -> None:
+        await started.wait()
+        scope.cancel()
+
+    with anyio.CancelScope() as scope:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(cancel_when_it_runs)
+            await execute_functions([ToolCall("waits")], [waits], time_limit=HANG)
     assert scope.cancelled_caught
 
 
 def test_a_tool_that_never_returns_does_not_keep_the_program_from_ending():
     code = (
-        "import time; from oxrl.rollouts.tools import *\n"
-        "def stuck():\n    while True: time.sleep(0.1)\n"
+        "import signal; from oxrl.rollouts.tools import *\n"
+        "def stuck():\n    while True: signal.pause()\n"
         "async def main(): return await execute_functions([ToolCall('stuck')], [stuck], time_limit=0.1)\n"
         "print(anyio.run(main)[0].error)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG)
     assert (done.stdout.strip(), done.stderr) == ("time-out", "")
 
 

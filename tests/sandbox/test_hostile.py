@@ -8,6 +8,7 @@ import pytest
 from oxrl import sandbox
 from tests.rewards.hostile import HOSTILE
 from tests.sandbox.children import children
+from tests.waiting import HANG
 
 ADDS = sandbox.Tests(("assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'"), remote={"add": "add"})
 
@@ -15,11 +16,11 @@ ADDS = sandbox.Tests(("assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'"), 
 def test_no_hostile_program_passes_a_test_or_does_harm_and_the_next_is_graded(isolation):
     if isolation.kind == sandbox.available().kind:
         pytest.skip("the tests of code_reward_func show it for the best kind")
-    limits, others = sandbox.Limits(seconds=6.0, cpu_seconds=1.0), children()
+    limits, others = sandbox.Limits(seconds=HANG, cpu_seconds=1.0), children()
     with ThreadPoolExecutor(4) as pool:
         trials = pool.map(lambda program: sandbox.run_tests([program], ADDS, isolation, limits), HOSTILE.values())
         passed = {name: trial.passed for name, trial in zip(HOSTILE, trials, strict=True) if trial.passed}
     assert passed == {}
     assert not Path("/var/tmp/oxrl-hostile").exists()
     assert children() <= others
-    assert sandbox.run_tests(["def add(a, b): return a + b"], ADDS, isolation, sandbox.Limits()).passed == 2
+    assert sandbox.run_tests(["def add(a, b): return a + b"], ADDS, isolation, sandbox.Limits(seconds=HANG)).passed == 2
