@@ -23,6 +23,7 @@ from oxrl.models.load import load_model, load_tokenizer
 from oxrl.types import ModelConfig
 from tests import holding, leftovers
 from tests.engines import ARGUMENTS, OPTIONS, need, need_vllm
+from tests.forks import forks  # noqa: F401
 from tests.scheduling import pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401
 from tests.waiting import HANG
 

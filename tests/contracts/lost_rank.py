@@ -1,19 +1,30 @@
-"""A rank that fails alone: `python -m tests.contracts.lost_rank at_work|idle|mistaken`, once for each of two ranks."""
+"""What rank 0 of a group of its own does in `test_ranks`, most often with a rank that fails."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
-import time
+from functools import partial
 from pathlib import Path
 
+import anyio
+import pytest
 import torch
 import torch.distributed as dist
 
-from oxrl.backends.ranks import RankError, join_ranks
+from oxrl.algorithms import algorithm
+from oxrl.backends import ranks as module
+from oxrl.backends.fsdp import FSDPTrainingBackend
+from oxrl.backends.local import create_pytorch_backend
+from oxrl.backends.ranks import RankError
+from oxrl.loops.step import train_step
+from oxrl.models.load import load_model
+from tests.contracts import together
+from tests.contracts.test_backend import some_items, train
+from tests.contracts.test_over_ranks import CLOSE, RATES, TINY, items_of
+from tests.waiting import EXPIRES, wait_until
 
-TIME_LIMIT = 20.0
+SCHEDULE = {**RATES, "lr_scheduler": "cosine", "num_steps": 4}
 
 
 class Victim:
@@ -34,26 +45,92 @@ class Victim:
             raise ValueError("rows of another colour")
         return self.meet()
 
+    def hear_from_the_last(self) -> None:
+        """Which hangs; ranks that wait for it in a collective give up at the same time as rank 0, or a little later."""
+        last = dist.get_world_size() - 1
+        if dist.get_rank() == last:
+            while True:
+                signal.pause()
+        if dist.get_rank() == 0:
+            dist.recv(torch.zeros(1), src=last)
+
     def process(self) -> int:
         return os.getpid()
 
 
-def main(when: str, report: str) -> None:
-    ranks = join_ranks(time_limit=TIME_LIMIT)
-    if ranks.rank:
-        ranks.serve()
-    target = ranks.start(Victim)
-    assert ranks.call(target, "meet") == [2.0, 2.0]
-    if when == "idle":
-        os.kill(ranks.call(target, "process")[1], signal.SIGKILL)
-        time.sleep(1)
-    started = time.monotonic()
-    try:
-        ranks.call(target, "meet_or_refuse" if when == "mistaken" else "meet_or_die")
-    except (RankError, ValueError) as error:
-        Path(report).write_text(f"{time.monotonic() - started:.1f}\n{error}")
+def started() -> int:
+    target: int = together.ranks().start(Victim)
+    assert together.ranks().call(target, "meet") == [together.ranks().world] * together.ranks().world
+    return target
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
-    os._exit(0)
+def error_of(call: str) -> str:
+    with pytest.raises((RankError, ValueError)) as caught:
+        together.ranks().call(started(), call)
+    return str(caught.value)
+
+
+def error_when_one_died_before() -> str:
+    target = started()
+    lost = together.ranks().call(target, "process")[1]
+    os.kill(lost, signal.SIGKILL)
+    state = partial(Path(f"/proc/{lost}/stat").read_text)
+    wait_until(lambda: state().rpartition(")")[2].split()[0] == "Z", "rank 1 has ended, and its sockets are closed")
+    with pytest.raises(RankError) as caught:
+        together.ranks().call(target, "meet")
+    return str(caught.value)
+
+
+def error_when_one_refused() -> str:
+    module.ALIKE_SECONDS = EXPIRES  # rank 0 hangs in a collective
+    return error_of("meet_or_refuse")
+
+
+FAILS_ON_ONE_RANK = """
+import torch.distributed as dist
+from oxrl.algorithms.preference import Pairs
+
+def planted(pairs: Pairs):
+    if dist.get_rank() == 1:
+        raise RuntimeError("planted here")
+    return pairs.chosen * 0
+"""
+
+
+def errors_of_training(folder: Path) -> list[str]:
+    """Of the step in which one rank fails, and of what comes after it."""
+    file = folder / "planted.py"
+    file.write_text(FAILS_ON_ONE_RANK)
+    backend = FSDPTrainingBackend(together.ranks(), TINY, others={"ref": TINY})
+    step = partial(train_step, backend, algorithm(f"{file}:planted"), items_of("dpo"), 90)
+    errors = []
+    for call in (partial(anyio.run, step), backend.optim_step):
+        with pytest.raises(RankError) as caught:
+            call()
+        errors.append(str(caught.value))
+    return errors
+
+
+async def _save(folder: Path) -> None:
+    backend = FSDPTrainingBackend(together.ranks(), TINY, **SCHEDULE)
+    await train(backend, some_items(), 3, steps=2)
+    await backend.save(folder)
+
+
+async def _resume(folder: Path) -> None:
+    through = create_pytorch_backend(load_model("tiny"), **SCHEDULE)
+    expected, weights = await train(through, some_items(), 3, steps=4)
+    resumed = FSDPTrainingBackend(together.ranks(), TINY, **SCHEDULE)
+    await resumed.load(folder)
+    found, others = await train(resumed, some_items(), 3, steps=2)
+    assert found == pytest.approx(expected[2:], abs=1e-5)
+    for name, tensor in weights.items():
+        torch.testing.assert_close(others[name], tensor, **CLOSE)
+
+
+def save(folder: Path) -> None:
+    anyio.run(_save, folder)
+
+
+def resume(folder: Path) -> None:
+    anyio.run(_resume, folder)

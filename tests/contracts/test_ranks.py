@@ -1,4 +1,4 @@
-"""How a step is divided over ranks; and one launch of two ranks for all that needs them."""
+"""How a step is divided over ranks; and ranks that fail, hang or change in number."""
 
 from __future__ import annotations
 
@@ -6,16 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from oxrl.backends.ranked import divide
-from oxrl.processes import MEETING
 from tests.contracts import lost_rank
-from tests.engines import need
-
-HERE = Path(__file__).parent
+from tests.waiting import EXPIRES, HANG
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
@@ -31,62 +27,71 @@ def test_the_largest_are_spread_over_the_ranks():
     assert sorted(loads) == [11, 11]
 
 
-def launch(ranks: int, *arguments: str, **settings: str) -> None:
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    done = subprocess.run(
-        [sys.executable, *command, "-m", "tests.contracts.together", *arguments],
-        cwd=HERE.parents[1],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **settings},
-        capture_output=True,
-        text=True,
-        timeout=580,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
-
-
-CONTRACT = [str(HERE / name) for name in ("test_backend.py", "weights_over_ranks.py", "over_two_ranks.py")]
-
-
-def test_the_contract_holds_over_two_ranks_and_three_go_on_from_there(tmp_path):
-    handed_on = {"OXRL_TEST_HANDED_ON": str(tmp_path)}
-    launch(2, *CONTRACT, "-k", "(fsdp or over_two_ranks or weights_over_ranks) and not zero", **handed_on)
-    launch(3, str(HERE / "over_three_ranks.py"), OXRL_TEST_TIME_LIMIT="15", **handed_on)
-
-
-def test_the_contract_holds_with_deepspeed_which_compiles_nothing(tmp_path):
-    need("deepspeed")
-    launch(
-        2,
-        str(HERE / "over_deepspeed.py"),
-        *CONTRACT,
-        *("-k", "over_deepspeed or zero"),
-        TORCH_EXTENSIONS_DIR=str(tmp_path),
-    )
-    assert not list(tmp_path.rglob("*.ninja")), "a build takes minutes"
-
-
 @pytest.mark.parametrize(
-    ("when", "named", "end"),
+    ("failing", "named", "end"),
     [
-        ("at_work", "no word from rank 1, which died", -signal.SIGKILL),
-        ("idle", "rank 1 died", -signal.SIGKILL),
-        ("mistaken", "rows of another colour", 1),
+        ((lost_rank.error_of, "meet_or_die"), "no word from rank 1, which died", -signal.SIGKILL),
+        ((lost_rank.error_when_one_died_before,), "rank 1 died", -signal.SIGKILL),
+        ((lost_rank.error_when_one_refused,), "rows of another colour", 1),
     ],
+    ids=["at work", "idle", "mistaken"],
 )
-def test_a_rank_that_fails_alone_is_named_and_nobody_stays_behind(when, named, end, tmp_path):
-    settings = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", MEETING: str(tmp_path / "meeting")}
-    command = [sys.executable, "-m", "tests.contracts.lost_rank", when, str(tmp_path / "report")]
-    processes = [
-        subprocess.Popen(command, cwd=HERE.parents[1], env={**settings, "RANK": str(rank), "LOCAL_RANK": "0"})
-        for rank in range(2)
+def test_a_rank_that_fails_alone_is_named_at_once_and_none_stays_behind(failing, named, end, start_group):
+    """No time limit expires: it is that of a hang."""
+    group = start_group(2)
+    assert named in group.call(*failing)
+    assert group.end() == [0, end]
+
+
+def test_a_rank_that_fails_in_training_is_named_at_once_and_ends_the_backend(tmp_path, start_group):
+    first, second = start_group(2).call(lost_rank.errors_of_training, tmp_path)
+    assert "rank 1, add_gradients: RuntimeError: planted here" in first
+    assert "optim_step cannot run any more: rank 1" in second
+
+
+def test_a_rank_that_hangs_is_named_when_the_time_limit_expires(start_group):
+    error = start_group(3, 3 * EXPIRES).call(lost_rank.error_of, "hear_from_the_last")
+    assert "hear_from_the_last: " in error and "; no word from rank 2, which died or hangs" in error
+
+
+def test_a_run_resumes_with_another_number_of_ranks(tmp_path, start_group):
+    two = start_group(2)
+    two.call(lost_rank.save, tmp_path)
+    assert two.end() == [0, 0], "ranks end when rank 0 does"
+    start_group(3).call(lost_rank.resume, tmp_path)
+
+
+MEETS = """
+import sys
+import torch.distributed as dist
+from oxrl.backends.ranks import join_ranks
+
+class Talker:
+    def rank(self):
+        return dist.get_rank()
+
+ranks = join_ranks(time_limit=float(sys.argv[1]))
+if ranks.rank:
+    ranks.serve()
+else:
+    assert ranks.call(ranks.start(Talker), "rank") == [0, 1]
+    ranks.stop()
+"""
+
+
+def test_ranks_that_torchrun_started_are_used_as_they_are(tmp_path):
+    script = tmp_path / "meets.py"
+    script.write_text(MEETS)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        script,
+        str(HANG),
     ]
-    try:
-        codes = [process.wait(timeout=120) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert codes == [0, end]
-    seconds, said = (tmp_path / "report").read_text().split("\n", 1)
-    assert named in said
-    assert float(seconds) < lost_rank.TIME_LIMIT
+    settings = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=HANG)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

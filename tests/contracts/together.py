@@ -1,43 +1,144 @@
-"""Rank 0 runs pytest and the other ranks serve: `torchrun ... -m tests.contracts.together ARGUMENTS`.
+"""Groups of ranks for tests: each test that is marked `engine("ranks")` runs in rank 0 of one group of two.
 
-One launch serves many tests: starting costs more than all of them.
+Its reports come back, so it has its name and its durations in the run that asked for it (`conftest`). A test that needs
+a group of its own starts one (`start_group`) and calls functions in its rank 0. Ranks are `forks`: a group starts in
+less than a second.
 """
 
 from __future__ import annotations
 
 import os
-import sys
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
 
 import pytest
+from _pytest.runner import runtestprotocol
 
-from oxrl.backends.ranks import RankError, Ranks, join_ranks
+from oxrl.processes import MEETING, free_ports
+from tests import forks
+from tests.waiting import HANG
 
-RANKS: list[Ranks] = []  # of this process, once it has joined
-TIME_LIMIT = float(os.environ.get("OXRL_TEST_TIME_LIMIT", "60"))
+MARK = "ranks"
+_SHARED: list[forks.Forked] = []  # two ranks that run one test after the other
 
 
-def ranks() -> Ranks:
+# In the process of the test run
+
+
+def start(config: pytest.Config, ranks: int, time_limit: float = HANG, files: Sequence[str] = ()) -> forks.Forked:
+    """They have met when this returns."""
+    factory: pytest.TempPathFactory = config._tmp_path_factory  # type: ignore[attr-defined]
+    home = factory.mktemp("ranks")
+    settings = {
+        MEETING: str(home / "meeting"),
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",  # what DeepSpeed asks for, and does not use
+        "MASTER_PORT": str(free_ports(1)[0]),
+        "TORCH_EXTENSIONS_DIR": str(home / "extensions"),
+    }
+    mains = [(lead, (time_limit, home, files)), *((serve, (rank, time_limit)) for rank in range(1, ranks))]
+    group = forks.server(config).start(mains, **settings)
+    try:
+        group.answer()
+    except BaseException:
+        group.kill()
+        raise
+    return group
+
+
+@contextmanager
+def group(config: pytest.Config, ranks: int, time_limit: float = HANG) -> Iterator[forks.Forked]:
+    """A group of its own; whatever is left of it at the end is killed."""
+    started = start(config, ranks, time_limit)
+    try:
+        yield started
+    finally:
+        if started.pids:
+            started.kill()
+
+
+def in_ranks(item: pytest.Item) -> bool:
+    return any(MARK in mark.args for mark in item.iter_markers("engine"))
+
+
+def reports_of(item: pytest.Item) -> list[pytest.TestReport]:
+    """Run it in rank 0 of the shared group; the next test after a failure gets a new group."""
+    files = {str(each.path) for each in item.session.items if in_ranks(each)}
+    group = _SHARED.pop() if _SHARED else start(item.config, 2, files=sorted(files))
+    try:
+        found = group.call(run_item, item.nodeid.removesuffix(f"@{MARK}"))
+    except BaseException:
+        group.kill()
+        raise
+    reports = [item.config.hook.pytest_report_from_serializable(config=item.config, data=data) for data in found]
+    for report in reports:
+        report.nodeid = item.nodeid
+    if any(report.failed for report in reports):
+        group.kill()
+    else:
+        _SHARED.append(group)
+    return reports
+
+
+def end_shared_group() -> None:
+    while _SHARED:
+        _SHARED.pop().end()
+
+
+# In the ranks
+
+RANKS: list[Any] = []  # of this process, once it has joined
+
+
+def ranks() -> Any:
     if not RANKS:
-        pytest.skip("needs several ranks: it runs inside tests/contracts/test_ranks.py")
+        pytest.skip("needs several ranks: mark it engine('ranks')")
     return RANKS[0]
 
 
-def main(arguments: list[str]) -> int:
-    joined = join_ranks(time_limit=TIME_LIMIT)
-    if joined.rank:
-        with suppress(RankError):  # lost on purpose, by a test; rank 0 knows whether that was right
-            joined.serve()
-        return 0
-    RANKS.append(joined)
-    failed = pytest.main([*arguments, "-p", "no:cacheprovider"])
-    joined.stop()
-    return int(failed)
+def join(rank: int, time_limit: float) -> Any:
+    from oxrl.backends.ranks import join_ranks
+
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank)})
+    return join_ranks(time_limit=time_limit)
 
 
-if __name__ == "__main__":
-    from tests.contracts import together  # the tests know this module by its name, not as __main__
+def serve(rank: int, time_limit: float) -> None:
+    join(rank, time_limit).serve()
 
-    code = together.main(sys.argv[1:])
-    sys.stdout.flush()
-    os._exit(code)  # after a rank was lost on purpose, the process groups cannot be taken down in order
+
+def lead(connection: Connection, time_limit: float, home: Path, files: Sequence[str]) -> None:
+    RANKS.append(join(0, time_limit))
+    if files:
+        options = ["-p", "no:cacheprovider", f"--basetemp={home / 'tmp'}"]
+        pytest.main([*files, *options], plugins=[RunsWhatIsAsked(connection)])
+    else:
+        connection.send((None, ""))
+        forks.answer_calls(connection)
+    RANKS[0].stop()
+
+
+SESSION: list[pytest.Session] = []  # of rank 0 of the shared group
+
+
+class RunsWhatIsAsked:
+    """Instead of all tests that were collected."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        SESSION.append(session)
+        self.connection.send((None, ""))
+        forks.answer_calls(self.connection)
+        return True
+
+
+def run_item(nodeid: str) -> list[dict[str, Any]]:
+    (item,) = [each for each in SESSION[0].items if each.nodeid == nodeid]
+    hook = item.config.hook
+    reports = runtestprotocol(item, nextitem=None, log=False)
+    return [hook.pytest_report_to_serializable(config=item.config, report=report) for report in reports]

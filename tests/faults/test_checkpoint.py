@@ -2,9 +2,9 @@
 
 import json
 import logging
+import os
+import resource
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,7 @@ from oxrl.models.load import load_model
 from oxrl.types import TrainingState
 from tests.engines import need
 from tests.rows import sums, write_jsonl
-from tests.test_resume import facts
+from tests.test_resume import facts, live
 
 STATE = TrainingState(3, 3, 0, {"data": {"position": 12, "order": {10: 1, 9: 2}}, "memory": {}})
 
@@ -111,74 +111,52 @@ def test_checkpoints_from_before_there_were_digests_still_load(written, root):
     assert run_blocking(load_checkpoint, root / "step_0003", written[1]).step == 3
 
 
-# One process imports, and forks a child for every life of a run, as in test_resume.
-LIVES = """
-import os, resource, sys, threading, time
-from pathlib import Path
-from oxrl.config import check_config
-from oxrl.logs import set_up_logging
-from oxrl.wiring import train_run
-import oxrl.backends.local, oxrl.loops.online, oxrl.generators.embedded, safetensors.torch, peft, anyio
-
-home = Path(sys.argv[1])
-config = check_config({
+CONFIG = {
     "model": {"name": "tiny"},
-    "data": {"train_files_path": str(home / "rows.jsonl")},
-    "train": {"alg_name": "grpo", "lr": 1e-3, "checkpoint_every": 1, "train_steps_per_epoch": 8,
-              "train_batch_size_per_gpu": 2},
+    "train": {
+        "alg_name": "grpo",
+        "lr": 1e-3,
+        "checkpoint_every": 1,
+        "train_steps_per_epoch": 6,
+        "train_batch_size_per_gpu": 2,
+    },
     "reward": {"reward_func": "length_target", "params": {"target": 6}},
     "rollout": {"n_samples": 2, "max_tokens": 8},
-})
-
-def fill_the_disk(folder):
-    # From step 4 on there is room for the weights, and not for the optimizer's state.
-    while not (folder / "checkpoints" / "step_0004").exists():
-        time.sleep(0.001)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (6 << 20, 6 << 20))
-
-def live(folder, full=False):
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            log = os.open(home / f"{folder.name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(log, 2)
-            set_up_logging()
-            if full:
-                threading.Thread(target=fill_the_disk, args=(folder,), daemon=True).start()
-            train_run(config, folder, resume=(folder / "config.yaml").exists())
-            code = 0
-        except RuntimeError as error:
-            os.write(2, f"STOPPED {error}".encode())
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-whole, broken = home / "whole", home / "broken"
-assert live(whole) == 0
-assert live(broken, full=True) == 1
-left = sorted(path.name for path in (broken / "checkpoints").iterdir())
-newest = broken / "checkpoints" / left[-1]
-damaged = newest / "optimizer.safetensors"
-damaged.write_bytes(damaged.read_bytes()[:-1])
-assert live(broken) == 0
-print(*left)
-"""
+}
+ROOM = 6 << 20  # bytes: for the weights, and not for the optimizer's state
 
 
-def test_a_full_disk_and_then_a_damaged_checkpoint_cost_steps_and_no_truth(tmp_path):
+def fill_the_disk(path: str) -> None:
+    if Path(path).name == "step_0003":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (ROOM, ROOM))
+
+
+def two_runs(home: Path) -> tuple[list[int], list[str]]:
+    """One in `home/whole` that is left alone, one in `home/broken`; exit codes, and what its first life left."""
+    from oxrl.config import check_config
+    from oxrl.logs import set_up_logging
+
+    config = check_config({**CONFIG, "data": {"train_files_path": str(home / "rows.jsonl")}})
+    broken = home / "broken"
+    codes = [live(config, home / "whole", lambda _path: None)]
+    os.dup2(os.open(home / "broken.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    set_up_logging()
+    codes.append(live(config, broken, fill_the_disk))
+    left = sorted(path.name for path in (broken / "checkpoints").iterdir())
+    damaged = broken / "checkpoints" / left[-1] / "optimizer.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    codes.append(live(config, broken, lambda _path: None))
+    return codes, left
+
+
+def test_after_a_full_disk_and_a_damaged_checkpoint_a_resumed_run_is_the_same(tmp_path, forks):
     write_jsonl(tmp_path / "rows.jsonl", sums(50))
-    done = subprocess.run(
-        [sys.executable, "-c", LIVES, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
-    )
-    said = (tmp_path / "broken.log").read_text()
-    assert done.returncode == 0, done.stderr[-3000:] + said
-    left = done.stdout.splitlines()[-1].split()
-    assert len(left) == 2 and all(name.startswith("step_") for name in left), (
-        "old checkpoints, and no half of a new one"
-    )
-    assert "could not be written" in said and "File too large" in said
-    assert f"{left[-1]} is whole. Make room, then go on with --resume" in said
-    assert f"{left[-1]}/optimizer.safetensors is damaged" in said and f"{left[0]} is taken instead" in said
-    assert facts(tmp_path / "broken", 8) == facts(tmp_path / "whole", 8)
-    assert [line["step"] for line in facts(tmp_path / "broken", 8)[1]] == list(range(1, 9))
+    codes, left = forks.run(two_runs, tmp_path)
+    log = (tmp_path / "broken.log").read_text()
+    assert codes == [0, 1, 0], log
+    assert left == ["step_0002", "step_0003"], "old checkpoints, and no half of a new one"
+    assert "could not be written" in log and "File too large" in log
+    assert "step_0003 is whole. Make room, then go on with --resume" in log
+    assert "step_0003/optimizer.safetensors is damaged" in log and "step_0002 is taken instead" in log
+    assert facts(tmp_path / "broken", 6) == facts(tmp_path / "whole", 6)
+    assert [line["step"] for line in facts(tmp_path / "broken", 6)[1]] == list(range(1, 7))

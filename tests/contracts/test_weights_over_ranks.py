@@ -1,4 +1,4 @@
-"""Weights of a sharded model for whoever samples with them, and to go on with. Runs inside `together`, on two ranks."""
+"""Weights of a sharded model for whoever samples with them, and to resume with. Each test runs in rank 0 of two."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from oxrl.types import ModelConfig
 from oxrl.weights import ModuleWeights, near_folder, plain_weights, read_weights, source_of, trainer_logprobs
 from tests.contracts.test_backend import BACKENDS, some_items, train
 from tests.engines import sglang_stand_in
+from tests.waiting import EXPIRES, HANG
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.engine("ranks")]
 TINY = partial(load_model, "tiny")
 CLOSE = {"atol": 1e-5, "rtol": 0}
 VOCABULARY = 320
@@ -176,7 +177,7 @@ async def test_weights_are_sent_as_they_are_written(sharded, tmp_path):
         listener = threading.Thread(target=lambda: received.update(receive(place, 1)))
         listener.start()
         source.send(place)
-        listener.join(60)
+        listener.join(HANG)
     written = dict(read_weights(tmp_path))
     assert received.keys() == written.keys()
     assert all(torch.equal(received[name], tensor) for name, tensor in written.items())
@@ -186,7 +187,7 @@ async def test_a_sending_that_fails_leaves_the_ranks_as_they_were(sharded):
     backend = sharded()
     with (
         pytest.raises(TransferError, match="2 processes that meet at 127.0.0.1"),
-        meeting(["127.0.0.1"], 1, time_limit=3.0) as place,
+        meeting(["127.0.0.1"], 1, time_limit=EXPIRES) as place,
     ):
         (await backend.get_weights()).source.send(place)
     await train(backend, some_items(), 8, steps=1)
@@ -261,13 +262,13 @@ async def test_heads_of_a_checkpoint_are_taken_over(sharded, tmp_path, head):
     [("ranks", TINY), ("ranks", half), ("ranks", with_follower), ("one process", half), ("one process", with_follower)],
 )
 async def test_a_run_goes_on_over_ranks_or_in_one_process(sharded, tmp_path, load, towards):
-    common = {"lr_scheduler": "cosine", "num_steps": 5, "heads": ("value",)}
+    common = {"lr_scheduler": "cosine", "num_steps": 3, "heads": ("value",)}
     write = {"write_model": save_adapter} if load is with_follower else {}
     makes = [partial(local, load, **common, **write), partial(sharded, load, **common)]
     first, second = makes if towards == "ranks" else makes[::-1]
     through, saved, resumed = first(), first(), second()
-    expected = (await train(through, some_items(), 3, steps=5))[0]
-    await train(saved, some_items(), 3, steps=2)
+    expected = (await train(through, some_items(), 3, steps=3))[0]
+    await train(saved, some_items(), 3, steps=1)
     if load is with_follower:
         await saved.update_reference(0.5)
     await saved.save(tmp_path)
@@ -276,9 +277,9 @@ async def test_a_run_goes_on_over_ranks_or_in_one_process(sharded, tmp_path, loa
         batch = collate(some_items())
         (one,), (two,) = await saved.logprobs([batch], "ref"), await resumed.logprobs([batch], "ref")
         torch.testing.assert_close(two.logprob, one.logprob, **CLOSE)
-    assert (await resumed.get_weights()).version == 2
-    found = (await train(resumed, some_items(), 3, steps=3))[0]
-    assert found == pytest.approx(expected[2:], abs=1e-5 if load is not half else 0.03)
+    assert (await resumed.get_weights()).version == 1
+    found = (await train(resumed, some_items(), 3, steps=2))[0]
+    assert found == pytest.approx(expected[1:], abs=1e-5 if load is not half else 0.03)
 
 
 async def test_a_folder_without_training_state_is_refused_with_what_to_do(sharded, tmp_path):

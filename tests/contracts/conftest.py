@@ -1,0 +1,50 @@
+"""Tests that are marked `engine("ranks")` run in rank 0 of a group of ranks, and report as if they ran here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+
+import pytest
+
+from tests import forks
+from tests.contracts import together
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    if not together.in_ranks(item):
+        return None
+    hook = item.ihook
+    hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    call = pytest.CallInfo.from_call(
+        partial(together.reports_of, item), when="setup", reraise=(KeyboardInterrupt, pytest.exit.Exception)
+    )
+    if call.excinfo is None:
+        reports = call.result
+        reports[0].duration = call.duration - sum(each.duration for each in reports[1:])  # with the start of the group
+    else:
+        reports = [hook.pytest_runtest_makereport(item=item, call=call)]
+    for report in reports:
+        hook.pytest_runtest_logreport(report=report)
+    hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    if nextitem is None or nextitem.path.parent != item.path.parent:
+        together.end_shared_group()
+    return True
+
+
+@pytest.fixture
+def start_group(pytestconfig: pytest.Config) -> Iterator[Callable[..., forks.Forked]]:
+    """`start_group(2)`: ranks of its own for a test; whatever is left of them is killed."""
+    with ExitStack() as started:
+        yield lambda *arguments, **named: started.enter_context(together.group(pytestconfig, *arguments, **named))
+
+
+def pytest_sessionfinish() -> None:
+    together.end_shared_group()
+    forks.close()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "engine(name): the engine that a test runs on; with 'ranks' it runs in rank 0")
