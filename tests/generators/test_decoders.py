@@ -153,9 +153,13 @@ COMPANIES = {
 }
 
 
+@pytest.fixture(scope="module")
+def alone(fixed):
+    return run_engine(fixed, {0: [(WATCHED, SAMPLING)]})
+
+
 @pytest.mark.parametrize("company", COMPANIES)
-def test_in_fixed_mode_no_bit_depends_on_companions_slot_or_entry_time(fixed, company):
-    alone = run_engine(fixed, {0: [(WATCHED, SAMPLING)]})
+def test_in_fixed_mode_no_bit_depends_on_companions_slot_or_entry_time(fixed, alone, company):
     assert len(alone.token_ids) == 70
     assert run_engine(fixed, COMPANIES[company]) == alone
 

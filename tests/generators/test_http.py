@@ -283,7 +283,7 @@ def test_engines_that_cannot_receive_and_transfers_that_are_not_there_are_refuse
         HTTPGenerator([VLLMEngine("http://127.0.0.1:1")], tiny[1], transfer="mpi")
 
 
-async def test_a_paused_vllm_server_goes_on_after_it_is_resumed(vllm_url):
+async def test_a_paused_vllm_server_goes_on_after_it_is_resumed(vllm_url, tiny):
     """Which tokens it draws after the pause is seen by the name that its weights get meanwhile."""
     engine, server = VLLMEngine(vllm_url), Connection(vllm_url).checked()
     said = []
@@ -291,7 +291,7 @@ async def test_a_paused_vllm_server_goes_on_after_it_is_resumed(vllm_url):
     async def ask():
         said.append(await engine.complete(Ask((1, 2), SAMPLING, 1, 40, ())))
 
-    await server.post("/update_weight_version", {"new_version": "70"})
+    await HTTPGenerator([engine], tiny[1]).update_weights(Weights(load_model(tiny[0]), 70))
     with anyio.fail_after(HANG), holding(3) as hold:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(ask)

@@ -8,7 +8,12 @@ from oxrl.types import GenerationConfig
 from tests.loops.test_online import Setting
 
 
-@pytest.fixture(params=["in process", "over http"])
+@pytest.fixture(
+    params=[
+        pytest.param("in process", marks=pytest.mark.engine("vllm_in_process")),
+        pytest.param("over http", marks=pytest.mark.engine("vllm_url")),
+    ]
+)
 def engine(request, tiny):
     if request.param == "in process":
         return request.getfixturevalue("vllm_in_process")
