@@ -20,7 +20,6 @@ from pathlib import Path
 VARIABLE = "OXRL_TEST_RUN"  # "PID:folder" of the run
 MEMORY = Path("/dev/shm")
 LOOK = 2.0  # seconds between two looks at what the run uses
-GRACE = 60.0  # seconds that processes may take to end after the run
 
 
 def processes(run: str) -> dict[int, str]:
@@ -29,10 +28,10 @@ def processes(run: str) -> dict[int, str]:
     mark = f"{VARIABLE}={run}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # ended meanwhile, or of another user
-            if mark in (folder / "environ").read_bytes().split(b"\0"):
-                words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                if words:  # a zombie has none
-                    found[int(folder.name)] = words[:200]
+            ours = mark in (folder / "environ").read_bytes().split(b"\0")
+            command = (folder / "cmdline").read_text(errors="replace").replace("\0", " ").split()
+            if ours and command:  # a zombie has none
+                found[int(folder.name)] = " ".join(command)[:200]
     return found
 
 
@@ -49,12 +48,13 @@ def shared_memory_of(pids: Iterable[int | str]) -> set[Path]:
 class Watch:
     """From the start of a run to its end, beside a process that outlives it."""
 
-    def __init__(self) -> None:
+    def __init__(self, grace: float = 60.0) -> None:
+        """`grace`: seconds that processes may take to end after the run."""
         folder = tempfile.mkdtemp(prefix="oxrl-test-")
         run = f"{os.getpid()}:{folder}"
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # `tmp_path` stays where pytest has it
         self.watcher = subprocess.Popen(
-            [sys.executable, "-S", __file__, run, folder],
+            [sys.executable, "-S", __file__, run, folder, str(grace)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -68,7 +68,7 @@ class Watch:
         return self.watcher.communicate()[0].splitlines()
 
 
-def watch(run: str, folder: str) -> None:
+def watch(run: str, folder: str, grace: str) -> None:
     """Wait for the end of a run, however it comes; name and remove what it left."""
     for sign in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(sign, signal.SIG_IGN)
@@ -76,12 +76,13 @@ def watch(run: str, folder: str) -> None:
     while os.getppid() == parent and not select.select([sys.stdin], [], [], LOOK)[0]:
         memory |= shared_memory_of(processes(run))
     killed = os.getppid() != parent
-    deadline = time.monotonic() + (0 if killed else GRACE)
+    deadline = time.monotonic() + (0 if killed else float(grace))
     while (alive := processes(run)) and time.monotonic() < deadline:
         memory |= shared_memory_of(alive)
         time.sleep(0.2)
     left = [f"process {pid}: {command}" for pid, command in alive.items()]
     while alive := processes(run):
+        memory |= shared_memory_of(alive)
         for pid in alive:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
