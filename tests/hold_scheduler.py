@@ -38,7 +38,6 @@ class HoldScheduler(Scheduler):
             self._hold.report(wanted, len(self._reached))
         return held
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False, *args: Any, **kwargs: Any) -> bool:
-        if reset_running_requests:  # new weights
-            self._hold.release()
-        return super().reset_prefix_cache(reset_running_requests, *args, **kwargs)
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        self._hold.release()  # there are new weights
+        return super().reset_prefix_cache(*args, **kwargs)

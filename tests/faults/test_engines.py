@@ -151,7 +151,7 @@ def test_a_killed_driver_leaves_nothing(driver):
 
 
 HEALTHY = """
-import subprocess, sys
+import os, subprocess, sys, threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 class Fine(BaseHTTPRequestHandler):
@@ -162,11 +162,12 @@ class Fine(BaseHTTPRequestHandler):
 
     do_POST = do_GET
 
-subprocess.Popen(["sleep", "3600"])  # as vLLM has processes of its own
+subprocess.Popen(["cat"])  # as vLLM has processes of its own; both end with the test
+threading.Thread(target=lambda: (os.read(0, 1), os._exit(0)), daemon=True).start()
 HTTPServer(("127.0.0.1", int(sys.argv[1])), Fine).serve_forever()
 """
 BROKEN = "import sys; sys.exit('no such device')"
-NEVER_READY = "import signal; signal.pause()"
+NEVER_READY = "import sys; sys.stdin.read()"
 
 
 def starting(folder, scripts):

@@ -8,20 +8,20 @@ from oxrl.types import GenerationConfig
 from tests.loops.test_online import Setting
 
 
-@pytest.fixture(
-    params=[
-        pytest.param("in process", marks=pytest.mark.engine("vllm_in_process")),
-        pytest.param("over http", marks=pytest.mark.engine("vllm_url")),
-    ]
+@pytest.fixture
+def over_http(vllm_url, tiny):
+    return HTTPGenerator([VLLMEngine(vllm_url)], tiny[1])
+
+
+@pytest.mark.parametrize(
+    ("engine", "loop"),
+    [
+        pytest.param("vllm_in_process", "asyncio", marks=pytest.mark.engine("vllm_in_process")),
+        pytest.param("over_http", "trio", marks=pytest.mark.engine("vllm_url")),
+    ],
 )
-def engine(request, tiny):
-    if request.param == "in process":
-        return request.getfixturevalue("vllm_in_process")
-    return HTTPGenerator([VLLMEngine(request.getfixturevalue("vllm_url"))], tiny[1])
-
-
-@pytest.mark.parametrize("loop", ["asyncio", "trio"])
-def test_the_loop_learns_with_vllm_and_both_sides_agree_on_every_token(engine, loop):
+def test_the_loop_learns_with_vllm_and_both_sides_agree_on_every_token(engine, loop, request):
+    engine = request.getfixturevalue(engine)
     setting = Setting("grpo")
     setting.answers = Answers(engine, setting.render, GenerationConfig(max_new_tokens=4), seed=0)
     history = setting.run(12, setting.manager(batch_size=4), backend=loop, generators=[engine])
