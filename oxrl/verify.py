@@ -57,7 +57,12 @@ def verify_entry(entry: Entry, weights: str | None = None) -> dict[str, Any]:
 
 
 def verify_model(
-    weights: str, strategy: Strategy = "full", lora_targets: Sequence[str] = (), *, expected: Entry | None = None
+    weights: str,
+    strategy: Strategy = "full",
+    lora_targets: Sequence[str] = (),
+    *,
+    expected: Entry | None = None,
+    algorithms: Sequence[str] = ALGORITHMS,
 ) -> dict[str, Any]:
     """What was found out about a model: `record["problems"]` is empty where all is well."""
     check_model(ModelConfig(weights))
@@ -79,7 +84,7 @@ def verify_model(
     del model
     problems: list[str] = []
     with tempfile.TemporaryDirectory(prefix="oxrl-verify-") as scratch:
-        for algorithm in ALGORITHMS:
+        for algorithm in algorithms:
             config = _config(weights, algorithm, strategy, lora_targets, Path(scratch))
             try:
                 record[algorithm] = _two_steps(config, Path(scratch) / algorithm, before)

@@ -322,6 +322,7 @@ def my_reward(prompt_ids, response_ids, finish_reason):
 """
 
 
+@pytest.mark.trains
 @pytest.mark.parametrize("place", ["rewards/compute_score.py", "rewards.py"])
 def test_a_reward_beside_the_config_is_found_by_its_name(place, tmp_path):
     (tmp_path / place).parent.mkdir(exist_ok=True)
@@ -417,6 +418,7 @@ def test_the_complete_files_load_to_the_defaults(name, algorithm):
         assert key in given or getattr(getattr(config, section), key) == getattr(getattr(plain, section), key)
 
 
+@pytest.mark.trains
 @pytest.mark.parametrize("door", ["main_rl.py", "main_sl.py"])
 def test_the_doors_at_the_root_train_whatever_the_file_says(door, tmp_path, monkeypatch):
     rows = write_jsonl(tmp_path / "rows.jsonl", sums(4))

@@ -36,6 +36,7 @@ def test_an_example_fits_on_a_page_and_says_how_to_run_it(name):
     assert f"python examples/{name}" in text
 
 
+@pytest.mark.trains
 def test_the_quick_start_has_at_most_48_lines_and_learns_to_shout(run):
     assert len((EXAMPLES / "quickstart.py").read_text().splitlines()) <= 48
     *_, last = run("quickstart.py", "--steps", "10")
@@ -43,11 +44,13 @@ def test_the_quick_start_has_at_most_48_lines_and_learns_to_shout(run):
     assert before < 0.25 and after > 0.4
 
 
+@pytest.mark.trains
 def test_the_plain_loop_learns(run):
     before, after = before_and_after(run("grpo_loop.py", "--steps", "10")[-1])
     assert before < 0.25 and after > 0.4
 
 
+@pytest.mark.trains
 def test_vector_rewards_raise_the_worse_part_and_do_not_sell_the_other(run):
     letters, variety, reward = map(before_and_after, run("vector_rewards.py", "--steps", "12")[-3:])
     assert letters[0] < 0.3 and letters[1] > 0.5
@@ -55,6 +58,7 @@ def test_vector_rewards_raise_the_worse_part_and_do_not_sell_the_other(run):
     assert reward[1] == pytest.approx((letters[1] * variety[1]) ** 0.5, abs=0.1) and reward[1] > reward[0] + 0.15
 
 
+@pytest.mark.trains
 def test_three_algorithms_in_turn_learn(run):
     phases = run("switch_algorithm.py", "--steps", "15")[-3:]
     assert [phase.split(":")[0] for phase in phases] == [
@@ -67,6 +71,7 @@ def test_three_algorithms_in_turn_learn(run):
     assert max(rewards[-1]) > max(rewards[0])
 
 
+@pytest.mark.trains
 def test_the_tool_is_called_more_and_more(run):
     lines = run("tool_calls.py", "--steps", "12")
     before, after = before_and_after(lines[-1])
@@ -74,12 +79,14 @@ def test_the_tool_is_called_more_and_more(run):
     assert any(line.startswith("tool: 'shelf ") for line in lines)
 
 
+@pytest.mark.trains
 def test_the_reference_follows_and_the_start_stays_behind(run):
     *_, last = run("custom_kl.py", "--steps", "8")
     reward, near, far = (float(number) for number in re.findall(r"\d+\.\d+", last))
     assert reward > 0.3 and 0 < near < far
 
 
+@pytest.mark.trains
 def test_the_pipeline_saves_evaluates_and_draws(run, tmp_path):
     *_, last = run("custom_pipeline.py", "--steps", "10", "--output", "out")
     before, after = before_and_after(last)
@@ -87,6 +94,7 @@ def test_the_pipeline_saves_evaluates_and_draws(run, tmp_path):
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["curves.png", "step_0005", "step_0010"]
 
 
+@pytest.mark.trains
 def test_unfinished_answers_are_carried_over_and_answers_become_brief(run):
     *_, last = run("async_rollouts.py", "--steps", "8")
     before, after = before_and_after(last)
@@ -94,6 +102,7 @@ def test_unfinished_answers_are_carried_over_and_answers_become_brief(run):
     assert after < before / 2
 
 
+@pytest.mark.trains
 def test_an_agent_is_trained_through_the_endpoint(run):
     lines = run("agent_endpoint.py", "--steps", "6")
     before, after = before_and_after(lines[-1])

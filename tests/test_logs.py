@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import HANG
+
 SAYS = """
 import logging
 from oxrl.logs import set_up_logging
@@ -31,6 +33,7 @@ def test_lines_carry_their_rank_and_only_the_first_chats(rank, said):
         [sys.executable, "-c", SAYS],
         capture_output=True,
         text=True,
+        timeout=HANG,
         cwd=Path(__file__).parents[1],
         env=variables | ({} if rank is None else {"RANK": rank}),
     )

@@ -1,4 +1,4 @@
-"""Every example in `registry/examples` loads as it is, and trains for two steps on the rows that it names."""
+"""Every example in `registry/examples` loads as it is, and trains for a step on the rows that it names."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from oxrl.wiring import prepare_run, train_prepared
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "registry" / "examples"
 TINY = [
-    "model.name=tiny", "train.train_steps_per_epoch=2", "train.total_number_of_epochs=1",
+    "model.name=tiny", "train.train_steps_per_epoch=1", "train.total_number_of_epochs=1",
     "train.train_batch_size_per_gpu=2", "rollout.n_samples=2", "rollout.max_tokens=4",
 ]  # fmt: skip
 VARIED = ["reward.reward_func=oxrl.verify:any_difference"]  # a random model never says the right number
@@ -65,6 +65,7 @@ def test_there_is_one_for_every_algorithm_and_nothing_else():
     assert {file.stem for file in EXAMPLES.glob("*.yaml")} == set(ALGORITHMS)
 
 
+@pytest.mark.trains
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_it_trains_on_the_rows_that_it_names(name, tmp_path, monkeypatch, request):
     monkeypatch.chdir(ROOT)
@@ -81,8 +82,9 @@ def test_it_trains_on_the_rows_that_it_names(name, tmp_path, monkeypatch, reques
     prepared = prepare_run(load_config(file, [*TINY, *own]), tmp_path / "out")
     source = Recorded(prepared.inputs.source)
     result = train_prepared(prepared._replace(inputs=prepared.inputs._replace(source=source)))
-    assert len(result.history) == 2 and all(math.isfinite(line["loss"]) for line in result.history)
-    assert len(source.drawn) >= 4
+    (line,) = result.history
+    assert math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"])
+    assert len(source.drawn) >= 2
     assert_from_file(source.drawn, Path(as_written.data.train_files_path), prepared.inputs.tokenizer)
 
 

@@ -1,7 +1,7 @@
 """Datasets by name: rows in each raw schema become samples, splits that share nothing, and a card that tells the truth.
 
-Five rows per dataset lie in `raw/`. With OXRL_TEST_DATA set to a folder of real copies (`at_hand.REAL` names them), the
-first 200 rows of each go through the same tests. What the samples are worth is in `test_row_to_reward.py`.
+Five rows per dataset are in `raw/`. With OXRL_TEST_DATA set to a folder of real copies (`at_hand.REAL` names them), the
+first 200 rows of each pass through the same tests. What the samples are worth is in `test_row_to_reward.py`.
 """
 
 import gzip

@@ -17,6 +17,7 @@ from oxrl.rewards import BUILDERS, check_samples, grade, reward
 from oxrl.rewards.trial import said, wrong_answers
 from oxrl.types import Item, Sample
 from tests.data.at_hand import CASES, Case, case_name
+from tests.waiting import HANG
 
 SPOKEN = "<|im_start|>assistant\n"
 ENDED = "<|im_end|>"
@@ -67,8 +68,8 @@ def test_every_row_is_rendered_for_what_it_is_for(case, smollm2):
 
 
 def graded(name: str, answers: list[tuple[Sample, str]], **parameters: Any) -> list[float | None]:
-    patient = partial(grade, time_limit=600.0)  # many programs wait for a free core
-    rollouts = anyio.run(patient, [said(*answer) for answer in answers], reward(name, **parameters))
+    without_limit = partial(grade, time_limit=HANG)  # many programs wait for a free core
+    rollouts = anyio.run(without_limit, [said(*answer) for answer in answers], reward(name, **parameters))
     assert [rollout.error for rollout in rollouts if rollout.error] == []
     return [rollout.reward for rollout in rollouts]
 

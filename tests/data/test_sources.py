@@ -15,6 +15,7 @@ from pyarrow import parquet
 from oxrl.data.formats import BadRow, RawRow
 from oxrl.data.sources import load_samples, read_rows
 from oxrl.types import Message, Sample
+from tests.waiting import HANG
 
 ROWS = [{"prompt": "2+2?", "answer": "4"}, {"prompt": "naïve, “quoted”?\nyes", "answer": "5"}]
 
@@ -33,12 +34,10 @@ def write_lines(path: Path, *rows: str | dict[str, Any]) -> Path:
     return write(path, "".join(row if isinstance(row, str) else jsonl([row]) for row in rows))
 
 
-def python_offline(code: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own, because the hub client reads its environment once, when it is imported."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
+def fresh_python(code: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, where nothing has been imported yet."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=HANG)
 
 
 @pytest.mark.parametrize("name", ["train.jsonl", "train.jsonl.gz", "TRAIN.JSONL"])
@@ -232,17 +231,18 @@ def test_mistakes_in_the_call_are_never_skipped() -> None:
 
 
 def test_a_hub_id_without_network_is_one_sentence() -> None:
-    run = python_offline("from oxrl.data.sources import read_rows; read_rows('acme/nothing:main')")
-    error = run.stderr.strip().splitlines()[-1]
-    assert error.startswith("ValueError: there is no file acme/nothing:main")
+    with pytest.raises(ValueError) as caught:
+        read_rows("acme/nothing:main")
+    error = str(caught.value)
+    assert error.startswith("there is no file acme/nothing:main")
     assert "the hub cannot be reached" in error
     assert "pass a local file (.jsonl, " in error
-    assert "During handling" not in run.stderr
+    assert "\n" not in error and caught.value.__suppress_context__, "no traceback of the hub client above it"
 
 
 def test_reading_jsonl_loads_no_heavy_library(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", jsonl(ROWS))
-    run = python_offline(
+    run = fresh_python(
         "import sys; from oxrl.data.buffer import DataBuffer; from oxrl.data.sources import load_samples\n"
         f"DataBuffer(load_samples({str(path)!r}).samples).get_prompts(3)\n"
         "print(sorted({'torch', 'transformers', 'datasets', 'pyarrow', 'pandas'} & set(sys.modules)))"

@@ -38,6 +38,7 @@ from oxrl.models.load import (
 )
 from oxrl.models.lora import LoraSettings, attach_lora, save_adapter
 from oxrl.types import ModelConfig
+from tests.waiting import HANG
 from tests.web import Quiet, serving
 
 ROOT = Path(__file__).parents[2]
@@ -77,7 +78,7 @@ def test_importing_the_module_imports_no_torch() -> None:
         "heavy = {'torch', 'transformers', 'peft', 'tokenizers', 'huggingface_hub', 'gguf'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=HANG)
 
 
 def test_a_name_a_folder_and_a_config_load_the_same_model(tiny_folder: Path) -> None:
@@ -540,7 +541,9 @@ print(json.dumps(said))
 """
     with serving(FakeHub) as hub:
         environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
-        ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+        ran = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG
+        )
     assert ran.returncode == 0, ran.stderr
     said = json.loads(ran.stdout)
     assert said["parameters"] == 1_025_152
