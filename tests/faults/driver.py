@@ -26,6 +26,7 @@ from tests.holding import VARIABLE, holding
 from tests.loops.test_online import Setting
 from tests.waiting import HANG, wait_until_async
 
+IN_ONE = "VLLM_ENABLE_V1_MULTIPROCESSING"  # 0: engine and worker are one process, and the server is ready sooner
 LIMITS = Limits(start=HANG, answer=HANG, stall=HANG, look=1, restarts=2)
 REQUESTS = [Request((1, 50 + seed), seed=seed) for seed in range(4)]
 LONG = GenerationConfig(max_new_tokens=40, seed=4)
@@ -95,6 +96,7 @@ async def main(folder):
     ) as generator:
         (replica,) = generator.engines
         await generator.update_weights(Weights(setting.model, 5))
+        del os.environ[IN_ONE]
         tell(ready=True, group=replica.server.process.pid, home=str(replica.home))
         fault, train = folder / "fault", folder / "train"
         await wait_until_async(lambda: fault.exists() or train.exists(), "there is something to do")
@@ -116,5 +118,5 @@ async def main(folder):
 if __name__ == "__main__":
     end_with_parent()
     logging.basicConfig(level="WARNING")
-    os.environ[VARIABLE] = sys.argv[1]
+    os.environ |= {VARIABLE: sys.argv[1], IN_ONE: "0"}  # the first server; the next one has both
     anyio.run(main, Path(sys.argv[1]))

@@ -43,11 +43,9 @@ class Driver:
         self.folder, self.read, self.group = folder, 0, 0
         self.reports, self.complaints = folder / "reports", folder / "complaints"
         with self.reports.open("wb") as out, self.complaints.open("wb") as err:
-            # vLLM in this process has set that one here: with it, a server would have no processes that share memory.
-            settings = {name: each for name, each in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
             command = [sys.executable, "-m", "tests.faults.driver", str(folder)]
             self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=out, stderr=err, env=settings, start_new_session=True
+                command, stdin=subprocess.PIPE, stdout=out, stderr=err, start_new_session=True
             )
         self.home = Path(self.next("ready")["home"])
 
@@ -133,6 +131,7 @@ def test_a_vllm_server_that_dies_comes_back_with_its_weights_and_answers_what_wa
     assert seen["equal"] and seen["gap"] < 1e-4 and seen["versions"] == [5]
     assert not lives(seen["old_group"]), "what the old server had started is gone"
     assert "restart 1" in driver.complaints.read_text()
+    assert shared_memory(driver.group), "this server has processes that share memory, which are killed with the driver"
     driver.tell("train")
     for _ in range(2):
         step = driver.next("step")
@@ -142,9 +141,8 @@ def test_a_vllm_server_that_dies_comes_back_with_its_weights_and_answers_what_wa
 def test_a_killed_driver_leaves_nothing(driver):
     driver.tell("train")
     driver.next("step")
-    ours = wait_until(lambda: {each for each in shared_memory(driver.group) if each.exists()}, "vLLM shares memory")
-    ours.add(driver.home)
     assert driver.home.exists()
+    ours = {driver.home, *shared_memory(driver.group)}
     driver.kill()
     wait_until(lambda: not lives(driver.group), "its server ends with it")
     wait_until(lambda: not any(each.exists() for each in ours), "what it had in memory is gone")
