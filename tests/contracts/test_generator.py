@@ -119,7 +119,8 @@ class Voice(NamedTuple):
         with anyio.fail_after(HANG), self.hold(HELD) as hold:
             async with task_group() as tasks:
                 tasks.start_soon(ask)
-                await wait_until_async(lambda: hold.reached >= len(requests), "some tokens of each answer")
+                await wait_until_async(lambda: answers or hold.reached >= len(requests), "some tokens of each answer")
+                assert not answers
                 for engine in getattr(self.generator, "engines", ()):
                     if isinstance(engine, VLLMEngine):  # the answer to this comes behind the tokens of those
                         await engine.prompt_logprobs((1, 2))
