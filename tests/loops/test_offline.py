@@ -41,11 +41,11 @@ def items():
 async def test_supervised_training_learns_its_rows(backend):
     samples = load_samples(sums(8)).samples
     logged = []
-    config = SFTTrainingConfig(num_steps=30, batch_size=4, log_every=5)
+    config = SFTTrainingConfig(num_steps=20, batch_size=4, log_every=5)
     history = await run_sft_training(
         backend, samples, config, lambda step, metrics: logged.append(step), tokenizer=load_tokenizer("tiny")
     )
-    assert logged == [5, 10, 15, 20, 25, 30]
+    assert logged == [5, 10, 15, 20]
     assert history[-1]["loss"] < 0.5 * history[0]["loss"]
 
 

@@ -23,11 +23,18 @@ from oxrl.types import Generation, GenerationConfig, Message, Rollout, Sample, S
 
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "%s"}}</tool_call>'
 SHORT_CALL = "[%s]"  # what a model of a million parameters can learn to write in seconds
-TOOLS = (tool_schema(calculator),)
+
+
+def calculate(expression: str) -> str:
+    """Sums."""
+    return calculator(expression)  # whose longer description would be read again in every prompt
+
+
+TOOLS = (tool_schema(calculate),)
 
 
 def in_brackets(text):
-    return [ToolCall("calculator", {"expression": found}) for found in re.findall(r"\[(.+?)\]", text)]
+    return [ToolCall("calculate", {"expression": found}) for found in re.findall(r"\[(.+?)\]", text)]
 
 
 def asked(number):
@@ -54,7 +61,7 @@ def beginner(tiny):
     sft = algorithm("sft")
     items = assemble(list(demonstrations()), sft, render).items
     backend = create_pytorch_backend(model, lr=3e-3)
-    config = OfflineConfig(num_steps=60, batch_size=6, micro_batch_tokens=8192)
+    config = OfflineConfig(num_steps=55, batch_size=6, micro_batch_tokens=8192)
     anyio.run(lambda: run_offline(backend, sft, DataBuffer(items), config, log=lambda step, metrics: None))
     return model
 
@@ -63,7 +70,7 @@ def test_the_reward_for_using_the_tool_rises(beginner, tiny):
     render = Renderer(tiny[1])
     backend = create_pytorch_backend(beginner, lr=5e-4, weight_decay=0.0)
     generator = EmbeddedGenerator(beginner, tiny[1])
-    env = with_tools([calculator], max_turns=2, tool_parser=in_brackets)
+    env = with_tools([calculate], max_turns=2, tool_parser=in_brackets)
     answers = Answers(generator, render, GenerationConfig(max_new_tokens=16), env=env)
     samples = [Sample(f"q{number}", asked(number)) for number in range(15)]
     config = RolloutConfig(batch_size=4, n_samples_per_prompt=6, reward_fn=used_the_tool, least_answers=2)
@@ -75,13 +82,13 @@ def test_the_reward_for_using_the_tool_rises(beginner, tiny):
             sampling_manager(DataBuffer(samples), answers, config),
             [generator],
             render,
-            OnlineConfig(num_steps=14),
+            OnlineConfig(num_steps=8),
             observe=lambda step, groups: seen.extend(groups),
             log=lambda step, metrics: None,
         )
     )
     first, last = history[0]["reward"], np.mean([line["reward"] for line in history[-2:]])
-    assert 0.05 < first < 0.85 and last > first + 0.1
+    assert 0.05 < first < 0.85 and last > first + 0.2
     assert max(line["logprob_gap"] for line in history) < 1e-4, "what was sampled is what is trained, turn by turn"
     two_turns = next(rollout for group in seen for rollout in group if len(rollout.turns) == 2 and rollout.reward)
     _check_masks(two_turns, tiny[1])
