@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,10 +23,10 @@ from oxrl.parts import rollout_devices, sleeps_beside
 from oxrl.trainer import Trainer, choose_backend, sections_of
 from tests.engines import need
 from tests.rows import write_jsonl
+from tests.waiting import HANG, wait_until
 
-STEPS = 24
+STEPS = 4
 VLLM = {"name": "vllm", "colocated": True}
-PATIENCE = 240.0
 
 
 def rows(tmp_path: Path) -> Path:
@@ -62,30 +62,72 @@ def test_an_engine_sleeps_where_it_shares_gpus_and_nowhere_else(tmp_path):
     assert not sleeps_beside(here, None)
 
 
-def start(data: Path, output: Path, *more: str) -> subprocess.Popen[str]:
-    command = ["train", "--model", "tiny", "--algorithm", "sft", "--data", str(data), "--output", str(output)]
-    command += ["--backend", "fsdp", "--steps", str(STEPS), "--batch-size", "2", "--lr", "1e-3"]
-    command += ["--set", "run.training_gpus=2", "--set", "train.checkpoint_every=4", *more]
-    return subprocess.Popen(
-        [sys.executable, "-m", "oxrl", *command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+LOSS = """
+import os, signal
+from pathlib import Path
+from oxrl.algorithms.preference import Pairs, dpo
+
+def own(pairs: Pairs):
+    run = Path(os.environ.get("OXRL_TEST_LOSES_A_RANK", "nowhere"))
+    if os.environ.get("RANK") == "1" and (run / "checkpoints" / "step_0002").exists():
+        try:
+            (run / "lost").touch(exist_ok=False)
+        except FileExistsError:
+            return dpo(pairs)  # it has been lost before
+        os.kill(os.getpid(), signal.SIGKILL)
+    return dpo(pairs)
+"""
+"""In the run of that name, rank 1 ends in the step after the first checkpoint."""
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    """A run over two ranks that a script has started, to its end."""
+    folder = tmp_path_factory.mktemp("script")
+    (folder / "loss.py").write_text(LOSS)
+    pairs = [{"prompt": f"Say {n}.", "chosen": " ".join(["yes"] * (1 + n % 5)), "rejected": "no"} for n in range(12)]
+    return Trainer("tiny", backend="fsdp", training_gpus=2).train(
+        algorithm=f"{folder / 'loss.py'}:own",
+        data=write_jsonl(folder / "rows.jsonl", pairs),
+        steps=STEPS,
+        train_batch_size_per_gpu=2,
+        lr=1e-3,
+        checkpoint_every=2,
+        rank_time_limit=HANG,
+        output=folder / "run",
     )
+
+
+@pytest.fixture
+def start(script, tmp_path):
+    """Starts the same run as a command, in `tmp_path / "run"`."""
+    started = []
+
+    def one(*more: str, **environment: str) -> subprocess.Popen[str]:
+        config = ["train", str(script.folder / "config.yaml"), "--output", str(tmp_path / "run")]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "oxrl", *config, *more],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled", **environment},
+        )
+        started.append(process)
+        return process
+
+    yield one
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+RAY = ("--backend", "ray", "--set", "run.sharding=fsdp")
+FOR_EVER = ("--set", "train.train_steps_per_epoch=1000000")
 
 
 def steps_of(folder: Path) -> list[int]:
     file = folder / "metrics.jsonl"
     return [json.loads(line)["step"] for line in file.read_text().splitlines()] if file.exists() else []
-
-
-def until(what, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not what():
-        assert process.poll() is None, process.communicate()[0][-3000:]
-        assert time.monotonic() < deadline, "it took too long"
-        time.sleep(0.05)
 
 
 def ranks_of(launcher: int) -> dict[int, int]:
@@ -108,74 +150,87 @@ def weights(folder: Path) -> dict:
     return load_file(folder / "checkpoints" / f"step_{STEPS:04}" / "model.safetensors")
 
 
-def test_a_run_that_loses_a_rank_goes_on_and_ends_as_if_nothing_had_been(tmp_path):
-    data = rows(tmp_path)
-    broken = start(data, tmp_path / "broken")
-    until(lambda: max(steps_of(tmp_path / "broken"), default=0) >= 6, broken)
-    os.kill(ranks_of(broken.pid)[1], signal.SIGKILL)
-    said, _ = broken.communicate(timeout=PATIENCE)
-    assert broken.returncode == 0, said[-3000:]
-    assert "rank 1 was ended by SIGKILL: going on from the last checkpoint (restart 1 of 3)" in said
+def test_a_script_trains_over_ranks_and_gets_its_result(script):
+    assert [line["step"] for line in script.history] == list(range(1, STEPS + 1))
+    assert script.config.ranks == 2 and len(script.generate("Say 3.", max_new_tokens=2)) == 1
 
-    whole = start(data, tmp_path / "whole")
-    said, _ = whole.communicate(timeout=PATIENCE)
-    assert whole.returncode == 0, said[-3000:]
-    assert steps_of(tmp_path / "broken") == steps_of(tmp_path / "whole") == list(range(1, STEPS + 1))
-    expected, found = weights(tmp_path / "whole"), weights(tmp_path / "broken")
+
+def test_a_run_that_loses_a_rank_ends_as_if_nothing_had_happened(start, script, tmp_path):
+    run = start(OXRL_TEST_LOSES_A_RANK=str(tmp_path / "run"))
+    output, _ = run.communicate(timeout=HANG)
+    assert run.returncode == 0, output[-3000:]
+    assert "rank 1 was ended by SIGKILL: going on from the last checkpoint (restart 1 of 3)" in output
+    assert steps_of(tmp_path / "run") == list(range(1, STEPS + 1))
+    expected, found = weights(script.folder), weights(tmp_path / "run")
     assert all(found[name].equal(tensor) for name, tensor in expected.items())
 
 
-def test_a_run_that_is_told_to_stop_before_it_can_listen_stops(tmp_path):
-    run = start(rows(tmp_path), tmp_path / "run")
-    until(lambda: len(ranks_of(run.pid)) == 2, run)
+WAITS = """
+import os, signal
+if "RANK" in os.environ:
+    signal.pause()
+"""
+
+
+def test_a_run_that_is_told_to_stop_before_it_can_listen_stops(start, tmp_path):
+    """Its ranks have only begun to start."""
+    (tmp_path / "sitecustomize.py").write_text(WAITS)
+    run = start(PYTHONPATH=str(tmp_path))
+    wait_until(lambda: len(ranks_of(run.pid)) == 2, "two ranks were started", run)
     run.send_signal(signal.SIGTERM)
-    said, _ = run.communicate(timeout=PATIENCE)
-    assert run.returncode == 128 + signal.SIGTERM, said[-3000:]
-    assert "going on" not in said and steps_of(tmp_path / "run") == []
+    output, _ = run.communicate(timeout=HANG)
+    assert run.returncode == 128 + signal.SIGTERM, output[-3000:]
+    assert "going on" not in output and steps_of(tmp_path / "run") == []
 
 
-@pytest.mark.parametrize("later", [0.0, 2.5])
-def test_a_run_under_ray_that_is_told_to_stop_before_it_can_listen_leaves_nobody(tmp_path, monkeypatch, later):
+def exist(actors: list[int]) -> bool:
+    return bool(actors)
+
+
+def talk_with_each_other(actors: list[int]) -> bool:
+    """A connection of one ends at the other."""
+    connections = [each for pid in actors for each in psutil.Process(pid).net_connections(kind="tcp")]
+    return len(actors) == 2 and bool(
+        {each.laddr for each in connections} & {each.raddr for each in connections if each.raddr}
+    )
+
+
+@pytest.mark.parametrize("when", [exist, talk_with_each_other])
+def test_a_run_under_ray_that_is_told_to_stop_before_it_can_listen_leaves_no_process(start, when):
     need("ray")
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    run = start(rows(tmp_path), tmp_path / "run", "--backend", "ray", "--set", "run.sharding=fsdp")
-    until(lambda: actors_of(run.pid), run)
+    run = start(*RAY, *FOR_EVER)
+    wait_until(lambda: when(actors_of(run.pid)), "its actors were started", run)
     started = psutil.Process(run.pid).children(recursive=True)
-    time.sleep(later)
     run.send_signal(signal.SIGTERM)
-    said, _ = run.communicate(timeout=PATIENCE)
-    assert run.returncode == 128 + signal.SIGINT, said[-3000:]
-    assert "interrupted" in said and "Traceback" not in said and "SIGTERM received" not in said
-    until_gone(lambda: [each for each in started if each.is_running() and each.status() != psutil.STATUS_ZOMBIE])
+    output, _ = run.communicate(timeout=HANG)
+    assert run.returncode == 128 + signal.SIGINT, output[-3000:]
+    assert "interrupted" in output and "Traceback" not in output and "SIGTERM received" not in output
+    wait_until(lambda: not any(is_alive(each) for each in started), "its cluster has ended")
 
 
-def until_gone(left) -> None:
-    deadline = time.monotonic() + 20
-    while left():
-        assert time.monotonic() < deadline, f"still there: {left()}"
-        time.sleep(0.1)
+def is_alive(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
-def test_a_run_under_ray_that_loses_an_actor_goes_on(tmp_path, monkeypatch):
+def test_a_run_under_ray_that_loses_an_actor_resumes(start, tmp_path):
     need("ray")
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    run = start(rows(tmp_path), tmp_path / "run", "--backend", "ray", "--set", "run.sharding=fsdp")
-    until(lambda: max(steps_of(tmp_path / "run"), default=0) >= 6, run)
-    os.kill(actors_of(run.pid)[1], signal.SIGKILL)
-    said, _ = run.communicate(timeout=PATIENCE)
-    assert run.returncode == 0, said[-3000:]
-    assert "going on from the last checkpoint (2 restarts left)" in said
+    run = start(*RAY, OXRL_TEST_LOSES_A_RANK=str(tmp_path / "run"))
+    output, _ = run.communicate(timeout=HANG)
+    assert run.returncode == 0, output[-3000:]
+    assert "going on from the last checkpoint (2 restarts left)" in output
     assert steps_of(tmp_path / "run") == list(range(1, STEPS + 1))
 
 
 def actors_of(driver: int) -> list[int]:
     """The training actors of the cluster that this process started."""
-    told = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
-    lines = [line.split(None, 2) for line in told.splitlines()[1:]]
-    family = {driver}
-    for _ in range(4):  # driver, raylet, actor
-        family |= {int(pid) for pid, parent, _ in lines if int(parent) in family}
-    return sorted(int(pid) for pid, _, command in lines if "RankActor" in command and int(pid) in family)
+    found = []
+    for child in psutil.Process(driver).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if "RankActor" in " ".join(child.cmdline()):
+                found.append(child.pid)
+    return sorted(found)
 
 
 def listening(process: int) -> set[str]:
@@ -184,24 +239,15 @@ def listening(process: int) -> set[str]:
     return {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN}
 
 
-def test_ranks_can_be_reached_from_here_only_and_end_with_whoever_started_them(tmp_path):
-    launcher = start(rows(tmp_path), tmp_path / "run", "--set", "train.train_steps_per_epoch=100000")
-    until(lambda: steps_of(tmp_path / "run"), launcher)
+def test_ranks_can_be_reached_from_here_only_and_end_with_the_process_that_started_them(start, tmp_path):
+    launcher = start(*FOR_EVER)
+    wait_until(lambda: steps_of(tmp_path / "run"), "it trains", launcher)
     ranks = ranks_of(launcher.pid)
     assert sorted(ranks) == [0, 1]
     assert set().union(*map(listening, ranks.values())) <= {"127.0.0.1", "::1"}
     launcher.kill()
     launcher.communicate()
-    until_gone(lambda: ranks_of(launcher.pid))
-
-
-def test_a_script_trains_over_ranks_and_gets_its_result(tmp_path):
-    rows_given = [{"prompt": f"Say {number}.", "completion": "yes"} for number in range(8)]
-    result = Trainer("tiny", backend="fsdp", training_gpus=2).train(
-        algorithm="sft", data=rows_given, steps=2, train_batch_size_per_gpu=2, output=tmp_path / "run"
-    )
-    assert [line["step"] for line in result.history] == [1, 2]
-    assert result.config.ranks == 2 and len(result.generate("Say 3.", max_new_tokens=2)) == 1
+    wait_until(lambda: not ranks_of(launcher.pid), "the ranks have ended")
 
 
 def test_a_function_of_a_script_keeps_its_run_in_one_process():

@@ -2,28 +2,32 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from oxrl.processes import kill_group
+from tests.waiting import wait_until
 
 CHILD = """
-import time
+import sys
 from multiprocessing.shared_memory import SharedMemory
 memory = SharedMemory(create=True, size=1 << 12)
-time.sleep(2)  # until whoever removes it has begun
 print(memory.name, flush=True)
-time.sleep(600)
+sys.stdin.read()
 """
 
 
-def test_whoever_removes_shared_memory_outlives_the_others_of_a_group():
-    child = subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE, start_new_session=True)
+def test_the_process_that_removes_shared_memory_outlives_the_others_of_its_group():
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    child = subprocess.Popen([sys.executable, "-c", CHILD], **pipes, start_new_session=True)
     memory = Path("/dev/shm") / child.stdout.readline().decode().strip()
     assert memory.exists()
+    wait_until(lambda: trackers_of(child.pid), "the process that removes it runs", child)
     kill_group(child.pid)
-    child.wait()
-    deadline = time.monotonic() + 20
-    while memory.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    child.communicate()
+    wait_until(lambda: not memory.exists(), "the shared memory was removed")
+
+
+def trackers_of(pid: int) -> bool:
+    """Whether a child of it runs the code that removes shared memory, and not yet its parent's."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return any(b"resource_tracker" in Path(f"/proc/{each}/cmdline").read_bytes() for each in children)

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ from oxrl.models.load import load_model
 from oxrl.models.lora import LoraSettings, attach_lora
 from oxrl.weights import MovedOnError, adapter_weights, plain_weights
 from tests.contracts.test_backend import SFT, some_items, split
+from tests.waiting import EXPIRES, HANG, wait_until
 
 pytestmark = pytest.mark.anyio
 TINY = partial(load_model, "tiny")
@@ -71,7 +71,7 @@ def received(weights, most=2**18, **choice):
 
 async def test_actors_do_as_the_local_backend_and_the_next_call_does_not_wait(make):
     one, two, items = create_pytorch_backend(TINY(), lr=1e-3), make(), some_items()
-    for _ in range(3):
+    for _ in range(2):
         expected = await train_step(one, SFT, items, 40)
         counted = two.forward_backward(split(items, 3), SFT, count_units(items))
         stepped = two.optim_step()
@@ -79,13 +79,13 @@ async def test_actors_do_as_the_local_backend_and_the_next_call_does_not_wait(ma
         for key in ("loss", "grad_norm", "lr"):
             assert found[key] == pytest.approx(expected[key], abs=1e-5)
     weights = await two.get_weights()
-    assert (weights.module, weights.version) == (None, 3)
+    assert (weights.module, weights.version) == (None, 2)
     sent = received(weights)
     for name, tensor in plain_weights(one.model):
         torch.testing.assert_close(sent[name], tensor, atol=1e-5, rtol=0)
     await rehearse(two, SFT, items, 100)
     await train_step(two, SFT, items, 40)
-    with pytest.raises(MovedOnError, match="version 3 .* moved on to 4"):
+    with pytest.raises(MovedOnError, match="version 2 .* moved on to 3"):
         received(weights)
 
 
@@ -142,7 +142,7 @@ def talkers(ray_here):
     from oxrl.backends.ray import RayRanks
     from oxrl.cluster import reserve
 
-    places, started = reserve(2, time_limit=30), []
+    places, started = reserve(2, time_limit=HANG), []
 
     def start(**limits):
         started.append(RayRanks(2, places=places, share=0.5, **limits))
@@ -154,51 +154,44 @@ def talkers(ray_here):
     places.free()
 
 
-def gone(pids, seconds):
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        if not [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
-            return True
-        time.sleep(0.1)
-    return False
+def wait_until_gone(pids):
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), f"{pids} have ended")
 
 
-def test_a_rank_that_died_is_named_and_nothing_runs_after_it(talkers):
-    ranks, number = talkers(time_limit=30, call_limit=60)
+def test_a_rank_that_died_is_named_at_once_and_nothing_runs_after_it(talkers):
+    """No time limit expires: they are those of a hang."""
+    ranks, number = talkers(time_limit=HANG, call_limit=HANG)
     assert ranks.call(number, "meet") == [2, 2]
     pids = ranks.call(number, "process_id")
     os.kill(pids[1], signal.SIGKILL)
-    started = time.monotonic()
     with pytest.raises(RankError, match="rank 1, meet: .*its actor failed"):
         ranks.call(number, "meet")
-    assert time.monotonic() - started < 20
     with pytest.raises(RankError, match="meet cannot run any more: rank 1"):
         ranks.call(number, "meet")
     ranks.stop()
-    assert gone(pids, 20)
+    wait_until_gone(pids)
 
 
 def test_a_rank_that_hangs_ends_the_wait_with_its_name(talkers):
-    ranks, number = talkers(time_limit=3, call_limit=60)
+    ranks, number = talkers(time_limit=HANG, call_limit=HANG)
     pids = ranks.call(number, "process_id")
     os.kill(pids[1], signal.SIGSTOP)
-    started = time.monotonic()
+    ranks.time_limit = EXPIRES
     with pytest.raises(RankError, match=r"process_id: no word from rank 1 within \d+ s"):
         ranks.call(number, "process_id")
-    assert 3 <= time.monotonic() - started < 15
     ranks.stop()
-    assert gone(pids, 20)
+    wait_until_gone(pids)
 
 
 def test_more_than_the_cluster_has_is_refused(ray_here):
     from oxrl.cluster import reserve
 
     with pytest.raises(ValueError, match="no room for 50 processes with 1 CPU each .* lower run.training_gpus"):
-        reserve(50, time_limit=1.0)
+        reserve(50, time_limit=EXPIRES)
 
 
 DRIVER = """
-import sys, time
+import sys
 from oxrl.backends.ray import RayRanks
 from oxrl.cluster import ray_cluster
 from tests.backends.test_ray import Talker
@@ -206,7 +199,7 @@ from tests.backends.test_ray import Talker
 with ray_cluster(sys.argv[1]):
     ranks = RayRanks(2)
     print(*ranks.call(ranks.start(Talker), "process_id"), flush=True)
-    time.sleep(600)
+    sys.stdin.read()
 """
 
 
@@ -214,10 +207,11 @@ def test_a_driver_that_was_killed_leaves_no_actor_on_its_cluster(ray_here):
     import ray
 
     address = ray.get_runtime_context().gcs_address
-    with subprocess.Popen([sys.executable, "-c", DRIVER, address], stdout=subprocess.PIPE, text=True) as driver:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", DRIVER, address], **pipes) as driver:
         assert driver.stdout is not None
         pids = [int(pid) for pid in driver.stdout.readline().split()]
-        assert len(pids) == 2 and not gone(pids, 0.5)
+        assert len(pids) == 2 and all(Path(f"/proc/{pid}").exists() for pid in pids)
         driver.send_signal(signal.SIGKILL)
         driver.wait()
-    assert gone(pids, 30)
+    wait_until_gone(pids)
