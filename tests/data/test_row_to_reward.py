@@ -28,6 +28,7 @@ AS_ASKED_FOR = {
     "mcqa_reward_func": "We work it out.\nAnswer: {}",
     "code_reward_func": "Here it is:\n```python\n{}\n```",
 }
+AT_ONCE = 8  # so that no program waits for many others
 GRADED = [case for case in CASES if DATASETS[case.dataset].reward in AS_ASKED_FOR]
 
 
@@ -68,10 +69,16 @@ def test_every_row_is_rendered_for_what_it_is_for(case, smollm2):
 
 
 def graded(name: str, answers: list[tuple[Sample, str]], **parameters: Any) -> list[float | None]:
-    without_limit = partial(grade, time_limit=HANG)  # many programs wait for a free core
-    rollouts = anyio.run(without_limit, [said(*answer) for answer in answers], reward(name, **parameters))
-    assert [rollout.error for rollout in rollouts if rollout.error] == []
-    return [rollout.reward for rollout in rollouts]
+    if name == "code_reward_func":
+        parameters["timeout"] = HANG
+    without_limit = partial(grade, time_limit=HANG)
+    earned: list[float | None] = []
+    for start in range(0, len(answers), AT_ONCE):
+        some = [said(*answer) for answer in answers[start : start + AT_ONCE]]
+        rollouts = anyio.run(without_limit, some, reward(name, **parameters))
+        assert [rollout.error for rollout in rollouts if rollout.error] == []
+        earned += [rollout.reward for rollout in rollouts]
+    return earned
 
 
 @pytest.mark.parametrize("case", GRADED, indirect=True, ids=case_name)
