@@ -1,8 +1,9 @@
 """A run to which something happens again and again, beside one to which nothing happens: both must end the same.
 
-`oxrl train` on `tiny`, GRPO with the embedded engine, as a child process. Faults come at random moments and the run is
-resumed each time. At the end no step is lost or doubled, what was said and measured is the same, weights, optimizer and
-random states are the same bytes, and memory did not grow.
+`oxrl train` on `tiny`, GRPO with the embedded engine, as a child process (a fork, so that it starts at once). Faults
+come at random moments, or with `--every-steps 4` after so many steps, and the run is resumed each time. At the end no
+step is lost or doubled, what was said and measured is the same, weights, optimizer and random states are the same
+bytes, and memory did not grow.
 
     python benchmarks/soak.py [--minutes 30] [--every 60] [--seed 0] [--faults kill,term,damage,full] [--steps 0]
 
@@ -25,11 +26,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
+LONG = 3600.0  # seconds after which a run counts as hung
 LOOK = 0.2  # seconds between two looks at what a run has done
 ROOM = 6 << 20  # bytes that a full disk still takes: the weights of `tiny`, and not its optimizer's state
+FORKS = get_context("fork")
 TIMELY = ("second", "memory_gib")  # what differs between any two runs
 CONFIG = {
     "model": {"name": "tiny"},
@@ -55,22 +60,31 @@ class Run:
         self.folder, self.log, self.config = home / name, home / f"{name}.log", config
         self.overrides = [word for each in overrides for word in ("--set", each)]
         self.memory: list[list[int]] = []  # MiB over time, for each life
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: BaseProcess | None = None
 
-    def live(self) -> None:
+    def live(self, steps: int = 0) -> None:
+        """Until it ends, or stands still after so many steps."""
         resume = ["--resume"] if (self.folder / "config.yaml").exists() else []
-        door = "from oxrl.cli import main; main()"
-        command = [sys.executable, "-c", door, "train", str(self.config), "--output", str(self.folder)]
-        with self.log.open("ab") as out:
-            self.process = subprocess.Popen([*command, *resume, *self.overrides], stdout=out, stderr=out)
+        command = ["oxrl", "train", str(self.config), "--output", str(self.folder), *resume, *self.overrides]
+        self.process = FORKS.Process(target=_train, args=(command, self.log, self.folder, steps))
+        self.process.start()
         self.memory.append([])
         self.first = self.step
+
+    @property
+    def stands_still(self) -> bool:
+        assert self.process is not None
+        return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+    def let_go_on(self) -> None:
+        assert self.process is not None
+        os.kill(self.process.pid or 0, signal.SIGCONT)
 
     def look(self) -> int | None:
         """Wait a little; the exit code if it has ended."""
         assert self.process is not None
         time.sleep(LOOK)
-        if (code := self.process.poll()) is None:
+        if (code := self.process.exitcode) is None:
             self.first = min(self.first, step := self.step)
             pages = Path(f"/proc/{self.process.pid}/statm").read_text().split()
             if len(pages) > 1 and step > self.first + 1:  # it has warmed up
@@ -86,9 +100,9 @@ class Run:
         sys.exit(f"the run did not end within {seconds:g} s: {self.last_words()}")
 
     def end(self) -> None:
-        if self.process is not None and self.process.poll() is None:
+        if self.process is not None and self.process.exitcode is None:
             self.process.kill()
-            self.process.wait(20)
+            self.process.join()
 
     @property
     def step(self) -> int:
@@ -117,7 +131,8 @@ def kill(run: Run, _chance: random.Random) -> None:
 def term(run: Run, _chance: random.Random) -> None:
     assert run.process is not None
     run.process.terminate()
-    run.ended_within(120)
+    run.let_go_on()
+    run.ended_within(LONG)
 
 
 def damage(run: Run, chance: random.Random) -> None:
@@ -138,8 +153,9 @@ def full(run: Run, _chance: random.Random) -> None:
     """From now on nothing larger can be written: the next checkpoint fails, and the run with it."""
     assert run.process is not None
     before = run.log.stat().st_size
-    resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, (ROOM, ROOM))
-    code = run.ended_within(180)
+    resource.prlimit(run.process.pid or 0, resource.RLIMIT_FSIZE, (ROOM, ROOM))
+    run.let_go_on()
+    code = run.ended_within(LONG)
     said = run.log.read_bytes()[before:].decode(errors="replace")
     if code and "could not be written" not in said:
         sys.exit(f"a full disk ended the run without a word about it: {said[-2000:]}")
@@ -174,46 +190,70 @@ def soak(run: Run, plain: Run, arguments: argparse.Namespace) -> list[Event]:
     """Both runs side by side, one of them with faults, until both have ended."""
     chance, events = random.Random(arguments.seed), []
     faults, started = in_turn(arguments.faults.split(","), chance), time.monotonic()
+    steps = arguments.every_steps
     plain.live()
-    run.live()
+    run.live(steps)
     while run.process is not None:
         wait = chance.uniform(0.5, 1.5) * arguments.every
         over = time.monotonic() - started + wait > 60 * arguments.minutes or len(events) == arguments.most_faults
-        code = _watched(run, float("inf") if over else wait)
+        code = _watched(run, float("inf") if over else wait, by_steps=bool(steps) and not over)
         if code == 0:
             break
         if code is not None:
             sys.exit(f"the run ended with {code}, and nothing had happened to it: {run.last_words()}")
-        events.append(_strike(run, next(faults), chance))
+        steps = 0 if len(events) + 1 == arguments.most_faults else steps
+        events.append(_strike(run, next(faults), chance, steps))
         print(f"{time.monotonic() - started:6.0f} s  {events[-1]}", file=sys.stderr, flush=True)
-    if plain.ended_within(3600) != 0:
+    if plain.ended_within(LONG) != 0:
         sys.exit(f"the run without faults failed: {plain.last_words()}")
     return events
 
 
-def _watched(run: Run, seconds: float) -> int | None:
-    """Let it be for so long, and until it has got somewhere; its exit code if it has ended."""
+def _watched(run: Run, seconds: float, *, by_steps: bool) -> int | None:
+    """Let it be for so long and until it has got somewhere, or until it stands still; its exit code if it has ended."""
     deadline = time.monotonic() + seconds
     before = run.step
-    while time.monotonic() < deadline or run.step <= before:
+    while (not run.stands_still) if by_steps else (time.monotonic() < deadline or run.step <= before):
         if (code := run.look()) is not None:
             return code
     return None
 
 
-def _strike(run: Run, fault: str, chance: random.Random) -> Event:
+def _strike(run: Run, fault: str, chance: random.Random, steps: int) -> Event:
     reached, struck = run.step, time.monotonic()
     FAULTS[fault](run, chance)
     reached = max(reached, run.step)
-    if run.process is not None and run.process.poll() is not None:
-        run.live()
+    if run.process is not None and run.process.exitcode is not None:
+        run.live(steps)
     resumed = reached
-    deadline = time.monotonic() + 600
+    deadline = time.monotonic() + LONG
     while run.step <= reached and run.look() is None:
         resumed = min(resumed, run.step)
         if time.monotonic() > deadline:
             sys.exit(f"after {fault} at step {reached} the run came no further: {run.last_words()}")
     return Event(fault, reached, reached - resumed, time.monotonic() - struck)
+
+
+def _train(command: list[str], log: Path, folder: Path, steps: int) -> None:
+    """In the child: the command, which stops itself before it logs one more than so many steps."""
+    with log.open("ab") as out:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
+    left = steps
+
+    def stop_at_last(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal left
+        if event == "open" and str(arguments[0]) == str(folder / "metrics.jsonl") and arguments[1] == "a":
+            left -= 1
+            if left == -1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+    if steps:
+        sys.addaudithook(stop_at_last)
+    from oxrl.cli import main
+
+    sys.argv = command
+    main()
 
 
 def facts(run: Run, steps: int) -> dict[str, Any]:
@@ -274,7 +314,7 @@ def calibrated(home: Path, config: Path, overrides: list[str], minutes: float) -
     """As many steps as fit into the time, when two runs share the machine."""
     trial = Run(home, "trial", config, [*overrides, "train.train_steps_per_epoch=24"])
     trial.live()
-    trial.ended_within(600)
+    trial.ended_within(LONG)
     lines = [json.loads(line) for line in (trial.folder / "metrics.jsonl").read_text().splitlines()]
     seconds = statistics.median(line["generate_seconds"] + line["train_seconds"] for line in lines[4:])
     return max(24, int(60 * minutes / (1.5 * seconds)))
@@ -292,6 +332,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("--minutes", type=float, default=30.0, help="how long faults go on")
     parser.add_argument("--every", type=float, default=60.0, help="seconds between two faults, on average")
+    parser.add_argument("--every-steps", type=int, default=0, help="steps between two faults, instead of seconds")
     parser.add_argument("--seed", type=int, default=0, help="of what happens when")
     parser.add_argument("--faults", default="kill,term,damage,full", help=f"some of {', '.join(FAULTS)}")
     parser.add_argument("--most-faults", type=int, default=-1)
@@ -299,6 +340,10 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], help="as in `oxrl train`")
     parser.add_argument("--inexact", action="store_true", help="do not compare with the run without faults")
     arguments = parser.parse_args()
+    import oxrl.generators.embedded
+    import oxrl.loops.online
+    import oxrl.wiring  # noqa: F401 - once, for all children
+
     home = Path(tempfile.mkdtemp(prefix="oxrl-soak-"))
     config = write_inputs(home)
     steps = arguments.steps or calibrated(home, config, arguments.set, arguments.minutes)

@@ -53,6 +53,11 @@ class Forked(Remote):
         super().__init__(connection)
         self.server, self.pids = server, list(pids)
 
+    @property
+    def has_ended(self) -> bool:
+        """The first one, which was not waited for yet."""
+        return Path(f"/proc/{self.pids[0]}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
     def end(self) -> list[int]:
         """No more calls; the exit codes of all, once all have ended by themselves."""
         self.connection.close()

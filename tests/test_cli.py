@@ -1,10 +1,10 @@
 """The command line as a user meets it: what works, and what one sees when it does not."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 from typer.testing import CliRunner
@@ -13,6 +13,7 @@ import oxrl
 from oxrl.cli import app
 from tests.engines import need
 from tests.rows import sums, write_jsonl
+from tests.waiting import wait_until
 
 
 def run(*arguments, **options):
@@ -193,27 +194,33 @@ SFT = ("--algorithm", "sft")
 RAY = (*SFT, "--backend", "ray", "--set", "run.training_gpus=1", "--set", "run.sharding=fsdp")
 
 
+def command_line(_connection, log, arguments):
+    """In a fork: `oxrl` with these arguments, and what it says on standard error in a file."""
+    from oxrl.cli import main
+
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell that runs tests aside may have taken away
+    sys.argv = ["oxrl", *arguments]
+    try:
+        main()
+    except SystemExit as end:
+        os._exit(end.code)
+
+
 @pytest.mark.parametrize(("stop", "how"), [("SIGINT", SFT), ("SIGTERM", SFT), ("SIGINT", ONLINE), ("SIGTERM", RAY)])
-def test_an_interrupted_run_saves_says_so_and_goes_on(tmp_path, stop, how):
+def test_an_interrupted_run_saves_what_is_done_and_says_how_to_resume(tmp_path, forks, stop, how):
     if how == RAY:
         need("ray")
     data = write_jsonl(tmp_path / "rows.jsonl", sums(16))
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "oxrl.cli", "train", "--output", str(out)]
-    start = [*command, "--model", "tiny", "--data", str(data), "--epochs", "500", *how]
-    # A shell that runs the tests in the background lets its children ignore interrupts; this one must not.
-    heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
-    process = subprocess.Popen(start, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
-    deadline = time.monotonic() + 300
-    while not (out / "metrics.jsonl").exists():
-        assert time.monotonic() < deadline, "it did not start"
-        time.sleep(0.05)
-    time.sleep(1.0 if how == ONLINE else 0.0)  # in the middle of whatever it does
-    process.send_signal(getattr(signal, stop))
-    _, said = process.communicate(timeout=300)
-    assert process.returncode == 130, said
-    assert "--resume" in said
-    assert "Traceback" not in said
+    train = ["train", "--output", str(out), "--model", "tiny", "--data", str(data), "--epochs", "1000000", *how]
+    run = forks.start([(command_line, (tmp_path / "log", train))], RAY_AUTH_MODE="disabled")
+    wait_until(lambda: (out / "metrics.jsonl").exists() or run.has_ended, "it trains")
+    os.kill(run.pids[0], getattr(signal, stop))
+    codes, log = run.end(), (tmp_path / "log").read_text()
+    assert codes == [130], log
+    assert "--resume" in log
+    assert "Traceback" not in log
     done = len((out / "metrics.jsonl").read_text().splitlines())
     assert (out / "checkpoints" / f"step_{done:04d}").is_dir(), "what was done is saved"
 

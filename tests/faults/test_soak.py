@@ -1,21 +1,26 @@
 """The soak of `benchmarks/soak.py`, for two faults: what runs for half an hour there must run at all."""
 
-import subprocess
+from __future__ import annotations
+
+import io
+import runpy
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 SOAK = Path(__file__).parents[2] / "benchmarks" / "soak.py"
 
 
-def test_a_run_that_is_struck_and_resumed_ends_as_one_that_is_left_alone():
-    given = ["--steps", "14", "--every", "1", "--faults", "damage,term", "--most-faults", "2"]
-    done = subprocess.run(
-        [sys.executable, str(SOAK), *given, "--set", "train.checkpoint_every=1"],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert "14 steps, 2 faults" in done.stdout and "| bytes equal to the run without faults | yes |" in done.stdout
-    assert "| damage | 1 |" in done.stdout and "| term | 1 |" in done.stdout
+def soak(*arguments: str) -> str:
+    """What it prints."""
+    sys.argv = [str(SOAK), *arguments]
+    with redirect_stdout(io.StringIO()) as out:
+        runpy.run_path(str(SOAK), run_name="__main__")
+    return out.getvalue()
+
+
+def test_a_run_that_is_struck_and_resumed_ends_as_one_that_is_left_alone(forks):
+    faults = ["--every-steps", "4", "--faults", "damage,term", "--most-faults", "2"]
+    out = forks.run(soak, "--steps", "12", *faults, "--set", "train.checkpoint_every=1")
+    assert "12 steps, 2 faults" in out and "| bytes equal to the run without faults | yes |" in out
+    assert "| damage | 1 |" in out and "| term | 1 |" in out
