@@ -6,9 +6,12 @@ An engine is thus started once in a run. Long units come first, so that the work
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
@@ -36,39 +39,48 @@ def engines_of(item: pytest.Item) -> list[str]:
     return [name for name in (*getattr(item, "fixturenames", ()), *marked) if name in GROUPS]
 
 
-def unit_of(nodeid: str) -> str:
-    """What goes to one worker as a whole: the group behind the `@`, else the file."""
-    name, _, group = nodeid.rpartition("@")
-    return group if name and "]" not in group and "/" not in group else nodeid.split("::")[0]
-
-
 def ordered(units: Sequence[str], seed: str | None) -> list[str]:
     if seed is not None:
         return random.Random(seed).sample(units, len(units))
     return sorted(units, key=lambda unit: FIRST.index(unit) if unit in FIRST else len(FIRST))
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    unit: dict[pytest.Item, str] = {}
+def unit_of(item: pytest.Item) -> str:
+    """What goes to one worker as a whole: the users of an engine, else a file."""
+    groups = {GROUPS[name] for name in engines_of(item)}
+    if len(groups) > 1:
+        raise pytest.UsageError(f"{item.nodeid} uses engines of two workers: {', '.join(sorted(groups))}")
+    return groups.pop() if groups else item.nodeid.split("::")[0]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    units = {item.nodeid: unit_of(item) for item in items}
     for item in items:
-        groups = {GROUPS[name] for name in engines_of(item)}
-        if len(groups) > 1:
-            raise pytest.UsageError(f"{item.nodeid} uses engines of two workers: {', '.join(sorted(groups))}")
-        for group in groups:
+        if units[item.nodeid] in GROUPS.values():
             item.add_marker(pytest.mark.engine)
-            item.add_marker(pytest.mark.xdist_group(group))
-        unit[item] = next(iter(groups), item.nodeid.split("::")[0])
     seed = os.environ.get("OXRL_TEST_ORDER")
     if seed is not None:
         random.Random(seed).shuffle(items)
-    position = {name: index for index, name in enumerate(ordered(list(dict.fromkeys(unit.values())), seed))}
-    items.sort(key=lambda item: position[unit[item]])
+    position = {name: index for index, name in enumerate(ordered(list(dict.fromkeys(units.values())), seed))}
+    items.sort(key=lambda item: position[units[item.nodeid]])
+    if hasattr(config, "workerinput"):
+        written = _units_file().with_suffix(f".{os.getpid()}")
+        written.write_text(json.dumps(units))
+        written.rename(_units_file())
+
+
+def _units_file() -> Path:
+    """Where a worker tells the scheduler, which sees no more of a test than its name; all workers write the same."""
+    return Path(tempfile.gettempdir()) / "units.json"
 
 
 class UnitScheduling(LoadScopeScheduling):
+    def schedule(self) -> None:
+        self.units: dict[str, str] = json.loads(_units_file().read_text())
+        super().schedule()
+
     def _split_scope(self, nodeid: str) -> str:
-        return unit_of(nodeid)
+        return self.units[nodeid]
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> UnitScheduling:

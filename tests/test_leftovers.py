@@ -1,4 +1,4 @@
-"""A test run leaves nothing behind, however it ends; and tests are grouped by the engines that they share."""
+"""A test run leaves nothing behind, however it ends; long tests come first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.leftovers import VARIABLE
-from tests.scheduling import ordered, unit_of
+from tests.scheduling import ordered
 from tests.waiting import HANG, wait_until
 
 RUN = """
@@ -76,19 +76,6 @@ def test_a_run_that_is_interrupted_leaves_nothing(run, sign):
     wait_until(lambda: not alive(facts["child"]), "the end of what the run started")
     wait_until(lambda: not Path(facts["memory"]).exists(), "the end of its shared memory")
     wait_until(lambda: not Path(facts["folder"]).parent.exists(), "the end of its temporary files")
-
-
-@pytest.mark.parametrize(
-    ("test", "unit"),
-    [
-        ("tests/a/test_b.py::test_c", "tests/a/test_b.py"),
-        ("tests/a/test_b.py::test_c[d@e]", "tests/a/test_b.py"),
-        ("tests/a/test_b.py::test_c[d@e]@vllm-server", "vllm-server"),
-        ("tests/a/test_b.py::test_c@ranks", "ranks"),
-    ],
-)
-def test_tests_go_to_workers_by_file_or_by_engine(test, unit):
-    assert unit_of(test) == unit
 
 
 def test_long_units_come_first_and_a_seed_gives_another_order():
