@@ -19,7 +19,7 @@ from pathlib import Path
 
 VARIABLE = "OXRL_TEST_RUN"  # "PID:folder" of the run
 MEMORY = Path("/dev/shm")
-LOOK = 2.0  # seconds between two looks at what the run uses
+LOOK = 10.0  # seconds between two looks at what the run uses
 
 
 def processes(run: str) -> dict[int, str]:
