@@ -127,6 +127,7 @@ def test_where_prompts_are_computed_in_every_row_they_are_paid_for_in_every_row(
 def test_rows_of_one_rollout_count_as_one_sequence():
     items = [(row(4, "a#0", sequence="a"),), (row(4, "a#1", sequence="a"),), (row(4, "b"),)]
     assert count_units(items)["sequence"] == 2
+    assert count_units([*items, (row(4, "c#0", sequence="c"),)])["sequence"] == 3
 
 
 @pytest.mark.parametrize(
