@@ -15,10 +15,10 @@ export OMP_WAIT_POLICY ?= PASSIVE
 demo: $(VENV)/.core
 	$(BIN)/python examples/demo.py
 
-test: $(VENV)/.engines lint
+test: $(VENV)/.engines $(VENV)/.model lint
 	OXRL_REQUIRE_ENGINES=1 $(BIN)/python -m pytest -n 2
 
-check: $(VENV)/.dev lint
+check: $(VENV)/.model lint
 	$(BIN)/python -m pytest -n 2 -m "not engine and not trains"
 
 lint: $(VENV)/.dev
@@ -53,6 +53,12 @@ $(VENV)/.core: pyproject.toml $(VENV)/.torch
 $(VENV)/.dev: $(VENV)/.core
 	@echo "installing what the tests need"
 	@$(PIP) --editable ".[dev]"
+	@touch $@
+
+# Not inside of a test, which would wait for the network.
+$(VENV)/.model: $(VENV)/.dev
+	@echo "fetching the small chat model that some tests use"
+	@$(BIN)/python -c "from oxrl.models.builtin import prepare_builtin; prepare_builtin('smollm2-135m')"
 	@touch $@
 
 # Real engines, so that nothing is skipped. vLLM's build for processors asks for builds of torch that do not exist there,
