@@ -78,6 +78,7 @@ class Server(Remote):
 
     def __init__(self, log: Path) -> None:
         ours, theirs = Pipe()
+        self.log = log
         settings = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
         with log.open("wb") as out:
             self.process = subprocess.Popen(

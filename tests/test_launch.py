@@ -117,8 +117,8 @@ def start(script, tmp_path):
 
     yield one
     for process in started:
-        process.kill()
-        process.communicate()
+        with process:  # closes its pipe
+            process.kill()
 
 
 RAY = ("--backend", "ray", "--set", "run.sharding=fsdp")

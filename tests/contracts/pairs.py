@@ -1,13 +1,10 @@
-"""SFT, DPO and GRPO over one backend, GRPO with each engine: `python -m tests.contracts.pairs BACKEND FOLDER URL`.
-
-In each of the ranks where there are several; what rank 0's runs logged goes to `FOLDER/BACKEND.json`.
-"""
+"""SFT, DPO and GRPO over one backend, GRPO with each engine; in each of the ranks where there are several."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from oxrl.config import check_config
@@ -16,12 +13,13 @@ from oxrl.types import Score
 from oxrl.verify import any_difference
 from oxrl.wiring import train_run
 from tests.rows import sums, write_jsonl
+from tests.waiting import HANG
 
 RANKS = {"local": 1, "fsdp": 2, "deepspeed": 2, "ray": 2}
 ENGINES = {  # embedded: not under Ray, where the trainer is elsewhere
     "local": ("embedded", "vllm adapter", "http"),
     "fsdp": ("embedded", "vllm", "http gloo"),
-    "deepspeed": ("embedded", "vllm", "http"),
+    "deepspeed": ("embedded", "http"),  # with vLLM of its own under Ray
     "ray": ("vllm", "http gloo", "vllm adapter colocated"),
 }
 ROWS = 4  # of a step, over all ranks
@@ -44,7 +42,7 @@ def config_of(backend: str, folder: Path, algorithm: str, engine: str = "embedde
             "train_steps_per_epoch": 2,
             "lr": 1e-3,
         },
-        "run": {"backend": backend, "training_gpus": ranks if ranks > 1 else None, "rank_time_limit": 120.0},
+        "run": {"backend": backend, "training_gpus": ranks if ranks > 1 else None, "rank_time_limit": HANG},
     }
     if algorithm == "grpo":
         config["reward"] = {"reward_func": "oxrl.verify:any_difference"}
@@ -86,13 +84,16 @@ def run_all(backend: str, folder: Path, url: str) -> dict[str, list[dict[str, fl
     return logged
 
 
-def main(backend: str, folder: str, url: str) -> None:
-    if "RANK" in os.environ:
-        join(time_limit=120.0)
-    logged = run_all(backend, Path(folder), url)
-    (Path(folder) / f"{backend}.json").write_text(json.dumps(logged))
+def first(_connection: Connection, backend: str, folder: Path, url: str) -> None:
+    """The driver, or rank 0: what its runs logged goes to `FOLDER/BACKEND.json`."""
+    if backend != "ray":
+        os.environ.update({"RANK": "0", "LOCAL_RANK": "0"})
+        join(time_limit=HANG)
+    logged = run_all(backend, folder, url)
+    (folder / f"{backend}.json").write_text(json.dumps(logged))
     leave(0)
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def another(rank: int) -> None:
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank)})
+    join(time_limit=HANG)

@@ -40,7 +40,7 @@ def engine_of(backend):
 
 @pytest.mark.parametrize("stage", [0, 1])
 async def test_steps_without_sharded_gradients_are_those_of_the_local_backend(zero, stage):
-    common = {"lr_scheduler": "cosine", "num_steps": 4, "max_grad_norm": 0.5}
+    common = {"lr_scheduler": "cosine", "num_steps": 3, "max_grad_norm": 0.5}
     backend = zero({"zero_optimization": {"stage": stage}}, **common)
     await same_steps(local(**common), backend, algorithm("sft"), items_of("sft"))
 
@@ -77,9 +77,14 @@ async def test_a_section_reaches_deepspeed_and_a_reference_can_be_a_whole_copy(z
         ({"deepspeed": {"zero_optimization": {"stage": 0}}, "load": HALF}, "stage 0 trains in float32 only"),
     ],
 )
-async def test_a_section_that_cannot_work_is_refused_and_harms_nobody(zero, sections, words):
+async def test_a_section_that_cannot_work_is_refused(sections, words):
     with pytest.raises(ValueError, match=words):
         deepspeed(3, others={"ref": TINY}, **sections)
+
+
+async def test_ranks_that_refused_a_section_serve_the_next_one(zero):
+    with pytest.raises(ValueError, match="holds settings"):
+        deepspeed(3, deepspeed={"zero_optimization": 3})
     await zero({}).logprobs(split(some_items(), 8))
 
 

@@ -25,7 +25,7 @@ from tests.contracts import together
 from tests.contracts.test_backend import BACKENDS, some_items, split, train
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine("ranks")]
-NAMES = {"sft": {}, "dpo": {}, "grpo": {"kl_coef": 0.1}, "ppo": {}, "tdpo": {}}
+NAMES = {"grpo": {"kl_coef": 0.1}, "ppo": {}, "tdpo": {}}
 TINY = partial(load_model, "tiny")
 CLOSE = {"atol": 1e-5, "rtol": 0}
 RATES = {"lr": 1e-3, "eps": 1e-6}  # with a smaller eps, a gradient that is nothing but rounding becomes a step
@@ -89,7 +89,7 @@ class Refused:
         return self.words
 
 
-def items_of(name, n=5):
+def items_of(name, n=4):
     chosen = algorithm(name)
     samples = load_samples(raw_rows(chosen.assemble, n, seed=0)).samples
     return assemble(samples, chosen, Renderer(load_tokenizer("tiny"))).items
@@ -106,10 +106,10 @@ def test_slices_that_speak_otherwise_than_the_whole_are_refused_on_every_rank():
         assert "spread over 2 ranks, the model gives other log-probs than in one piece" in words
 
 
-async def same_steps(one, two, built, items, steps=4):
+async def same_steps(one, two, built, items, steps=3):
     """Losses and gradients at each step, with micro-batches of another size each time."""
     for step in range(steps):
-        budget = (40, 90, 10_000)[step % 3]
+        budget = (60, 10_000)[step % 2]
         expected = await train_step(one, built, items, budget, {})
         found = await train_step(two, built, items, budget, {})
         for key in expected.keys() - {"tokens_per_second", "step_seconds", "memory_gib"}:
@@ -133,8 +133,8 @@ async def same_weights(one, two, **allowed):
         )
 
 
-# What a loss reads is the same code on every engine; a reference and a head are placed by each in its own way.
-STEPS = [(engine, name) for engine in ("fsdp", "zero3") for name in NAMES] + [("zero2", "dpo"), ("zero2", "ppo")]
+# SFT is below with checkpointed gradients, DPO with a reference that moves, and that over zero2 too.
+STEPS = [*((engine, name) for engine in ("fsdp", "zero3") for name in NAMES), ("zero2", "ppo")]
 
 
 @pytest.mark.parametrize(("sharded", "name"), STEPS, indirect=["sharded"])
@@ -144,12 +144,14 @@ async def test_steps_are_those_of_the_local_backend(sharded, name):
         "heads": built.heads,
         "others": dict.fromkeys(built.others, TINY),
         "lr_scheduler": "cosine",
-        "num_steps": 4,
+        "num_steps": 3,
     }
     await same_steps(local(**common), sharded(**common), built, items_of(name))
 
 
-@pytest.mark.parametrize("head", ["value", "score"])
+@pytest.mark.parametrize(
+    ("sharded", "head"), [("fsdp", "value"), ("fsdp", "score"), ("zero3", "value")], indirect=["sharded"]
+)
 async def test_heads_of_a_model_in_half_precision_stay_in_float32(sharded, head):
     backend = sharded(HALF, heads=(head,))
     (outputs,) = await backend.logprobs([collate(some_items())])
@@ -174,7 +176,9 @@ async def test_log_probs_come_back_in_the_order_of_the_batches(sharded):
         torch.testing.assert_close(two.logprob, one.logprob, **CLOSE)
 
 
-@pytest.mark.parametrize("name", ["dpo", "tdpo"])
+@pytest.mark.parametrize(
+    ("sharded", "name"), [("fsdp", "dpo"), ("fsdp", "tdpo"), ("zero3", "tdpo")], indirect=["sharded"]
+)
 async def test_an_adapter_is_trained_against_its_own_base(sharded, tmp_path, name):
     one, two = local(with_adapter), sharded(with_adapter)
     await same_steps(one, two, algorithm(name), items_of(name), steps=2)

@@ -28,19 +28,24 @@ _SHARED: list[forks.Forked] = []  # two ranks that run one test after the other
 # In the process of the test run
 
 
-def start(config: pytest.Config, ranks: int, time_limit: float = HANG, files: Sequence[str] = ()) -> forks.Forked:
-    """They have met when this returns."""
-    factory: pytest.TempPathFactory = config._tmp_path_factory  # type: ignore[attr-defined]
-    home = factory.mktemp("ranks")
-    settings = {
+def settings(home: Path, ranks: int) -> dict[str, str]:
+    """As `oxrl.launch` gives them to its ranks."""
+    return {
         MEETING: str(home / "meeting"),
         "WORLD_SIZE": str(ranks),
+        "GLOO_SOCKET_IFNAME": "lo",
         "MASTER_ADDR": "127.0.0.1",  # what DeepSpeed asks for, and does not use
         "MASTER_PORT": str(free_ports(1)[0]),
         "TORCH_EXTENSIONS_DIR": str(home / "extensions"),
     }
+
+
+def start(config: pytest.Config, ranks: int, time_limit: float = HANG, files: Sequence[str] = ()) -> forks.Forked:
+    """They have met when this returns."""
+    factory: pytest.TempPathFactory = config._tmp_path_factory  # type: ignore[attr-defined]
+    home = factory.mktemp("ranks")
     mains = [(lead, (time_limit, home, files)), *((serve, (rank, time_limit)) for rank in range(1, ranks))]
-    group = forks.server(config).start(mains, **settings)
+    group = forks.server(config).start(mains, **settings(home, ranks))
     try:
         group.answer()
     except BaseException:
