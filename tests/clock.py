@@ -1,4 +1,4 @@
-"""Tests without time: a clock that a test moves itself, computations that end, examples that need no deadline."""
+"""Tests without time: a clock that a test moves itself, and computations that end."""
 
 from __future__ import annotations
 
@@ -11,13 +11,9 @@ from typing import Any
 import anyio
 import pytest
 import trio
-from hypothesis import HealthCheck, settings
 from sniffio import current_async_library
 
 from tests.waiting import HANG
-
-untimed = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-"""`@untimed` below `@given`: the same examples in every run, on a slow machine too."""
 
 
 async def expire(seconds: float) -> None:

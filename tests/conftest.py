@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import hypothesis
 import pytest
 
 from oxrl.concurrent import run_blocking
@@ -32,6 +33,16 @@ from tests.waiting import HANG
 
 WATCH = pytest.StashKey[leftovers.Watch]()
 LEFT = pytest.StashKey[list[str]]()
+
+
+hypothesis.settings.register_profile(  # the same examples in every run, on a slow machine too
+    "repeatable",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("repeatable")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from oxrl.data.buffer import DataBuffer, MixedBuffer
 from oxrl.types import DataSource, Item, Message, Row, Sample
-from tests.clock import untimed
 
 ITEMS = [f"item {i}" for i in range(7)]
 
@@ -115,7 +114,7 @@ def assert_within_one(ratios: dict[str, float], draws: int) -> None:
             assert abs(counts[name] - k * ratio / total) < 1, (k, counts, ratios)
 
 
-@settings(untimed, max_examples=100)
+@settings(max_examples=100)
 @given(st.lists(st.one_of(st.floats(0, 1), st.integers(0, 20), st.just(0.001)), min_size=1, max_size=9).filter(any))
 def test_every_prefix_of_a_mixture_is_within_one_draw_of_its_ratios(ratios: list[float]) -> None:
     assert_within_one(dict(zip("abcdefghi", ratios, strict=False)), 400)

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from oxrl.data.pack import collate, count_units, pack
 from oxrl.types import Row
-from tests.clock import untimed
 
 
 def row(length, name="r", trained=1, **more):
@@ -29,7 +28,6 @@ def names(batches):
 lengths = st.lists(st.lists(st.integers(2, 40), min_size=1, max_size=2), min_size=1, max_size=30)
 
 
-@untimed
 @given(lengths, st.integers(10, 100), st.booleans())
 def test_every_item_lands_in_exactly_one_batch_that_keeps_to_the_budget(groups, budget, padded):
     items = [tuple(row(n, f"{i}.{j}") for j, n in enumerate(group)) for i, group in enumerate(groups)]
@@ -139,7 +137,6 @@ def test_a_row_that_cannot_be_trained_is_refused(tokens, mask, reason):
         Row("r", tokens, mask)
 
 
-@untimed
 @given(lengths, st.integers(10, 100), st.integers(1, 5), st.sampled_from(["packed", "padded", "shared"]))
 def test_side_by_side_nobody_is_without_work_while_there_are_items(groups, budget, parallel, layout):
     items = [tuple(row(n, f"{i}.{j}") for j, n in enumerate(group)) for i, group in enumerate(groups)]

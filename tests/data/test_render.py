@@ -13,7 +13,6 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from oxrl.data.render import _SENTINEL, Renderer, TemplateError, compute_loss_mask, tokenize_conversation
 from oxrl.types import Message, Row
-from tests.clock import untimed
 from tests.data import chat_templates as styles
 from tests.data.chat_templates import Style, byte_level, merging, sentencepiece_like
 
@@ -566,7 +565,7 @@ chats = st.lists(st.tuples(st.sampled_from(("user", "assistant")), contents), ma
 )
 
 
-@settings(untimed, max_examples=200)
+@settings(max_examples=200)
 @given(random_formats(), chats)
 def test_any_template_trains_content_and_end_or_is_refused(form: RandomFormat, chat: tuple[Message, ...]) -> None:
     RANDOM_TOKENIZER.chat_template = form.template()

@@ -37,7 +37,6 @@ from oxrl.rewards.primitives import (
 )
 from oxrl.rewards.table import BUILDERS
 from oxrl.types import Message, Score
-from tests.clock import untimed
 from tests.rewards.rollouts import a_sample, said
 from tests.waiting import HANG
 
@@ -204,7 +203,6 @@ def test_normalised_within_the_group_over_what_could_be_graded():
     assert [s.value for s in scores([said("a"), said("aaa")], normalize(lengths, minmax))] == [0.0, 1.0]
 
 
-@untimed
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=20))
 def test_normalisers_keep_the_order(values):
     for normalizer in (zscore, minmax):

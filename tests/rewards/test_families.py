@@ -15,7 +15,7 @@ from oxrl.rewards.mathematics import boxed, equal_plainly, math_match, stated_an
 from oxrl.rewards.numbers import last_number, number_match, numbers_in
 from oxrl.rewards.pattern import regex_match, tag_format
 from oxrl.types import Score
-from tests.clock import no_hang, untimed
+from tests.clock import no_hang
 from tests.rewards.rollouts import a_sample, said
 
 
@@ -91,19 +91,17 @@ def test_numbers_are_read_as_people_write_them(text, numbers):
     assert numbers_in(text) == numbers
 
 
-@untimed
 @given(st.integers(-(10**12), 10**12), st.sampled_from(["{}", "{:,}", "It is {:,}.", "${:,}", "x={}", "2 + 2 = {:,}!"]))
 def test_any_integer_is_found_again(number, form):
     assert last_number(form.format(number)) == number
 
 
-@untimed
 @given(st.fractions(min_value=-1000, max_value=1000))
 def test_any_fraction_is_found_again(fraction):
     assert last_number(f"the answer is {fraction}") == fraction
 
 
-@settings(untimed, max_examples=300)
+@settings(max_examples=300)
 @given(st.text(max_size=60))
 def test_no_text_breaks_the_readers(text):
     last_number(text)
