@@ -21,6 +21,7 @@ PLACE_LIMIT = 300.0  # seconds until the cluster has found room
 LOCAL_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # what this process may see of the devices, its actors may
+    "RAY_worker_niceness": "0",  # by default 15: beside any other work, training would stand still
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # as on those systems, a local cluster listens on loopback alone
 }
 

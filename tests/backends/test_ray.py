@@ -135,6 +135,9 @@ class Talker:
     def process_id(self):
         return os.getpid()
 
+    def niceness(self):
+        return os.nice(0)
+
 
 @pytest.fixture
 def talkers(ray_here):
@@ -152,6 +155,10 @@ def talkers(ray_here):
     for ranks in started:
         ranks.stop()
     places.free()
+
+
+def test_actors_have_the_priority_of_their_driver(ray_ranks):
+    assert ray_ranks.call(ray_ranks.start(Talker), "niceness") == [os.nice(0)] * 2
 
 
 def wait_until_gone(pids):
