@@ -29,6 +29,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     for report in reports:
         hook.pytest_runtest_logreport(report=report)
     hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    item.session._setupstate.teardown_exact(nextitem)  # what an earlier test, which ran here, shares with this one only
     if nextitem is None or nextitem.path.parent != item.path.parent:
         together.end_shared_group()
     return True
