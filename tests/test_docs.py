@@ -53,10 +53,11 @@ def compiled(page: Path, block: Block):
 
 @pytest.fixture
 def services_ended():
-    """Weights & Biases starts a process beside the run, which would outlive it."""
+    """Weights & Biases runs a process of its own, which would outlive the test, as would a run that is still open."""
     yield
-    if "wandb" in sys.modules:
-        sys.modules["wandb"].teardown()
+    if wandb := sys.modules.get("wandb"):
+        wandb.finish()
+        wandb.teardown()
 
 
 @pytest.mark.trains

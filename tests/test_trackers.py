@@ -277,7 +277,6 @@ def test_the_plain_functions_log_to_a_run_of_their_own(tmp_path, monkeypatch, em
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{copy(empty_store, tmp_path)}")
-    wandb.finish()  # whatever another test left open
     for log in (oxrl.log_to_mlflow, oxrl.log_to_tensorboard, oxrl.log_to_wandb):
         log(1, {"loss": 2.0})
     assert mlflow.get_run(mlflow.active_run().info.run_id).data.metrics == {"loss": 2.0}
