@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import socket
 import threading
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
+SERVER_PORTS = range(20_000, 32_768)  # above those of Ray's workers, below those of outgoing connections
 MEETING = "OXRL_MEETING"  # names a file in which the ranks of one machine find each other, instead of at a port
 
 
@@ -41,9 +43,16 @@ def kill_group(group: int) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ones, that nobody listens at now."""
-    with ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in sockets]
+    """Different ones that no process listens at, outside the range from which others are given a port.
+
+    A port that the kernel chooses is free only until the next process asks for any port; an engine takes half a minute
+    until it listens.
+    """
+    found: list[int] = []
+    for port in random.SystemRandom().sample(SERVER_PORTS, len(SERVER_PORTS)):
+        with socket.socket() as one, suppress(OSError):  # taken
+            one.bind(("127.0.0.1", port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise OSError(f"fewer than {count} ports are free among {SERVER_PORTS}")

@@ -33,6 +33,7 @@ def trained(tmp_path_factory):
     return folder, json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.trains
 def test_train_writes_a_run_and_tells_where(trained):
     folder, result = trained
     assert result["last"]["step"] == 4
@@ -49,6 +50,7 @@ def test_a_finished_run_is_not_overwritten(trained):
     assert "--resume" in again.output
 
 
+@pytest.mark.trains
 def test_resuming_a_finished_run_has_nothing_to_do(trained):
     folder, _ = trained
     again = run("train", "--output", folder / "out", "--resume")
@@ -101,6 +103,7 @@ def test_the_same_seed_says_the_same():
     assert once(1) != once(2)
 
 
+@pytest.mark.trains
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -158,6 +161,7 @@ def test_wrong_input_is_found_before_any_model_is_loaded(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.trains
 def test_a_run_cannot_be_resumed_in_another_shape_and_is_not_harmed_by_the_attempt(trained):
     folder, _ = trained
     for change in (["--lora"], ["--algorithm", "cpt"], ["--set", "model.name=smollm2-135m"]):
@@ -242,6 +246,7 @@ def test_two_datasets_are_mixed_by_ratio(tmp_path):
     assert (drawn.count("one.jsonl"), drawn.count("two.jsonl")) == (6, 2)
 
 
+@pytest.mark.trains
 def test_bad_rows_can_be_skipped_and_are_counted(tmp_path, caplog):
     bad = write_jsonl(tmp_path / "bad.jsonl", [*sums(2), {"prompt": "no response"}])
     caplog.set_level("INFO", logger="oxrl")
@@ -251,6 +256,7 @@ def test_bad_rows_can_be_skipped_and_are_counted(tmp_path, caplog):
     assert "1 skipped" in caplog.text
 
 
+@pytest.mark.trains
 def test_a_failed_run_exits_with_1_and_saves_its_batch(tmp_path):
     data = write_jsonl(tmp_path / "rows.jsonl", sums(4))
     done = run(

@@ -440,6 +440,7 @@ def test_no_key_is_missing_from_the_table():
     assert {key.split(".")[0] for key in KEYS.keys() - keys} == OPEN, "keys that have no field are in open sections"
 
 
+@pytest.mark.trains
 @pytest.mark.parametrize("key", KEYS)
 def test_it_does_something(key, place):
     effect = KEYS[key]

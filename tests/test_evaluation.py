@@ -51,6 +51,7 @@ def sevens(tmp_path_factory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.trains
 def test_a_run_is_marked_by_what_it_says_strictly_and_leniently(sevens, tmp_path):
     rows = write_jsonl(tmp_path / "rows.jsonl", questions(right=9, wrong=3))
     told = evaluate(sevens, str(rows), "gsm8k_reward_func", max_tokens=8)

@@ -62,6 +62,7 @@ def broken_loss(tmp_path_factory):
     return failed(folder, pairs(4), {"alg_name": f"{folder / 'own.py'}:divides"})
 
 
+@pytest.mark.trains
 def test_a_failure_is_written_down_and_goes_on(broken_loss):
     error, place, signal = broken_loss
     assert isinstance(error, ZeroDivisionError)
@@ -84,6 +85,7 @@ def test_the_batch_that_was_at_work_is_kept_with_what_the_loss_saw(broken_loss):
     assert all(sum(row["mask"]) for row in rows)
 
 
+@pytest.mark.trains
 def test_equal_failures_have_equal_fingerprints_and_others_have_others(broken_loss, tmp_path):
     one = broken_loss[2]
     again = failed(tmp_path / "a", pairs(4, "again "), {"alg_name": f"{tmp_path / 'a' / 'own.py'}:divides"})[2]
@@ -96,6 +98,7 @@ def test_equal_failures_have_equal_fingerprints_and_others_have_others(broken_lo
     assert fingerprint(numbers[0]) == fingerprint(numbers[1]) != fingerprint(ValueError(*numbers[0].args))
 
 
+@pytest.mark.trains
 def test_a_loss_that_is_no_number_names_its_kind_step_and_rows(tmp_path):
     wild = {"lr": 1e30, "clip_grad_norm": 0.0, "warmup_steps_ratio": 0.0, "total_number_of_epochs": 20}
     _, place, signal = failed(tmp_path, sums(8), wild)
@@ -105,12 +108,14 @@ def test_a_loss_that_is_no_number_names_its_kind_step_and_rows(tmp_path):
     assert (place / "batch.jsonl").exists()
 
 
+@pytest.mark.trains
 def test_out_of_memory_is_a_kind_of_its_own(tmp_path):
     _, place, signal = failed(tmp_path, pairs(4), {"alg_name": f"{tmp_path / 'own.py'}:eats"})
     assert signal["kind"] == "out_of_memory"
     assert (place / "batch.jsonl").exists()
 
 
+@pytest.mark.trains
 def test_a_guard_that_stops_a_run_is_a_failure(tmp_path):
     _, _, signal = failed(
         tmp_path,

@@ -75,6 +75,7 @@ def speaking(url, run, folder, step=3, engine=VLLMEngine):
     return HTTPGenerator([server], load_tokenizer(str(path)))
 
 
+@pytest.mark.trains
 def test_the_runs_own_engine_agrees_and_the_command_says_so(run):
     shown = CliRunner().invoke(app, ["mismatch", str(run)])
     assert shown.exit_code == 0, shown.output

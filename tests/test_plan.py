@@ -268,6 +268,7 @@ def test_a_run_too_large_for_the_machine_has_exit_code_one(config_file, tmp_path
     assert "smaller model" in done.output
 
 
+@pytest.mark.trains
 def test_a_plan_is_close_to_what_a_run_takes(config_file):
     """In a process of its own, for peaks do not go down; the real table is in docs/planning.md."""
     estimated = plan_run(check_config(yaml.safe_load(config_file.read_text()))).memory

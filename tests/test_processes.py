@@ -1,10 +1,11 @@
-"""A process group that is ended leaves no shared memory behind."""
+"""A process group that is ended leaves no shared memory behind; ports for servers stay free until they listen."""
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
-from oxrl.processes import kill_group
+from oxrl.processes import free_ports, kill_group
 from tests.waiting import wait_until
 
 CHILD = """
@@ -31,3 +32,19 @@ def trackers_of(pid: int) -> bool:
     """Whether a child of it runs the code that removes shared memory, and not yet its parent's."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return any(b"resource_tracker" in Path(f"/proc/{each}/cmdline").read_bytes() for each in children)
+
+
+def test_ports_for_servers_are_not_those_that_the_kernel_gives_to_others():
+    lowest, highest = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    ports = free_ports(500)
+    assert len(set(ports)) == 500
+    assert not any(lowest <= port <= highest for port in ports)
+
+
+def test_a_port_at_which_a_process_listens_is_not_free(monkeypatch):
+    taken, free = free_ports(2)
+    monkeypatch.setattr("oxrl.processes.SERVER_PORTS", [taken, free])
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", taken))
+        server.listen()
+        assert free_ports(1) == [free]

@@ -59,6 +59,7 @@ def test_a_mistake_in_a_stage_is_told_with_its_line(config):
         load_stages(config)
 
 
+@pytest.mark.trains
 def test_rl_goes_on_from_the_latest_checkpoint_of_sft(config, tmp_path):
     done = run("train", config, "--output", tmp_path / "out")
     assert done.exit_code == 0, done.output
@@ -78,6 +79,7 @@ def test_a_mistake_in_the_second_stage_is_found_before_the_first_one_trains(conf
     assert not (tmp_path / "out/sft/metrics.jsonl").exists()
 
 
+@pytest.mark.trains
 def test_a_run_that_stopped_between_its_stages_goes_on_with_the_next(config, tmp_path):
     stages = load_stages(config)
     first = run_sft(stages["sft"], tmp_path / "out")
@@ -90,6 +92,7 @@ def test_a_run_that_stopped_between_its_stages_goes_on_with_the_next(config, tmp
     assert len(first.history) == 4 and (tmp_path / "out/rl/checkpoints/step_0002").is_dir()
 
 
+@pytest.mark.trains
 def test_rl_starts_from_any_checkpoint(config, tmp_path):
     stages = load_stages(config)
     source = run_sft(stages["sft"], tmp_path / "one").checkpoint
@@ -118,6 +121,7 @@ def online(tmp_path, **sections):
     return file
 
 
+@pytest.mark.trains
 def test_rlhf_learns_from_a_reward_model_that_rm_trained(tmp_path):
     """A model that says letters and digits, a reward model that prefers letters, and what comes of both."""
     mixed, letters, digits = words_of("abcdefgh01234567", 64), words_of("abcdefgh", 64), words_of("01234567", 64)
@@ -151,6 +155,7 @@ def _share_of_letters(texts):
     return sum(character in "abcdefgh" for character in together) / max(1, len(together))
 
 
+@pytest.mark.trains
 def test_rlaif_asks_a_local_model(tmp_path):
     """A judge that was taught to end with a score is asked; one that does not know how grades nothing."""
     judge = online(tmp_path, train={"alg_name": "rlaif"}, reward={"judge": "tiny"})
@@ -217,6 +222,7 @@ def test_what_cannot_work_is_said_before_a_weight_is_loaded(tmp_path, name, sect
     assert not (tmp_path / "out/metrics.jsonl").exists()
 
 
+@pytest.mark.trains
 def test_spin_asks_for_a_reward_where_answers_are_held_out_and_measures_by_it(tmp_path):
     rows = str(write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": f"say {i}", "response": "a"} for i in range(8)]))
     spin = {"data": {"train_files_path": rows, "val_files_path": rows}, "train": {"alg_name": "spin"}}
@@ -226,6 +232,7 @@ def test_spin_asks_for_a_reward_where_answers_are_held_out_and_measures_by_it(tm
     assert "eval_reward" in (tmp_path / "out/metrics.jsonl").read_text()
 
 
+@pytest.mark.trains
 def test_with_lora_the_reference_that_follows_is_a_second_adapter(tmp_path):
     def trained(update, **keys):
         model = {"ref_update": update, **keys}
@@ -246,6 +253,7 @@ def test_with_lora_the_reference_that_follows_is_a_second_adapter(tmp_path):
     assert any(weight.abs().max() > 0 for key, weight in averaged.items() if "lora_B" in key)
 
 
+@pytest.mark.trains
 def test_a_run_in_stages_is_named_by_its_folder_and_means_its_last_stage(config, tmp_path):
     assert run("train", config, "--output", tmp_path / "run").exit_code == 0
     assert resolve_weights(str(tmp_path / "run")) == str(tmp_path / "run" / "rl" / "checkpoints" / "step_0002")
@@ -263,6 +271,7 @@ def test_what_the_command_line_says_wins_in_every_stage(config):
         load_stages(config, ["train.alg_name=ppo"])
 
 
+@pytest.mark.trains
 def test_a_run_that_went_on_while_another_was_prepared_is_left_alone(tmp_path):
     data = write_jsonl(tmp_path / "rows.jsonl", sums(16))
     single = load_config(None, ["model.name=tiny", "train.alg_name=sft", f"data.train_files_path={data}"])

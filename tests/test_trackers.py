@@ -100,6 +100,7 @@ def logged(runs: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (runs / "one" / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.trains
 def test_mlflow_has_one_run_with_every_step_once(two_lives):
     import mlflow
 
@@ -173,6 +174,7 @@ def test_trackio_has_every_step_once(two_lives):
     assert [json.loads(metrics)["loss"] for _, _, metrics in rows] == pytest.approx(logged(runs))
 
 
+@pytest.mark.trains
 def test_trackers_do_not_change_what_is_trained(two_lives, tmp_path):
     runs, _ = two_lives
     (tmp_path / "well").touch()

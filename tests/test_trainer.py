@@ -25,6 +25,7 @@ def wordy(rollout):
     return float(len(rollout.tokens))
 
 
+@pytest.mark.trains
 @pytest.mark.parametrize(
     ("algorithm", "rows", "more"),
     [
@@ -43,6 +44,7 @@ def test_it_reaches_supervised_preference_and_reinforcement_learning(algorithm, 
     assert recorded == result.config and recorded.train.alg_name == algorithm and recorded.train.lr == 1e-3
 
 
+@pytest.mark.trains
 def test_it_says_what_it_chose_and_why_and_the_run_has_it():
     result = Trainer("tiny").train(algorithm="sft", data=sums(8), steps=1)
     chosen = {choice.key: choice for choice in result.choices}
@@ -51,6 +53,7 @@ def test_it_says_what_it_chose_and_why_and_the_run_has_it():
     assert result.config.train.micro_batch_tokens == chosen["train.micro_batch_tokens"].value
 
 
+@pytest.mark.trains
 def test_what_the_user_says_is_not_chosen():
     result = Trainer("tiny", micro_batch_tokens=333, lora={"r": 4, "enabled": True}).train(
         algorithm="sft", data=sums(8), steps=1, gradient_checkpointing=True
@@ -81,6 +84,7 @@ def test_a_large_model_gets_an_adapter_told_from_its_config_and_not_from_its_nam
     assert "LoRA" in plan.tuning and plan.facts.parameters == pytest.approx(8.03e9, rel=0.01)
 
 
+@pytest.mark.trains
 def test_the_result_speaks_is_graded_and_saved():
     result = Trainer("tiny").train(
         algorithm="grpo", data=QUESTIONS, val=QUESTIONS[:4], reward="contains", steps=1, output="run", **SMALL
@@ -93,6 +97,7 @@ def test_the_result_speaks_is_graded_and_saved():
         result.push("someone/model")
 
 
+@pytest.mark.trains
 def test_a_run_goes_on_in_its_folder():
     first = Trainer("tiny").train(algorithm="sft", data=sums(16), output="run", epochs=1)
     assert len(first.history) == 2
@@ -102,6 +107,7 @@ def test_a_run_goes_on_in_its_folder():
     assert [row["step"] for row in read_metrics(first.folder / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
+@pytest.mark.trains
 @pytest.mark.parametrize(
     ("model", "words", "message"),
     [
@@ -116,6 +122,7 @@ def test_what_cannot_change_in_a_run_is_refused_when_it_goes_on(model, words, me
         Trainer(model).train(output="run", resume=True, steps=2, **words)
 
 
+@pytest.mark.trains
 def test_a_plan_can_be_made_beside_a_run():
     trainer = Trainer("tiny", algorithm="sft", data=sums(8))
     trainer.train(steps=1)
@@ -132,6 +139,7 @@ def test_rows_come_as_a_list_a_dataset_or_a_data_frame():
         sections_of({"data": 5})
 
 
+@pytest.mark.trains
 def test_a_task_brings_data_reward_and_algorithm_and_each_can_be_replaced():
     result = Trainer("tiny").train(task="math", data=QUESTIONS, steps=1, **SMALL)
     assert (result.config.train.alg_name, result.config.reward.reward_func) == ("sgrpo", "gsm8k_reward_func")

@@ -118,6 +118,7 @@ def test_parameters_reach_the_loss():
         assert value_of(algorithm("dpo", beta=beta), pair_batch(), logprob) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.trains
 def test_a_loss_of_ones_own_works_where_a_name_works(tmp_path):
     file = tmp_path / "my_losses.py"
     file.write_text(
@@ -173,6 +174,7 @@ def test_the_command_line_lists_and_explains():
     assert "did you mean" in wrong.output
 
 
+@pytest.mark.trains
 def test_a_run_switches_algorithms_where_its_config_says(tmp_path):
     rows = [{"prompt": f"{i}?", "chosen": "yes", "rejected": "no"} for i in range(8)]
     config = tmp_path / "config.yaml"

@@ -1,4 +1,4 @@
-"""SFT, DPO and GRPO over one backend, GRPO with each engine; in each of the ranks where there are several."""
+"""Short runs over one backend: SFT, DPO, and GRPO with one of its engines. In each rank, where there are several."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ENGINES = {  # embedded: not under Ray, where the trainer is elsewhere
     "local": ("embedded", "vllm adapter", "http"),
     "fsdp": ("embedded", "vllm", "http gloo"),
     "deepspeed": ("embedded", "http"),  # with vLLM of its own under Ray
-    "ray": ("vllm", "http gloo", "vllm adapter colocated"),
+    "ray": ("vllm", "vllm adapter colocated"),
 }
 ROWS = 4  # of a step, over all ranks
 VLLM = {"max_num_seqs": 16}
@@ -61,36 +61,42 @@ def config_of(backend: str, folder: Path, algorithm: str, engine: str = "embedde
     return check_config(config)
 
 
-def looks_around(rollout):
-    """What `any_difference` says, and how much of the cluster's places is free meanwhile."""
-    import ray
-    from ray.util import placement_group_table
+EARLIER: set[str] = set()  # placement groups of the cluster that are not this run's
 
-    (group, *others) = [each for each in placement_group_table().values() if each["state"] == "CREATED"]
+
+def looks_around(rollout):
+    """What `any_difference` says, and how much of the run's places is free meanwhile."""
+    import ray
+
+    (group, *others) = [name for name, each in groups().items() if each["state"] == "CREATED" and name not in EARLIER]
     free = ray.available_resources()
-    seen = {f"free_{index}": free.get(f"CPU_group_{index}_{group['placement_group_id']}", 0.0) for index in range(2)}
+    seen = {f"free_{index}": free.get(f"CPU_group_{index}_{group}", 0.0) for index in range(2)}
     return Score(any_difference(rollout), {"other_places": float(len(others)), **seen})
 
 
-def run_all(backend: str, folder: Path, url: str) -> dict[str, list[dict[str, float]]]:
-    """What each run logged, by algorithm and engine."""
-    wanted = [("sft", ""), ("dpo", ""), *(("grpo", engine) for engine in ENGINES[backend])]
-    logged = {}
-    for algorithm, engine in wanted:
-        name = f"{algorithm} {engine}".strip()
-        config = config_of(backend, folder, algorithm, engine or "embedded", url)
-        result = train_run(config, folder / backend / name.replace(" ", "-"))
-        logged[name] = result.history
-    return logged
+def groups() -> dict[str, dict]:
+    from ray.util import placement_group_table
+
+    return placement_group_table()
 
 
-def first(_connection: Connection, backend: str, folder: Path, url: str) -> None:
-    """The driver, or rank 0: what its runs logged goes to `FOLDER/BACKEND.json`."""
-    if backend != "ray":
-        os.environ.update({"RANK": "0", "LOCAL_RANK": "0"})
-        join(time_limit=HANG)
-    logged = run_all(backend, folder, url)
-    (folder / f"{backend}.json").write_text(json.dumps(logged))
+def run(backend: str, name: str, folder: Path, url: str) -> list[dict[str, float]]:
+    """What a run logged: `run("fsdp", "grpo embedded", ...)`, `run("local", "sft", ...)`."""
+    algorithm, _, engine = name.partition(" ")
+    return train_run(config_of(backend, folder, algorithm, engine or "embedded", url), folder / "run").history
+
+
+def run_on_ray(name: str, folder: Path) -> list[dict[str, float]]:
+    """On the cluster that this process has started."""
+    EARLIER.update(groups())
+    return run("ray", name, folder, "")
+
+
+def first(_connection: Connection, backend: str, name: str, folder: Path, url: str) -> None:
+    """The only process, or rank 0: what its run logged goes to `FOLDER/logged.json`."""
+    if RANKS[backend] > 1:
+        another(0)
+    (folder / "logged.json").write_text(json.dumps(run(backend, name, folder, url)))
     leave(0)
 
 

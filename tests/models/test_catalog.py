@@ -94,6 +94,7 @@ def test_config_prints_what_train_takes():
     assert config.lora.target_modules == ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 
 
+@pytest.mark.trains
 def test_verify_writes_its_record(tmp_path):
     done = run("models", "verify", "tiny", "--output", tmp_path / "tiny.json")
     assert done.exit_code == 0, done.output

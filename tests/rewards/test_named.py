@@ -254,6 +254,7 @@ def test_what_cannot_be_meant_is_refused(tmp_path, section, words):
         shaped(tmp_path, **{"reward_func": "contains", **section})
 
 
+@pytest.mark.trains
 def test_a_reward_model_is_named_by_the_run_that_trained_it(tmp_path):
     pairs = [{"prompt": f"say {i}", "chosen": "abcd"[i % 4] * 3, "rejected": "0123"[i % 4] * 3} for i in range(16)]
     prompts = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": f"say {i}"} for i in range(4)])
