@@ -11,6 +11,9 @@ TORCH  := $(shell sed -n 's/^torch==//p' constraints.txt)
 .PHONY: demo test check lint bench docs mutants clean
 
 export OMP_WAIT_POLICY ?= PASSIVE
+# Packages are installed uncompiled, and the few modules that are used are compiled when they are first imported. Where
+# Python must not keep the result, every process would compile them again.
+export PYTHONDONTWRITEBYTECODE :=
 
 demo: $(VENV)/.core
 	$(BIN)/python examples/demo.py

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub, which reads it once
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -64,6 +65,20 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if left := config.stash.get(LEFT, []):
         terminalreporter.section("left behind by the run", red=True)
         terminalreporter.write_line("\n".join(left))
+
+
+@pytest.fixture(scope="session")
+def complete_run() -> None:
+    """For fixtures that train a complete run: the tests that use them are marked `trains`."""
+
+
+@pytest.fixture(scope="module")
+def wandb_ended() -> Iterator[None]:
+    """Weights & Biases runs a process of its own, which would outlive the tests, as would a run that is still open."""
+    yield
+    if wandb := sys.modules.get("wandb"):
+        wandb.finish()
+        wandb.teardown()
 
 
 @pytest.fixture(scope="session")

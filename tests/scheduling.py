@@ -58,6 +58,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if units[item.nodeid] in GROUPS.values():
             item.add_marker(pytest.mark.engine)
+        if "complete_run" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.trains)
     seed = os.environ.get("OXRL_TEST_ORDER")
     if seed is not None:
         random.Random(seed).shuffle(items)

@@ -21,7 +21,7 @@ def run(*arguments, **options):
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(complete_run, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     data = write_jsonl(folder / "rows.jsonl", sums(16))
     val = write_jsonl(folder / "val.jsonl", sums(4, first=16))
@@ -33,7 +33,6 @@ def trained(tmp_path_factory):
     return folder, json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.trains
 def test_train_writes_a_run_and_tells_where(trained):
     folder, result = trained
     assert result["last"]["step"] == 4
@@ -50,7 +49,6 @@ def test_a_finished_run_is_not_overwritten(trained):
     assert "--resume" in again.output
 
 
-@pytest.mark.trains
 def test_resuming_a_finished_run_has_nothing_to_do(trained):
     folder, _ = trained
     again = run("train", "--output", folder / "out", "--resume")
@@ -161,7 +159,6 @@ def test_wrong_input_is_found_before_any_model_is_loaded(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.trains
 def test_a_run_cannot_be_resumed_in_another_shape_and_is_not_harmed_by_the_attempt(trained):
     folder, _ = trained
     for change in (["--lora"], ["--algorithm", "cpt"], ["--set", "model.name=smollm2-135m"]):

@@ -7,7 +7,6 @@ The ```python blocks of a page are run in order, in one namespace and an empty f
 
 import re
 import shlex
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,18 +50,9 @@ def compiled(page: Path, block: Block):
     return compile("\n" * (block.line - 1) + text, str(page), "exec")
 
 
-@pytest.fixture
-def services_ended():
-    """Weights & Biases runs a process of its own, which would outlive the test, as would a run that is still open."""
-    yield
-    if wandb := sys.modules.get("wandb"):
-        wandb.finish()
-        wandb.teardown()
-
-
 @pytest.mark.trains
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page, "python")], ids=named)
-def test_the_python_of_a_page_runs(page, monkeypatch, tmp_path, services_ended):
+def test_the_python_of_a_page_runs(page, monkeypatch, tmp_path, wandb_ended):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OXRL_CHECKPOINT_DIR", str(tmp_path / "checkpoints"))
     monkeypatch.setenv("OXRL_DATA_DIR", str(tmp_path / "data"))

@@ -38,7 +38,7 @@ def small_letters(rollout):
 
 
 @pytest.fixture(scope="module")
-def sevens(tmp_path_factory) -> Path:
+def sevens(tmp_path_factory, complete_run) -> Path:
     """A run whose model has learnt to say "7" and nothing else."""
     folder = tmp_path_factory.mktemp("sevens")
     rows = write_jsonl(folder / "rows.jsonl", [{"prompt": f"Q{i}?", "response": "7"} for i in range(32)])
@@ -51,7 +51,6 @@ def sevens(tmp_path_factory) -> Path:
     return folder / "run"
 
 
-@pytest.mark.trains
 def test_a_run_is_marked_by_what_it_says_strictly_and_leniently(sevens, tmp_path):
     rows = write_jsonl(tmp_path / "rows.jsonl", questions(right=9, wrong=3))
     told = evaluate(sevens, str(rows), "gsm8k_reward_func", max_tokens=8)

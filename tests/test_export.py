@@ -29,7 +29,7 @@ def trained(folder, *, lora=False, algorithm="sft"):
 
 
 @pytest.fixture(scope="module")
-def adapted(tmp_path_factory):
+def adapted(complete_run, tmp_path_factory):
     return trained(tmp_path_factory.mktemp("lora"), lora=True)
 
 
@@ -38,7 +38,6 @@ def said(model):
         return model(torch.arange(40)[None] + 5, use_cache=False).logits
 
 
-@pytest.mark.trains
 def test_a_merged_adapter_speaks_as_before_and_needs_no_adapter(adapted, tmp_path):
     folder = merge_run(str(adapted), tmp_path / "merged")
     plain = AutoModelForCausalLM.from_pretrained(folder)
@@ -51,21 +50,18 @@ def test_a_merged_adapter_speaks_as_before_and_needs_no_adapter(adapted, tmp_pat
     assert list(tmp_path.iterdir()) == [folder], "the draft is gone"
 
 
-@pytest.mark.trains
 def test_an_adapter_can_stay_one(adapted, tmp_path):
     folder = export_model(str(adapted), tmp_path / "adapter", adapter=True)
     loaded = PeftModel.from_pretrained(load_model("tiny"), folder).eval()
     assert torch.allclose(said(loaded), said(load_model(resolve_weights(str(adapted)), is_trainable=False)), atol=1e-6)
 
 
-@pytest.mark.trains
 def test_the_card_says_what_was_trained_on_what(adapted, tmp_path):
     card = (export_model(str(adapted), tmp_path / "out") / "README.md").read_text()
     assert "| base model | tiny |" in card and "| algorithm | sft |" in card and "rows.jsonl" in card
     assert "| LoRA | rank 16 |" in card and "| checkpoint | step_0002 |" in card
 
 
-@pytest.mark.trains
 def test_weights_can_be_stored_in_another_type(adapted, tmp_path):
     folder = export_model(str(adapted), tmp_path / "half", dtype="bfloat16")
     assert AutoModelForCausalLM.from_pretrained(folder, dtype="auto").dtype == torch.bfloat16
@@ -78,7 +74,6 @@ def test_a_reward_model_keeps_its_head(tmp_path):
     assert (folder / HEADS).read_bytes() == (tmp_path / "run" / "checkpoints" / "step_0002" / HEADS).read_bytes()
 
 
-@pytest.mark.trains
 def test_nothing_is_written_over(adapted, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("mine")
@@ -94,7 +89,6 @@ def test_what_has_no_adapter_cannot_be_merged():
         merge_run("tiny", "somewhere")
 
 
-@pytest.mark.trains
 def test_the_commands_tell_where_the_folder_is(adapted, tmp_path):
     run = CliRunner().invoke(app, ["merge", str(adapted), "--output", str(tmp_path / "merged"), "--json"])
     assert json.loads(run.stdout) == {"folder": str(tmp_path / "merged"), "pushed_to": None}
@@ -102,7 +96,6 @@ def test_the_commands_tell_where_the_folder_is(adapted, tmp_path):
     assert run.exit_code == 2 and "no adapter" in run.stderr and not (tmp_path / "x").exists()
 
 
-@pytest.mark.trains
 def test_pushing_asks_for_a_token_and_for_a_possible_name(adapted, tmp_path, monkeypatch):
     folder = export_model(str(adapted), tmp_path / "out")
     monkeypatch.setenv("HF_HOME", str(tmp_path))

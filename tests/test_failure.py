@@ -57,12 +57,11 @@ def failed(folder: Path, rows, train=None, **sections):
 
 
 @pytest.fixture(scope="module")
-def broken_loss(tmp_path_factory):
+def broken_loss(tmp_path_factory, complete_run):
     folder = tmp_path_factory.mktemp("failure") / "one"
     return failed(folder, pairs(4), {"alg_name": f"{folder / 'own.py'}:divides"})
 
 
-@pytest.mark.trains
 def test_a_failure_is_written_down_and_goes_on(broken_loss):
     error, place, signal = broken_loss
     assert isinstance(error, ZeroDivisionError)
@@ -85,7 +84,6 @@ def test_the_batch_that_was_at_work_is_kept_with_what_the_loss_saw(broken_loss):
     assert all(sum(row["mask"]) for row in rows)
 
 
-@pytest.mark.trains
 def test_equal_failures_have_equal_fingerprints_and_others_have_others(broken_loss, tmp_path):
     one = broken_loss[2]
     again = failed(tmp_path / "a", pairs(4, "again "), {"alg_name": f"{tmp_path / 'a' / 'own.py'}:divides"})[2]

@@ -81,7 +81,7 @@ def own(pairs: Pairs):
 
 
 @pytest.fixture(scope="module")
-def script(tmp_path_factory):
+def script(tmp_path_factory, complete_run):
     """A run over two ranks that a script has started, to its end."""
     folder = tmp_path_factory.mktemp("script")
     (folder / "loss.py").write_text(LOSS)
@@ -150,13 +150,11 @@ def weights(folder: Path) -> dict:
     return load_file(folder / "checkpoints" / f"step_{STEPS:04}" / "model.safetensors")
 
 
-@pytest.mark.trains
 def test_a_script_trains_over_ranks_and_gets_its_result(script):
     assert [line["step"] for line in script.history] == list(range(1, STEPS + 1))
     assert script.config.ranks == 2 and len(script.generate("Say 3.", max_new_tokens=2)) == 1
 
 
-@pytest.mark.trains
 def test_a_run_that_loses_a_rank_ends_as_if_nothing_had_happened(start, script, tmp_path):
     run = start(OXRL_TEST_LOSES_A_RANK=str(tmp_path / "run"))
     output, _ = run.communicate(timeout=HANG)
@@ -197,7 +195,6 @@ def talk_with_each_other(actors: list[int]) -> bool:
     )
 
 
-@pytest.mark.trains
 @pytest.mark.parametrize("when", [exist, talk_with_each_other])
 def test_a_run_under_ray_that_is_told_to_stop_before_it_can_listen_leaves_no_process(start, when):
     need("ray")
@@ -217,7 +214,6 @@ def is_alive(process: psutil.Process) -> bool:
     return False
 
 
-@pytest.mark.trains
 def test_a_run_under_ray_that_loses_an_actor_resumes(start, tmp_path):
     need("ray")
     run = start(*RAY, OXRL_TEST_LOSES_A_RANK=str(tmp_path / "run"))
@@ -243,7 +239,6 @@ def listening(process: int) -> set[str]:
     return {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN}
 
 
-@pytest.mark.trains
 def test_ranks_can_be_reached_from_here_only_and_end_with_the_process_that_started_them(start, tmp_path):
     launcher = start(*FOR_EVER)
     wait_until(lambda: steps_of(tmp_path / "run"), "it trains", launcher)

@@ -31,7 +31,7 @@ def spread(model, seed=3, amount=0.1):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(tmp_path_factory, complete_run):
     """A run of GRPO at temperature 0.8 whose steps are large."""
     folder = tmp_path_factory.mktemp("mismatch")
     spread(load_model("tiny")).save_pretrained(folder / "model")
@@ -75,7 +75,6 @@ def speaking(url, run, folder, step=3, engine=VLLMEngine):
     return HTTPGenerator([server], load_tokenizer(str(path)))
 
 
-@pytest.mark.trains
 def test_the_runs_own_engine_agrees_and_the_command_says_so(run):
     shown = CliRunner().invoke(app, ["mismatch", str(run)])
     assert shown.exit_code == 0, shown.output

@@ -14,6 +14,7 @@ from oxrl.trackers import check_trackers, flattened, tracked
 from oxrl.wiring import prepare_run, train_run
 from tests.rows import write_jsonl
 
+pytestmark = pytest.mark.usefixtures("wandb_ended")
 ALL = ["mlflow", "tensorboard", "wandb", "trackio"]
 STEPS = list(range(1, 9))
 # DPO that fails in its sixth step, which is after a checkpoint and a step, unless a file says that all is well.
@@ -50,15 +51,6 @@ def config_of(home: Path, trackers: list[str]):
     )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_service_left():
-    """W&B starts a process of its own, which otherwise lives as long as this one."""
-    yield
-    import wandb
-
-    wandb.teardown()
-
-
 @pytest.fixture(scope="module")
 def empty_store(tmp_path_factory):
     """MLflow takes seconds to make a database, so it makes one."""
@@ -70,7 +62,7 @@ def empty_store(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def two_lives(tmp_path_factory, empty_store):
+def two_lives(tmp_path_factory, empty_store, complete_run):
     """A run that failed in step 6 and was resumed from step 4."""
     home = tmp_path_factory.mktemp("tracked")
     (home / "runs").mkdir()
@@ -100,7 +92,6 @@ def logged(runs: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (runs / "one" / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.trains
 def test_mlflow_has_one_run_with_every_step_once(two_lives):
     import mlflow
 
@@ -174,7 +165,6 @@ def test_trackio_has_every_step_once(two_lives):
     assert [json.loads(metrics)["loss"] for _, _, metrics in rows] == pytest.approx(logged(runs))
 
 
-@pytest.mark.trains
 def test_trackers_do_not_change_what_is_trained(two_lives, tmp_path):
     runs, _ = two_lives
     (tmp_path / "well").touch()

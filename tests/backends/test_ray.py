@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,14 +19,13 @@ from oxrl.backends.ranks import RankError
 from oxrl.data.pack import count_units
 from oxrl.loops.rehearse import rehearse
 from oxrl.loops.step import train_step
-from oxrl.models.load import load_model
 from oxrl.models.lora import LoraSettings, attach_lora
+from oxrl.transfer import meeting, receive
 from oxrl.weights import MovedOnError, adapter_weights, plain_weights
-from tests.contracts.test_backend import SFT, some_items, split
+from tests.contracts.test_backend import SFT, small, some_items, split
 from tests.waiting import EXPIRES, HANG, wait_until
 
 pytestmark = pytest.mark.anyio
-TINY = partial(load_model, "tiny")
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def make(ray_ranks):
 
     made = []
 
-    def one_more(load=TINY, others=(), **options):
+    def one_more(load=small, others=(), **options):
         build = partial(build_worker, load, dict(others), Settings(**{"lr": 1e-3, **options}))
         made.append(create_ray_backend(ray_ranks, build))
         return made[-1]
@@ -53,7 +53,7 @@ def make(ray_ranks):
 
 def with_adapter():
     torch.manual_seed(3)
-    model = attach_lora(TINY(), LoraSettings(r=4), seed=1)
+    model = attach_lora(small(), LoraSettings(r=4), seed=1)
     for name, weight in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight, std=0.1)
@@ -70,7 +70,7 @@ def received(weights, most=2**18, **choice):
 
 
 async def test_actors_do_as_the_local_backend_and_the_next_call_does_not_wait(make):
-    one, two, items = create_pytorch_backend(TINY(), lr=1e-3), make(), some_items()
+    one, two, items = create_pytorch_backend(small(), lr=1e-3), make(), some_items()
     for _ in range(2):
         expected = await train_step(one, SFT, items, 40)
         counted = two.forward_backward(split(items, 3), SFT, count_units(items))
@@ -98,7 +98,7 @@ async def test_an_adapter_arrives_merged_or_as_its_base_and_its_files(make, tmp_
         torch.testing.assert_close(sent[name], tensor, atol=1e-6, rtol=0)
     base = received(weights, adapter=False)
     assert base.keys() == sent.keys()
-    for name, tensor in plain_weights(TINY()):
+    for name, tensor in plain_weights(small()):
         torch.testing.assert_close(base[name], tensor)
     files = weights.source.adapter_files()
     assert "adapter_config.json" in files
@@ -108,6 +108,17 @@ async def test_an_adapter_arrives_merged_or_as_its_base_and_its_files(make, tmp_
     assert found.keys() == own.keys()
     for name, tensor in own.items():
         torch.testing.assert_close(found[name], tensor)
+
+
+async def test_weights_are_sent_over_the_network_as_they_are_handed_out(make):
+    weights = await make(with_adapter).get_weights()
+    with meeting(["127.0.0.1"], 1, time_limit=HANG) as address, ThreadPoolExecutor() as threads:
+        receiving = threads.submit(lambda: {name: tensor.clone() for name, tensor in receive(address, 1)})
+        weights.source.send(address)
+        sent = receiving.result(HANG)
+    expected = received(weights)
+    assert sent.keys() == expected.keys()
+    assert all(torch.equal(sent[name], tensor) for name, tensor in expected.items())
 
 
 async def test_mistakes_and_numbers_that_are_none_stay_what_they_are(make):

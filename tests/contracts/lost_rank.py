@@ -18,10 +18,9 @@ from oxrl.backends.fsdp import FSDPTrainingBackend
 from oxrl.backends.local import create_pytorch_backend
 from oxrl.backends.ranks import RankError
 from oxrl.loops.step import train_step
-from oxrl.models.load import load_model
 from tests.contracts import together
-from tests.contracts.test_backend import some_items, train
-from tests.contracts.test_over_ranks import CLOSE, RATES, TINY, items_of
+from tests.contracts.test_backend import small, some_items, train
+from tests.contracts.test_over_ranks import CLOSE, RATES, items_of
 from tests.waiting import EXPIRES, wait_until
 
 SCHEDULE = {**RATES, "lr_scheduler": "cosine", "num_steps": 4}
@@ -101,7 +100,7 @@ def errors_of_training(folder: Path) -> list[str]:
     """Of the step in which one rank fails, and of what comes after it."""
     file = folder / "planted.py"
     file.write_text(FAILS_ON_ONE_RANK)
-    backend = FSDPTrainingBackend(together.ranks(), TINY, others={"ref": TINY})
+    backend = FSDPTrainingBackend(together.ranks(), small, others={"ref": small})
     step = partial(train_step, backend, algorithm(f"{file}:planted"), items_of("dpo"), 90)
     errors = []
     for call in (partial(anyio.run, step), backend.optim_step):
@@ -112,15 +111,15 @@ def errors_of_training(folder: Path) -> list[str]:
 
 
 async def _save(folder: Path) -> None:
-    backend = FSDPTrainingBackend(together.ranks(), TINY, **SCHEDULE)
+    backend = FSDPTrainingBackend(together.ranks(), small, **SCHEDULE)
     await train(backend, some_items(), 3, steps=2)
     await backend.save(folder)
 
 
 async def _resume(folder: Path) -> None:
-    through = create_pytorch_backend(load_model("tiny"), **SCHEDULE)
+    through = create_pytorch_backend(small(), **SCHEDULE)
     expected, weights = await train(through, some_items(), 3, steps=4)
-    resumed = FSDPTrainingBackend(together.ranks(), TINY, **SCHEDULE)
+    resumed = FSDPTrainingBackend(together.ranks(), small, **SCHEDULE)
     await resumed.load(folder)
     found, others = await train(resumed, some_items(), 3, steps=2)
     assert found == pytest.approx(expected[2:], abs=1e-5)

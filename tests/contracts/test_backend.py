@@ -16,7 +16,7 @@ from oxrl.data.pack import collate, count_units
 from oxrl.loops.step import train_step
 from oxrl.models.load import load_model
 from oxrl.tensors import entropy
-from oxrl.types import Read, Row
+from oxrl.types import ModelConfig, Read, Row
 from oxrl.weights import read_weights, source_of
 from tests.contracts import together
 from tests.engines import need
@@ -30,14 +30,21 @@ def anyio_backend():
     return "asyncio"
 
 
+def small(**options):
+    """`tiny` with two of its four layers: what is done for each layer takes most of a test's time."""
+    model = load_model(ModelConfig("tiny", **options))
+    model.model.layers, model.config.num_hidden_layers = model.model.layers[:2], 2
+    return model
+
+
 def local(**options):
-    return create_pytorch_backend(load_model("tiny"), **{"lr": 1e-3, **options})
+    return create_pytorch_backend(small(), **{"lr": 1e-3, **options})
 
 
 def fsdp(**options):
     from oxrl.backends.fsdp import FSDPTrainingBackend
 
-    load = options.pop("load", partial(load_model, "tiny"))
+    load = options.pop("load", small)
     return FSDPTrainingBackend(together.ranks(), load, **{"lr": 1e-3, **options})
 
 
@@ -51,7 +58,7 @@ def ray(ranks, *, others=(), **options):
     from oxrl.backends.worker import Settings
 
     settings = Settings(**{"lr": 1e-3, **options})
-    return create_ray_backend(ranks, partial(build_worker, partial(load_model, "tiny"), dict(others), settings))
+    return create_ray_backend(ranks, partial(build_worker, small, dict(others), settings))
 
 
 def deepspeed(stage, **options):
@@ -59,7 +66,7 @@ def deepspeed(stage, **options):
 
     need("deepspeed")
     section = {"zero_optimization": {"stage": stage}}
-    load = options.pop("load", partial(load_model, "tiny"))
+    load = options.pop("load", small)
     return DeepSpeedTrainingBackend(together.ranks(), load, **{"deepspeed": section, "lr": 1e-3, **options})
 
 

@@ -22,11 +22,10 @@ from oxrl.models.lora import LoraSettings, attach_lora, attach_reference
 from oxrl.types import ModelConfig
 from tests.algorithms.conftest import raw_rows
 from tests.contracts import together
-from tests.contracts.test_backend import BACKENDS, some_items, split, train
+from tests.contracts.test_backend import BACKENDS, small, some_items, split, train
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine("ranks")]
 NAMES = {"grpo": {"kl_coef": 0.1}, "ppo": {}, "tdpo": {}}
-TINY = partial(load_model, "tiny")
 CLOSE = {"atol": 1e-5, "rtol": 0}
 RATES = {"lr": 1e-3, "eps": 1e-6}  # with a smaller eps, a gradient that is nothing but rounding becomes a step
 
@@ -43,7 +42,7 @@ def anyio_backend():
 def sharded(request):
     made = []
 
-    def make(load=TINY, **options):
+    def make(load=small, **options):
         made.append(BACKENDS[request.param](load=load, **{**RATES, **options}))
         return made[-1]
 
@@ -52,8 +51,8 @@ def sharded(request):
         backend.close()
 
 
-def with_adapter(dropout=0.0):
-    return attach_lora(TINY(), LoraSettings(r=4, dropout=dropout), seed=1)
+def with_adapter(dropout=0.0, base=small):
+    return attach_lora(base(), LoraSettings(r=4, dropout=dropout), seed=1)
 
 
 def with_follower():
@@ -61,7 +60,7 @@ def with_follower():
 
 
 def checkpointed(dtype="float32"):
-    return load_model(ModelConfig("tiny", dtype=dtype, gradient_checkpointing=True))
+    return small(dtype=dtype, gradient_checkpointing=True)
 
 
 HALF = partial(checkpointed, "bfloat16")
@@ -69,7 +68,7 @@ HALF = partial(checkpointed, "bfloat16")
 
 def larger_in_one_piece():
     """What no slice has: a first layer whose answer is half as large again."""
-    model = TINY()
+    model = small()
     if not builds_empty():
         model.model.layers[0].register_forward_hook(lambda _layer, _inputs, output: output * 1.5)
     return model
@@ -95,7 +94,7 @@ def items_of(name, n=4):
     return assemble(samples, chosen, Renderer(load_tokenizer("tiny"))).items
 
 
-def local(load=TINY, others=None, **options):
+def local(load=small, others=None, **options):
     loaded = {name: each() for name, each in (others or {}).items()}
     return create_pytorch_backend(load(), others=loaded, **{**RATES, **options})
 
@@ -109,7 +108,7 @@ def test_slices_that_speak_otherwise_than_the_whole_are_refused_on_every_rank():
 async def same_steps(one, two, built, items, steps=3):
     """Losses and gradients at each step, with micro-batches of another size each time."""
     for step in range(steps):
-        budget = (60, 10_000)[step % 2]
+        budget = (120, 10_000)[step % 2]
         expected = await train_step(one, built, items, budget, {})
         found = await train_step(two, built, items, budget, {})
         for key in expected.keys() - {"tokens_per_second", "step_seconds", "memory_gib"}:
@@ -142,7 +141,7 @@ async def test_steps_are_those_of_the_local_backend(sharded, name):
     built = algorithm(name, **NAMES[name])
     common = {
         "heads": built.heads,
-        "others": dict.fromkeys(built.others, TINY),
+        "others": dict.fromkeys(built.others, small),
         "lr_scheduler": "cosine",
         "num_steps": 3,
     }
@@ -180,7 +179,8 @@ async def test_log_probs_come_back_in_the_order_of_the_batches(sharded):
     ("sharded", "name"), [("fsdp", "dpo"), ("fsdp", "tdpo"), ("zero3", "tdpo")], indirect=["sharded"]
 )
 async def test_an_adapter_is_trained_against_its_own_base(sharded, tmp_path, name):
-    one, two = local(with_adapter), sharded(with_adapter)
+    load = partial(with_adapter, base=partial(load_model, "tiny"))  # which the saved adapter names
+    one, two = local(load), sharded(load)
     await same_steps(one, two, algorithm(name), items_of(name), steps=2)
     await two.save(tmp_path)
     batch = collate(some_items())
@@ -204,7 +204,7 @@ async def test_checkpointed_gradients_are_the_same(sharded):
     await same_steps(local(), sharded(checkpointed), algorithm("sft"), items_of("sft"), steps=3)
 
 
-REFERENCES = {"a model": {"others": {"ref": TINY}}, "an adapter": {"load": with_follower}}
+REFERENCES = {"a model": {"others": {"ref": small}}, "an adapter": {"load": with_follower}}
 
 
 @pytest.mark.parametrize("sharded", ["fsdp", "zero2", "zero3"], indirect=True)
@@ -334,7 +334,7 @@ async def test_a_gradient_that_is_not_finite_changes_no_weight(sharded, tmp_path
     file = tmp_path / "planted.py"
     file.write_text(NO_GRADIENT)
     built, items = algorithm(f"{file}:planted"), items_of("dpo")
-    backend, untouched = sharded(others={"ref": TINY}), local()
+    backend, untouched = sharded(others={"ref": small}), local()
     with pytest.raises(NonFiniteError, match="optim_step: the gradient is not finite"):
         await train_step(backend, built, items, 90)
     await same_weights(untouched, backend, atol=0)

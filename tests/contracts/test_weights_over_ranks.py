@@ -23,12 +23,11 @@ from oxrl.models.lora import LoraSettings, attach_lora, attach_reference, save_a
 from oxrl.transfer import TransferError, meeting, receive
 from oxrl.types import ModelConfig
 from oxrl.weights import ModuleWeights, near_folder, plain_weights, read_weights, source_of, trainer_logprobs
-from tests.contracts.test_backend import BACKENDS, some_items, train
+from tests.contracts.test_backend import BACKENDS, small, some_items, train
 from tests.engines import sglang_stand_in
 from tests.waiting import EXPIRES, HANG
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine("ranks")]
-TINY = partial(load_model, "tiny")
 CLOSE = {"atol": 1e-5, "rtol": 0}
 VOCABULARY = 320
 
@@ -45,7 +44,7 @@ def anyio_backend():
 def sharded(request):
     made = []
 
-    def make(load=TINY, **options):
+    def make(load=small, **options):
         made.append(BACKENDS[request.param](load=load, **options))
         return made[-1]
 
@@ -54,12 +53,12 @@ def sharded(request):
         backend.close()
 
 
-def local(load=TINY, **options):
+def local(load=small, **options):
     return create_pytorch_backend(load(), **{"lr": 1e-3, **options})
 
 
 def with_adapter():
-    return attach_lora(TINY(), LoraSettings(r=4), seed=1)
+    return attach_lora(small(), LoraSettings(r=4), seed=1)
 
 
 def with_follower():
@@ -67,12 +66,12 @@ def with_follower():
 
 
 def half():
-    return load_model(ModelConfig("tiny", dtype="bfloat16"))
+    return small(dtype="bfloat16")
 
 
 def untied():
     """As many models have it: the projection to the vocabulary is a weight of its own."""
-    model = TINY()
+    model = small()
     model.config.tie_word_embeddings = False
     model.lm_head.weight = nn.Parameter(model.model.embed_tokens.weight.detach() * 0.5)
     return model
@@ -94,7 +93,7 @@ async def test_a_handle_costs_nothing_until_it_is_asked(sharded):
 
 @pytest.mark.parametrize(
     ("sharded", "load"),
-    [("fsdp", TINY), ("fsdp", half), ("fsdp", untied), ("zero3", half), ("zero3", untied)],
+    [("fsdp", small), ("fsdp", half), ("fsdp", untied), ("zero3", half), ("zero3", untied)],
     indirect=["sharded"],
 )
 async def test_what_is_written_weight_by_weight_is_what_the_whole_model_would_write(sharded, tmp_path, load):
@@ -135,9 +134,9 @@ async def test_names_and_weights_are_those_of_the_local_backend(sharded, tmp_pat
 
 async def test_an_engine_elsewhere_gets_the_weights_of_the_ranks_and_proves_it(sharded):
     tokenizer = load_tokenizer("tiny")
-    with sglang_stand_in(TINY(), tokenizer) as server:
+    with sglang_stand_in(small(), tokenizer) as server:
         generator = HTTPGenerator([SGLangEngine(server.url)], tokenizer)
-        for load in (TINY, with_adapter):
+        for load in (small, with_adapter):
             backend = sharded(load)
             await train_step(backend, algorithm("sft"), some_items(), 60)
             await generator.update_weights(await backend.get_weights())
@@ -211,13 +210,13 @@ async def test_an_adapter_and_its_base_are_each_written_alone(sharded, tmp_path)
     assert any(tensor.abs().max() > 0 for name, tensor in expected.items() if "lora_B" in name)
     (await two.get_weights()).source.write_base(tmp_path / "base")
     base = dict(read_weights(tmp_path / "base"))
-    for name, tensor in plain_weights(TINY()):
+    for name, tensor in plain_weights(small()):
         torch.testing.assert_close(base[name], tensor)
 
 
 def only_on_the_first():
     assert builds_empty() or dist.get_rank() == 0, "this rank has no room for a whole model"
-    return TINY()
+    return small()
 
 
 @ON_EVERY_ENGINE
@@ -235,7 +234,7 @@ async def test_only_rank_0_ever_has_a_whole_model(sharded):
 def missing_on_one(rank):
     if dist.get_rank() == rank:
         raise ValueError("there is no such model here")
-    return TINY()
+    return small()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -261,7 +260,13 @@ async def test_heads_of_a_checkpoint_are_taken_over(sharded, tmp_path, head):
 
 @pytest.mark.parametrize(
     ("towards", "load"),
-    [("ranks", TINY), ("ranks", half), ("ranks", with_follower), ("one process", half), ("one process", with_follower)],
+    [
+        ("ranks", small),
+        ("ranks", half),
+        ("ranks", with_follower),
+        ("one process", half),
+        ("one process", with_follower),
+    ],
 )
 async def test_a_run_goes_on_over_ranks_or_in_one_process(sharded, tmp_path, load, towards):
     common = {"lr_scheduler": "cosine", "num_steps": 3, "heads": ("value",)}
