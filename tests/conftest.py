@@ -16,20 +16,21 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the backgrou
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed remarks on it, on standard output
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import hypothesis
 import pytest
 
-from oxrl.concurrent import run_blocking
-from oxrl.models.builtin import prepare_builtin
 from oxrl.models.load import load_model, load_tokenizer
 from oxrl.types import ModelConfig
 from tests import holding, leftovers
-from tests.engines import ARGUMENTS, OPTIONS, need, need_vllm
 from tests.forks import forks  # noqa: F401
-from tests.scheduling import pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401
+from tests.scheduling import (  # noqa: F401
+    SHARED,
+    pytest_collection_modifyitems,
+    pytest_runtest_teardown,
+    pytest_xdist_make_scheduler,
+)
 from tests.waiting import HANG
 
 WATCH = pytest.StashKey[leftovers.Watch]()
@@ -107,62 +108,44 @@ def holds(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ[holding.VARIABLE] = str(tmp_path_factory.mktemp("holds"))
 
 
-@pytest.fixture(scope="session")
-def vllm_url(holds: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A vLLM server with `tiny`, for the whole run."""
-    need_vllm()
-    from oxrl.generators.server import start_vllm_server, until_ready
-
-    log = tmp_path_factory.mktemp("vllm") / "server.log"
-    sooner_ready = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # its worker is no process of its own
-    server = start_vllm_server(prepare_builtin("tiny"), arguments=ARGUMENTS, log=log, environment=sooner_ready)
-    try:
-        run_blocking(until_ready, server, HANG)
-        yield server.url
-    finally:
-        server.stop()
+# Engines end with the last test that uses them (`tests.scheduling`).
 
 
 @pytest.fixture(scope="session")
-def vllm_in_process(holds: None, tiny: tuple[ModelConfig, Any]) -> Iterator[Any]:
-    """vLLM in this process with `tiny` and room for an adapter, for the whole run."""
-    need_vllm()
-    from oxrl.generators.vllm import VLLMRolloutEngine
+def vllm_url(holds: None, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A vLLM server with `tiny`."""
+    from tests.engines import vllm_server
 
-    engine = VLLMRolloutEngine(prepare_builtin("tiny"), tiny[1], lora=8, time_limit=HANG, **OPTIONS)
-    yield engine
-    run_blocking(engine.close)
+    return SHARED.enter_context(vllm_server(tmp_path_factory.mktemp("vllm") / "server.log"))
 
 
 @pytest.fixture(scope="session")
-def ray_here(holds: None) -> Iterator[None]:
-    """A Ray cluster on loopback for the whole run, with room for a few actors."""
-    need("ray")
-    os.environ["RAY_AUTH_MODE"] = "disabled"  # or it writes a token into the home folder
-    from oxrl.cluster import ray_cluster
+def vllm_in_process(holds: None) -> Any:
+    """vLLM in this process with `tiny` and room for an adapter."""
+    from tests.engines import vllm_here
 
-    with ray_cluster(processes=6, object_store_memory=200 * 2**20):
-        yield
+    return SHARED.enter_context(vllm_here())
 
 
 @pytest.fixture(scope="session")
-def ray_ranks(ray_here: None) -> Iterator[Any]:
-    """Two ranks as actors, for the whole run."""
-    from oxrl.backends.ray import RayRanks
+def ray_here(holds: None) -> None:
+    """A Ray cluster on loopback, with room for a few actors."""
+    from tests.engines import local_cluster
 
-    ranks = RayRanks(2, time_limit=HANG, call_limit=HANG)
-    yield ranks
-    ranks.stop()
+    SHARED.enter_context(local_cluster())
 
 
 @pytest.fixture(scope="session")
-def ray_replicas(ray_here: None, tiny: tuple[ModelConfig, Any]) -> Iterator[Any]:
-    """A vLLM replica as an actor with `tiny` and room for an adapter, for the whole run."""
-    need_vllm()
-    from oxrl.generators.ray import ray_generator
+def ray_ranks(ray_here: None) -> Any:
+    """Two ranks as actors."""
+    from tests.engines import two_actors
 
-    limits = {"time_limit": HANG, "start_limit": HANG}
-    made = partial(ray_generator, prepare_builtin("tiny"), tiny[1], lora=8, engine_options=OPTIONS, **limits)
-    generator = run_blocking(made)
-    yield generator
-    run_blocking(generator.close)
+    return SHARED.enter_context(two_actors())
+
+
+@pytest.fixture(scope="session")
+def ray_replicas(ray_here: None) -> Any:
+    """A vLLM replica as an actor with `tiny` and room for an adapter."""
+    from tests.engines import one_replica
+
+    return SHARED.enter_context(one_replica())

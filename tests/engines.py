@@ -1,4 +1,4 @@
-"""Real engines for tests: one vLLM server and one vLLM in process for a whole run, and a stand-in for SGLang."""
+"""Engines for tests: real vLLM as a server, in process and as a Ray actor; ranks as actors; a stand-in for SGLang."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,10 @@ from safetensors.torch import load_file
 
 import oxrl.generators.http
 import oxrl.generators.ray
+from oxrl.concurrent import run_blocking
 from oxrl.generators.embedded import EmbeddedGenerator
+from oxrl.models.builtin import prepare_builtin
+from oxrl.models.load import load_tokenizer
 from oxrl.types import GenerationConfig, Request, Weights
 from oxrl.weights import trainer_logprobs
 from tests.holding import SCHEDULER
@@ -25,6 +30,7 @@ from tests.waiting import HANG
 from tests.web import Quiet, serving
 
 ARGUMENTS = ["--dtype", "float32", "--enforce-eager", "--max-num-seqs", "32", "--scheduler-cls", SCHEDULER]
+ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # engine and worker are one, and the server is ready sooner
 OPTIONS = {"dtype": "float32", "enforce_eager": True, "max_num_seqs": 32, "scheduler_cls": SCHEDULER}
 
 # However slow the machine is, no engine is given up for it.
@@ -42,6 +48,60 @@ def need(package: str) -> None:
 
 def need_vllm() -> None:
     need("vllm")
+
+
+@contextmanager
+def vllm_server(log: Path) -> Iterator[str]:
+    """Its address."""
+    need_vllm()
+    from oxrl.generators.server import start_vllm_server, until_ready
+
+    server = start_vllm_server(prepare_builtin("tiny"), arguments=ARGUMENTS, log=log, environment=ONE_PROCESS)
+    try:
+        run_blocking(until_ready, server, HANG)
+        yield server.url
+    finally:
+        server.stop()
+
+
+@contextmanager
+def vllm_here() -> Iterator[Any]:
+    need_vllm()
+    from oxrl.generators.vllm import VLLMRolloutEngine
+
+    engine = VLLMRolloutEngine(prepare_builtin("tiny"), load_tokenizer("tiny"), lora=8, time_limit=HANG, **OPTIONS)
+    yield engine
+    run_blocking(engine.close)
+
+
+@contextmanager
+def local_cluster() -> Iterator[None]:
+    need("ray")
+    os.environ["RAY_AUTH_MODE"] = "disabled"  # or it writes a token into the home folder
+    from oxrl.cluster import ray_cluster
+
+    with ray_cluster(processes=6, object_store_memory=200 * 2**20):
+        yield
+
+
+@contextmanager
+def two_actors() -> Iterator[Any]:
+    from oxrl.backends.ray import RayRanks
+
+    ranks = RayRanks(2, time_limit=HANG, call_limit=HANG)
+    yield ranks
+    ranks.stop()
+
+
+@contextmanager
+def one_replica() -> Iterator[Any]:
+    need_vllm()
+    limits = {"time_limit": HANG, "start_limit": HANG}
+    make = oxrl.generators.ray.ray_generator
+    folder, tokenizer = prepare_builtin("tiny"), load_tokenizer("tiny")
+    generator = run_blocking(partial(make, folder, tokenizer, lora=8, engine_options=OPTIONS, **limits))
+    yield generator
+    run_blocking(generator.close)
 
 
 class SGLangStandIn(Quiet):

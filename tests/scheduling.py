@@ -1,7 +1,8 @@
 """How tests are distributed over the workers of `pytest -n 2`: file by file, and all users of one engine to one worker.
 
-An engine is thus started once in a run. Long units come first, so that the workers end together. With
-`OXRL_TEST_ORDER=7` units and the tests in them come in a random order instead, the same for the same number.
+An engine is thus started once in a run, and ends with the last test that uses it. Long units come first, so that the
+workers end together. With `OXRL_TEST_ORDER=7` units and the tests in them come in a random order instead, the same for
+the same number.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import random
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,9 @@ FIRST = (  # what takes longest; everything else follows in the order of the fil
 )
 
 
+SHARED = ExitStack()  # what the tests of the current unit share: running engines
+
+
 def engines_of(item: pytest.Item) -> list[str]:
     """The engine fixtures of a test: among its arguments, or named by a mark, `pytest.mark.engine("vllm_url")`."""
     marked = [name for mark in item.iter_markers("engine") for name in mark.args]
@@ -51,6 +56,13 @@ def unit_of(item: pytest.Item) -> str:
     if len(groups) > 1:
         raise pytest.UsageError(f"{item.nodeid} uses engines of two workers: {', '.join(sorted(groups))}")
     return groups.pop() if groups else item.nodeid.split("::")[0]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """An engine that waits for nothing takes memory and time from the other worker."""
+    if nextitem is None or unit_of(nextitem) != unit_of(item):
+        SHARED.close()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -183,23 +183,10 @@ def test_a_run_that_is_told_to_stop_before_it_can_listen_stops(start, tmp_path):
     assert "going on" not in output and steps_of(tmp_path / "run") == []
 
 
-def exist(actors: list[int]) -> bool:
-    return bool(actors)
-
-
-def talk_with_each_other(actors: list[int]) -> bool:
-    """A connection of one ends at the other."""
-    connections = [each for pid in actors for each in psutil.Process(pid).net_connections(kind="tcp")]
-    return len(actors) == 2 and bool(
-        {each.laddr for each in connections} & {each.raddr for each in connections if each.raddr}
-    )
-
-
-@pytest.mark.parametrize("when", [exist, talk_with_each_other])
-def test_a_run_under_ray_that_is_told_to_stop_before_it_can_listen_leaves_no_process(start, when):
+def test_a_run_under_ray_that_is_told_to_stop_before_it_can_listen_leaves_no_process(start):
     need("ray")
     run = start(*RAY, *FOR_EVER)
-    wait_until(lambda: when(actors_of(run.pid)), "its actors were started", run)
+    wait_until(lambda: actors_of(run.pid), "an actor was started", run)
     started = psutil.Process(run.pid).children(recursive=True)
     run.send_signal(signal.SIGTERM)
     output, _ = run.communicate(timeout=HANG)

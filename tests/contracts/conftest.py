@@ -10,6 +10,7 @@ import pytest
 
 from tests import forks
 from tests.contracts import together
+from tests.scheduling import pytest_runtest_teardown
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -30,8 +31,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         hook.pytest_runtest_logreport(report=report)
     hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     item.session._setupstate.teardown_exact(nextitem)  # what an earlier test, which ran here, shares with this one only
-    if nextitem is None or nextitem.path.parent != item.path.parent:
-        together.end_shared_group()
+    pytest_runtest_teardown(item, nextitem)
     return True
 
 
@@ -43,7 +43,6 @@ def start_group(pytestconfig: pytest.Config) -> Iterator[Callable[..., forks.For
 
 
 def pytest_sessionfinish() -> None:
-    together.end_shared_group()
     forks.close()
 
 

@@ -20,7 +20,7 @@ ENGINES = {  # embedded: not under Ray, where the trainer is elsewhere
     "local": ("embedded", "vllm adapter", "http"),
     "fsdp": ("embedded", "vllm", "http gloo"),
     "deepspeed": ("embedded", "http"),  # with vLLM of its own under Ray
-    "ray": ("vllm", "vllm adapter colocated"),
+    "ray": ("vllm adapter colocated",),
 }
 ROWS = 4  # of a step, over all ranks
 VLLM = {"max_num_seqs": 16}

@@ -9,7 +9,7 @@ import pytest
 
 from tests.contracts import together
 from tests.contracts.pairs import ENGINES, RANKS, another, first, run_on_ray
-from tests.engines import need
+from tests.engines import ONE_PROCESS, need
 
 NEEDS = {"deepspeed": ("deepspeed",), "ray": ("ray", "deepspeed")}
 
@@ -37,7 +37,7 @@ def logged(forks, request, tmp_path_factory):
         url = request.getfixturevalue("vllm_url") if "http" in name else ""
         ranks = RANKS[backend]
         mains = [(first, (backend, name, home, url)), *((another, (rank,)) for rank in range(1, ranks))]
-        started = forks.start(mains, **(together.settings(home, ranks) if ranks > 1 else {}))
+        started = forks.start(mains, **ONE_PROCESS, **(together.settings(home, ranks) if ranks > 1 else {}))
         assert started.end() == [0] * ranks, forks.log.read_text()[-5000:]
         return json.loads((home / "logged.json").read_text())
 
@@ -49,7 +49,7 @@ def same(found, expected, *keys):
         assert [one[key] for key in keys] == pytest.approx([other[key] for key in keys], rel=1e-4, abs=1e-5)
 
 
-OFFLINE = [("fsdp", "sft"), ("fsdp", "dpo"), ("deepspeed", "sft"), ("deepspeed", "dpo"), ("ray", "dpo")]
+OFFLINE = [("fsdp", "sft"), ("fsdp", "dpo"), ("deepspeed", "sft"), ("deepspeed", "dpo")]
 ONLINE = [(backend, f"grpo {engine}") for backend in RANKS for engine in ENGINES[backend]]
 
 

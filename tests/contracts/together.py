@@ -19,6 +19,7 @@ from _pytest.runner import runtestprotocol
 
 from oxrl.processes import MEETING, free_ports
 from tests import forks
+from tests.scheduling import SHARED
 from tests.waiting import HANG
 
 MARK = "ranks"
@@ -72,7 +73,10 @@ def in_ranks(item: pytest.Item) -> bool:
 def reports_of(item: pytest.Item) -> list[pytest.TestReport]:
     """Run it in rank 0 of the shared group; the next test after a failure gets a new group."""
     files = {str(each.path) for each in item.session.items if in_ranks(each)}
-    group = _SHARED.pop() if _SHARED else start(item.config, 2, files=sorted(files))
+    if not _SHARED:
+        _SHARED.append(start(item.config, 2, files=sorted(files)))
+        SHARED.callback(end_shared_group)
+    group = _SHARED.pop()
     try:
         found = group.call(run_item, item.nodeid.removesuffix(f"@{MARK}"))
     except BaseException:

@@ -1,10 +1,6 @@
-r"""The rewards that recipes name: on answers as models write them, and on 200 real rows where they are at hand.
-
-`OXRL_TEST_DATA` names a folder with `gsm8k/test.jsonl.gz` and `svamp/test.jsonl.gz`; without it, rows of our own.
-"""
+"""The rewards that recipes name: on answers as models write them, and on rows of datasets (`tests/data/at_hand.py`)."""
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,6 +31,7 @@ from oxrl.rewards.numbers import claimed_number
 from oxrl.rewards.table import document
 from oxrl.rewards.trial import final_answer, try_reward
 from oxrl.types import Message, Sample
+from tests.data.at_hand import CASES, case_name, copies_of
 from tests.rewards.rollouts import said
 from tests.rows import write_jsonl
 
@@ -52,16 +49,14 @@ OWN = [
 ]
 
 
-def own_rows():
-    return [Sample(f"own:{i}", (Message("user", q),), answer=a) for i, (q, a) in enumerate(OWN)]
+NAMED = [case for case in CASES if case.dataset in ("gsm8k", "svamp")]
 
 
-def real_rows(name):
-    folder = os.environ.get("OXRL_TEST_DATA")
-    if not folder:
-        pytest.skip("OXRL_TEST_DATA does not say where real rows are")
-    files = [f"test={folder}/gsm8k/test.jsonl.gz"] if name == "gsm8k" else [f"{folder}/{name}/test.jsonl.gz"]
-    return prepare_samples(DATASETS[name], files)[0]["test"][:200]
+def rows_of(case, folder):
+    """The first 200 of the test split; without a case, the rows above."""
+    if case is None:
+        return [Sample(f"own:{i}", (Message("user", q),), answer=a) for i, (q, a) in enumerate(OWN)]
+    return prepare_samples(DATASETS[case.dataset], copies_of(case, folder / "copies").files)[0]["test"]
 
 
 @pytest.mark.parametrize(
@@ -176,11 +171,10 @@ def test_the_form_is_paid_whatever_it_says():
 
 
 @pytest.mark.parametrize("name", ["gsm8k_reward_func", "math_reward_func", "soft_math", "reasoning_reward_func"])
-@pytest.mark.parametrize("rows", ["own", "gsm8k", "svamp"])
-def test_right_answers_of_real_rows_earn_everything_and_wrong_ones_nothing(name, rows):
-    samples = own_rows() if rows == "own" else real_rows(rows)
+@pytest.mark.parametrize("case", [None, *NAMED], ids=lambda case: case_name(case) if case else "mixed")
+def test_right_answers_of_rows_earn_everything_and_wrong_ones_nothing(name, case, tmp_path):
     form = "<think>so</think><answer>\\boxed{{{}}}</answer>"
-    for sample in samples:
+    for sample in rows_of(case, tmp_path):
         final = final_answer(sample.answer)
         outcomes = anyio.run(
             grade, [_said(sample, form.format(final)), _said(sample, form.format(f"1{final}"))], reward(name)
@@ -200,11 +194,18 @@ def test_the_table_has_them_all_and_the_page_shows_it():
     assert document() in DOCS.read_text(), 'run: python -c "from oxrl.rewards.table import document; print(document())"'
 
 
-@pytest.mark.parametrize("rows", ["gsm8k", "svamp"])
-@pytest.mark.parametrize("name", ["number_match", "math_reward_func", "reasoning_reward_func"])
-def test_the_page_shows_what_the_trials_really_gave(name, rows):
+TRIALS = [
+    (name, case)
+    for name in ("number_match", "math_reward_func", "reasoning_reward_func")
+    for case in NAMED
+    if case.real
+]
+
+
+@pytest.mark.parametrize(("name", "case"), TRIALS)
+def test_the_page_shows_what_the_trials_on_real_rows_gave(name, case, tmp_path):
     other = reward(name, strict=False) if name == "math_reward_func" else None
-    report = try_reward(reward(name), real_rows(rows), other=other)
+    report = try_reward(reward(name), rows_of(case, tmp_path), other=other)
     assert report.row() in DOCS.read_text()
 
 
