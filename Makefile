@@ -8,7 +8,7 @@ WITHOUT_TORCH := import sys; from importlib.metadata import requires; \
 	print(*(each for each in requires(sys.argv[1]) if not each.startswith('torch') and 'extra ==' not in each), sep='\n')
 TORCH  := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: demo test check lint bench docs mutants clean
+.PHONY: demo test tests check lint bench docs mutants clean
 
 export OMP_WAIT_POLICY ?= PASSIVE
 # Packages are installed uncompiled, and the few modules that are used are compiled when they are first imported. Where
@@ -18,7 +18,10 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: $(VENV)/.core
 	$(BIN)/python examples/demo.py
 
-test: $(VENV)/.engines $(VENV)/.model lint
+test: $(VENV)/.engines $(VENV)/.model
+	$(MAKE) --jobs=2 lint tests
+
+tests:
 	OXRL_REQUIRE_ENGINES=1 $(BIN)/python -m pytest -n 2
 
 check: $(VENV)/.model lint

@@ -113,6 +113,10 @@ class Server(Remote):
         finally:
             forked.kill()
 
+    def command(self, log: Path, *arguments: str, **settings: str) -> Forked:
+        """`oxrl` with these arguments; what it prints goes to a file."""
+        return self.start([(command_line, (log, arguments))], **settings)
+
     def close(self) -> None:
         """Its forks end with it."""
         self.connection.close()
@@ -156,6 +160,20 @@ def answer_calls(connection: Connection) -> None:
             except BaseException:  # noqa: BLE001 - fails in the test that called
                 answer = (None, traceback.format_exc())
             connection.send(answer)
+
+
+def command_line(_connection: Connection, log: Path, arguments: Sequence[str]) -> None:
+    from oxrl.cli import main
+
+    out = os.open(log, os.O_WRONLY | os.O_CREAT)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell that runs tests aside may have taken away
+    sys.argv = ["oxrl", *arguments]
+    try:
+        main()
+    except SystemExit as end:
+        os._exit(end.code if isinstance(end.code, int) else 1)
 
 
 def fork(mains: Sequence[Call], settings: dict[str, str]) -> list[int]:

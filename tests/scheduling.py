@@ -27,11 +27,13 @@ GROUPS = {  # fixture or mark of an engine: the unit that shares it
     "ranks": "ranks",
 }
 FIRST = (  # what takes longest; everything else follows in the order of the file names
-    "vllm-server",
     "vllm-and-ray",
     "ranks",
-    "tests/contracts/test_ranks.py",
+    "vllm-server",
+    "tests/faults/test_engines.py",
     "tests/test_launch.py",
+    "tests/contracts/test_pairs.py",
+    "tests/contracts/test_ranks.py",
 )
 
 

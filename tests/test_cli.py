@@ -195,19 +195,6 @@ SFT = ("--algorithm", "sft")
 RAY = (*SFT, "--backend", "ray", "--set", "run.training_gpus=1", "--set", "run.sharding=fsdp")
 
 
-def command_line(_connection, log, arguments):
-    """In a fork: `oxrl` with these arguments, and what it says on standard error in a file."""
-    from oxrl.cli import main
-
-    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell that runs tests aside may have taken away
-    sys.argv = ["oxrl", *arguments]
-    try:
-        main()
-    except SystemExit as end:
-        os._exit(end.code)
-
-
 @pytest.mark.parametrize(("stop", "how"), [("SIGINT", SFT), ("SIGTERM", SFT), ("SIGINT", ONLINE), ("SIGTERM", RAY)])
 def test_an_interrupted_run_saves_what_is_done_and_says_how_to_resume(tmp_path, forks, stop, how):
     if how == RAY:
@@ -215,7 +202,7 @@ def test_an_interrupted_run_saves_what_is_done_and_says_how_to_resume(tmp_path, 
     data = write_jsonl(tmp_path / "rows.jsonl", sums(16))
     out = tmp_path / "out"
     train = ["train", "--output", str(out), "--model", "tiny", "--data", str(data), "--epochs", "1000000", *how]
-    run = forks.start([(command_line, (tmp_path / "log", train))], RAY_AUTH_MODE="disabled")
+    run = forks.command(tmp_path / "log", *train, RAY_AUTH_MODE="disabled")
     wait_until(lambda: (out / "metrics.jsonl").exists() or run.has_ended, "it trains")
     os.kill(run.pids[0], getattr(signal, stop))
     codes, log = run.end(), (tmp_path / "log").read_text()

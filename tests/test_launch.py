@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +20,7 @@ from oxrl.inputs import read_inputs
 from oxrl.parts import rollout_devices, sleeps_beside
 from oxrl.trainer import Trainer, choose_backend, sections_of
 from tests.engines import need
+from tests.forks import Forked
 from tests.rows import write_jsonl
 from tests.waiting import HANG, wait_until
 
@@ -99,26 +98,25 @@ def script(tmp_path_factory, complete_run):
 
 
 @pytest.fixture
-def start(script, tmp_path):
-    """Starts the same run as a command, in `tmp_path / "run"`."""
+def start(script, forks, tmp_path):
+    """Starts the same run as a command, in `tmp_path / "run"`; what it prints goes to `tmp_path / "log"`."""
     started = []
 
-    def one(*more: str, **environment: str) -> subprocess.Popen[str]:
+    def one(*more: str, **environment: str) -> Forked:
         config = ["train", str(script.folder / "config.yaml"), "--output", str(tmp_path / "run")]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "oxrl", *config, *more],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled", **environment},
-        )
-        started.append(process)
-        return process
+        started.append(forks.command(tmp_path / "log", *config, *more, RAY_AUTH_MODE="disabled", **environment))
+        return started[-1]
 
     yield one
-    for process in started:
-        with process:  # closes its pipe
-            process.kill()
+    for run in started:
+        if run.pids:
+            run.kill()
+
+
+@pytest.fixture
+def log(tmp_path):
+    """What the command has printed."""
+    return (tmp_path / "log").read_text
 
 
 RAY = ("--backend", "ray", "--set", "run.sharding=fsdp")
@@ -155,11 +153,10 @@ def test_a_script_trains_over_ranks_and_gets_its_result(script):
     assert script.config.ranks == 2 and len(script.generate("Say 3.", max_new_tokens=2)) == 1
 
 
-def test_a_run_that_loses_a_rank_ends_as_if_nothing_had_happened(start, script, tmp_path):
+def test_a_run_that_loses_a_rank_ends_as_if_nothing_had_happened(start, script, log, tmp_path):
     run = start(OXRL_TEST_LOSES_A_RANK=str(tmp_path / "run"))
-    output, _ = run.communicate(timeout=HANG)
-    assert run.returncode == 0, output[-3000:]
-    assert "rank 1 was ended by SIGKILL: going on from the last checkpoint (restart 1 of 3)" in output
+    assert run.end() == [0], log()[-3000:]
+    assert "rank 1 was ended by SIGKILL: going on from the last checkpoint (restart 1 of 3)" in log()
     assert steps_of(tmp_path / "run") == list(range(1, STEPS + 1))
     expected, found = weights(script.folder), weights(tmp_path / "run")
     assert all(found[name].equal(tensor) for name, tensor in expected.items())
@@ -172,26 +169,24 @@ if "RANK" in os.environ:
 """
 
 
-def test_a_run_that_is_told_to_stop_before_it_can_listen_stops(start, tmp_path):
+def test_a_run_that_is_told_to_stop_before_it_can_listen_stops(start, log, tmp_path):
     """Its ranks have only begun to start."""
     (tmp_path / "sitecustomize.py").write_text(WAITS)
     run = start(PYTHONPATH=str(tmp_path))
-    wait_until(lambda: len(ranks_of(run.pid)) == 2, "two ranks were started", run)
-    run.send_signal(signal.SIGTERM)
-    output, _ = run.communicate(timeout=HANG)
-    assert run.returncode == 128 + signal.SIGTERM, output[-3000:]
-    assert "going on" not in output and steps_of(tmp_path / "run") == []
+    wait_until(lambda: len(ranks_of(run.pids[0])) == 2 or run.has_ended, "two ranks were started")
+    os.kill(run.pids[0], signal.SIGTERM)
+    assert run.end() == [128 + signal.SIGTERM], log()[-3000:]
+    assert "going on" not in log() and steps_of(tmp_path / "run") == []
 
 
-def test_a_run_under_ray_that_is_told_to_stop_before_it_can_listen_leaves_no_process(start):
+def test_a_run_under_ray_that_is_told_to_stop_before_it_can_listen_leaves_no_process(start, log):
     need("ray")
     run = start(*RAY, *FOR_EVER)
-    wait_until(lambda: actors_of(run.pid), "an actor was started", run)
-    started = psutil.Process(run.pid).children(recursive=True)
-    run.send_signal(signal.SIGTERM)
-    output, _ = run.communicate(timeout=HANG)
-    assert run.returncode == 128 + signal.SIGINT, output[-3000:]
-    assert "interrupted" in output and "Traceback" not in output and "SIGTERM received" not in output
+    wait_until(lambda: run.has_ended or actors_of(run.pids[0]), "an actor was started")
+    started = psutil.Process(run.pids[0]).children(recursive=True)
+    os.kill(run.pids[0], signal.SIGTERM)
+    assert run.end() == [128 + signal.SIGINT], log()[-3000:]
+    assert "interrupted" in log() and "Traceback" not in log() and "SIGTERM received" not in log()
     wait_until(lambda: not any(is_alive(each) for each in started), "its cluster has ended")
 
 
@@ -201,12 +196,11 @@ def is_alive(process: psutil.Process) -> bool:
     return False
 
 
-def test_a_run_under_ray_that_loses_an_actor_resumes(start, tmp_path):
+def test_a_run_under_ray_that_loses_an_actor_resumes(start, log, tmp_path):
     need("ray")
     run = start(*RAY, OXRL_TEST_LOSES_A_RANK=str(tmp_path / "run"))
-    output, _ = run.communicate(timeout=HANG)
-    assert run.returncode == 0, output[-3000:]
-    assert "going on from the last checkpoint (2 restarts left)" in output
+    assert run.end() == [0], log()[-3000:]
+    assert "going on from the last checkpoint (2 restarts left)" in log()
     assert steps_of(tmp_path / "run") == list(range(1, STEPS + 1))
 
 
@@ -228,13 +222,13 @@ def listening(process: int) -> set[str]:
 
 def test_ranks_can_be_reached_from_here_only_and_end_with_the_process_that_started_them(start, tmp_path):
     launcher = start(*FOR_EVER)
-    wait_until(lambda: steps_of(tmp_path / "run"), "it trains", launcher)
-    ranks = ranks_of(launcher.pid)
+    wait_until(lambda: steps_of(tmp_path / "run") or launcher.has_ended, "it trains")
+    (pid,) = launcher.pids
+    ranks = ranks_of(pid)
     assert sorted(ranks) == [0, 1]
     assert set().union(*map(listening, ranks.values())) <= {"127.0.0.1", "::1"}
     launcher.kill()
-    launcher.communicate()
-    wait_until(lambda: not ranks_of(launcher.pid), "the ranks have ended")
+    wait_until(lambda: not ranks_of(pid), "the ranks have ended")
 
 
 def test_a_function_of_a_script_keeps_its_run_in_one_process():
