@@ -184,6 +184,7 @@ def fork(mains: Sequence[Call], settings: dict[str, str]) -> list[int]:
             code = 1
             try:
                 end_with_parent()
+                os.setsid()  # what is sent to its process group does not reach the tests
                 CALLER.pop().close()
                 os.environ.update(settings)
                 if number:

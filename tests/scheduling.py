@@ -37,6 +37,12 @@ FIRST = (  # what takes longest; everything else follows in the order of the fil
 )
 
 
+MARKS = {  # fixture: the mark of the tests that use it
+    "complete_run": "trains",
+    "forks": "trains",
+    "start_group": "engine",
+    "drivers": "engine",
+}
 SHARED = ExitStack()  # what the tests of the current unit share: running engines
 
 
@@ -72,8 +78,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if units[item.nodeid] in GROUPS.values():
             item.add_marker(pytest.mark.engine)
-        if "complete_run" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.trains)
+        for name in MARKS.keys() & set(getattr(item, "fixturenames", ())):
+            item.add_marker(MARKS[name])
     seed = os.environ.get("OXRL_TEST_ORDER")
     if seed is not None:
         random.Random(seed).shuffle(items)

@@ -126,6 +126,7 @@ async def better_by(backend, rows: list[Row]) -> float:
     return float(sum(means[i] for i in good) / len(good) - sum(means[i] for i in bad) / len(bad))
 
 
+@pytest.mark.trains
 @pytest.mark.parametrize("name", ALGORITHMS)
 async def test_an_algorithm_learns_what_its_rows_say_and_the_contrary_with_its_sign_flipped(name, rows_of):
     train, held_out = rows_of(name, 48, 1), rows_of(name, 12, 2)

@@ -62,6 +62,7 @@ def plain_loop(model, steps, *, lr, warmup, clip):
     return losses
 
 
+@pytest.mark.trains
 async def test_loss_curves_agree_with_a_plain_pytorch_loop():
     steps = [some_items((30, 7, 19, 4, 25, 12), seed=step % 3) for step in range(24)]
     rows = [[item[0] for item in items] for items in steps]
@@ -109,6 +110,7 @@ async def test_the_reported_learning_rate_is_the_one_that_was_used():
     assert (model.model.norm.weight - before).abs().median().item() == pytest.approx(metrics["lr"], rel=1e-3)
 
 
+@pytest.mark.trains
 async def test_small_updates_reach_bf16_weights_through_their_masters():
     """An update of 1e-4 is below the resolution of bf16 around 1; sixty of them are not."""
 

@@ -45,6 +45,7 @@ def asking(port):
     return service_reward
 
 
+@pytest.mark.trains
 def test_a_service_that_fails_now_and_then_costs_answers_and_the_run_goes_on():
     kinds = {5: "hangs", 11: "busy", 17: "nonsense"}  # of every 40 requests
     seen, setting = [], Setting()
@@ -58,6 +59,7 @@ def test_a_service_that_fails_now_and_then_costs_answers_and_the_run_goes_on():
     assert len(rollouts) >= 4 * 5 * 8 - ungraded, "what was graded is trained on"
 
 
+@pytest.mark.trains
 def test_a_service_that_goes_down_stops_the_run_with_its_own_words_and_teaches_nothing():
     setting, steps = Setting(), []
     with service(lambda _: None) as server:

@@ -34,6 +34,7 @@ def test_the_matrix_has_every_name():
     assert set(LIVE) == expected
 
 
+@pytest.mark.trains
 @pytest.mark.parametrize("name", sorted(set(LIVE) - LEARNT_ELSEWHERE - UNGRADED - OF_A_GRADER))
 def test_it_raises_the_reward(name):
     setting = Setting(name, lr=FAST, **PARAMETERS.get(name, {}))
@@ -43,6 +44,7 @@ def test_it_raises_the_reward(name):
     assert last > first + 0.3
 
 
+@pytest.mark.trains
 def test_spin_moves_towards_the_replies_of_the_data():
     samples = [Sample(sample.id, sample.messages, answer="abcabc") for sample in SAMPLES]
     setting = Setting("spin", lr=FAST)
@@ -51,6 +53,7 @@ def test_spin_moves_towards_the_replies_of_the_data():
     assert last > first + 0.3
 
 
+@pytest.mark.trains
 def test_opd_moves_towards_its_teacher():
     taught = Setting("grpo", lr=FAST)
     taught.run(8)
@@ -60,6 +63,7 @@ def test_opd_moves_towards_its_teacher():
     assert last > first + 0.3
 
 
+@pytest.mark.trains
 def test_a_reference_that_follows_pulls_less():
     """The KL to a copy of the policy is 0; to where the policy began it grows."""
     kls = {}

@@ -38,6 +38,7 @@ def items():
     return assemble(samples, SFT, Renderer(load_tokenizer("tiny"))).items
 
 
+@pytest.mark.trains
 async def test_supervised_training_learns_its_rows(backend):
     samples = load_samples(sums(8)).samples
     logged = []
@@ -98,6 +99,7 @@ async def run(backend, items, tmp_path, evaluate, **config):
     )
 
 
+@pytest.mark.trains
 async def test_early_stopping_waits_for_its_patience_and_keeps_the_best(backend, items, tmp_path):
     evaluate = worsening([3.0, 2.0, 2.5, 2.1, 2.2, 0.1])
     history = await run(backend, items, tmp_path, evaluate, patience=3)
@@ -193,6 +195,7 @@ async def test_a_folder_without_state_is_not_a_checkpoint(backend, tmp_path):
         await load_checkpoint(tmp_path, backend)
 
 
+@pytest.mark.trains
 async def test_training_on_plain_text_learns_it(backend):
     cpt = algorithm("cpt")
     samples = load_samples([{"text": "the ox pulls the cart, " * 4}]).samples

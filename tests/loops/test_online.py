@@ -86,6 +86,7 @@ class Setting:
         return anyio.run(go, backend=backend)
 
 
+@pytest.mark.trains
 @pytest.mark.parametrize("name", ["grpo", "ppo", "rloo", "dapo", "cispo", "gspo"])
 def test_reward_climbs_from_chance_to_above_nine_tenths(name):
     history = Setting(name, lr=FAST).run(10)
@@ -93,6 +94,7 @@ def test_reward_climbs_from_chance_to_above_nine_tenths(name):
     assert history[-1]["reward"] > 0.9
 
 
+@pytest.mark.trains
 def test_shuffled_rewards_teach_nothing():
     def unrelated(rollout):
         return float((rollout.group * 31 + rollout.index * 17) % 7 < 3)
@@ -164,6 +166,7 @@ def test_groups_without_variance_are_counted_and_teach_nothing(caplog):
     assert "taught nothing" in caplog.text
 
 
+@pytest.mark.trains
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_with_lag_samples_are_at_most_that_old_and_every_step_has_its_batch(backend):
     setting = Setting("grpo", correction="truncated", lr=1e-3)
@@ -273,6 +276,7 @@ def test_a_sync_that_comes_too_seldom_is_refused():
         OnlineConfig(num_steps=1, lag=1, sync_every=3)
 
 
+@pytest.mark.trains
 def test_the_algorithm_can_change_in_mid_run():
     setting = Setting(lr=1e-3)
     schedule = {1: algorithm("grpo"), 3: algorithm("rloo")}
@@ -280,6 +284,7 @@ def test_the_algorithm_can_change_in_mid_run():
     assert [line.get("algorithm_switched") for line in history] == [None, None, 1.0, None]
 
 
+@pytest.mark.trains
 def test_resuming_goes_on_to_the_bit_also_with_partial_rollouts(tmp_path):
     def fresh():
         return Setting(lr=1e-3, max_new_tokens=12)
@@ -308,6 +313,7 @@ def test_resuming_goes_on_to_the_bit_also_with_partial_rollouts(tmp_path):
         assert weight.equal(dict(second.model.named_parameters())[name])
 
 
+@pytest.mark.trains
 def test_resuming_with_lag_trains_nothing_twice_and_keeps_ages(tmp_path):
     def fresh():
         return Setting("grpo", correction="truncated", lr=1e-3)
@@ -336,6 +342,7 @@ def test_evaluation_is_greedy_repeatable_and_has_an_interval():
     assert first["eval_reward_low"] <= first["eval_reward"] <= first["eval_reward_high"]
 
 
+@pytest.mark.trains
 def test_the_best_evaluation_is_the_highest_reward_and_patience_ends_the_run():
     rewards = iter([0.1, 0.5, 0.4, 0.3, 0.2])
 
@@ -399,6 +406,7 @@ def test_an_interrupt_saves_what_is_done(moment):
     assert saved == [(2, 2)]
 
 
+@pytest.mark.trains
 def test_run_rl_training_rewards_minus_a_baseline():
     setting = Setting("reinforce", lr=FAST)
     manager = setting.manager()

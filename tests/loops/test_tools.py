@@ -66,6 +66,7 @@ def beginner(tiny):
     return model
 
 
+@pytest.mark.trains
 def test_the_reward_for_using_the_tool_rises(beginner, tiny):
     render = Renderer(tiny[1])
     backend = create_pytorch_backend(beginner, lr=5e-4, weight_decay=0.0)

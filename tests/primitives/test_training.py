@@ -21,6 +21,7 @@ def fresh(**options):
     return create_training_state(model, tokenizer, lr=3e-3, weight_decay=0.0, **options)
 
 
+@pytest.mark.trains
 def test_a_quick_start_learns():
     rewards = []
     state = quick_start_training(
@@ -153,6 +154,7 @@ def test_equal_rewards_teach_an_algorithm_that_compares_nothing():
     assert stats.metrics["flat_groups"] == 1 and state.state.version == 1
 
 
+@pytest.mark.trains
 def test_a_run_goes_on_from_its_checkpoint_to_the_same_weights(tmp_path):
     grpo = create_algorithm_config("grpo")
 
