@@ -10,6 +10,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub, w
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # facts are about float32 on the CPU, also on a machine with a GPU
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # vLLM compiles a function or two with a C++ compiler, in each run
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a peer that ends on purpose is worth no trace on the terminal
 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # it would end actors because of what others hold
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background; its children would ignore it, too
