@@ -42,6 +42,7 @@ MARKS = {  # fixture: the mark of the tests that use it
     "forks": "trains",
     "start_group": "engine",
     "drivers": "engine",
+    "smollm2": "engine",  # the real model of 135 M parameters
 }
 SHARED = ExitStack()  # what the tests of the current unit share: running engines
 

@@ -79,6 +79,7 @@ else:
 """
 
 
+@pytest.mark.engine
 def test_ranks_that_torchrun_started_are_used_as_they_are(tmp_path):
     script = tmp_path / "meets.py"
     script.write_text(MEETS)

@@ -56,6 +56,7 @@ def cut(file: Path) -> None:
 DAMAGES = {"a flipped bit": flip, "cut off": cut, "missing": Path.unlink}
 
 
+@pytest.mark.engine
 def test_vllm_finds_the_weights_among_the_files(written):
     need("vllm")
     from vllm.model_executor.model_loader.weight_utils import filter_duplicate_safetensors_files

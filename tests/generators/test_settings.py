@@ -8,6 +8,7 @@ from oxrl.generators.settings import check_settings, vllm_settings
 from tests.engines import need
 
 
+@pytest.mark.engine
 def test_the_settings_read_from_its_source_are_those_that_it_has():
     need("vllm")
     from vllm.engine.arg_utils import EngineArgs
