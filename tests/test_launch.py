@@ -67,7 +67,8 @@ from pathlib import Path
 from oxrl.algorithms.preference import Pairs, dpo
 
 def own(pairs: Pairs):
-    run = Path(os.environ.get("OXRL_TEST_LOSES_A_RANK", "nowhere"))
+    struck = Path(__file__).with_name("struck")
+    run = Path(struck.read_text()) if struck.exists() else struck
     if os.environ.get("RANK") == "1" and (run / "checkpoints" / "step_0002").exists():
         try:
             (run / "lost").touch(exist_ok=False)
@@ -76,16 +77,14 @@ def own(pairs: Pairs):
         os.kill(os.getpid(), signal.SIGKILL)
     return dpo(pairs)
 """
-"""In the run of that name, rank 1 ends in the step after the first checkpoint."""
+"""In the run that the file `struck` names, rank 1 ends in the step after the first checkpoint."""
 
 
-@pytest.fixture(scope="module")
-def script(tmp_path_factory, complete_run):
-    """A run over two ranks that a script has started, to its end."""
-    folder = tmp_path_factory.mktemp("script")
+def trained(folder, **backend):
+    """A run over two ranks that a script has started, to its end, in `folder / "run"`."""
     (folder / "loss.py").write_text(LOSS)
     pairs = [{"prompt": f"Say {n}.", "chosen": " ".join(["yes"] * (1 + n % 5)), "rejected": "no"} for n in range(12)]
-    return Trainer("tiny", backend="fsdp", training_gpus=2).train(
+    return Trainer("tiny", training_gpus=2, **backend).train(
         algorithm=f"{folder / 'loss.py'}:own",
         data=write_jsonl(folder / "rows.jsonl", pairs),
         steps=STEPS,
@@ -95,6 +94,11 @@ def script(tmp_path_factory, complete_run):
         rank_time_limit=HANG,
         output=folder / "run",
     )
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory, complete_run):
+    return trained(tmp_path_factory.mktemp("script"), backend="fsdp")
 
 
 @pytest.fixture
@@ -154,8 +158,8 @@ def test_a_script_trains_over_ranks_and_gets_its_result(script):
 
 
 def test_a_run_that_loses_a_rank_ends_as_if_nothing_had_happened(start, script, log, tmp_path):
-    run = start(OXRL_TEST_LOSES_A_RANK=str(tmp_path / "run"))
-    assert run.end() == [0], log()[-3000:]
+    (script.folder.parent / "struck").write_text(str(tmp_path / "run"))
+    assert start().end() == [0], log()[-3000:]
     assert "rank 1 was ended by SIGKILL: going on from the last checkpoint (restart 1 of 3)" in log()
     assert steps_of(tmp_path / "run") == list(range(1, STEPS + 1))
     expected, found = weights(script.folder), weights(tmp_path / "run")
@@ -196,11 +200,10 @@ def is_alive(process: psutil.Process) -> bool:
     return False
 
 
-def test_a_run_under_ray_that_loses_an_actor_resumes(start, log, tmp_path):
-    need("ray")
-    run = start(*RAY, OXRL_TEST_LOSES_A_RANK=str(tmp_path / "run"))
-    assert run.end() == [0], log()[-3000:]
-    assert "going on from the last checkpoint (2 restarts left)" in log()
+def test_a_run_under_ray_that_loses_an_actor_resumes(ray_here, caplog, tmp_path):
+    (tmp_path / "struck").write_text(str(tmp_path / "run"))
+    trained(tmp_path, backend="ray", sharding="fsdp")
+    assert "going on from the last checkpoint (2 restarts left)" in caplog.text
     assert steps_of(tmp_path / "run") == list(range(1, STEPS + 1))
 
 

@@ -71,7 +71,7 @@ def test_a_large_model_gets_an_adapter_told_from_its_config_and_not_from_its_nam
 
     folder = tmp_path / "small-1b"
     LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+        hidden_size=8192, intermediate_size=28672, num_hidden_layers=7, num_attention_heads=64, num_key_value_heads=8,
         vocab_size=128256, architectures=["LlamaForCausalLM"], tie_word_embeddings=False,
     ).save_pretrained(folder)  # fmt: skip
     load_tokenizer("tiny").save_pretrained(folder)
@@ -81,7 +81,7 @@ def test_a_large_model_gets_an_adapter_told_from_its_config_and_not_from_its_nam
     assert "use LoRA" in str(told.value)
     frugal = {"dtype": "bfloat16", "micro_batch_tokens": 256, "gradient_checkpointing": True}
     plan = Trainer(folder).plan(algorithm="sft", data=sums(8), **frugal)
-    assert "LoRA" in plan.tuning and plan.facts.parameters == pytest.approx(8.03e9, rel=0.01)
+    assert "LoRA" in plan.tuning and plan.facts.parameters == pytest.approx(8.09e9, rel=0.01)
 
 
 @pytest.mark.trains
