@@ -21,7 +21,7 @@ demo: $(VENV)/.core
 test: $(VENV)/.engines $(VENV)/.model
 	$(MAKE) --jobs=2 lint tests
 
-tests:
+tests: $(VENV)/.engines $(VENV)/.model
 	OXRL_REQUIRE_ENGINES=1 $(BIN)/python -m pytest -n 2
 
 check: $(VENV)/.model lint

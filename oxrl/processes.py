@@ -11,7 +11,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-SERVER_PORTS = range(20_000, 32_768)  # above those of Ray's workers, below those of outgoing connections
+SERVER_PORTS = range(20_000, 32_768)  # above the ports of Ray's workers, below the default ephemeral range
 MEETING = "OXRL_MEETING"  # names a file in which the ranks of one machine find each other, instead of at a port
 
 
@@ -43,15 +43,14 @@ def kill_group(group: int) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ones that no process listens at, outside the range from which others are given a port.
+    """Distinct free ports, outside the ephemeral range.
 
-    A port that the kernel chooses is free only until the next process asks for any port; an engine takes half a minute
-    until it listens.
+    An engine needs half a minute until it listens; meanwhile the kernel could give an ephemeral port to any process.
     """
     found: list[int] = []
     for port in random.SystemRandom().sample(SERVER_PORTS, len(SERVER_PORTS)):
-        with socket.socket() as one, suppress(OSError):  # taken
-            one.bind(("127.0.0.1", port))
+        with socket.socket() as probe, suppress(OSError):  # taken
+            probe.bind(("127.0.0.1", port))
             found.append(port)
         if len(found) == count:
             return found

@@ -29,8 +29,8 @@ from tests import holding, leftovers
 from tests.forks import forks  # noqa: F401
 from tests.scheduling import (  # noqa: F401
     SHARED,
+    end_engines_after,
     pytest_collection_modifyitems,
-    pytest_runtest_teardown,
     pytest_xdist_make_scheduler,
 )
 from tests.waiting import HANG
@@ -56,7 +56,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session) -> None:
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    end_engines_after(item, nextitem)
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
+    SHARED.close()  # after an interrupt no test is torn down
+    yield
     if (watch := session.config.stash.get(WATCH, None)) is None:
         return
     session.config.stash[LEFT] = watch.end()

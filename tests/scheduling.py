@@ -35,8 +35,6 @@ FIRST = (  # what takes longest; everything else follows in the order of the fil
     "tests/contracts/test_pairs.py",
     "tests/contracts/test_ranks.py",
 )
-
-
 MARKS = {  # fixture: the mark of the tests that use it
     "complete_run": "trains",
     "forks": "trains",
@@ -44,7 +42,7 @@ MARKS = {  # fixture: the mark of the tests that use it
     "drivers": "engine",
     "smollm2": "engine",  # the real model of 135 M parameters
 }
-SHARED = ExitStack()  # what the tests of the current unit share: running engines
+SHARED = ExitStack()  # the engines that the tests of the current unit share
 
 
 def engines_of(item: pytest.Item) -> list[str]:
@@ -67,9 +65,8 @@ def unit_of(item: pytest.Item) -> str:
     return groups.pop() if groups else item.nodeid.split("::")[0]
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """An engine that waits for nothing takes memory and time from the other worker."""
+def end_engines_after(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """If it is the last test of its unit: an idle engine takes memory and CPU time from the other worker."""
     if nextitem is None or unit_of(nextitem) != unit_of(item):
         SHARED.close()
 

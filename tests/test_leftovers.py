@@ -78,6 +78,30 @@ def test_a_run_that_is_interrupted_leaves_nothing(run, sign):
     wait_until(lambda: not Path(facts["folder"]).parent.exists(), "the end of its temporary files")
 
 
+INTERRUPTED = """
+from pathlib import Path
+from tests.scheduling import SHARED
+
+def test_that_is_interrupted():
+    SHARED.callback(Path(__file__).with_name("ended").touch)
+    raise KeyboardInterrupt
+
+def test_that_would_use_the_same_engine():
+    pass
+"""
+
+
+def test_engines_end_with_a_run_that_is_interrupted(tmp_path):
+    (tmp_path / "conftest.py").write_text("from tests.conftest import *")
+    (tmp_path / "test_interrupted.py").write_text(INTERRUPTED)
+    environment = {name: value for name, value in os.environ.items() if name not in (VARIABLE, "TMPDIR")}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[1])
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", tmp_path, tmp_path]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANG)
+    assert done.returncode == pytest.ExitCode.INTERRUPTED, done.stdout + done.stderr
+    assert (tmp_path / "ended").exists()
+
+
 def test_long_units_come_first_and_a_seed_gives_another_order():
     units = ["tests/a.py", "ranks", "tests/b.py", "vllm-server"]
     assert ordered(units, None) == ["ranks", "vllm-server", "tests/a.py", "tests/b.py"]

@@ -10,7 +10,7 @@ import pytest
 
 from tests import forks
 from tests.contracts import together
-from tests.scheduling import pytest_runtest_teardown
+from tests.scheduling import end_engines_after
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -31,7 +31,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         hook.pytest_runtest_logreport(report=report)
     hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     item.session._setupstate.teardown_exact(nextitem)  # what an earlier test, which ran here, shares with this one only
-    pytest_runtest_teardown(item, nextitem)
+    end_engines_after(item, nextitem)
     return True
 
 
