@@ -67,8 +67,8 @@ from pathlib import Path
 from oxrl.algorithms.preference import Pairs, dpo
 
 def own(pairs: Pairs):
-    struck = Path(__file__).with_name("struck")
-    run = Path(struck.read_text()) if struck.exists() else struck
+    named = Path(__file__).with_name("loses_rank_1")
+    run = Path(named.read_text()) if named.exists() else named
     if os.environ.get("RANK") == "1" and (run / "checkpoints" / "step_0002").exists():
         try:
             (run / "lost").touch(exist_ok=False)
@@ -77,10 +77,10 @@ def own(pairs: Pairs):
         os.kill(os.getpid(), signal.SIGKILL)
     return dpo(pairs)
 """
-"""In the run that the file `struck` names, rank 1 ends in the step after the first checkpoint."""
+"""In the run that the file `loses_rank_1` names, rank 1 is killed in the step after the first checkpoint."""
 
 
-def trained(folder, **backend):
+def train_over_two_ranks(folder, **backend):
     """A run over two ranks that a script has started, to its end, in `folder / "run"`."""
     (folder / "loss.py").write_text(LOSS)
     pairs = [{"prompt": f"Say {n}.", "chosen": " ".join(["yes"] * (1 + n % 5)), "rejected": "no"} for n in range(12)]
@@ -98,7 +98,7 @@ def trained(folder, **backend):
 
 @pytest.fixture(scope="module")
 def script(tmp_path_factory, complete_run):
-    return trained(tmp_path_factory.mktemp("script"), backend="fsdp")
+    return train_over_two_ranks(tmp_path_factory.mktemp("script"), backend="fsdp")
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ def test_a_script_trains_over_ranks_and_gets_its_result(script):
 
 
 def test_a_run_that_loses_a_rank_ends_as_if_nothing_had_happened(start, script, log, tmp_path):
-    (script.folder.parent / "struck").write_text(str(tmp_path / "run"))
+    (script.folder.parent / "loses_rank_1").write_text(str(tmp_path / "run"))
     assert start().end() == [0], log()[-3000:]
     assert "rank 1 was ended by SIGKILL: going on from the last checkpoint (restart 1 of 3)" in log()
     assert steps_of(tmp_path / "run") == list(range(1, STEPS + 1))
@@ -201,8 +201,8 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def test_a_run_under_ray_that_loses_an_actor_resumes(ray_here, caplog, tmp_path):
-    (tmp_path / "struck").write_text(str(tmp_path / "run"))
-    trained(tmp_path, backend="ray", sharding="fsdp")
+    (tmp_path / "loses_rank_1").write_text(str(tmp_path / "run"))
+    train_over_two_ranks(tmp_path, backend="ray", sharding="fsdp")
     assert "going on from the last checkpoint (2 restarts left)" in caplog.text
     assert steps_of(tmp_path / "run") == list(range(1, STEPS + 1))
 

@@ -55,23 +55,25 @@ def config_of(backend: str, folder: Path, algorithm: str, engine: str = "embedde
             config["train"]["lr"] = 1e-2
         if "colocated" in switches:
             config["inference_engine"]["replicas"] = 1
-            config["reward"] = {"reward_func": "tests.contracts.pairs:looks_around"}
+            config["reward"] = {"reward_func": "tests.contracts.pairs:reward_and_free_bundles"}
         if engine == "http":
             config["inference_engine"]["urls"] = [url]
     return check_config(config)
 
 
-EARLIER: set[str] = set()  # placement groups of the cluster that are not this run's
+OTHER_GROUPS: set[str] = set()  # placement groups of the cluster before the run
 
 
-def looks_around(rollout):
-    """What `any_difference` says, and how much of the run's places is free meanwhile."""
+def reward_and_free_bundles(rollout):
+    """The reward of `any_difference`, and the free share of each bundle of the run's placement group."""
     import ray
 
-    (group, *others) = [name for name, each in groups().items() if each["state"] == "CREATED" and name not in EARLIER]
+    (group, *others) = [
+        name for name, each in groups().items() if each["state"] == "CREATED" and name not in OTHER_GROUPS
+    ]
     free = ray.available_resources()
     seen = {f"free_{index}": free.get(f"CPU_group_{index}_{group}", 0.0) for index in range(2)}
-    return Score(any_difference(rollout), {"other_places": float(len(others)), **seen})
+    return Score(any_difference(rollout), {"other_groups": float(len(others)), **seen})
 
 
 def groups() -> dict[str, dict]:
@@ -88,7 +90,7 @@ def run(backend: str, name: str, folder: Path, url: str) -> list[dict[str, float
 
 def run_on_ray(name: str, folder: Path) -> list[dict[str, float]]:
     """On the cluster that this process has started."""
-    EARLIER.update(groups())
+    OTHER_GROUPS.update(groups())
     return run("ray", name, folder, "")
 
 

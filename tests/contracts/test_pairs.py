@@ -67,6 +67,6 @@ def test_engine_and_trainer_agree_on_what_was_sampled(logged, backend, name):
     if "embedded" in name:
         same(steps, logged("local", name), "reward", "grad_norm")
     if "colocated" in name:
-        assert steps[-1]["reward_other_places"] == 0, "the engine has no places but the trainer's"
+        assert steps[-1]["reward_other_groups"] == 0, "the engine has no placement group of its own"
         free = [steps[-1][f"reward_free_{index}"] for index in range(2)]
         assert free == [0.0, 0.5], "and on the first, the half that is left"
