@@ -160,7 +160,7 @@ def main() -> None:
             Rows("Multiple choice, rows of our own", choices(), CHOICES),
             Rows("Names of towns, rows of our own", towns(), TEXTS),
             Rows("reasoning-gym's `leg_counting`", reasoning_gym_samples("leg_counting", size=50, seed=0), GYM),
-            Rows("A reward model of a million parameters, on GSM8K", gsm8k[:few], opinion),
+            Rows("A reward model of half a million parameters, on GSM8K", gsm8k[:few], opinion),
         ):
             print("\n".join(table(rows)), flush=True)
     print("\n".join(seconds_per_program()))

@@ -1,6 +1,6 @@
 """From nothing to a trained model: teach it to shout. No data set, no GPU, no config.
 
-python examples/quickstart.py                          # a random model of 1 M parameters, in seconds
+python examples/quickstart.py                          # a random model of 0.5 M parameters, in seconds
 python examples/quickstart.py --model smollm2-135m     # a real chat model, in minutes on two CPU cores
 """
 

@@ -93,17 +93,16 @@ def _run(command: Sequence[str], ranks: int, meeting: Path, more: Mapping[str, s
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // ranks)),
         **more,
     }
-    processes = [
-        subprocess.Popen(
-            command,
-            env={**os.environ, **settings, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdin=subprocess.PIPE,
-            start_new_session=True,
-        )
-        for rank in range(ranks)
-    ]
+    processes: list[subprocess.Popen[bytes]] = []
     try:
-        with _signals_go_to(processes[0]) as told_to_stop:
+        with _signals_go_to_first(processes) as told_to_stop:
+            for rank in range(ranks):
+                environment = {**os.environ, **settings, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                processes.append(
+                    subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, start_new_session=True)
+                )
+            if told_to_stop:  # perhaps before rank 0 existed, and none of them has anything to save yet
+                return Ended(128 + told_to_stop[0], ())
             return _watch(processes, told_to_stop)
     except KeyboardInterrupt:
         return Ended(130, ())
@@ -151,8 +150,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 @contextmanager
-def _signals_go_to(process: subprocess.Popen[bytes]) -> Iterator[Sequence[int]]:
-    """An interrupt is rank 0's to answer: it saves, and tells the others to go home. A second one ends all at once.
+def _signals_go_to_first(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[Sequence[int]]:
+    """An interrupt is rank 0's to answer: it saves, and tells the others to end. A second one ends all at once.
 
     Gives the signals that have come so far.
     """
@@ -165,8 +164,8 @@ def _signals_go_to(process: subprocess.Popen[bytes]) -> Iterator[Sequence[int]]:
         if passed_on:
             raise KeyboardInterrupt
         passed_on.append(number)
-        with suppress(ProcessLookupError):
-            process.send_signal(number)
+        if processes:
+            processes[0].send_signal(number)
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -652,7 +652,7 @@ def _verdict(plan: Plan) -> str:
 
 
 def _count(number: float) -> str:
-    for size, letter in ((1e9, " B"), (1e6, " M")):
+    for size, letter in ((1e9, " B"), (1e6, " M"), (1e3, " K")):
         if number >= size:
             return f"{number / size:.2f}{letter}"
     return f"{number:.0f}"

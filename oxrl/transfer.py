@@ -14,7 +14,7 @@ from contextlib import closing, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from oxrl.buckets import Slot, flattened, grouped
+from oxrl.buckets import BUCKET_BYTES, Slot, flattened, grouped
 from oxrl.types import Meeting
 
 if TYPE_CHECKING:
@@ -50,12 +50,12 @@ def meeting(
         del store
 
 
-def send(weights: Iterable[tuple[str, Tensor]], place: Meeting) -> None:
+def send(weights: Iterable[tuple[str, Tensor]], place: Meeting, bucket_bytes: int = BUCKET_BYTES) -> None:
     """To all receivers at once, bucket after bucket; answers when they have all."""
     import torch
 
     with closing(_Group(place, _SENDER)) as group:
-        for tensors in grouped(weights):
+        for tensors in grouped(weights, bucket_bytes):
             slots, flat = flattened(tensors, group.device)
             header = torch.frombuffer(bytearray(json.dumps(slots).encode()), dtype=torch.uint8)
             group.broadcast(torch.tensor([len(header), len(flat)]))

@@ -93,7 +93,7 @@ def wandb_ended() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny() -> tuple[ModelConfig, Any]:
-    """The random model of 1 M parameters, as a config to load it from, and its tokenizer (do not change it)."""
+    """The random model of 0.5 M parameters, as a config to load it from, and its tokenizer (do not change it)."""
     config = ModelConfig("tiny", dtype="float32", device="cpu")
     return config, load_tokenizer(config)
 

@@ -398,7 +398,7 @@ KEYS = {
     "rollout.top_p": Effect(0.1, said, RL),
     "rollout.top_k": Effect(1, lambda *at: len(set(said(*at)[0][:2])), RL, 1),
     "rollout.min_p": Effect(0.9, said, RL),
-    "rollout.stop": Effect(["Y"], logged("length"), RL),
+    "rollout.stop": Effect(["S"], logged("length"), RL),
     "rollout.eval_temperature": Effect(5.0, logged("eval_reward"), (*RL, "data.val_files_path={place.more}")),
     "rollout.over_sampling_factor": Effect(2.0, logged("drawn"), RL),
     "rollout.partial_rollouts": Effect(True, logged("wasted"), CROWDED, [0, 0]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from oxrl.cluster import Places
 from oxrl.config import ConfigError, check_config
 from oxrl.devices import placed, ranks_to_start
 from oxrl.inputs import read_inputs
+from oxrl.launch import run_ranks
 from oxrl.parts import rollout_devices, sleeps_beside
 from oxrl.trainer import Trainer, choose_backend, sections_of
 from tests.engines import need
@@ -181,6 +183,19 @@ def test_a_run_that_is_told_to_stop_before_it_can_listen_stops(start, log, tmp_p
     os.kill(run.pids[0], signal.SIGTERM)
     assert run.end() == [128 + signal.SIGTERM], log()[-3000:]
     assert "going on" not in log() and steps_of(tmp_path / "run") == []
+
+
+def stopped_while_ranks_start() -> int:
+    """The exit code of a launcher that gets SIGTERM as it is about to start rank 0."""
+    numbers = [signal.SIGTERM]
+    sys.addaudithook(
+        lambda event, _: os.kill(os.getpid(), numbers.pop()) if event == "subprocess.Popen" and numbers else None
+    )
+    return run_ranks([], 2, max_restarts=0, program=[sys.executable, "-c", "import signal; signal.pause()"])
+
+
+def test_a_launcher_that_is_told_to_stop_while_it_starts_ranks_ends_them(forks):
+    assert forks.run(stopped_while_ranks_start) == 128 + signal.SIGTERM
 
 
 def test_a_run_under_ray_that_is_told_to_stop_before_it_can_listen_leaves_no_process(start, log):

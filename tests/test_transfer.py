@@ -13,6 +13,7 @@ from oxrl.transfer import TransferError, meeting, receive, send
 from tests.waiting import EXPIRES, HANG, wait_until
 
 LOOPBACK = ["127.0.0.1"]
+BUCKET = 2**20
 
 
 def some_weights():
@@ -23,7 +24,7 @@ def some_weights():
         "turned": torch.randn(4, 6).t(),
         "one": torch.tensor(3.5, dtype=torch.float64),
         "whole": torch.arange(5),
-        "large": torch.randn(70, 2**20),  # more than a bucket holds
+        "large": torch.randn(BUCKET),  # four bytes each: more than a bucket holds
         "last": torch.randn(2),
     }
 
@@ -46,7 +47,7 @@ def test_every_receiver_gets_all_of_it_bit_for_bit(beside):
     weights = some_weights()
     with meeting(LOOPBACK, 2, time_limit=HANG) as place:
         receivers = [beside(received_by, place, rank) for rank in (1, 2)]
-        send(weights.items(), place)
+        send(weights.items(), place, BUCKET)
         received = [each.result(HANG) for each in receivers]
     for found in received:
         assert list(found) == list(weights)
@@ -80,11 +81,11 @@ os._exit(9)
 
 
 def test_a_receiver_that_dies_ends_the_sending_at_once():
-    weights = {f"weight {number}": torch.zeros(70, 2**20) for number in range(4)}
+    weights = {f"weight {number}": torch.zeros(2**23) for number in range(4)}  # 32 MiB each
     with meeting(LOOPBACK, 1, time_limit=HANG) as place:
         child = subprocess.Popen([sys.executable, "-c", DIES, json.dumps(place)])
         with pytest.raises(TransferError, match="peer"):
-            send(weights.items(), place)
+            send(weights.items(), place, BUCKET)
         assert child.wait(HANG) == 9
 
 

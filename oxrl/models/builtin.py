@@ -58,7 +58,7 @@ TINY_CHAT_TEMPLATE = """\
 
 
 class Builtin(NamedTuple):
-    """`Builtin("tiny-v1", build_tiny)`; the folder's name changes whenever what is built changes."""
+    """`Builtin("tiny-v2", build_tiny)`; the folder's name changes whenever what is built changes."""
 
     folder: str
     build: Callable[[Path], None]
@@ -102,12 +102,12 @@ def prepare_builtin(name: str) -> Path:
 
 
 def builtin_named_by(path: str) -> str | None:
-    """`builtin_named_by("/home/someone/.cache/oxrl/tiny-v1") == "tiny"`: what another machine's cache folder held."""
+    """`builtin_named_by("/home/someone/.cache/oxrl/tiny-v2") == "tiny"`: what another machine's cache folder held."""
     return next((name for name, builtin in BUILTIN_MODELS.items() if builtin.folder == Path(path).name), None)
 
 
 def build_tiny(folder: Path) -> None:
-    """A Llama of 1 M parameters whose weights are the same everywhere: numpy's frozen generator, and no logarithms."""
+    """A Llama of 0.5 M parameters with the same weights everywhere: numpy's frozen generator, and no logarithms."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -116,7 +116,7 @@ def build_tiny(folder: Path) -> None:
         vocab_size=TINY_VOCABULARY,
         hidden_size=128,
         intermediate_size=512,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=TINY_CONTEXT,
@@ -214,6 +214,6 @@ def extract_verified(archive: Path, member: str, sha256: str, folder: Path) -> P
 BUILTIN_MODELS = MappingProxyType(
     {
         "smollm2-135m": Builtin("smollm2-135m-v1", build_smollm2),
-        "tiny": Builtin("tiny-v1", build_tiny),
+        "tiny": Builtin("tiny-v2", build_tiny),
     }
 )

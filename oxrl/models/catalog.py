@@ -70,7 +70,7 @@ class Entry(NamedTuple):
     @property
     def size(self) -> str:
         if self.billions < 0.2:
-            return f"{self.billions * 1000:.0f}M"
+            return f"{self.billions * 1000:.3g}M"
         active = f" ({self.active_billions:g}B active)" if self.active_billions < self.billions else ""
         return f"{self.billions:.{1 if self.billions < 1 else 3}g}B{active}"
 

@@ -22,7 +22,7 @@ from oxrl.loops.step import train_step
 from oxrl.models.lora import LoraSettings, attach_lora
 from oxrl.transfer import meeting, receive
 from oxrl.weights import MovedOnError, adapter_weights, plain_weights
-from tests.contracts.test_backend import SFT, small, some_items, split
+from tests.contracts.test_backend import SFT, load_tiny, some_items, split
 from tests.waiting import EXPIRES, HANG, wait_until
 
 pytestmark = pytest.mark.anyio
@@ -41,7 +41,7 @@ def make(ray_ranks):
 
     made = []
 
-    def one_more(load=small, others=(), **options):
+    def one_more(load=load_tiny, others=(), **options):
         build = partial(build_worker, load, dict(others), Settings(**{"lr": 1e-3, **options}))
         made.append(create_ray_backend(ray_ranks, build))
         return made[-1]
@@ -53,7 +53,7 @@ def make(ray_ranks):
 
 def with_adapter():
     torch.manual_seed(3)
-    model = attach_lora(small(), LoraSettings(r=4), seed=1)
+    model = attach_lora(load_tiny(), LoraSettings(r=4), seed=1)
     for name, weight in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight, std=0.1)
@@ -71,7 +71,7 @@ def received(weights, most=2**18, **choice):
 
 async def test_actors_do_as_the_local_backend_and_the_next_call_does_not_wait(make):
     rates = {"lr": 1e-3, "eps": 1e-6}  # with a smaller eps, a gradient that is nothing but rounding becomes a step
-    one, two, items = create_pytorch_backend(small(), **rates), make(**rates), some_items()
+    one, two, items = create_pytorch_backend(load_tiny(), **rates), make(**rates), some_items()
     for _ in range(2):
         expected = await train_step(one, SFT, items, 40)
         counted = two.forward_backward(split(items, 3), SFT, count_units(items))
@@ -99,7 +99,7 @@ async def test_an_adapter_arrives_merged_or_as_its_base_and_its_files(make, tmp_
         torch.testing.assert_close(sent[name], tensor, atol=1e-6, rtol=0)
     base = received(weights, adapter=False)
     assert base.keys() == sent.keys()
-    for name, tensor in plain_weights(small()):
+    for name, tensor in plain_weights(load_tiny()):
         torch.testing.assert_close(base[name], tensor)
     files = weights.source.adapter_files()
     assert "adapter_config.json" in files

@@ -19,7 +19,7 @@ from oxrl.backends.local import create_pytorch_backend
 from oxrl.backends.ranks import RankError
 from oxrl.loops.step import train_step
 from tests.contracts import together
-from tests.contracts.test_backend import small, some_items, train
+from tests.contracts.test_backend import load_tiny, some_items, train
 from tests.contracts.test_over_ranks import CLOSE, RATES, items_of
 from tests.waiting import EXPIRES, wait_until
 
@@ -100,7 +100,7 @@ def errors_of_training(folder: Path) -> list[str]:
     """Of the step in which one rank fails, and of what comes after it."""
     file = folder / "planted.py"
     file.write_text(FAILS_ON_ONE_RANK)
-    backend = FSDPTrainingBackend(together.ranks(), small, others={"ref": small})
+    backend = FSDPTrainingBackend(together.ranks(), load_tiny, others={"ref": load_tiny})
     step = partial(train_step, backend, algorithm(f"{file}:planted"), items_of("dpo"), 90)
     errors = []
     for call in (partial(anyio.run, step), backend.optim_step):
@@ -111,15 +111,15 @@ def errors_of_training(folder: Path) -> list[str]:
 
 
 async def _save(folder: Path) -> None:
-    backend = FSDPTrainingBackend(together.ranks(), small, **SCHEDULE)
+    backend = FSDPTrainingBackend(together.ranks(), load_tiny, **SCHEDULE)
     await train(backend, some_items(), 3, steps=2)
     await backend.save(folder)
 
 
 async def _resume(folder: Path) -> None:
-    through = create_pytorch_backend(small(), **SCHEDULE)
+    through = create_pytorch_backend(load_tiny(), **SCHEDULE)
     expected, weights = await train(through, some_items(), 3, steps=4)
-    resumed = FSDPTrainingBackend(together.ranks(), small, **SCHEDULE)
+    resumed = FSDPTrainingBackend(together.ranks(), load_tiny, **SCHEDULE)
     await resumed.load(folder)
     found, others = await train(resumed, some_items(), 3, steps=2)
     assert found == pytest.approx(expected[2:], abs=1e-5)

@@ -30,21 +30,18 @@ def anyio_backend():
     return "asyncio"
 
 
-def small(**options):
-    """`tiny` with two of its four layers: what is done for each layer takes most of a test's time."""
-    model = load_model(ModelConfig("tiny", **options))
-    model.model.layers, model.config.num_hidden_layers = model.model.layers[:2], 2
-    return model
+def load_tiny(**options):
+    return load_model(ModelConfig("tiny", **options))
 
 
 def local(**options):
-    return create_pytorch_backend(small(), **{"lr": 1e-3, **options})
+    return create_pytorch_backend(load_tiny(), **{"lr": 1e-3, **options})
 
 
 def fsdp(**options):
     from oxrl.backends.fsdp import FSDPTrainingBackend
 
-    load = options.pop("load", small)
+    load = options.pop("load", load_tiny)
     return FSDPTrainingBackend(together.ranks(), load, **{"lr": 1e-3, **options})
 
 
@@ -58,7 +55,7 @@ def ray(ranks, *, others=(), **options):
     from oxrl.backends.worker import Settings
 
     settings = Settings(**{"lr": 1e-3, **options})
-    return create_ray_backend(ranks, partial(build_worker, small, dict(others), settings))
+    return create_ray_backend(ranks, partial(build_worker, load_tiny, dict(others), settings))
 
 
 def deepspeed(stage, **options):
@@ -66,7 +63,7 @@ def deepspeed(stage, **options):
 
     need("deepspeed")
     section = {"zero_optimization": {"stage": stage}}
-    load = options.pop("load", small)
+    load = options.pop("load", load_tiny)
     return DeepSpeedTrainingBackend(together.ranks(), load, **{"deepspeed": section, "lr": 1e-3, **options})
 
 

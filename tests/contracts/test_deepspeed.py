@@ -9,7 +9,7 @@ import pytest
 
 from oxrl.algorithms import algorithm
 from tests.contracts import together
-from tests.contracts.test_backend import deepspeed, small, some_items, split, train
+from tests.contracts.test_backend import deepspeed, load_tiny, some_items, split, train
 from tests.contracts.test_over_ranks import HALF, RATES, items_of, local, same_steps
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine("ranks")]
@@ -25,7 +25,7 @@ def zero():
     """Makes DeepSpeed backends with a section of their own."""
     made = []
 
-    def make(section, load=small, **options):
+    def make(section, load=load_tiny, **options):
         made.append(deepspeed(3, load=load, deepspeed=section, **{**RATES, **options}))
         return made[-1]
 
@@ -55,7 +55,7 @@ async def test_an_optimizer_state_beside_the_device_changes_nothing_and_compiles
 
 
 async def test_a_section_reaches_deepspeed_and_a_reference_can_be_a_whole_copy(zero):
-    others, built = {"ref": small}, algorithm("dpo")
+    others, built = {"ref": load_tiny}, algorithm("dpo")
     section = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 12_345}}
     backend = zero(section, others=others, deepspeed_ref={"zero_optimization": {"stage": 0}})
     assert engine_of(backend).zero_reduce_bucket_size() == 12_345
@@ -79,7 +79,7 @@ async def test_a_section_reaches_deepspeed_and_a_reference_can_be_a_whole_copy(z
 )
 async def test_a_section_that_cannot_work_is_refused(sections, words):
     with pytest.raises(ValueError, match=words):
-        deepspeed(3, others={"ref": small}, **sections)
+        deepspeed(3, others={"ref": load_tiny}, **sections)
 
 
 async def test_ranks_that_refused_a_section_serve_the_next_one(zero):

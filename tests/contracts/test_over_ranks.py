@@ -22,7 +22,7 @@ from oxrl.models.lora import LoraSettings, attach_lora, attach_reference
 from oxrl.types import ModelConfig
 from tests.algorithms.conftest import raw_rows
 from tests.contracts import together
-from tests.contracts.test_backend import BACKENDS, small, some_items, split, train
+from tests.contracts.test_backend import BACKENDS, load_tiny, some_items, split, train
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine("ranks")]
 NAMES = {"grpo": {"kl_coef": 0.1}, "ppo": {}, "tdpo": {}}
@@ -42,7 +42,7 @@ def anyio_backend():
 def sharded(request):
     made = []
 
-    def make(load=small, **options):
+    def make(load=load_tiny, **options):
         made.append(BACKENDS[request.param](load=load, **{**RATES, **options}))
         return made[-1]
 
@@ -51,7 +51,7 @@ def sharded(request):
         backend.close()
 
 
-def with_adapter(dropout=0.0, base=small):
+def with_adapter(dropout=0.0, base=load_tiny):
     return attach_lora(base(), LoraSettings(r=4, dropout=dropout), seed=1)
 
 
@@ -60,7 +60,7 @@ def with_follower():
 
 
 def checkpointed(dtype="float32"):
-    return small(dtype=dtype, gradient_checkpointing=True)
+    return load_tiny(dtype=dtype, gradient_checkpointing=True)
 
 
 HALF = partial(checkpointed, "bfloat16")
@@ -68,7 +68,7 @@ HALF = partial(checkpointed, "bfloat16")
 
 def larger_in_one_piece():
     """What no slice has: a first layer whose answer is half as large again."""
-    model = small()
+    model = load_tiny()
     if not builds_empty():
         model.model.layers[0].register_forward_hook(lambda _layer, _inputs, output: output * 1.5)
     return model
@@ -94,7 +94,7 @@ def items_of(name, n=4):
     return assemble(samples, chosen, Renderer(load_tokenizer("tiny"))).items
 
 
-def local(load=small, others=None, **options):
+def local(load=load_tiny, others=None, **options):
     loaded = {name: each() for name, each in (others or {}).items()}
     return create_pytorch_backend(load(), others=loaded, **{**RATES, **options})
 
@@ -141,7 +141,7 @@ async def test_steps_are_those_of_the_local_backend(sharded, name):
     built = algorithm(name, **NAMES[name])
     common = {
         "heads": built.heads,
-        "others": dict.fromkeys(built.others, small),
+        "others": dict.fromkeys(built.others, load_tiny),
         "lr_scheduler": "cosine",
         "num_steps": 3,
     }
@@ -204,7 +204,7 @@ async def test_checkpointed_gradients_are_the_same(sharded):
     await same_steps(local(), sharded(checkpointed), algorithm("sft"), items_of("sft"), steps=3)
 
 
-REFERENCES = {"a model": {"others": {"ref": small}}, "an adapter": {"load": with_follower}}
+REFERENCES = {"a model": {"others": {"ref": load_tiny}}, "an adapter": {"load": with_follower}}
 
 
 @pytest.mark.parametrize("sharded", ["fsdp", "zero2", "zero3"], indirect=True)
@@ -334,7 +334,7 @@ async def test_a_gradient_that_is_not_finite_changes_no_weight(sharded, tmp_path
     file = tmp_path / "planted.py"
     file.write_text(NO_GRADIENT)
     built, items = algorithm(f"{file}:planted"), items_of("dpo")
-    backend, untouched = sharded(others={"ref": small}), local()
+    backend, untouched = sharded(others={"ref": load_tiny}), local()
     with pytest.raises(NonFiniteError, match="optim_step: the gradient is not finite"):
         await train_step(backend, built, items, 90)
     await same_weights(untouched, backend, atol=0)

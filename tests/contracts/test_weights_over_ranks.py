@@ -23,7 +23,7 @@ from oxrl.models.lora import LoraSettings, attach_lora, attach_reference, save_a
 from oxrl.transfer import TransferError, meeting, receive
 from oxrl.types import ModelConfig
 from oxrl.weights import ModuleWeights, near_folder, plain_weights, read_weights, source_of, trainer_logprobs
-from tests.contracts.test_backend import BACKENDS, small, some_items, train
+from tests.contracts.test_backend import BACKENDS, load_tiny, some_items, train
 from tests.engines import sglang_stand_in
 from tests.waiting import EXPIRES, HANG
 
@@ -44,7 +44,7 @@ def anyio_backend():
 def sharded(request):
     made = []
 
-    def make(load=small, **options):
+    def make(load=load_tiny, **options):
         made.append(BACKENDS[request.param](load=load, **options))
         return made[-1]
 
@@ -53,12 +53,12 @@ def sharded(request):
         backend.close()
 
 
-def local(load=small, **options):
+def local(load=load_tiny, **options):
     return create_pytorch_backend(load(), **{"lr": 1e-3, **options})
 
 
 def with_adapter():
-    return attach_lora(small(), LoraSettings(r=4), seed=1)
+    return attach_lora(load_tiny(), LoraSettings(r=4), seed=1)
 
 
 def with_follower():
@@ -66,12 +66,12 @@ def with_follower():
 
 
 def half():
-    return small(dtype="bfloat16")
+    return load_tiny(dtype="bfloat16")
 
 
 def untied():
     """As many models have it: the projection to the vocabulary is a weight of its own."""
-    model = small()
+    model = load_tiny()
     model.config.tie_word_embeddings = False
     model.lm_head.weight = nn.Parameter(model.model.embed_tokens.weight.detach() * 0.5)
     return model
@@ -93,7 +93,7 @@ async def test_a_handle_costs_nothing_until_it_is_asked(sharded):
 
 @pytest.mark.parametrize(
     ("sharded", "load"),
-    [("fsdp", small), ("fsdp", half), ("fsdp", untied), ("zero3", half), ("zero3", untied)],
+    [("fsdp", load_tiny), ("fsdp", half), ("fsdp", untied), ("zero3", half), ("zero3", untied)],
     indirect=["sharded"],
 )
 async def test_what_is_written_weight_by_weight_is_what_the_whole_model_would_write(sharded, tmp_path, load):
@@ -134,9 +134,9 @@ async def test_names_and_weights_are_those_of_the_local_backend(sharded, tmp_pat
 
 async def test_an_engine_elsewhere_gets_the_weights_of_the_ranks_and_proves_it(sharded):
     tokenizer = load_tokenizer("tiny")
-    with sglang_stand_in(small(), tokenizer) as server:
+    with sglang_stand_in(load_tiny(), tokenizer) as server:
         generator = HTTPGenerator([SGLangEngine(server.url)], tokenizer)
-        for load in (small, with_adapter):
+        for load in (load_tiny, with_adapter):
             backend = sharded(load)
             await train_step(backend, algorithm("sft"), some_items(), 60)
             await generator.update_weights(await backend.get_weights())
@@ -210,13 +210,13 @@ async def test_an_adapter_and_its_base_are_each_written_alone(sharded, tmp_path)
     assert any(tensor.abs().max() > 0 for name, tensor in expected.items() if "lora_B" in name)
     (await two.get_weights()).source.write_base(tmp_path / "base")
     base = dict(read_weights(tmp_path / "base"))
-    for name, tensor in plain_weights(small()):
+    for name, tensor in plain_weights(load_tiny()):
         torch.testing.assert_close(base[name], tensor)
 
 
 def only_on_the_first():
     assert builds_empty() or dist.get_rank() == 0, "this rank has no room for a whole model"
-    return small()
+    return load_tiny()
 
 
 @ON_EVERY_ENGINE
@@ -234,7 +234,7 @@ async def test_only_rank_0_ever_has_a_whole_model(sharded):
 def missing_on_one(rank):
     if dist.get_rank() == rank:
         raise ValueError("there is no such model here")
-    return small()
+    return load_tiny()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -261,7 +261,7 @@ async def test_heads_of_a_checkpoint_are_taken_over(sharded, tmp_path, head):
 @pytest.mark.parametrize(
     ("towards", "load"),
     [
-        ("ranks", small),
+        ("ranks", load_tiny),
         ("ranks", half),
         ("ranks", with_follower),
         ("one process", half),

@@ -124,7 +124,7 @@ CONFIG = {
     "reward": {"reward_func": "length_target", "params": {"target": 6}},
     "rollout": {"n_samples": 2, "max_tokens": 8},
 }
-ROOM = 6 << 20  # bytes: for the weights, and not for the optimizer's state
+ROOM = 3 << 20  # bytes: for the weights, and not for the optimizer's state
 
 
 def fill_the_disk(path: str) -> None:

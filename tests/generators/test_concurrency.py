@@ -133,7 +133,7 @@ async def test_a_waiting_tasks_cancellation_frees_its_slot(speaker, anyio_backen
             await speaker.generate(requests, SAMPLING._replace(max_new_tokens=2000))
 
     async def ask():
-        answers.extend(await speaker.generate([Request((5, 6))], SAMPLING))
+        answers.extend(await speaker.generate([Request((5, 6), seed=1)], SAMPLING))
 
     with anyio.fail_after(HANG):
         async with task_group() as tasks:
@@ -202,7 +202,7 @@ async def test_new_weights_reach_what_is_under_way_through_a_fresh_prefill(tiny_
     tiny_model.model.embed_tokens.register_forward_hook(lambda _, inputs, __: widths.append(inputs[0].numel()))
 
     async def ask():
-        answers.extend(await speaker.generate([Request((index, 3)) for index in range(3)], SAMPLING))
+        answers.extend(await speaker.generate([Request((index, 3), seed=1) for index in range(3)], SAMPLING))
 
     with anyio.fail_after(HANG):
         async with task_group() as tasks:
