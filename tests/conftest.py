@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -55,6 +56,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[WATCH] = leftovers.Watch()
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()  # whoever collects garbage from now on (DeepSpeed does, at each start) need not look at all modules
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     end_engines_after(item, nextitem)
@@ -63,6 +68,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
     SHARED.close()  # after an interrupt no test is torn down
+    gc.unfreeze()  # or compiled extensions report leaks at the end
     yield
     if (watch := session.config.stash.get(WATCH, None)) is None:
         return

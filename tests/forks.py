@@ -7,6 +7,7 @@ nothing of its own. Everything ends with the process that the tests run in.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import subprocess
@@ -221,6 +222,7 @@ def main(descriptor: str) -> None:
     load_tokenizer("tiny")
     with suppress(ImportError):
         import deepspeed  # noqa: F401
+    gc.freeze()  # as in `conftest`
     CALLER.append(Connection(int(descriptor)))
     CALLER[0].send((None, ""))
     answer_calls(CALLER[0])

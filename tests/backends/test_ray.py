@@ -22,6 +22,7 @@ from oxrl.loops.step import train_step
 from oxrl.models.lora import LoraSettings, attach_lora
 from oxrl.transfer import meeting, receive
 from oxrl.weights import MovedOnError, adapter_weights, plain_weights
+from tests.backends.talker import Talker
 from tests.contracts.test_backend import SFT, load_tiny, some_items, split
 from tests.waiting import EXPIRES, HANG, wait_until
 
@@ -136,21 +137,6 @@ async def test_mistakes_and_numbers_that_are_none_stay_what_they_are(make):
     await backend.logprobs(split(items, 3))
 
 
-class Talker:
-    """A worker that only talks with the others."""
-
-    def meet(self):
-        total = torch.ones(1)
-        torch.distributed.all_reduce(total)
-        return int(total)
-
-    def process_id(self):
-        return os.getpid()
-
-    def niceness(self):
-        return os.nice(0)
-
-
 @pytest.fixture
 def talkers(ray_here):
     """On places of which they have half, as beside an engine."""
@@ -213,7 +199,7 @@ DRIVER = """
 import sys
 from oxrl.backends.ray import RayRanks
 from oxrl.cluster import ray_cluster
-from tests.backends.test_ray import Talker
+from tests.backends.talker import Talker
 
 with ray_cluster(sys.argv[1]):
     ranks = RayRanks(2)
