@@ -6,6 +6,8 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt
 WITHOUT_TORCH := import sys; from importlib.metadata import requires; \
 	print(*(each for each in requires(sys.argv[1]) if not each.startswith('torch') and 'extra ==' not in each), sep='\n')
+# One more than there are cores: a test that waits leaves its core to another one.
+WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(6, (os.cpu_count() or 1) + 1))")
 TORCH  := $(shell sed -n 's/^torch==//p' constraints.txt)
 
 .PHONY: demo test tests check lint bench docs mutants clean
@@ -22,10 +24,10 @@ test: $(VENV)/.engines $(VENV)/.model
 	$(MAKE) --jobs=2 lint tests
 
 tests: $(VENV)/.engines $(VENV)/.model
-	OXRL_REQUIRE_ENGINES=1 $(BIN)/python -m pytest -n 2
+	OXRL_REQUIRE_ENGINES=1 $(BIN)/python -m pytest -n $(WORKERS)
 
 check: $(VENV)/.model lint
-	$(BIN)/python -m pytest -n 2 -m "not engine and not trains"
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not engine and not trains"
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

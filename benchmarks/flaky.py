@@ -36,7 +36,7 @@ while True:  # touched again and again, so that they stay in memory
 
 
 class Scenario(NamedTuple):
-    workers: int = 2
+    workers: int = 3  # as `make test` has on two cores
     busy: int = 0  # processes beside it that compute without end
     nice: int = 0
     spare_gib: float | None = None  # memory that is left free when the run begins
@@ -46,7 +46,7 @@ SCENARIOS = {
     "idle": Scenario(),
     "one worker": Scenario(workers=1),
     "busy": Scenario(busy=4),
-    "busy one worker": Scenario(workers=1, busy=4),
+    "busy two workers": Scenario(workers=2, busy=4),
     "niced": Scenario(busy=1, nice=10),
     "little memory": Scenario(busy=2, spare_gib=9.0),
 }

@@ -1,4 +1,4 @@
-"""How tests are distributed over the workers of `pytest -n 2`: file by file, and all users of one engine to one worker.
+"""How tests are distributed over the workers of `pytest -n 3`: file by file, and all users of one engine to one worker.
 
 An engine is thus started once in a run, and ends with the last test that uses it. Long units come first, so that the
 workers end together. With `OXRL_TEST_ORDER=7` units and the tests in them come in a random order instead, the same for

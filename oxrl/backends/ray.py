@@ -194,7 +194,7 @@ class RankActor:
 
         with socket.socket() as free:
             free.bind(("", 0))
-            address: str = get_node_ip_address()  # type: ignore[no-untyped-call]
+            address: str = get_node_ip_address()
             return address, int(free.getsockname()[1])
 
     def join(self, world: int, address: str, port: int, time_limit: float) -> Reply:

@@ -18,7 +18,6 @@ from oxrl.concurrent import task_group
 from oxrl.generators.fleet import Limits, serving
 from oxrl.loops.online import OnlineConfig, run_online
 from oxrl.models.builtin import prepare_builtin
-from oxrl.processes import end_with_parent
 from oxrl.rollouts.collect import Answers
 from oxrl.types import GenerationConfig, Request, Weights
 from tests.engines import ARGUMENTS
@@ -115,8 +114,10 @@ async def main(folder):
         )
 
 
-if __name__ == "__main__":
-    end_with_parent()
-    logging.basicConfig(level="WARNING")
-    os.environ |= {VARIABLE: sys.argv[1], IN_ONE: "0"}  # the first server; the next one has both
-    anyio.run(main, Path(sys.argv[1]))
+def run(_connection: object, folder: Path) -> None:
+    """In a fork; what it reports and what it logs goes to two files of its folder."""
+    for name, stream in (("reports", 1), ("log", 2)):
+        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    logging.basicConfig(level="WARNING", force=True)
+    os.environ |= {VARIABLE: str(folder), IN_ONE: "0"}  # the first server; the next one has both
+    anyio.run(main, folder)

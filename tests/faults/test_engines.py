@@ -24,6 +24,8 @@ from oxrl.generators.server import VLLMServer, free_ports
 from oxrl.models.load import load_model
 from oxrl.types import GenerationConfig, Request, Weights
 from tests.engines import need_vllm, sglang_stand_in
+from tests.faults import driver as driver_process
+from tests.forks import Server
 from tests.waiting import EXPIRES, HANG, wait_until, wait_until_async
 
 pytestmark = pytest.mark.anyio
@@ -39,14 +41,9 @@ def anyio_backend():
 class Driver:
     """The process of `driver.py`, which does what it is told by `tell` and reports what `next` reads."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, forks: Server, folder: Path) -> None:
         self.folder, self.read, self.group = folder, 0, 0
-        self.reports, self.complaints = folder / "reports", folder / "complaints"
-        with self.reports.open("wb") as out, self.complaints.open("wb") as err:
-            command = [sys.executable, "-m", "tests.faults.driver", str(folder)]
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=out, stderr=err, start_new_session=True
-            )
+        self.process = forks.start([(driver_process.run, (folder,))])
         self.home = Path(self.next("ready")["home"])
 
     def tell(self, command: str) -> None:
@@ -56,46 +53,49 @@ class Driver:
         """The next line that has this key."""
 
         def found() -> dict | None:
-            lines = [line for line in self.reports.read_text().splitlines(keepends=True) if line.endswith("\n")]
-            for line in lines[self.read :]:
+            reports = self.folder / "reports"
+            lines = reports.read_text().splitlines(keepends=True) if reports.exists() else []
+            for line in [line for line in lines if line.endswith("\n")][self.read :]:
                 self.read += 1
                 if line.startswith("{") and key in (facts := json.loads(line)):
                     return facts
             return None
 
         def failed() -> str:
-            return self.complaints.read_text()[-3000:] if self.process.poll() is not None else ""
+            return self.log()[-3000:] if self.process.has_ended else ""
 
         facts = wait_until(lambda: found() or failed(), f"the driver reports {key!r}")
         assert isinstance(facts, dict), f"the driver ended: {facts}"
         self.group = facts.get("group", self.group)
         return facts
 
+    def log(self) -> str:
+        return (self.folder / "log").read_text()
+
     def kill(self) -> None:
         self.process.kill()
-        self.process.communicate()
 
 
 class Drivers:
     """One for all tests, until a test kills it: its server takes long to start."""
 
-    def __init__(self, factory: pytest.TempPathFactory) -> None:
-        self._factory, self._driver = factory, None
+    def __init__(self, forks: Server, factory: pytest.TempPathFactory) -> None:
+        self._forks, self._factory, self._driver = forks, factory, None
 
     def running(self) -> Driver:
-        if self._driver is None or self._driver.process.poll() is not None:
-            self._driver = Driver(self._factory.mktemp("driver"))
+        if self._driver is None or not self._driver.process.pids:
+            self._driver = Driver(self._forks, self._factory.mktemp("driver"))
         return self._driver
 
     def close(self) -> None:
-        if self._driver is not None:
+        if self._driver is not None and self._driver.process.pids:
             self._driver.kill()
 
 
 @pytest.fixture(scope="module")
-def drivers(tmp_path_factory):
+def drivers(forks, tmp_path_factory):
     need_vllm()
-    drivers = Drivers(tmp_path_factory)
+    drivers = Drivers(forks, tmp_path_factory)
     yield drivers
     drivers.close()
 
@@ -130,7 +130,7 @@ def test_a_vllm_server_that_dies_comes_back_with_its_weights_and_answers_what_wa
     assert seen["meanwhile"], "a request got an answer with other weights while it was started"
     assert seen["equal"] and seen["gap"] < 1e-4 and seen["versions"] == [5]
     assert not lives(seen["old_group"]), "what the old server had started is gone"
-    assert "restart 1" in driver.complaints.read_text()
+    assert "restart 1" in driver.log()
     assert shared_memory(driver.group), "this server has processes that share memory, which are killed with the driver"
     driver.tell("train")
     for _ in range(2):
