@@ -10,7 +10,7 @@ WITHOUT_TORCH := import sys; from importlib.metadata import requires; \
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(6, (os.cpu_count() or 1) + 1))")
 TORCH  := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: demo test tests check lint bench docs mutants clean
+.PHONY: demo test tests check quick lint bench docs mutants clean
 
 export OMP_WAIT_POLICY ?= PASSIVE
 # Packages are installed uncompiled, and the few modules that are used are compiled when they are first imported. Where
@@ -26,7 +26,10 @@ test: $(VENV)/.engines $(VENV)/.model
 tests: $(VENV)/.engines $(VENV)/.model
 	OXRL_REQUIRE_ENGINES=1 $(BIN)/python -m pytest -n $(WORKERS)
 
-check: $(VENV)/.model lint
+check: $(VENV)/.model
+	$(MAKE) --jobs=2 lint quick
+
+quick: $(VENV)/.model
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not engine and not trains"
 
 lint: $(VENV)/.dev

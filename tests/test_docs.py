@@ -16,6 +16,7 @@ import typer
 from oxrl.cli import app
 
 ROOT = Path(__file__).parents[1]
+COMMAND = typer.main.get_command(app)
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 BLOCK = re.compile(
     r"(?P<skip><!-- not run: [^>]+ -->\s*\n)?^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
@@ -78,7 +79,7 @@ def commands_of(text: str) -> list[list[str]]:
 
 def parse(words: list[str]) -> None:
     """As the command line does, down to the command whose turn it would be; nothing is run."""
-    command, context = typer.main.get_command(app), None
+    command, context = COMMAND, None
     name, rest = "oxrl", words
     while True:
         if rest == ["--help"]:

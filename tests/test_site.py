@@ -14,6 +14,7 @@ from oxrl.config import load_stages
 from oxrl.reference import document, explanation
 
 ROOT = Path(__file__).parents[1]
+COMMAND = typer.main.get_command(app)
 ROOT_PAGES = ["README.md", "FAQ.md", "CONTRIBUTING.md", "BUG_REPORTING.md", "AGENTS.md", "benchmarks/README.md"]
 PAGES = sorted([*(ROOT / page for page in ROOT_PAGES), *(ROOT / "docs").glob("*.md")])
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
@@ -70,7 +71,7 @@ def commands_in_prose(text):
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_commands_and_options_that_are_mentioned_exist(page):
     for command in commands_in_prose(page.read_text()):
-        place, words = typer.main.get_command(app), command.split()
+        place, words = COMMAND, command.split()
         while words and hasattr(place, "commands") and not words[0].startswith("-"):
             assert words[0] in place.commands, f"oxrl {command}: there is no command {words[0]}"
             place = place.commands[words.pop(0)]

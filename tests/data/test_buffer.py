@@ -117,7 +117,7 @@ def assert_within_one(ratios: dict[str, float], draws: int) -> None:
 @settings(max_examples=100)
 @given(st.lists(st.one_of(st.floats(0, 1), st.integers(0, 20), st.just(0.001)), min_size=1, max_size=9).filter(any))
 def test_every_prefix_of_a_mixture_is_within_one_draw_of_its_ratios(ratios: list[float]) -> None:
-    assert_within_one(dict(zip("abcdefghi", ratios, strict=False)), 400)
+    assert_within_one(dict(zip("abcdefghi", ratios, strict=False)), 200)
 
 
 def test_the_bound_holds_for_all_small_mixtures_over_two_periods() -> None:
