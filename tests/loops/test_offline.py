@@ -1,6 +1,7 @@
 import json
 from dataclasses import replace
 
+import anyio
 import pytest
 import torch
 
@@ -124,6 +125,38 @@ async def test_patience_survives_a_resume(items, tmp_path):
         log=lambda step, metrics: None,
     )
     assert [line["step"] for line in history] == [3]
+
+
+async def test_a_loop_that_goes_on_draws_the_rows_that_come_next(items):
+    class Noted(DataBuffer):
+        def get_prompts(self, count):
+            drawn.append(super().get_prompts(count))
+            return drawn[-1]
+
+    async def save(state, best_step):
+        reached.append(state)
+
+    drawn, reached, rates = [], [], {"batch_size": 2, "checkpoint_every": 1}
+    fresh = create_pytorch_backend(load_model("tiny"), lr=1e-3)
+    await run_offline(fresh, SFT, Noted(items), OfflineConfig(num_steps=4, **rates), save=save)
+    await run_offline(fresh, SFT, Noted(items), OfflineConfig(num_steps=4, **rates), state=reached[1])
+    assert [[row.id for (row,) in rows] for rows in drawn[4:]] == [[row.id for (row,) in rows] for rows in drawn[2:4]]
+
+
+async def test_an_interrupt_between_steps_saves_what_is_done(backend, items):
+    saved = []
+
+    async def save(state, best_step):
+        saved.append((state.step, backend.version))
+
+    with anyio.CancelScope() as scope:
+
+        def log(step, metrics):
+            if step == 2:
+                scope.cancel()
+
+        await run_offline(backend, SFT, DataBuffer(items), OfflineConfig(50, batch_size=2), log=log, save=save)
+    assert saved == [(2, 2)]
 
 
 async def test_the_best_checkpoint_is_the_one_that_was_evaluated_best(items, tmp_path):

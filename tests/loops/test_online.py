@@ -274,6 +274,8 @@ def test_an_algorithm_without_a_ratio_refuses_to_use_a_batch_twice():
 def test_a_sync_that_comes_too_seldom_is_refused():
     with pytest.raises(ValueError, match="sync_every=3 .* lag=1"):
         OnlineConfig(num_steps=1, lag=1, sync_every=3)
+    with pytest.raises(ValueError, match="always in sync: set sync_every to 1"):
+        Setting().run(1, config={"lag": 1, "sync_every": 2})
 
 
 @pytest.mark.trains

@@ -13,7 +13,7 @@ from oxrl.data.buffer import DataBuffer
 from oxrl.generators.embedded import EmbeddedGenerator
 from oxrl.generators.http import HTTPGenerator, VLLMEngine
 from oxrl.loops import ahead
-from oxrl.loops.ahead import Ahead
+from oxrl.loops.ahead import Ahead, producing
 from oxrl.loops.evaluate import answer_all
 from oxrl.loops.online import OnlineConfig, run_online
 from oxrl.rollouts.collect import Answers
@@ -278,6 +278,48 @@ def test_a_batch_that_begins_now_is_older_by_the_lag_when_it_is_trained_on():
     setting = Setting("grpo")
     ahead = Ahead(setting.manager(), setting.generator, lag=1, oldest=6, updates=2, taking_turns=False)
     assert ahead.oldest_begun == 4
+
+
+class Counted:
+    """A collector whose batches are there at once; it counts them."""
+
+    def __init__(self):
+        self.batches = 0
+
+    async def collect(self, version, max_age):
+        self.batches += 1
+        return [(Rollout(SAMPLES[0], group=self.batches),)], {}
+
+    def state(self):
+        return {"batches": self.batches}
+
+    def restore(self, state):
+        self.batches = state["batches"]
+
+
+async def sampled_ahead(batches: Ahead) -> list[int]:
+    """How many batches there are before any was trained on, and after one."""
+    async with producing(batches, 10):
+        await anyio.wait_all_tasks_blocked()
+        before = batches.manager.batches
+        batches.release()
+        await anyio.wait_all_tasks_blocked()
+        return [before, batches.manager.batches]
+
+
+def test_no_more_than_the_lag_and_one_batch_are_sampled_ahead_also_after_a_resume():
+    def with_lag(lag):
+        bounds = {"lag": lag, "oldest": 9, "updates": 1, "taking_turns": False}
+        return Ahead(Counted(), SimpleNamespace(version=0), **bounds)
+
+    async def twice():
+        first = with_lag(2)
+        counts = [await sampled_ahead(first)]
+        resumed = with_lag(3)
+        await resumed.restore(first.state(first.waiting[-1]))
+        return [*counts, await sampled_ahead(resumed)]
+
+    assert anyio.run(twice) == [[3, 4], [4, 5]]
 
 
 class Recorded:

@@ -199,6 +199,25 @@ def test_a_generate_function_of_ones_own_is_tried_again_too():
     assert len(tries) == 3 and len(collected.groups) == 1
 
 
+def test_a_generate_function_of_ones_own_that_always_fails_is_an_error_of_its_answers():
+    def broken(group):
+        raise TimeoutError("busy")
+
+    config = RolloutConfig(batch_size=1, generate_fn=broken, reward_fn=lambda rollout: 1.0, max_draws=1)
+    with pytest.raises(RuntimeError, match="1 could not be graded; the first failure: generation failed: TimeoutError"):
+        anyio.run(AsyncRolloutManager(DataBuffer([question(1)]), config).collect)
+
+
+def test_a_group_that_was_finished_in_a_later_round_has_its_place_in_prompt_order():
+    """One is slow, four is filtered out, five is slower still."""
+    lengths = {1: 20, 5: 500}
+    generator = Scripted(lambda request: [7] * lengths.get(asked(request), 3))
+    manager = manager_of(
+        generator, batch_size=4, over_sampling_factor=1.25, filter_fn=lambda group: group[0].group != 4
+    )
+    assert numbers(anyio.run(manager.collect).groups) == [0, 1, 2, 3]
+
+
 def test_a_greedy_answer_is_graded_beside_the_others_and_marked():
     manager = manager_of(Scripted(lambda request: [7]), n_samples_per_prompt=2, greedy=True, batch_size=1)
     (group,) = anyio.run(manager.collect).groups
