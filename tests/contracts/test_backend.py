@@ -145,6 +145,20 @@ async def test_row_order_changes_nothing(make):
     assert (await train(make(), items, 3))[0] == pytest.approx((await train(make(), items[::-1], 3))[0], abs=2e-5)
 
 
+async def test_each_term_is_divided_by_the_count_of_its_own_unit(make):
+    """ORPO: one term over chosen tokens, one over pairs (Hong et al. 2024), in float64 from the log-probs."""
+    backend, rows = make(), [row for (row,) in some_items()]
+    pairs = list(zip(rows[::2], rows[1::2], strict=True))
+    (outputs,) = await backend.logprobs([collate([(row,) for row in rows])])
+    sums = [part.double().sum() for part in outputs.logprob.split([len(row.tokens) for row in rows])]
+    chosen = sum(int(row.mask.sum()) for row, _ in pairs)
+    means = torch.stack(sums) / torch.tensor([int(row.mask.sum()) for row in rows])
+    odds = means - torch.log1p(-means.exp())
+    penalty = -0.1 * torch.nn.functional.logsigmoid(odds[::2] - odds[1::2]).mean()
+    metrics = await backend.forward_backward(split(pairs, 2), algorithm("orpo"), count_units(pairs))
+    assert metrics["loss"] == pytest.approx(float(penalty - sum(sums[::2]) / chosen), rel=1e-4)
+
+
 async def test_only_trained_tokens_have_a_log_prob_and_prompts_get_no_gradient(make):
     backend = make()
     (batch,) = split(some_items((12,)), 1)
