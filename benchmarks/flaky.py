@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -58,6 +59,7 @@ class Outcome(NamedTuple):
     minutes: float
     counts: Counter[str]
     failed: dict[str, str]  # test to the first line of its failure
+    log: Path  # all output; kept if something failed
 
 
 @contextmanager
@@ -77,8 +79,9 @@ def load(scenario: Scenario) -> Iterator[None]:
 
 def run(name: str, seed: int, arguments: list[str]) -> Outcome:
     scenario, started = SCENARIOS[name], time.monotonic()
-    with tempfile.TemporaryDirectory() as folder, load(scenario):
-        report, log = Path(folder) / "report.xml", Path(folder) / "log"
+    folder = Path(tempfile.mkdtemp(prefix="oxrl-flaky-"))
+    report, log = folder / "report.xml", folder / "log"
+    with load(scenario):
         command = [sys.executable, "-m", "pytest", "-n", str(scenario.workers), f"--junitxml={report}", *arguments]
         with log.open("wb") as out:
             done = subprocess.run(
@@ -98,7 +101,9 @@ def run(name: str, seed: int, arguments: list[str]) -> Outcome:
         counts, failed = read(report) if report.exists() else (Counter[str](), {})
         if done.returncode and not failed:  # something was left behind, or the run itself broke
             failed["(the run)"] = " / ".join(log.read_text(errors="replace").splitlines()[-12:])
-    return Outcome(name, seed, (time.monotonic() - started) / 60, counts, failed)
+    if not failed:
+        shutil.rmtree(folder)
+    return Outcome(name, seed, (time.monotonic() - started) / 60, counts, failed, log)
 
 
 def read(report: Path) -> tuple[Counter[str], dict[str, str]]:
@@ -130,7 +135,7 @@ def main() -> int:
         numbers = " | ".join(str(each.counts[key]) for key in ("passed", "skipped"))
         print(f"| {name} | {seed} | {each.minutes:.1f} | {numbers} | {len(each.failed)} |", flush=True)
         for test, problem in each.failed.items():
-            print(f"  {test}: {problem}", flush=True)
+            print(f"  {test}: {problem} ({each.log})", flush=True)
     failures = Counter(test for each in outcomes for test in each.failed)
     print(f"\n{len(outcomes)} runs, {len(failures)} tests failed at least once")
     for test, count in failures.most_common():

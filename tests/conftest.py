@@ -27,6 +27,7 @@ import pytest
 from oxrl.models.load import load_model, load_tokenizer
 from oxrl.types import ModelConfig
 from tests import holding, leftovers
+from tests.forks import close as close_forks
 from tests.forks import forks  # noqa: F401
 from tests.scheduling import (  # noqa: F401
     SHARED,
@@ -68,6 +69,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
     SHARED.close()  # after an interrupt no test is torn down
+    close_forks()
     gc.unfreeze()  # or compiled extensions report leaks at the end
     yield
     if (watch := session.config.stash.get(WATCH, None)) is None:

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.reduction import recv_handle, send_handle
@@ -141,9 +141,9 @@ def close() -> None:
 
 
 @pytest.fixture(scope="session")
-def forks(pytestconfig: pytest.Config) -> Iterator[Server]:
-    yield server(pytestconfig)
-    close()
+def forks(pytestconfig: pytest.Config) -> Server:
+    """It ends with the run, after the engines that consist of its forks (`conftest`)."""
+    return server(pytestconfig)
 
 
 # In the process that is forked, and in the forks

@@ -42,9 +42,5 @@ def start_group(pytestconfig: pytest.Config) -> Iterator[Callable[..., forks.For
         yield lambda *arguments, **named: started.enter_context(together.group(pytestconfig, *arguments, **named))
 
 
-def pytest_sessionfinish() -> None:
-    forks.close()
-
-
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "engine(name): the engine that a test runs on; with 'ranks' it runs in rank 0")
