@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from oxrl.algorithms import algorithm
-from oxrl.backends.local import create_pytorch_backend, set_training_mode
+from oxrl.backends.local import create_pytorch_backend
 from oxrl.config import Config, check_config
 from oxrl.data.buffer import DataBuffer
 from oxrl.data.fit import fit
@@ -64,12 +64,14 @@ async def test_lora_dropout_is_off_while_log_probs_are_compared():
             if "lora_B" in name:
                 parameter.normal_()
     backend = create_pytorch_backend(model)
-    batch = collate(items_of(12, 20))
-    (sampled,) = await backend.logprobs([batch])
-    set_training_mode(model, dropout=not SFT.compares_logprobs)
-    assert not torch.allclose(backend.module(batch).logprob, sampled.logprob), "supervised training does use dropout"
-    set_training_mode(model, dropout=not replace(SFT, needs=("ref",)).compares_logprobs)
-    torch.testing.assert_close(backend.module(batch).logprob, sampled.logprob)
+    items = items_of(12, 20)
+    (sampled,) = await backend.logprobs([collate(items)])
+    counts = count_units(items)
+    without = -float(sampled.logprob.sum()) / counts["token"]
+    supervised = await backend.forward_backward([collate(items)], SFT, counts)
+    assert supervised["loss"] != pytest.approx(without, rel=1e-3), "supervised training does use dropout"
+    compared = await backend.forward_backward([collate(items)], replace(SFT, needs=("ref",)), counts)
+    assert compared["loss"] == pytest.approx(without, rel=1e-5)
 
 
 def test_truncation_says_that_it_took_the_end_of_turn_and_keeps_no_row_without_trained_tokens():

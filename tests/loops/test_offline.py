@@ -208,6 +208,14 @@ async def test_old_checkpoints_go_but_the_best_stays(backend, tmp_path):
     assert not list(tmp_path.glob(".unfinished*"))
 
 
+async def test_what_a_killed_save_left_is_not_part_of_the_next_one(backend, tmp_path):
+    left = tmp_path / ".unfinished-step_0001"
+    left.mkdir()
+    (left / "half.safetensors").write_text("half")
+    saved = await save_checkpoint(tmp_path, backend, TrainingState(step=1))
+    assert not (saved / "half.safetensors").exists() and not left.exists()
+
+
 async def test_steps_beyond_9999_sort_by_number(backend, tmp_path):
     for step in (9999, 10000):
         await save_checkpoint(tmp_path, backend, TrainingState(step=step))
