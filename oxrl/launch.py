@@ -95,15 +95,15 @@ def _run(command: Sequence[str], ranks: int, meeting: Path, more: Mapping[str, s
     }
     processes: list[subprocess.Popen[bytes]] = []
     try:
-        with _signals_go_to_first(processes) as told_to_stop:
+        with _signals_forwarded_to_first(processes) as received:
             for rank in range(ranks):
                 environment = {**os.environ, **settings, "RANK": str(rank), "LOCAL_RANK": str(rank)}
                 processes.append(
                     subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, start_new_session=True)
                 )
-            if told_to_stop:  # perhaps before rank 0 existed, and none of them has anything to save yet
-                return Ended(128 + told_to_stop[0], ())
-            return _watch(processes, told_to_stop)
+            if received:  # perhaps before rank 0 existed; no rank has anything to save yet
+                return Ended(128 + received[0], ())
+            return _watch(processes, received)
     except KeyboardInterrupt:
         return Ended(130, ())
     finally:
@@ -111,20 +111,20 @@ def _run(command: Sequence[str], ranks: int, meeting: Path, more: Mapping[str, s
             _end(process)
 
 
-def _watch(processes: Sequence[subprocess.Popen[bytes]], told_to_stop: Sequence[int]) -> Ended:
+def _watch(processes: Sequence[subprocess.Popen[bytes]], received: Sequence[int]) -> Ended:
     """Until rank 0 has ended, or another one in a way that rank 0 cannot go on from.
 
-    Told to stop, a run is not begun again: rank 0 may die of the signal before it can answer it.
+    After a signal a run is not restarted: rank 0 may die of the signal before it can handle it.
     """
     first, others = processes[0], processes[1:]
     while first.poll() is None and not any(_killed(other) for other in others):
         time.sleep(LOOK)
-    deadline = time.monotonic() + (0 if told_to_stop and _killed(first) else LAST_WORDS)
+    deadline = time.monotonic() + (0 if received and _killed(first) else LAST_WORDS)
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
         time.sleep(LOOK)
-    if told_to_stop:
+    if received:
         answered = first.returncode is not None and first.returncode >= 0
-        return Ended(first.returncode if answered else 128 + told_to_stop[0], ())
+        return Ended(first.returncode if answered else 128 + received[0], ())
     lost = []
     if first.returncode not in (0, 2, 130):  # those are ends of the run itself
         lost = [f"rank {rank} {how}" for rank, process in enumerate(processes) if (how := _loss(process))]
@@ -150,26 +150,26 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 @contextmanager
-def _signals_go_to_first(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[Sequence[int]]:
-    """An interrupt is rank 0's to answer: it saves, and tells the others to end. A second one ends all at once.
+def _signals_forwarded_to_first(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[Sequence[int]]:
+    """Forward SIGINT and SIGTERM to rank 0, which saves and ends the other ranks; a second signal kills them all.
 
-    Gives the signals that have come so far.
+    Yields the signals received so far. `processes` may be filled later.
     """
-    passed_on: list[int] = []
+    received: list[int] = []
     if threading.current_thread() is not threading.main_thread():  # signals are the main thread's affair
-        yield passed_on
+        yield received
         return
 
     def pass_on(number: int, _: FrameType | None) -> None:
-        if passed_on:
+        if received:
             raise KeyboardInterrupt
-        passed_on.append(number)
+        received.append(number)
         if processes:
             processes[0].send_signal(number)
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield passed_on
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

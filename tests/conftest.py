@@ -58,7 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # whoever collects garbage from now on (DeepSpeed does, at each start) need not look at all modules
+    gc.freeze()  # later collections skip imported modules; DeepSpeed collects at each start
 
 
 @pytest.hookimpl(trylast=True)

@@ -22,7 +22,7 @@ from oxrl.loops.step import train_step
 from oxrl.models.lora import LoraSettings, attach_lora
 from oxrl.transfer import meeting, receive
 from oxrl.weights import MovedOnError, adapter_weights, plain_weights
-from tests.backends.talker import Talker
+from tests.backends.collective_worker import CollectiveWorker
 from tests.contracts.test_backend import SFT, load_tiny, some_items, split
 from tests.waiting import EXPIRES, HANG, wait_until
 
@@ -138,7 +138,7 @@ async def test_mistakes_and_numbers_that_are_none_stay_what_they_are(make):
 
 
 @pytest.fixture
-def talkers(ray_here):
+def start_workers(ray_here):
     """On places of which they have half, as beside an engine."""
     from oxrl.backends.ray import RayRanks
     from oxrl.cluster import reserve
@@ -147,7 +147,7 @@ def talkers(ray_here):
 
     def start(**limits):
         started.append(RayRanks(2, places=places, share=0.5, **limits))
-        return started[-1], started[-1].start(Talker)
+        return started[-1], started[-1].start(CollectiveWorker)
 
     yield start
     for ranks in started:
@@ -156,29 +156,29 @@ def talkers(ray_here):
 
 
 def test_actors_have_the_priority_of_their_driver(ray_ranks):
-    assert ray_ranks.call(ray_ranks.start(Talker), "niceness") == [os.nice(0)] * 2
+    assert ray_ranks.call(ray_ranks.start(CollectiveWorker), "niceness") == [os.nice(0)] * 2
 
 
 def wait_until_gone(pids):
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), f"{pids} have ended")
 
 
-def test_a_rank_that_died_is_named_at_once_and_nothing_runs_after_it(talkers):
+def test_a_rank_that_died_is_named_at_once_and_nothing_runs_after_it(start_workers):
     """No time limit expires: they are those of a hang."""
-    ranks, number = talkers(time_limit=HANG, call_limit=HANG)
-    assert ranks.call(number, "meet") == [2, 2]
+    ranks, number = start_workers(time_limit=HANG, call_limit=HANG)
+    assert ranks.call(number, "all_reduce") == [2, 2]
     pids = ranks.call(number, "process_id")
     os.kill(pids[1], signal.SIGKILL)
-    with pytest.raises(RankError, match="rank 1, meet: .*its actor failed"):
-        ranks.call(number, "meet")
-    with pytest.raises(RankError, match="meet cannot run any more: rank 1"):
-        ranks.call(number, "meet")
+    with pytest.raises(RankError, match="rank 1, all_reduce: .*its actor failed"):
+        ranks.call(number, "all_reduce")
+    with pytest.raises(RankError, match="all_reduce cannot run any more: rank 1"):
+        ranks.call(number, "all_reduce")
     ranks.stop()
     wait_until_gone(pids)
 
 
-def test_a_rank_that_hangs_ends_the_wait_with_its_name(talkers):
-    ranks, number = talkers(time_limit=HANG, call_limit=HANG)
+def test_a_rank_that_hangs_ends_the_wait_with_its_name(start_workers):
+    ranks, number = start_workers(time_limit=HANG, call_limit=HANG)
     pids = ranks.call(number, "process_id")
     os.kill(pids[1], signal.SIGSTOP)
     ranks.time_limit = EXPIRES
@@ -199,11 +199,11 @@ DRIVER = """
 import sys
 from oxrl.backends.ray import RayRanks
 from oxrl.cluster import ray_cluster
-from tests.backends.talker import Talker
+from tests.backends.collective_worker import CollectiveWorker
 
 with ray_cluster(sys.argv[1]):
     ranks = RayRanks(2)
-    print(*ranks.call(ranks.start(Talker), "process_id"), flush=True)
+    print(*ranks.call(ranks.start(CollectiveWorker), "process_id"), flush=True)
     sys.stdin.read()
 """
 

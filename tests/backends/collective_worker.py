@@ -1,12 +1,12 @@
-"""A worker for Ray's ranks that imports little, so that its actors start soon."""
+"""A worker for Ray's ranks that imports little, so that its actors start fast."""
 
 import os
 
 
-class Talker:
-    """It only talks with the others."""
+class CollectiveWorker:
+    """It holds no model: it runs a collective and describes its process."""
 
-    def meet(self) -> int:
+    def all_reduce(self) -> int:
         import torch
 
         total = torch.ones(1)
