@@ -1,7 +1,7 @@
 """Run the tests again and again, in random order and beside load, and list every test that failed at least once.
 
     python benchmarks/flaky.py                                   # every scenario once: six complete runs
-    python benchmarks/flaky.py --times 10 tests/test_launch.py   # these files, ten times in each scenario
+    python benchmarks/flaky.py --times 10 tests/run/test_launch.py   # these files, ten times in each scenario
     python benchmarks/flaky.py --only idle,busy
 
 A suite that is red by chance is ignored by its readers: what is listed here is a defect of the test or of the code.

@@ -18,9 +18,9 @@ from itertools import pairwise
 import anyio
 
 import oxrl
-from oxrl.backends.queued import QueuedBackend
-from oxrl.generators.http import HTTPGenerator, VLLMEngine
-from oxrl.generators.server import VLLMServer, vllm_server
+from oxrl.backends.distributed.queued import QueuedBackend
+from oxrl.generators.pool import HTTPGenerator, VLLMEngine
+from oxrl.generators.vllm.server import VLLMServer, vllm_server
 from oxrl.models.builtin import prepare_builtin
 from oxrl.types import Rollout
 

@@ -56,7 +56,7 @@ def make_config(folder: Path, model: str, kind: str, budget: int, checkpointing:
 
 def estimate(config: dict[str, Any], folder: Path) -> dict[str, float]:
     from oxrl.config import check_config
-    from oxrl.plan import plan_run
+    from oxrl.diagnose.plan import plan_run
 
     plan = plan_run(check_config(config), folder / "run")
     return {"peak": plan.memory.peak}
@@ -64,7 +64,7 @@ def estimate(config: dict[str, Any], folder: Path) -> dict[str, float]:
 
 def measure(config: dict[str, Any], folder: Path) -> dict[str, float]:
     from oxrl.config import check_config
-    from oxrl.wiring import train_run
+    from oxrl.run.train import train_run
 
     train_run(check_config(config), folder / "run")
     status = Path("/proc/self/status").read_text().splitlines()

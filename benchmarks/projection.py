@@ -19,7 +19,7 @@ def measure(way: str, tokens: int) -> dict[str, float]:
     import torch
 
     import oxrl
-    from oxrl.backends._forward import head_of
+    from oxrl.backends.forward import head_of
     from oxrl.tensors import logprob, project
 
     head = head_of(oxrl.load_model("smollm2-135m"))

@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 
 from oxrl.config import check_config
 from oxrl.data.prepare import DATASETS, prepare_samples
-from oxrl.inputs import named_reward
 from oxrl.rewards import TrialReport, describe_rewards, reasoning_gym_samples, try_reward
+from oxrl.rewards.sandbox import Isolation, Limits, Tests, run_program, run_tests
+from oxrl.rewards.sandbox.isolation import Kind, try_isolation
 from oxrl.rewards.trial import COLUMNS, PaysFor
-from oxrl.sandbox import Isolation, Limits, Tests, run_program, run_tests
-from oxrl.sandbox.isolation import Kind, try_isolation
+from oxrl.run.spec import named_reward
+from oxrl.run.train import train_run
 from oxrl.types import Message, Sample
-from oxrl.wiring import train_run
 
 NUMBERS: Sequence[tuple[str, Mapping[str, Any]]] = [
     ("gsm8k_reward_func", {}),

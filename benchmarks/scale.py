@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 
 import yaml
 
-from oxrl.metrics import read_metrics, sparkline
+from oxrl.tracking.metrics import read_metrics, sparkline
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from demo import SEEN, make_lists

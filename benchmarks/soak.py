@@ -340,9 +340,9 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], help="as in `oxrl train`")
     parser.add_argument("--inexact", action="store_true", help="do not compare with the run without faults")
     arguments = parser.parse_args()
-    import oxrl.generators.embedded
+    import oxrl.generators.embedded.generator
     import oxrl.loops.online
-    import oxrl.wiring  # noqa: F401 - once, for all children
+    import oxrl.run.train  # noqa: F401 - once, for all children
 
     home = Path(tempfile.mkdtemp(prefix="oxrl-soak-"))
     config = write_inputs(home)

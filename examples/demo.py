@@ -36,9 +36,9 @@ from oxrl import (
 )
 from oxrl.config import check_config
 from oxrl.loops.evaluate import answer_all, confidence_interval
-from oxrl.metrics import read_metrics, sparkline
 from oxrl.rewards.numbers import numbers_in
-from oxrl.wiring import train_run
+from oxrl.run.train import train_run
+from oxrl.tracking.metrics import read_metrics, sparkline
 
 FOLDER, MODEL = Path("runs/demo"), "smollm2-135m"
 SEEN = "lamp kettle chair bike clock tent drum rug desk coat mug scarf vase kite stool".split()

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from oxrl import EmbeddedGenerator, GenerationConfig, Message, Renderer, load_model, load_tokenizer
 from oxrl.config import check_config
-from oxrl.wiring import train_run
+from oxrl.run.train import train_run
 
 FOLDER = Path("runs/orders")
 MODEL = "smollm2-135m"

@@ -19,31 +19,31 @@ _HOMES = {
     "oxrl.algorithms": "ALGORITHMS algorithm",
     "oxrl.backends.local": ("NonFiniteError PyTorchTrainingBackend create_cross_entropy_loss create_pytorch_backend"),
     "oxrl.backends.optimizer": "create_adamw_optimizer create_warmup_cosine_scheduler",
-    "oxrl.checkpoint": (
+    "oxrl.run.checkpoint": (
         "CorruptCheckpointError best_checkpoint intact_checkpoint latest_checkpoint load_checkpoint save_checkpoint"
     ),
     "oxrl.config": "Config ConfigError load_config",
-    "oxrl.evaluation": "Evaluation evaluate",
+    "oxrl.evaluation.evaluate": "Evaluation evaluate",
     "oxrl.data.buffer": "DataBuffer MixedBuffer",
     "oxrl.data.prepare": "prepare",
     "oxrl.data.prompts": "fill_prompts",
     "oxrl.data.render": "Renderer compute_loss_mask tokenize_conversation",
     "oxrl.data.sources": "load_samples",
-    "oxrl.export": "export_model merge_run push_model",
+    "oxrl.run.export": "export_model merge_run push_model",
     "oxrl.generators.connection": "EngineError",
-    "oxrl.generators.embedded": "EmbeddedGenerator",
-    "oxrl.generators.fleet": "served_at serving",
-    "oxrl.generators.http": (
+    "oxrl.generators.embedded.generator": "EmbeddedGenerator",
+    "oxrl.generators.servers": "served_at serving",
+    "oxrl.generators.pool": (
         "HTTPGenerator InferenceEngine SGLangEngine VLLMEngine sglang_generator sync_weights_to_engines"
     ),
     "oxrl.generators.probe": "StaleEngineError",
-    "oxrl.generators.server": "vllm_server",
-    "oxrl.generators.vllm": "VLLMRolloutEngine vllm_generator",
+    "oxrl.generators.vllm.server": "vllm_server",
+    "oxrl.generators.vllm.engine": "VLLMRolloutEngine vllm_generator",
     "oxrl.loops.evaluate": "evaluate_offline evaluate_online",
     "oxrl.loops.offline": "OfflineConfig SFTTrainingConfig run_offline run_sft_training",
     "oxrl.loops.online": "OnlineConfig RLTrainingConfig prepare_grpo_batch run_online run_rl_training",
     "oxrl.loops.step": "train_step",
-    "oxrl.metrics": "JSONLLogger log_to_console",
+    "oxrl.tracking.metrics": "JSONLLogger log_to_console",
     "oxrl.models.load": "load_hf_model load_model load_model_and_ref load_tokenizer",
     "oxrl.models.lora": "attach_lora merge_adapter save_adapter save_merged",
     "oxrl.models.reward_model": "compute_reward_model_score load_reward_model",
@@ -56,7 +56,7 @@ _HOMES = {
         "compute_ppo_advantages compute_ppo_loss compute_reverse_kl compute_value_loss create_algorithm_config "
         "create_policy_batch get_reference_logprobs grpo_loss ppo_loss"
     ),
-    "oxrl.plot": "plot_history plot_run",
+    "oxrl.tracking.plot": "plot_history plot_run",
     "oxrl.primitives": "create_adaptive_kl create_truncated_kl",
     "oxrl.primitives.inference": (
         "apply_chat_template batch_generate create_batch_rollouts create_multiturn_rollout create_rollout generate "
@@ -92,12 +92,12 @@ _HOMES = {
         "parse_xml_tools track_tool_calls"
     ),
     "oxrl.tensors": "token_logprobs",
-    "oxrl.trackers.mlflow": "log_to_mlflow",
-    "oxrl.trackers.tensorboard": "log_to_tensorboard",
-    "oxrl.trackers.wandb": "log_to_wandb",
+    "oxrl.tracking.mlflow": "log_to_mlflow",
+    "oxrl.tracking.tensorboard": "log_to_tensorboard",
+    "oxrl.tracking.wandb": "log_to_wandb",
     "oxrl.trainer": "Choice Trainer TrainingResult",
     "oxrl.testing": "ScriptedGenerator check_reward fake_rollout",
-    "oxrl.wiring": "RunResult run_rl run_sft train_run",
+    "oxrl.run.train": "RunResult run_rl run_sft train_run",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 

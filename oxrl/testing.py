@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from oxrl.concurrent import run_blocking
+from oxrl.concurrency import run_blocking
 from oxrl.rewards.grade import AnyReward, grade
 from oxrl.rewards.trial import said
 from oxrl.types import Generation, GenerationConfig, Message, Request, Rollout, Sample, Score, Weights

@@ -16,21 +16,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import yaml
 
-from oxrl.checkpoint import best_checkpoint
 from oxrl.config import Config, ConfigError, check_config, load_config, nearest_key
 from oxrl.data.prepare import DATASETS, data_dir
-from oxrl.devices import ranks_to_start
-from oxrl.estimate import fitting_batch
-from oxrl.evaluation import Evaluation, evaluate
-from oxrl.export import export_model, push_model
-from oxrl.hardware import Hardware, detect_hardware, set_up_process
-from oxrl.imports import LIVE, place_of
-from oxrl.inputs import Inputs, lora_of, model_config, read_inputs
-from oxrl.launch import join_others, run_ranks
-from oxrl.logs import set_up_logging
-from oxrl.metrics import read_metrics
-from oxrl.models.load import check_model, resolve_device
-from oxrl.plan import (
+from oxrl.diagnose.memory import fitting_batch
+from oxrl.diagnose.plan import (
     Plan,
     chosen_device,
     framework_bytes,
@@ -38,10 +27,21 @@ from oxrl.plan import (
     model_facts,
     plan_inputs,
 )
+from oxrl.evaluation.evaluate import Evaluation, evaluate
+from oxrl.machine.hardware import Hardware, detect_hardware, set_up_process
+from oxrl.models.load import check_model, resolve_device
+from oxrl.names import LIVE, place_of
 from oxrl.rewards.grade import AnyReward
-from oxrl.runs import resolve_weights, run_folder
+from oxrl.run.checkpoint import best_checkpoint
+from oxrl.run.export import export_model, push_model
+from oxrl.run.folder import resolve_weights, run_folder
+from oxrl.run.launch import join_others, run_ranks
+from oxrl.run.placement import ranks_to_start
+from oxrl.run.spec import Inputs, lora_of, model_config, read_inputs
+from oxrl.run.train import Prepared, RunResult, open_model, prepare_run, train_prepared
+from oxrl.tracking.logs import set_up_logging
+from oxrl.tracking.metrics import read_metrics
 from oxrl.types import GenerationConfig, Message, ModelConfig
-from oxrl.wiring import Prepared, RunResult, open_model, prepare_run, train_prepared
 
 logger = logging.getLogger(__name__)
 

@@ -585,7 +585,7 @@ class Weights(NamedTuple):
     """A handle to weights of one version: `Weights(model, 3)` for a trainer in this process, the module itself.
 
     Where they are spread over ranks or in another process, `module` is None and `source` is asked instead.
-    `oxrl.weights.source_of` gives either the same face.
+    `oxrl.weights.checkpoint_names.source_of` gives either the same face.
     """
 
     module: Any

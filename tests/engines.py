@@ -17,14 +17,14 @@ import torch
 from anyio.from_thread import start_blocking_portal
 from safetensors.torch import load_file
 
-import oxrl.generators.http
+import oxrl.generators.pool
 import oxrl.generators.ray
-from oxrl.concurrent import run_blocking
-from oxrl.generators.embedded import EmbeddedGenerator
+from oxrl.concurrency import run_blocking
+from oxrl.generators.embedded.generator import EmbeddedGenerator
 from oxrl.models.builtin import prepare_builtin
 from oxrl.models.load import load_tokenizer
 from oxrl.types import GenerationConfig, Request, Weights
-from oxrl.weights import trainer_logprobs
+from oxrl.weights.checkpoint_names import trainer_logprobs
 from tests.holding import SCHEDULER
 from tests.waiting import HANG
 from tests.web import Quiet, serving
@@ -34,7 +34,7 @@ ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # engine and worker are o
 OPTIONS = {"dtype": "float32", "enforce_eager": True, "max_num_seqs": 32, "scheduler_cls": SCHEDULER}
 
 # However slow the machine is, no engine is given up for it.
-oxrl.generators.http._HEALTH_LIMIT = oxrl.generators.http._ABORT_LIMIT = oxrl.generators.ray._HEALTH_LIMIT = HANG
+oxrl.generators.pool._HEALTH_LIMIT = oxrl.generators.pool._ABORT_LIMIT = oxrl.generators.ray._HEALTH_LIMIT = HANG
 
 
 def need(package: str) -> None:
@@ -54,7 +54,7 @@ def need_vllm() -> None:
 def vllm_server(log: Path) -> Iterator[str]:
     """Its address."""
     need_vllm()
-    from oxrl.generators.server import start_vllm_server, until_ready
+    from oxrl.generators.vllm.server import start_vllm_server, until_ready
 
     server = start_vllm_server(prepare_builtin("tiny"), arguments=ARGUMENTS, log=log, environment=ONE_PROCESS)
     try:
@@ -67,7 +67,7 @@ def vllm_server(log: Path) -> Iterator[str]:
 @contextmanager
 def vllm_here() -> Iterator[Any]:
     need_vllm()
-    from oxrl.generators.vllm import VLLMRolloutEngine
+    from oxrl.generators.vllm.engine import VLLMRolloutEngine
 
     engine = VLLMRolloutEngine(prepare_builtin("tiny"), load_tokenizer("tiny"), lora=8, time_limit=HANG, **OPTIONS)
     yield engine
@@ -78,7 +78,7 @@ def vllm_here() -> Iterator[Any]:
 def local_cluster() -> Iterator[None]:
     need("ray")
     os.environ["RAY_AUTH_MODE"] = "disabled"  # or it writes a token into the home folder
-    from oxrl.cluster import ray_cluster
+    from oxrl.machine.ray_cluster import ray_cluster
 
     with ray_cluster(processes=6, object_store_memory=200 * 2**20):
         yield
@@ -86,7 +86,7 @@ def local_cluster() -> Iterator[None]:
 
 @contextmanager
 def two_actors() -> Iterator[Any]:
-    from oxrl.backends.ray import RayRanks
+    from oxrl.backends.distributed.ray import RayRanks
 
     ranks = RayRanks(2, time_limit=HANG, call_limit=HANG)
     yield ranks

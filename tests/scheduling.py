@@ -31,7 +31,7 @@ FIRST = (  # what takes longest; everything else follows in the order of the fil
     "ranks",
     "vllm-server",
     "tests/faults/test_engines.py",
-    "tests/test_launch.py",
+    "tests/run/test_launch.py",
     "tests/contracts/test_pairs.py",
     "tests/contracts/test_ranks.py",
 )

@@ -223,7 +223,7 @@ def test_two_datasets_are_mixed_by_ratio(tmp_path):
         f"  train_files_path: {{one: {one}, two: {two}}}\n"
     )
     from oxrl.config import load_config
-    from oxrl.wiring import prepare_run
+    from oxrl.run.train import prepare_run
 
     prepared = prepare_run(load_config(config), tmp_path / "out")
     drawn = [item[0].id.split(":")[0] for item in prepared.inputs.source.get_prompts(8)]

@@ -9,7 +9,7 @@ import pytest
 from oxrl.algorithms import ALGORITHMS
 from oxrl.config import load_config
 from oxrl.config.checks import contradictions, remarks
-from oxrl.wiring import prepare_run, train_prepared
+from oxrl.run.train import prepare_run, train_prepared
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "registry" / "examples"
@@ -17,7 +17,7 @@ TINY = [
     "model.name=tiny", "train.train_steps_per_epoch=1", "train.total_number_of_epochs=1",
     "train.train_batch_size_per_gpu=2", "rollout.n_samples=2", "rollout.max_tokens=4",
 ]  # fmt: skip
-VARIED = ["reward.reward_func=oxrl.verify:any_difference"]  # a random model never says the right number
+VARIED = ["reward.reward_func=oxrl.diagnose.verify_model:any_difference"]  # a random model never says the right number
 OWN = {
     "kd": ["model.teacher=tiny"],
     "opd": ["model.teacher=tiny"],

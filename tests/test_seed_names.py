@@ -25,7 +25,7 @@ NAMES = {
     "compute_loss_mask": "oxrl.data.render",
     "tokenize_conversation": "oxrl.data.render",
     "MetricsLogger": "oxrl.types",
-    "JSONLLogger": "oxrl.metrics",
+    "JSONLLogger": "oxrl.tracking.metrics",
     # primitives
     "ModelConfig": "oxrl.types",
     "GenerationConfig": "oxrl.types",
@@ -36,10 +36,10 @@ NAMES = {
     "TrainingState": "oxrl.types",
     "load_model": "oxrl.models.load",
     "load_tokenizer": "oxrl.models.load",
-    "log_to_console": "oxrl.metrics",
-    "log_to_wandb": "oxrl.trackers.wandb",
-    "save_checkpoint": "oxrl.checkpoint",
-    "load_checkpoint": "oxrl.checkpoint",
+    "log_to_console": "oxrl.tracking.metrics",
+    "log_to_wandb": "oxrl.tracking.wandb",
+    "save_checkpoint": "oxrl.run.checkpoint",
+    "load_checkpoint": "oxrl.run.checkpoint",
     **dict.fromkeys(
         [
             "compute_forward_kl",
@@ -109,9 +109,9 @@ NAMES = {
     # engines
     **dict.fromkeys(
         ["InferenceEngine", "SGLangEngine", "VLLMEngine", "sync_weights_to_engines", "sglang_generator"],
-        "oxrl.generators.http",
+        "oxrl.generators.pool",
     ),
-    **dict.fromkeys(["VLLMRolloutEngine", "vllm_generator"], "oxrl.generators.vllm"),
+    **dict.fromkeys(["VLLMRolloutEngine", "vllm_generator"], "oxrl.generators.vllm.engine"),
     # reinforcement learning
     "Status": "oxrl.types",
     **dict.fromkeys(["run_rl_training", "RLTrainingConfig", "prepare_grpo_batch"], "oxrl.loops.online"),
@@ -138,7 +138,7 @@ NAMES = {
         ],
         "oxrl.rollouts.filters",
     ),
-    **dict.fromkeys(["run_sft", "run_rl"], "oxrl.wiring"),
+    **dict.fromkeys(["run_sft", "run_rl"], "oxrl.run.train"),
     "ReplayBuffer": "oxrl.rollouts.buffer",
     **dict.fromkeys(
         ["create_reference_model", "update_reference_model", "create_ema_updater", "create_periodic_updater"],

@@ -6,8 +6,8 @@ import pytest
 
 from oxrl import Trainer
 from oxrl.config import load_config
-from oxrl.imports import import_object, place_of
-from oxrl.metrics import read_metrics
+from oxrl.names import import_object, place_of
+from oxrl.tracking.metrics import read_metrics
 from oxrl.trainer import sections_of
 from tests.rows import sums
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from oxrl.imports import import_object
-from oxrl.nearest import did_you_mean
+from oxrl.names import did_you_mean, import_object
 
 if TYPE_CHECKING:
     from oxrl.algorithms.recipes import Recipe

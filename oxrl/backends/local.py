@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from oxrl.algorithms import algorithm as named_algorithm
-from oxrl.backends._forward import LanguageModel, prepare_layout
+from oxrl.backends.distributed.shards import OPTIMIZER, REFERENCE, SHARDS, check_reference, has_shards, load_shards
+from oxrl.backends.forward import LanguageModel, prepare_layout
 from oxrl.backends.optimizer import AdamW, Schedule, create_adamw_optimizer, full_rate, schedule
-from oxrl.backends.shards import OPTIMIZER, REFERENCE, SHARDS, check_reference, has_shards, load_shards
 from oxrl.types import (
     Algorithm,
     Batch,
@@ -32,7 +32,7 @@ from oxrl.types import (
     Weights,
     merge_metrics,
 )
-from oxrl.weights import REFERENCE_ADAPTER, followed_name
+from oxrl.weights.checkpoint_names import REFERENCE_ADAPTER, followed_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

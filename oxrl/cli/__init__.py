@@ -15,9 +15,9 @@ import typer
 import oxrl
 from oxrl.cli import config, data, doctor, export, look, mismatch, models, plan, report, rewards, speak, train
 from oxrl.cli.eval import evaluate
-from oxrl.hardware import set_up_process
-from oxrl.launch import leave
-from oxrl.logs import set_up_logging
+from oxrl.machine.hardware import set_up_process
+from oxrl.run.launch import leave
+from oxrl.tracking.logs import set_up_logging
 
 app = typer.Typer(
     no_args_is_help=True,

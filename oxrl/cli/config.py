@@ -41,7 +41,7 @@ def config_show(file: File, set_: Set = None, json_: Json = False) -> None:
 def _told(config: Config) -> list[str]:
     """What is settled later, and what has no effect."""
     from oxrl.config.checks import contradictions, remarks
-    from oxrl.inputs import default_reward, lacks_reward
+    from oxrl.run.spec import default_reward, lacks_reward
 
     settled = []
     if lacks_reward(config):
@@ -70,7 +70,7 @@ def config_validate(file: File, set_: Set = None, json_: Json = False) -> None:
 def _mistakes(file: Path, overrides: list[str]) -> tuple[list[str], list[str]]:
     from oxrl.config import load_stages
     from oxrl.config.checks import contradictions, remarks
-    from oxrl.inputs import named_mistakes
+    from oxrl.run.spec import named_mistakes
 
     try:
         stages = load_stages(file, overrides).items()

@@ -25,8 +25,8 @@ def data_show(
 ) -> None:
     """Print what would be trained on: trained tokens in colour, lengths, problems."""
     with mistakes_end_here():
-        from oxrl.runs import resolve_weights
-        from oxrl.show import inspect_data, print_report
+        from oxrl.diagnose.data import inspect_data, print_report
+        from oxrl.run.folder import resolve_weights
 
         pairs = [each.partition("=") for each in column or []]
         if wrong := [left for left, equals, right in pairs if not (left and equals and right)]:

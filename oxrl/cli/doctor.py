@@ -22,11 +22,11 @@ def doctor(
     oxrl doctor smollm2-135m --data rows.jsonl
     """
     try:
-        from oxrl.doctor import can_train, findings, gather_facts
+        from oxrl.diagnose.doctor import can_train, findings, gather_facts
     except ModuleNotFoundError as missing:  # what reads versions is itself a package
         typer.echo(f"problem  packages  {missing.name} is not installed\n{'':18} fix: pip install oxrl")
         raise typer.Exit(1) from None
-    from oxrl.environment import as_json
+    from oxrl.machine.inventory import as_json
 
     facts = gather_facts(model, data)
     found = findings(facts)

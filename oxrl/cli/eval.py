@@ -53,8 +53,8 @@ def evaluate(
             return
         _refuse({"include-path": include_path}, "is for --harness")
         _check_output(output)
-        from oxrl.evaluation import evaluate as measure
-        from oxrl.inputs import parameters_of
+        from oxrl.evaluation.evaluate import evaluate as measure
+        from oxrl.run.spec import parameters_of
 
         told = measure(
             model,
@@ -83,7 +83,7 @@ def _refuse(options: dict[str, Any], why: str) -> None:
 
 
 def _harness(model: str, tasks: str, limit: int | None, include_path: Path | None, seed: int, as_json: bool) -> None:
-    from oxrl.harness import harness
+    from oxrl.evaluation.lm_eval import harness
 
     results = harness(model, tasks.split(","), limit=limit, include_path=include_path, seed=seed)
     if as_json:

@@ -18,7 +18,7 @@ Dtype = Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or
 def merge(run: Source, output: Output, dtype: Dtype = "auto", json_: Json = False) -> None:
     """Merge a LoRA adapter into its base: oxrl merge runs/lora --output merged"""
     with mistakes_end_here():
-        from oxrl.export import merge_run
+        from oxrl.run.export import merge_run
 
         folder = merge_run(run, output, dtype=dtype)
     _tell(folder, None, json_)
@@ -35,7 +35,7 @@ def export(
 ) -> None:
     """Write a run's best weights, its tokenizer and a card: oxrl export runs/rl --output model"""
     with mistakes_end_here():
-        from oxrl.export import export_model, push_model
+        from oxrl.run.export import export_model, push_model
 
         folder = export_model(run, output, adapter=adapter, dtype=dtype)
         address = None if push is None else push_model(folder, push, private=not public)

@@ -17,7 +17,7 @@ def algorithms(
 ) -> None:
     """List the algorithms, or explain one: formula, parameters, what it needs, an example."""
     with mistakes_end_here():
-        from oxrl.explain import FAMILIES, explain, families
+        from oxrl.algorithms.describe import FAMILIES, explain, families
 
         if name is None:
             told = families()
@@ -40,6 +40,7 @@ def plot(
 ) -> None:
     """Draw a run's curves in the terminal and to a PNG."""
     with mistakes_end_here():
-        from oxrl.plot import plot_run
+        from oxrl.run.folder import last_stage
+        from oxrl.tracking.plot import plot_run
 
-        plot_run(run, output or run / "curves.png", metric or [])
+        plot_run(last_stage(run), output or run / "curves.png", metric or [])

@@ -27,8 +27,8 @@ def mismatch(
 
     oxrl mismatch runs/first --recorded --json
     """
-    from oxrl.concurrent import run_blocking
-    from oxrl.mismatch import audit_mismatch
+    from oxrl.concurrency import run_blocking
+    from oxrl.diagnose.logprob_gap import audit_mismatch
 
     with failures_end_here("the audit"):
         audit = partial(audit_mismatch, run, answers=answers, max_tokens=max_tokens, recorded=recorded)

@@ -58,7 +58,8 @@ def models_config(name: ModelName) -> None:
     """Print a config to begin with: oxrl models config qwen3-0.6b > config.yaml"""
     with mistakes_end_here():
         from oxrl.config import check_config
-        from oxrl.models.catalog import as_yaml, example_config, find_entry
+        from oxrl.config.tasks import example_config
+        from oxrl.models.catalog import as_yaml, find_entry
 
         entry = find_entry(name)
         config = example_config(entry)
@@ -76,8 +77,8 @@ def models_verify(
 ) -> None:
     """Train the model for two steps each of SFT, DPO and GRPO, check what can be checked, and write a record."""
     with mistakes_end_here():
+        from oxrl.diagnose.verify_model import verify_entry, write_record
         from oxrl.models.catalog import find_entry
-        from oxrl.verify import verify_entry, write_record
 
         entry = find_entry(name)
         if entry.not_yet is not None:
@@ -96,7 +97,7 @@ def models_verify(
 def models_fetch(name: ModelName, json_: Json = False) -> None:
     """Download a model, so that later runs need no network: oxrl models fetch qwen3-0.6b"""
     with mistakes_end_here():
-        from oxrl.export import fetch_model
+        from oxrl.run.export import fetch_model
 
         folder = fetch_model(name)
     typer.echo(json.dumps({"folder": str(folder)}) if json_ else str(folder))

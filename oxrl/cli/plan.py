@@ -45,7 +45,7 @@ def show_plans(
     stages: Mapping[str, Config], output: Path | None, as_json: bool, gpu_memory: float | None = None
 ) -> NoReturn:
     """Every stage of a run; ends the command, with 1 if one of them does not fit."""
-    from oxrl.plan import describe, plan_run
+    from oxrl.diagnose.plan import describe, plan_run
 
     plans = {
         name: plan_run(config, output / name if output and name else output, gpu_memory)

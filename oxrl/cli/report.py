@@ -24,8 +24,8 @@ def report(
 
     oxrl report runs/first --send OWNER/REPO
     """
-    from oxrl.report import SendError, report_of
-    from oxrl.report import send as send_report
+    from oxrl.diagnose.bug_report import SendError, report_of
+    from oxrl.diagnose.bug_report import send as send_report
 
     with mistakes_end_here():
         written = report_of(run)

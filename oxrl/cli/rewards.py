@@ -49,7 +49,7 @@ def rewards_test(
 ) -> None:
     """Try a reward on real rows: right answers, wrong ones, cheats. Exit code 1 if it can be gamed."""
     with mistakes_end_here():
-        from oxrl.inputs import trial_of
+        from oxrl.run.spec import trial_of
 
         report = trial_of(name, data, param or [], limit=limit, pays_for=pays_for, threshold=threshold, workers=workers)
     typer.echo(json.dumps(report.to_dict()) if json_ else str(report))

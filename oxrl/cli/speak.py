@@ -19,8 +19,8 @@ def chat(
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
     """Talk to a model; an empty line or Ctrl-D ends."""
+    from oxrl.run.train import open_model
     from oxrl.types import GenerationConfig, Message
-    from oxrl.wiring import open_model
 
     with mistakes_end_here():
         speaker, render = open_model(model)
@@ -70,8 +70,8 @@ def generate(
     json_: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
 ) -> None:
     """Answer prompts: oxrl generate smollm2-135m --prompt "What is the capital of Peru?" """
+    from oxrl.run.train import open_model
     from oxrl.types import GenerationConfig
-    from oxrl.wiring import open_model
 
     with mistakes_end_here():
         conversations = _prompts(prompt or [], data, limit)

@@ -12,11 +12,11 @@ import typer
 
 from oxrl.cli.base import failures_end_here, mistakes_end_here
 from oxrl.cli.plan import show_plans
-from oxrl.launch import restarted
+from oxrl.run.launch import restarted
 
 if TYPE_CHECKING:
     from oxrl.config import Config
-    from oxrl.wiring import RunResult
+    from oxrl.run.train import RunResult
 
 
 Model = Annotated[str | None, typer.Option(help="Hub id, local folder, .gguf file, smollm2-135m or tiny.")]
@@ -91,15 +91,15 @@ def train(
             show_plans(stages, output, json_)
         resume = resume or restarted(stages, output)
         _start_ranks(stages)
-        from oxrl.wiring import run_stages  # torch comes with it, and wrong input is answered before that
+        from oxrl.run.train import run_stages  # torch comes with it, and wrong input is answered before that
 
         run_stages(stages, output, resume=resume, train=lambda prepared: _train_and_tell(prepared, json_))
 
 
 def _start_ranks(stages: Mapping[str, Config]) -> None:
     """Where a run takes several processes, this one only watches over them; in each of them it joins the others."""
-    from oxrl.devices import placed, ranks_to_start
-    from oxrl.launch import join_others, run_ranks
+    from oxrl.run.launch import join_others, run_ranks
+    from oxrl.run.placement import placed, ranks_to_start
 
     where = [placed(config) for config in stages.values()]
     counts = {ranks_to_start(config) for config in where}
@@ -119,13 +119,13 @@ def _stages(path: Path | None, output: Path | None, resume: bool, overrides: lis
         raise ValueError("--output names the run to resume")
     if not (output / "stages.yaml").exists() and not (output / "config.yaml").exists():
         raise ValueError(f"there is nothing to resume in {output}")
-    from oxrl.runs import recorded_stages
+    from oxrl.run.folder import recorded_stages
 
     return recorded_stages(output) or load_stages(output / "config.yaml", overrides)
 
 
 def _train_and_tell(prepared: Any, as_json: bool) -> RunResult:
-    from oxrl.wiring import train_prepared
+    from oxrl.run.train import train_prepared
 
     def how_to_go_on() -> str:
         begun = (prepared.folder / "config.yaml").exists()

@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from oxrl.config.schema import Config
-from oxrl.nearest import did_you_mean
+from oxrl.names import did_you_mean
 
 
 class ConfigError(ValueError):

@@ -19,7 +19,7 @@ from oxrl.config.load import STAGES
 from oxrl.config.schema import Config
 
 ROOT = Path(__file__).parents[2]
-ARGS = Path(__file__).parents[1] / "configs"
+ARGS = Path(__file__).parent / "examples"
 SECTIONS = (
     "run",
     "train",
@@ -140,9 +140,9 @@ oxrl config schema > schema.json   # for an editor that completes and checks YAM
 oxrl train config.yaml --set train.lr=1e-4 --set lora.enabled=true
 ```
 
-Two complete files come with the package, `oxrl/configs/rl_args.yaml` and `sl_args.yaml`; one small file per algorithm
-is in `registry/examples/`. `python main_rl.py --config-file FILE` and `python main_sl.py --config-file FILE` are
-`oxrl train FILE`.
+Two complete files come with the package, `oxrl/config/examples/rl_args.yaml` and `sl_args.yaml`; one small file per
+algorithm is in `registry/examples/`. `python main_rl.py --config-file FILE` and `python main_sl.py --config-file FILE`
+are `oxrl train FILE`.
 
 - **Nothing is ignored.** A key that does not exist is an error with its line and the nearest one, and so is a key
   that is there twice; those of other programs (`deepspeed`, vLLM's in `inference_engine`) are held against them when a

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from oxrl.algorithms import algorithm, find
-from oxrl.tasks import fill_task, find_task
+from oxrl.config.tasks import fill_task, find_task
 
 
 class _Section(BaseModel):

@@ -22,14 +22,22 @@ from typing import Any, Protocol, TypeAlias
 
 import anyio
 
-from oxrl.buckets import Bucket, in_buckets
-from oxrl.cluster import Places, Process, end_actor, import_ray, reserve
-from oxrl.concurrent import in_thread, task_group
+from oxrl.concurrency import in_thread, task_group
 from oxrl.generators.connection import EngineError
-from oxrl.generators.http import Ask, Facts, HTTPGenerator, Said
+from oxrl.generators.pool import Ask, Facts, HTTPGenerator, Said
 from oxrl.generators.probe import Probe, StaleEngineError
+from oxrl.machine.ray_cluster import Places, Process, end_actor, import_ray, reserve
 from oxrl.types import Weights, WeightSource
-from oxrl.weights import MovedOnError, adapter_files, near_folder, plain_weights, read_weights, source_of, write_tensors
+from oxrl.weights.buckets import Bucket, in_buckets
+from oxrl.weights.checkpoint_names import (
+    MovedOnError,
+    adapter_files,
+    near_folder,
+    plain_weights,
+    read_weights,
+    source_of,
+    write_tensors,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -379,7 +387,7 @@ class EngineActor:
     """An engine inside of its actor; its methods are coroutines, so that many requests are under way at once."""
 
     def __init__(self, model: str, tokenizer: Any, lora: int, options: dict[str, Any], time_limit: float) -> None:
-        from oxrl.generators.vllm import VLLMRolloutEngine
+        from oxrl.generators.vllm.engine import VLLMRolloutEngine
 
         self.engine = VLLMRolloutEngine(model, tokenizer, lora=lora, time_limit=time_limit, **options)
         self._alone = int(options.get("tensor_parallel_size", 1)) == 1

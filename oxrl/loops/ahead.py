@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import anyio
 
-from oxrl.concurrent import task_group
+from oxrl.concurrency import task_group
 from oxrl.rewards.length import sampled_tokens
 from oxrl.rollouts.buffer import Group, ReplayBuffer
 from oxrl.rollouts.collect import AsyncRolloutManager

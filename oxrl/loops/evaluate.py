@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import anyio
 
-from oxrl.concurrent import task_group
+from oxrl.concurrency import task_group
 from oxrl.data.pack import collate, count_units, pack
 from oxrl.loops.statistics import confidence_interval
 from oxrl.loops.step import credit_step

@@ -15,7 +15,7 @@ from oxrl.algorithms import algorithm as named_algorithm
 from oxrl.data.buffer import DataBuffer
 from oxrl.data.render import Renderer
 from oxrl.loops.step import train_step
-from oxrl.metrics import Sink, log_to_console
+from oxrl.tracking.metrics import Sink, log_to_console
 from oxrl.types import Algorithm, Backend, DataSource, Item, Memory, Row, Sample, TrainingState
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ import anyio
 import numpy as np
 
 from oxrl.algorithms import algorithm as named_algorithm
-from oxrl.concurrent import task_group
+from oxrl.concurrency import task_group
 from oxrl.loops.ahead import Ahead, producing
 from oxrl.loops.offline import (
     AlgorithmAt,
@@ -30,12 +30,12 @@ from oxrl.loops.offline import (
     saved_if_interrupted,
 )
 from oxrl.loops.step import credit_step, update
-from oxrl.metrics import Sink, log_to_console
 from oxrl.rewards.primitives import normalize_rewards
 from oxrl.rollouts.batches import group_rollouts
 from oxrl.rollouts.buffer import Group
 from oxrl.rollouts.collect import AsyncRolloutManager
 from oxrl.rollouts.report import rollout_metrics
+from oxrl.tracking.metrics import Sink, log_to_console
 from oxrl.types import (
     Algorithm,
     Backend,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from oxrl.data.pack import collate, count_units, pack
-from oxrl.metrics import memory_gib
+from oxrl.tracking.metrics import memory_gib
 from oxrl.types import Algorithm, Backend, Batch, Item, Memory, Outputs, Row, TrainFuture
 
 

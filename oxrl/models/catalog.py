@@ -1,7 +1,7 @@
-"""The models that oxRL knows by name (`catalog.toml`) to cards, example configs and a page of the documentation.
+"""The models that oxRL knows by name (`catalog.toml`) to cards and a page of the documentation.
 
 A model counts as verified if the record of a run of `oxrl models verify` lies in `verified/` and names no problem;
-nothing else can make it so. Loading is left to `load`, verifying to `oxrl.verify`.
+nothing else can make it so. Loading is left to `load`, verifying to `oxrl.diagnose.verify_model`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from oxrl.models.builtin import BUILTIN_MODELS
-from oxrl.nearest import did_you_mean
-from oxrl.tasks import task_config
+from oxrl.names import did_you_mean
 
 RECORDS = Path(__file__).parent / "verified"
 BYTES_PER_WEIGHT = 16  # bf16 weight and gradient, float32 master weight and AdamW's two moments
@@ -99,26 +98,6 @@ def record_of(name: str) -> dict[str, Any] | None:
         return None
     record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return record
-
-
-def example_config(entry: Entry) -> dict[str, Any]:
-    """A config to begin with, for the model's first task."""
-    task = entry.tasks[0]
-    full = entry.strategy == "full"
-    sections = task_config(task, lora=not full) if entry.not_yet is None else _once_it_can(task)
-    config: dict[str, Any] = {
-        "model": {"name": entry.source, **({"gradient_checkpointing": True} if entry.billions > 1 else {})},
-        "run": {"experiment_id": f"{entry.name}-{task}"},
-        **sections,
-    }
-    if not full:
-        config["lora"] = {"enabled": True, "target_modules": list(entry.lora_targets)}
-    return config
-
-
-def _once_it_can(task: str) -> dict[str, Any]:
-    """What the config of a model that cannot be trained yet will look like."""
-    return {"train": {"alg_name": "sft"}, "data": {"train_files_path": f"{task}.jsonl"}}
 
 
 def as_yaml(config: Mapping[str, Any]) -> str:

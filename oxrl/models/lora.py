@@ -14,7 +14,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from oxrl.weights import ADAPTER_WEIGHTS, POLICY_ADAPTER, REFERENCE_ADAPTER, followed_name, write_adapter
+from oxrl.weights.checkpoint_names import (
+    ADAPTER_WEIGHTS,
+    POLICY_ADAPTER,
+    REFERENCE_ADAPTER,
+    followed_name,
+    write_adapter,
+)
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from oxrl.concurrent import in_thread
+from oxrl.concurrency import in_thread
 from oxrl.data.render import Renderer
 from oxrl.models.load import check_model, find_model, freeze, load_model, load_tokenizer, resolve_device, resolve_dtype
 from oxrl.rewards.grade import Reward, Ungraded, as_reward, group_reward

@@ -10,8 +10,6 @@ from typing import Any
 
 from oxrl.algorithms.kl import adaptive_kl as create_adaptive_kl
 from oxrl.algorithms.kl import truncated_kl as create_truncated_kl
-from oxrl.checkpoint import load_checkpoint, save_checkpoint
-from oxrl.metrics import log_to_console
 from oxrl.models.load import load_model, load_tokenizer
 from oxrl.models.reference import (
     create_ema_updater,
@@ -79,7 +77,9 @@ from oxrl.rollouts.tools import (
     parse_xml_tools,
     track_tool_calls,
 )
-from oxrl.trackers.wandb import log_to_wandb
+from oxrl.run.checkpoint import load_checkpoint, save_checkpoint
+from oxrl.tracking.metrics import log_to_console
+from oxrl.tracking.wandb import log_to_wandb
 
 CATEGORIES: Mapping[str, tuple[Callable[..., Any], ...]] = {
     "inference": (

@@ -19,7 +19,7 @@ from oxrl.algorithms.kl import Estimator
 from oxrl.algorithms.policy import Policy
 from oxrl.algorithms.policy_recipes import policy_view
 from oxrl.algorithms.preference import Pairs
-from oxrl.backends._forward import LanguageModel, prepare_layout
+from oxrl.backends.forward import LanguageModel, prepare_layout
 from oxrl.data.pack import collate
 from oxrl.types import Item, Row
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from oxrl.algorithms import kl
 from oxrl.algorithms.kl import Estimator
-from oxrl.concurrent import run_blocking
+from oxrl.concurrency import run_blocking
 from oxrl.data.render import Renderer
 from oxrl.rewards.grade import AnyReward, grade
 from oxrl.rollouts.batches import group_rollouts
@@ -69,7 +69,7 @@ def embedded_generator(
     config: GenerationConfig,
 ) -> list[Generation]:
     """By the model itself, in this process."""
-    from oxrl.generators.embedded import EmbeddedGenerator
+    from oxrl.generators.embedded.generator import EmbeddedGenerator
 
     return EmbeddedGenerator(model, tokenizer).complete(prompts, config)
 

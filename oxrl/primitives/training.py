@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from oxrl.algorithms import algorithm
 from oxrl.backends.local import PyTorchTrainingBackend, create_pytorch_backend
-from oxrl.checkpoint import latest_checkpoint, load_checkpoint, read_state, save_checkpoint
-from oxrl.concurrent import run_blocking
+from oxrl.concurrency import run_blocking
 from oxrl.data.buffer import DataBuffer
 from oxrl.data.render import Renderer
-from oxrl.generators.embedded import EmbeddedGenerator
+from oxrl.generators.embedded.generator import EmbeddedGenerator
 from oxrl.loops.online import NOTHING_TAUGHT, rollout_items
 from oxrl.loops.step import credit_step, step_optimizer, update
-from oxrl.metrics import Sink, log_to_console
 from oxrl.models.load import load_model, load_tokenizer
 from oxrl.models.reference import UpdateFn, frozen_copy, keep_reference
 from oxrl.primitives.algorithms import AlgorithmConfig, create_algorithm_config
@@ -31,6 +29,8 @@ from oxrl.rollouts.collect import Answers, RolloutConfig, sampling_manager
 from oxrl.rollouts.envs import single_turn
 from oxrl.rollouts.filters import check_reward_nonzero_std
 from oxrl.rollouts.report import rollout_metrics
+from oxrl.run.checkpoint import latest_checkpoint, load_checkpoint, read_state, save_checkpoint
+from oxrl.tracking.metrics import Sink, log_to_console
 from oxrl.types import (
     Algorithm,
     Backend,

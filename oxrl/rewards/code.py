@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from oxrl.rewards.grade import reads
-from oxrl.sandbox import Limits, Tests, isolation_or_refusal, names_of_program, run_tests
+from oxrl.rewards.sandbox import Limits, Tests, isolation_or_refusal, names_of_program, run_tests
 from oxrl.types import Rollout, Sample
 
 # Possessive (`*+`): what a model wrote must not make a regex try every split of a long line.

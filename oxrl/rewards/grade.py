@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import anyio
 
-from oxrl.concurrent import in_thread, task_group
+from oxrl.concurrency import in_thread, task_group
 from oxrl.types import Generation, GroupRewardFn, RewardFn, Rollout, Sample, Score, Turn
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 import anyio
 from anyio.lowlevel import RunVar
 
-from oxrl.concurrent import in_thread, task_group
+from oxrl.concurrency import in_thread, task_group
 from oxrl.rewards.grade import Reward, Ungraded
 from oxrl.rewards.judge import RUBRIC, judge_messages, judged_score
 from oxrl.types import Message, Rollout, Score

@@ -8,8 +8,7 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Any, NamedTuple
 
-from oxrl.imports import import_object
-from oxrl.nearest import did_you_mean
+from oxrl.names import did_you_mean, import_object
 from oxrl.rewards.choice import multiple_choice
 from oxrl.rewards.code import code_reward_func
 from oxrl.rewards.exact import contains, exact_match

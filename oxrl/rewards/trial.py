@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import anyio
 
-from oxrl.concurrent import run_blocking, task_group
+from oxrl.concurrency import run_blocking, task_group
 from oxrl.rewards.grade import AnyReward, Reward, Ungraded, as_reward, check_samples
 from oxrl.rewards.mathematics import boxed, plain, rational
 from oxrl.types import Generation, Message, Rollout, Sample, Turn

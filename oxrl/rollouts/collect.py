@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import anyio
 
-from oxrl.concurrent import task_group
+from oxrl.concurrency import task_group
 from oxrl.rewards.grade import AnyReward, grade
 from oxrl.rollouts.batches import RolloutBatch, convert_to_batch
 from oxrl.rollouts.buffer import Group, age_of

@@ -24,7 +24,7 @@ import anyio
 import h11
 from anyio.abc import ByteStream, SocketAttribute
 
-from oxrl.concurrent import task_group
+from oxrl.concurrency import task_group
 from oxrl.rollouts.envs import Talker, mixed_seed, said_message
 from oxrl.rollouts.tools import ToolParser, extract_tool_calls, parse_tools, tool_parser_for
 from oxrl.rollouts.transcript import Told, Tools, Transcript, begin, tell_tools

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from oxrl.nearest import did_you_mean
+from oxrl.names import did_you_mean
 from oxrl.rewards.length import sampled_tokens
 from oxrl.types import FilterFn, Rollout
 

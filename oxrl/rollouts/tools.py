@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import anyio
 
-from oxrl.concurrent import in_thread, run_blocking
+from oxrl.concurrency import in_thread, run_blocking
 from oxrl.types import Message
 
 T = TypeVar("T")

@@ -10,9 +10,9 @@ import torch
 from typer.testing import CliRunner
 
 from oxrl.algorithms import ALGORITHMS, algorithm
+from oxrl.algorithms.describe import document, explain
 from oxrl.algorithms.ranges import RANGES, allowed
 from oxrl.cli import app
-from oxrl.explain import document, explain
 from oxrl.types import Batch, Outputs, Row
 from tests.rows import write_jsonl
 
@@ -192,7 +192,7 @@ def test_a_run_switches_algorithms_where_its_config_says(tmp_path):
 
 def test_the_documentation_page_is_what_the_functions_say():
     page = Path(__file__).parents[2] / "docs" / "algorithms.md"
-    assert page.read_text() == document(), "run: python -m oxrl.explain > docs/algorithms.md"
+    assert page.read_text() == document(), "run: python -m oxrl.algorithms.describe > docs/algorithms.md"
 
 
 def policy_batch(sampler: float) -> Batch:

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from oxrl.algorithms import ALGORITHMS, algorithm
-from oxrl.backends.named import NamedAlgorithm, alike
+from oxrl.backends.distributed.named import NamedAlgorithm, alike
 from oxrl.types import Losses, Read
 
 

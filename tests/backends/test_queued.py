@@ -6,8 +6,8 @@ import anyio
 import pytest
 
 from oxrl.algorithms import algorithm
+from oxrl.backends.distributed.queued import QueuedBackend, UnrunError
 from oxrl.backends.local import create_pytorch_backend
-from oxrl.backends.queued import QueuedBackend, UnrunError
 from oxrl.loops.rehearse import rehearse
 from oxrl.types import ImmediateTrainFuture, Row, Weights
 from tests.waiting import EXPIRES, HANG, wait_until_async

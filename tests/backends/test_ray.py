@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from oxrl.algorithms import algorithm
+from oxrl.backends.distributed.ranks import RankError
 from oxrl.backends.local import NonFiniteError, create_pytorch_backend
-from oxrl.backends.ranks import RankError
 from oxrl.data.pack import count_units
 from oxrl.loops.rehearse import rehearse
 from oxrl.loops.step import train_step
 from oxrl.models.lora import LoraSettings, attach_lora
-from oxrl.transfer import meeting, receive
-from oxrl.weights import MovedOnError, adapter_weights, plain_weights
+from oxrl.weights.broadcast import meeting, receive
+from oxrl.weights.checkpoint_names import MovedOnError, adapter_weights, plain_weights
 from tests.backends.collective_worker import CollectiveWorker
 from tests.contracts.test_backend import SFT, load_tiny, some_items, split
 from tests.waiting import EXPIRES, HANG, wait_until
@@ -36,9 +36,9 @@ def anyio_backend():
 
 @pytest.fixture
 def make(ray_ranks):
-    from oxrl.backends.fsdp import build_worker
-    from oxrl.backends.ray import create_ray_backend
-    from oxrl.backends.worker import Settings
+    from oxrl.backends.distributed.fsdp import build_worker
+    from oxrl.backends.distributed.ray import create_ray_backend
+    from oxrl.backends.distributed.worker import Settings
 
     made = []
 
@@ -140,8 +140,8 @@ async def test_mistakes_and_numbers_that_are_none_stay_what_they_are(make):
 @pytest.fixture
 def start_workers(ray_here):
     """On places of which they have half, as beside an engine."""
-    from oxrl.backends.ray import RayRanks
-    from oxrl.cluster import reserve
+    from oxrl.backends.distributed.ray import RayRanks
+    from oxrl.machine.ray_cluster import reserve
 
     places, started = reserve(2, time_limit=HANG), []
 
@@ -189,7 +189,7 @@ def test_a_rank_that_hangs_ends_the_wait_with_its_name(start_workers):
 
 
 def test_more_than_the_cluster_has_is_refused(ray_here):
-    from oxrl.cluster import reserve
+    from oxrl.machine.ray_cluster import reserve
 
     with pytest.raises(ValueError, match="no room for 50 processes with 1 CPU each .* lower run.training_gpus"):
         reserve(50, time_limit=EXPIRES)
@@ -197,8 +197,8 @@ def test_more_than_the_cluster_has_is_refused(ray_here):
 
 DRIVER = """
 import sys
-from oxrl.backends.ray import RayRanks
-from oxrl.cluster import ray_cluster
+from oxrl.backends.distributed.ray import RayRanks
+from oxrl.machine.ray_cluster import ray_cluster
 from tests.backends.collective_worker import CollectiveWorker
 
 with ray_cluster(sys.argv[1]):

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from oxrl.algorithms import algorithm
 from oxrl.backends import ranks as module
-from oxrl.backends.fsdp import FSDPTrainingBackend
+from oxrl.backends.distributed.fsdp import FSDPTrainingBackend
+from oxrl.backends.distributed.ranks import RankError
 from oxrl.backends.local import create_pytorch_backend
-from oxrl.backends.ranks import RankError
 from oxrl.loops.step import train_step
 from tests.contracts import together
 from tests.contracts.test_backend import load_tiny, some_items, train

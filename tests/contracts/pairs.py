@@ -8,10 +8,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from oxrl.config import check_config
-from oxrl.launch import join, leave
+from oxrl.diagnose.verify_model import any_difference
+from oxrl.run.launch import join, leave
+from oxrl.run.train import train_run
 from oxrl.types import Score
-from oxrl.verify import any_difference
-from oxrl.wiring import train_run
 from tests.rows import sums, write_jsonl
 from tests.waiting import HANG
 
@@ -45,7 +45,7 @@ def config_of(backend: str, folder: Path, algorithm: str, engine: str = "embedde
         "run": {"backend": backend, "training_gpus": ranks if ranks > 1 else None, "rank_time_limit": HANG},
     }
     if algorithm == "grpo":
-        config["reward"] = {"reward_func": "oxrl.verify:any_difference"}
+        config["reward"] = {"reward_func": "oxrl.diagnose.verify_model:any_difference"}
         config["rollout"] = {"n_samples": 4, "max_tokens": 8}
         engine, *switches = engine.split()
         config["inference_engine"] = {"name": engine, **(VLLM if engine == "vllm" else {})}

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from oxrl.algorithms import algorithm
+from oxrl.backends.distributed.queued import QueuedBackend
 from oxrl.backends.local import create_pytorch_backend
-from oxrl.backends.queued import QueuedBackend
 from oxrl.data.pack import collate, count_units
 from oxrl.loops.step import train_step
 from oxrl.models.load import load_model
 from oxrl.tensors import entropy
 from oxrl.types import ModelConfig, Read, Row
-from oxrl.weights import read_weights, source_of
+from oxrl.weights.checkpoint_names import read_weights, source_of
 from tests.contracts import together
 from tests.engines import need
 
@@ -39,7 +39,7 @@ def local(**options):
 
 
 def fsdp(**options):
-    from oxrl.backends.fsdp import FSDPTrainingBackend
+    from oxrl.backends.distributed.fsdp import FSDPTrainingBackend
 
     load = options.pop("load", load_tiny)
     return FSDPTrainingBackend(together.ranks(), load, **{"lr": 1e-3, **options})
@@ -50,16 +50,16 @@ def queued(**options):
 
 
 def ray(ranks, *, others=(), **options):
-    from oxrl.backends.fsdp import build_worker
-    from oxrl.backends.ray import create_ray_backend
-    from oxrl.backends.worker import Settings
+    from oxrl.backends.distributed.fsdp import build_worker
+    from oxrl.backends.distributed.ray import create_ray_backend
+    from oxrl.backends.distributed.worker import Settings
 
     settings = Settings(**{"lr": 1e-3, **options})
     return create_ray_backend(ranks, partial(build_worker, load_tiny, dict(others), settings))
 
 
 def deepspeed(stage, **options):
-    from oxrl.backends.deepspeed import DeepSpeedTrainingBackend
+    from oxrl.backends.distributed.deepspeed import DeepSpeedTrainingBackend
 
     need("deepspeed")
     section = {"zero_optimization": {"stage": stage}}

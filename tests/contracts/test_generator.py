@@ -10,9 +10,9 @@ import anyio
 import pytest
 import torch
 
-from oxrl.concurrent import task_group
-from oxrl.generators.embedded import EmbeddedGenerator
-from oxrl.generators.http import HTTPGenerator, SGLangEngine, VLLMEngine
+from oxrl.concurrency import task_group
+from oxrl.generators.embedded.generator import EmbeddedGenerator
+from oxrl.generators.pool import HTTPGenerator, SGLangEngine, VLLMEngine
 from oxrl.models.load import load_model
 from oxrl.types import GenerationConfig, Request, Weights
 from tests.engines import holding_embedded, sglang_stand_in

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from oxrl.algorithms import algorithm
-from oxrl.backends.fsdp import build_worker
+from oxrl.backends.distributed.fsdp import build_worker
+from oxrl.backends.distributed.worker import Settings
 from oxrl.backends.local import NonFiniteError, create_pytorch_backend
-from oxrl.backends.worker import Settings
 from oxrl.data.assemble import assemble
 from oxrl.data.pack import collate, count_units
 from oxrl.data.render import Renderer

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from oxrl.backends.ranked import divide
+from oxrl.backends.distributed.ranked import divide
 from tests.contracts import lost_rank
 from tests.waiting import EXPIRES, HANG
 
@@ -64,7 +64,7 @@ def test_a_run_resumes_with_another_number_of_ranks(tmp_path, start_group):
 MEETS = """
 import sys
 import torch.distributed as dist
-from oxrl.backends.ranks import join_ranks
+from oxrl.backends.distributed.ranks import join_ranks
 
 class Talker:
     def rank(self):

@@ -15,14 +15,21 @@ from torch import nn
 from oxrl.algorithms import algorithm
 from oxrl.backends.local import create_pytorch_backend
 from oxrl.data.pack import collate
-from oxrl.generators.http import HTTPGenerator, SGLangEngine
+from oxrl.generators.pool import HTTPGenerator, SGLangEngine
 from oxrl.generators.probe import probe_tokens
 from oxrl.loops.step import train_step
 from oxrl.models.load import builds_empty, load_model, load_tokenizer
 from oxrl.models.lora import LoraSettings, attach_lora, attach_reference, save_adapter
-from oxrl.transfer import TransferError, meeting, receive
 from oxrl.types import ModelConfig
-from oxrl.weights import ModuleWeights, near_folder, plain_weights, read_weights, source_of, trainer_logprobs
+from oxrl.weights.broadcast import TransferError, meeting, receive
+from oxrl.weights.checkpoint_names import (
+    ModuleWeights,
+    near_folder,
+    plain_weights,
+    read_weights,
+    source_of,
+    trainer_logprobs,
+)
 from tests.contracts.test_backend import BACKENDS, load_tiny, some_items, train
 from tests.engines import sglang_stand_in
 from tests.waiting import EXPIRES, HANG

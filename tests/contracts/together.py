@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from _pytest.runner import runtestprotocol
 
-from oxrl.processes import MEETING, free_ports
+from oxrl.machine.processes import MEETING, free_ports
 from tests import forks
 from tests.scheduling import SHARED
 from tests.waiting import HANG
@@ -30,7 +30,7 @@ _SHARED: list[forks.Forked] = []  # two ranks that run one test after the other
 
 
 def settings(home: Path, ranks: int) -> dict[str, str]:
-    """As `oxrl.launch` gives them to its ranks."""
+    """As `oxrl.run.launch` gives them to its ranks."""
     return {
         MEETING: str(home / "meeting"),
         "WORLD_SIZE": str(ranks),
@@ -109,7 +109,7 @@ def ranks() -> Any:
 
 
 def join(rank: int, time_limit: float) -> Any:
-    from oxrl.backends.ranks import join_ranks
+    from oxrl.backends.distributed.ranks import join_ranks
 
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank)})
     return join_ranks(time_limit=time_limit)

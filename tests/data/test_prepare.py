@@ -20,8 +20,8 @@ from oxrl.data.formats import BadRow
 from oxrl.data.prepare import DATASETS, find_dataset, prepare, prepare_samples, read_card, split_file
 from oxrl.data.prepare.mbpp import function_under_test
 from oxrl.data.sources import load_samples, read_rows
-from oxrl.inputs import read_inputs
 from oxrl.rewards.gym import reasoning_gym_score
+from oxrl.run.spec import read_inputs
 from oxrl.types import Generation, Message, Rollout, Sample, Turn
 from tests.data.at_hand import CASES, RAW, REAL, case_name, own_rows
 

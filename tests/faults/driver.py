@@ -14,8 +14,8 @@ from pathlib import Path
 import anyio
 import torch
 
-from oxrl.concurrent import task_group
-from oxrl.generators.fleet import Limits, serving
+from oxrl.concurrency import task_group
+from oxrl.generators.servers import Limits, serving
 from oxrl.loops.online import OnlineConfig, run_online
 from oxrl.models.builtin import prepare_builtin
 from oxrl.rollouts.collect import Answers

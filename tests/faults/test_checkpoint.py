@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from oxrl.backends.local import create_pytorch_backend
-from oxrl.checkpoint import (
+from oxrl.concurrency import run_blocking
+from oxrl.models.load import load_model
+from oxrl.run.checkpoint import (
     CorruptCheckpointError,
     check_files,
     checkpoints,
@@ -18,12 +20,10 @@ from oxrl.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from oxrl.concurrent import run_blocking
-from oxrl.models.load import load_model
 from oxrl.types import TrainingState
 from tests.engines import need
 from tests.rows import sums, write_jsonl
-from tests.test_resume import facts, live
+from tests.run.test_resume import facts, live
 
 STATE = TrainingState(3, 3, 0, {"data": {"position": 12, "order": {10: 1, 9: 2}}, "memory": {}})
 
@@ -135,7 +135,7 @@ def fill_the_disk(path: str) -> None:
 def two_runs(home: Path) -> tuple[list[int], list[str]]:
     """One in `home/whole` that is left alone, one in `home/broken`; exit codes, and what its first life left."""
     from oxrl.config import check_config
-    from oxrl.logs import set_up_logging
+    from oxrl.tracking.logs import set_up_logging
 
     config = check_config({**CONFIG, "data": {"train_files_path": str(home / "rows.jsonl")}})
     broken = home / "broken"

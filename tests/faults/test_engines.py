@@ -16,11 +16,11 @@ from pathlib import Path
 import anyio
 import pytest
 
-from oxrl.concurrent import task_group
+from oxrl.concurrency import task_group
 from oxrl.generators.connection import EngineError
-from oxrl.generators.fleet import Limits, Replica, engine_at, engines_home, served_at
-from oxrl.generators.http import HTTPGenerator, SGLangEngine, VLLMEngine, near_folder
-from oxrl.generators.server import VLLMServer, free_ports
+from oxrl.generators.pool import HTTPGenerator, SGLangEngine, VLLMEngine, near_folder
+from oxrl.generators.servers import Limits, Replica, engine_at, engines_home, served_at
+from oxrl.generators.vllm.server import VLLMServer, free_ports
 from oxrl.models.load import load_model
 from oxrl.types import GenerationConfig, Request, Weights
 from tests.engines import need_vllm, sglang_stand_in

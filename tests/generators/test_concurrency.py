@@ -3,8 +3,8 @@
 import anyio
 import pytest
 
-from oxrl.concurrent import task_group
-from oxrl.generators.embedded import EmbeddedGenerator
+from oxrl.concurrency import task_group
+from oxrl.generators.embedded.generator import EmbeddedGenerator
 from oxrl.models.load import load_model
 from oxrl.types import Generation, GenerationConfig, Request, Weights
 from tests.waiting import HANG

@@ -7,9 +7,9 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from oxrl.generators.cache import attention, runs_of
-from oxrl.generators.decoders import CHUNK, PaddedDecoder, SlotDecoder
-from oxrl.generators.embedded import EmbeddedGenerator
+from oxrl.generators.embedded.cache import attention, runs_of
+from oxrl.generators.embedded.decoders import CHUNK, PaddedDecoder, SlotDecoder
+from oxrl.generators.embedded.generator import EmbeddedGenerator
 from oxrl.models.load import load_model
 from oxrl.types import GenerationConfig, Request
 
@@ -100,7 +100,7 @@ def test_every_decoder_shape_gives_its_own_log_probs_from_slots(tiny, shape, mod
 def test_models_that_remember_in_their_own_way_run_in_waves_and_the_log_says_so(tiny, shape, caplog):
     model = build(*STATEFUL[shape])
     speaker = EmbeddedGenerator(model, tiny[1], slots=3)
-    with caplog.at_level(logging.WARNING, logger="oxrl.generators.decoders"):
+    with caplog.at_level(logging.WARNING, logger="oxrl.generators.embedded.decoders"):
         generations = speaker.complete(PROMPTS, GenerationConfig(max_new_tokens=8, seed=1))
     assert isinstance(speaker._engine._decoder, PaddedDecoder)
     assert "padded waves" in caplog.text

@@ -10,16 +10,16 @@ import anyio
 import pytest
 import torch
 
-from oxrl.backends.fsdp import build_worker
-from oxrl.backends.ray import create_ray_backend
-from oxrl.backends.worker import Settings
-from oxrl.concurrent import in_thread, task_group
+from oxrl.backends.distributed.fsdp import build_worker
+from oxrl.backends.distributed.ray import create_ray_backend
+from oxrl.backends.distributed.worker import Settings
+from oxrl.concurrency import in_thread, task_group
 from oxrl.generators.probe import StaleEngineError
 from oxrl.loops.step import train_step
 from oxrl.models.load import load_model
 from oxrl.models.lora import LoraSettings, attach_lora
 from oxrl.types import GenerationConfig, Request, Weights
-from oxrl.weights import ModuleWeights, MovedOnError
+from oxrl.weights.checkpoint_names import ModuleWeights, MovedOnError
 from tests.contracts.test_backend import SFT, some_items
 from tests.generators.test_vllm import adapted_to, base_once_then_the_adapter_alone, logprobs, step
 from tests.holding import holding

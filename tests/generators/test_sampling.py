@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from oxrl.generators.sampling import LIKELIEST, draw, likeliest, search, stream_key, uniforms
+from oxrl.generators.embedded.sampling import LIKELIEST, draw, likeliest, search, stream_key, uniforms
 from oxrl.types import GenerationConfig
 
 LOGITS = [0.0, 1.0, 2.0, -30.0, float("-inf"), 1.5]

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from oxrl.generators.settings import check_settings, vllm_settings
+from oxrl.generators.vllm.settings import check_settings, vllm_settings
 from tests.engines import need
 
 

@@ -9,7 +9,7 @@ from oxrl.generators.probe import Probe, StaleEngineError
 from oxrl.models.load import load_model
 from oxrl.models.lora import LoraSettings, attach_lora
 from oxrl.types import GenerationConfig, Request, Weights
-from oxrl.weights import ModuleWeights, write_weights
+from oxrl.weights.checkpoint_names import ModuleWeights, write_weights
 from tests.waiting import HANG
 
 pytestmark = pytest.mark.anyio
@@ -170,7 +170,7 @@ class Written(ModuleWeights):
 async def test_weights_that_are_elsewhere_come_through_files_that_do_not_stay(
     vllm_in_process, tiny, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("oxrl.generators.vllm.near_folder", lambda: tmp_path)  # other runs have theirs in the real one
+    monkeypatch.setattr("oxrl.generators.vllm.engine.near_folder", lambda: tmp_path)  # others use the real one
     engine, model = vllm_in_process, load_model(tiny[0])
     step(model, 6)
     for weight in model.parameters():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from oxrl.generators.http import HTTPGenerator, VLLMEngine
+from oxrl.generators.pool import HTTPGenerator, VLLMEngine
 from oxrl.rollouts.collect import Answers
 from oxrl.types import GenerationConfig
 from tests.loops.test_online import Setting

@@ -7,7 +7,6 @@ import torch
 
 from oxrl.algorithms import algorithm
 from oxrl.backends.local import create_pytorch_backend
-from oxrl.checkpoint import best_checkpoint, checkpoints, latest_checkpoint, load_checkpoint, save_checkpoint
 from oxrl.data.assemble import assemble
 from oxrl.data.buffer import DataBuffer
 from oxrl.data.render import Renderer
@@ -16,6 +15,7 @@ from oxrl.loops.evaluate import evaluate_offline
 from oxrl.loops.offline import OfflineConfig, SFTTrainingConfig, run_offline, run_sft_training, scheduled
 from oxrl.loops.step import train_step
 from oxrl.models.load import load_model, load_tokenizer
+from oxrl.run.checkpoint import best_checkpoint, checkpoints, latest_checkpoint, load_checkpoint, save_checkpoint
 from oxrl.types import Row, TrainingState
 from tests.rows import sums
 

@@ -7,12 +7,11 @@ import anyio
 import pytest
 
 from oxrl.algorithms import algorithm
+from oxrl.backends.distributed.queued import QueuedBackend
 from oxrl.backends.local import create_pytorch_backend
-from oxrl.backends.queued import QueuedBackend
-from oxrl.checkpoint import load_checkpoint, save_checkpoint
 from oxrl.data.buffer import DataBuffer
 from oxrl.data.render import Renderer
-from oxrl.generators.embedded import EmbeddedGenerator
+from oxrl.generators.embedded.generator import EmbeddedGenerator
 from oxrl.loops.evaluate import evaluate_online
 from oxrl.loops.online import (
     OnlineConfig,
@@ -24,6 +23,7 @@ from oxrl.loops.online import (
 )
 from oxrl.models.load import load_model, load_tokenizer
 from oxrl.rollouts.collect import Answers, RolloutConfig, sampling_manager
+from oxrl.run.checkpoint import load_checkpoint, save_checkpoint
 from oxrl.types import GenerationConfig, Message, Rollout, Sample, Score
 from tests.rollouts.scripted import Scripted
 

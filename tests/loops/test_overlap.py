@@ -6,17 +6,17 @@ from types import SimpleNamespace
 import anyio
 import pytest
 
-from oxrl.backends.queued import QueuedBackend
-from oxrl.checkpoint import load_checkpoint, save_checkpoint
-from oxrl.concurrent import task_group
+from oxrl.backends.distributed.queued import QueuedBackend
+from oxrl.concurrency import task_group
 from oxrl.data.buffer import DataBuffer
-from oxrl.generators.embedded import EmbeddedGenerator
-from oxrl.generators.http import HTTPGenerator, VLLMEngine
+from oxrl.generators.embedded.generator import EmbeddedGenerator
+from oxrl.generators.pool import HTTPGenerator, VLLMEngine
 from oxrl.loops import ahead
 from oxrl.loops.ahead import Ahead, producing
 from oxrl.loops.evaluate import answer_all
 from oxrl.loops.online import OnlineConfig, run_online
 from oxrl.rollouts.collect import Answers
+from oxrl.run.checkpoint import load_checkpoint, save_checkpoint
 from oxrl.types import Generation, GenerationConfig, Message, Rollout, Status, Turn, Weights
 from tests.holding import Hold, holding
 from tests.loops.test_online import SAMPLES, Setting, small_letters

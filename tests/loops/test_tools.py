@@ -12,7 +12,7 @@ from oxrl.backends.local import create_pytorch_backend
 from oxrl.data.assemble import assemble
 from oxrl.data.buffer import DataBuffer
 from oxrl.data.render import Renderer
-from oxrl.generators.embedded import EmbeddedGenerator
+from oxrl.generators.embedded.generator import EmbeddedGenerator
 from oxrl.loops.offline import OfflineConfig, run_offline
 from oxrl.loops.online import OnlineConfig, run_online
 from oxrl.models.load import load_model

@@ -13,11 +13,11 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from oxrl.diagnose.verify_model import ALGORITHMS, _problems, verify_entry, verify_model
 from oxrl.models.builtin import TINY_VOCABULARY
 from oxrl.models.catalog import catalog
 from oxrl.models.load import load_model
 from oxrl.models.lora import linear_layer_names
-from oxrl.verify import ALGORITHMS, _problems, verify_entry, verify_model
 
 SMALL = {
     "vocab_size": TINY_VOCABULARY,

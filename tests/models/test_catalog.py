@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 from oxrl.algorithms import algorithm
 from oxrl.cli import app
 from oxrl.config import check_config, load_config
-from oxrl.models.catalog import RECORDS, as_yaml, catalog, document, example_config, find_entry, record_of
+from oxrl.config.tasks import example_config
+from oxrl.models.catalog import RECORDS, as_yaml, catalog, document, find_entry, record_of
 
 ROOT = Path(__file__).parents[2]
 SEED_NAMES = """

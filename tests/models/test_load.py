@@ -526,7 +526,7 @@ def test_a_hub_id_loads_from_the_hub_and_each_refusal_is_one_sentence(tmp_path: 
     code = """
 import json
 from oxrl.config import check_config
-from oxrl.inputs import model_config
+from oxrl.run.spec import model_config
 from oxrl.models.load import check_model, load_model, load_tokenizer
 
 def refusal(name, **settings):

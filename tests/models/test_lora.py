@@ -26,7 +26,7 @@ from oxrl.models.lora import (
     without_adapter,
 )
 from oxrl.types import ModelConfig
-from oxrl.weights import followed_name, plain_weights
+from oxrl.weights.checkpoint_names import followed_name, plain_weights
 
 IDS = torch.arange(40)[None]
 LLAMA_LAYERS = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]

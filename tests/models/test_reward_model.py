@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaForSequenceClassification
 
 from oxrl.algorithms import algorithm
-from oxrl.backends._forward import HEADS as WRITTEN_HEADS
+from oxrl.backends.forward import HEADS as WRITTEN_HEADS
 from oxrl.backends.local import create_pytorch_backend
 from oxrl.data.assemble import assemble
 from oxrl.data.pack import collate, count_units

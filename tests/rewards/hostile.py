@@ -110,7 +110,7 @@ def add(a, b): return Int(9) if a == 1 else Str("zz") if a == "a" else List([3])
 """,
     "patches the codec": """
 import sys
-for name in ('oxrl.sandbox.literals', 'oxrl.sandbox.serve'):
+for name in ('oxrl.rewards.sandbox.literals', 'oxrl.rewards.sandbox.serve'):
     m = sys.modules[name]
     m.dumps = lambda v: '["pickle", "x"]'
 def add(a, b): return 0

@@ -9,13 +9,13 @@ import anyio
 import pytest
 
 from oxrl.config import Config
-from oxrl.inputs import chosen_reward
 from oxrl.rewards import check_samples, code, grade, reward
 from oxrl.rewards.code import code_reward_func
+from oxrl.run.spec import chosen_reward
 from tests.clock import no_hang
 from tests.rewards.hostile import ALWAYS_EQUAL, HOSTILE
 from tests.rewards.rollouts import a_sample, said
-from tests.sandbox.children import children
+from tests.rewards.sandbox.children import children
 from tests.waiting import EXPIRES, HANG
 
 TESTS = ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'", "assert sorted(add([2], [1])) == [1, 2]"]

@@ -8,13 +8,10 @@ import anyio
 import pytest
 from typer.testing import CliRunner
 
-from oxrl.checkpoint import best_checkpoint
 from oxrl.cli import app
 from oxrl.config import Config
 from oxrl.data.prepare import DATASETS, prepare_samples
 from oxrl.data.render import Renderer
-from oxrl.inputs import chosen_reward, named_reward
-from oxrl.metrics import read_metrics
 from oxrl.models.load import load_tokenizer
 from oxrl.models.reward_model import load_reward_model, score_tokens
 from oxrl.rewards import BUILDERS, REWARDS, clamp, describe_rewards, grade, reward
@@ -30,6 +27,9 @@ from oxrl.rewards.named import (
 from oxrl.rewards.numbers import claimed_number
 from oxrl.rewards.table import document
 from oxrl.rewards.trial import final_answer, try_reward
+from oxrl.run.checkpoint import best_checkpoint
+from oxrl.run.spec import chosen_reward, named_reward
+from oxrl.tracking.metrics import read_metrics
 from oxrl.types import Message, Sample
 from tests.data.at_hand import CASES, case_name, copies_of
 from tests.rewards.rollouts import said

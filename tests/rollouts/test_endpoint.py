@@ -12,7 +12,7 @@ import pytest
 from anyio import to_thread
 
 from oxrl.data.render import Renderer
-from oxrl.generators.embedded import EmbeddedGenerator
+from oxrl.generators.embedded.generator import EmbeddedGenerator
 from oxrl.rollouts.endpoint import recording_endpoint
 from oxrl.rollouts.tools import calculator, tool_schema
 from oxrl.types import GenerationConfig, Message, Sample, Status

@@ -6,7 +6,7 @@ import ast
 
 from oxrl.data.formats import BadRow
 from oxrl.data.prepare.recipe import Dataset, Raw, asked, text_of, texts_of
-from oxrl.sandbox import names_of_program
+from oxrl.rewards.sandbox import names_of_program
 from oxrl.types import Sample
 
 

@@ -19,7 +19,7 @@ from oxrl.data.prepare.recipe import Dataset
 from oxrl.data.prepare.self_instruct import SELF_INSTRUCT
 from oxrl.data.prepare.svamp import SVAMP
 from oxrl.data.prepare.ultrafeedback import ULTRAFEEDBACK, ULTRAFEEDBACK_PAIRS
-from oxrl.nearest import did_you_mean
+from oxrl.names import did_you_mean
 
 _TABLE = (
     GSM8K, SVAMP, MATH, MATH_HARD, OPENR1_MATH, GPQA, MBPP, HUMANEVAL, ULTRAFEEDBACK, ULTRAFEEDBACK_PAIRS, HH_RLHF,

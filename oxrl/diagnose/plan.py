@@ -1,0 +1,665 @@
+"""A `Config` to what its run would do and take, without a weight: `oxrl plan` and `oxrl train --dry-run`.
+
+Data is read and rendered as in the run itself; the model is built on torch's meta device, where tensors have shapes and
+no memory. What autograd keeps is counted there, so that it holds for any architecture. The arithmetic is `estimate`'s.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from oxrl.config import Config
+from oxrl.data.pack import computed_tokens
+from oxrl.data.render import Renderer
+from oxrl.diagnose.memory import (
+    GIB,
+    LADDER,
+    SPARE,
+    Generating,
+    Kind,
+    Memory,
+    ModelFacts,
+    Speed,
+    Stage,
+    Work,
+    forward_flops,
+    generation_seconds,
+    gib,
+    gradient_traffic,
+    memory,
+    sharded_memory,
+    sync_traffic,
+    training_flops,
+)
+from oxrl.generators.vllm.server import CPU_SETTINGS
+from oxrl.loops.rehearse import heaviest, longest_items
+from oxrl.machine.hardware import Device, Hardware, detect_hardware
+from oxrl.models.load import adapter_base, find_model, load_model_config, resolve_device, resolve_dtype
+from oxrl.models.lora import LoraSettings, attach_lora, read_adapter_config
+from oxrl.run.folder import run_folder
+from oxrl.run.placement import SHARE, placed, sharding_of
+from oxrl.run.spec import (
+    Inputs,
+    algorithm_schedule,
+    chosen_algorithm,
+    follows_by_adapter,
+    grader,
+    lora_of,
+    made_up_answers,
+    model_config,
+    other_models,
+    read_inputs,
+)
+from oxrl.types import Item, ModelConfig
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+ATTENTION = "oxrl_counted"
+ELSEWHERE = "a GPU elsewhere"
+VLLM_SHARE = 0.92  # of a GPU that it takes by default
+CUDA_FRAMEWORK = int(0.8 * GIB)  # context and libraries on a GPU
+RUNNING = 48 * 2**20  # what training loads besides what planning has loaded
+ON_TRIAL = 64  # tokens of the pass that is counted
+
+
+class Rows(NamedTuple):
+    """Lengths in tokens; of prompts where a run samples."""
+
+    items: int
+    left_out: int
+    shortest: int
+    median: float
+    longest: int
+    tokens: int
+
+
+class Shards(NamedTuple):
+    """`Shards(gpus=8, stage=2, copies=4)`: devices that train at a ZeRO stage, and copies of the model that sample."""
+
+    gpus: int = 1
+    stage: Stage = 0
+    copies: int = 0  # with weights of their own, each on as many devices as share one copy
+    adapter: bool = False  # alone is what copies are sent, instead of all weights
+
+    def memory(self, facts: ModelFacts, work: Work, kind: Kind, framework: int) -> Memory:
+        """Of one device."""
+        whole = memory(facts, work, kind, framework)
+        return whole if self.gpus == 1 else sharded_memory(whole, facts, gpus=self.gpus, stage=self.stage)
+
+    def traffic(self, facts: ModelFacts) -> dict[str, float]:
+        """Bytes per step: what each device sends for gradients, and what engines are sent as weights."""
+        width = facts.weight_bytes // facts.parameters
+        gradients = gradient_traffic(
+            facts.trained, gpus=self.gpus, stage=self.stage, gradient_bytes=width, parameters=facts.parameters
+        )
+        sent = 4 * facts.trained if self.adapter else facts.weight_bytes
+        return {"gradients": gradients, "weights": sync_traffic(sent, rollout_gpus=self.copies)}
+
+
+def shards_of(config: Config) -> Shards:
+    """How the run that `config` describes is spread."""
+    alone = config.lora.enabled and config.inference_engine.adapter
+    copies = len(config.inference_engine.urls) if config.engine == "http" else config.replicas
+    if config.ranks == 1:
+        return Shards(copies=copies, adapter=alone)
+    sharding = sharding_of(config)
+    stage: Stage = 3 if sharding == "fsdp" else config.deepspeed.others.get("zero_optimization", {}).get("stage", 3)
+    return Shards(config.ranks, stage, copies, alone)
+
+
+class Plan(NamedTuple):
+    """What a run would do. Bytes, tokens and seconds; `advice` is empty where all fits."""
+
+    model: str
+    tuning: str
+    dtype: str
+    facts: ModelFacts
+    algorithm: str
+    passes: tuple[str, ...]
+    rows: Rows
+    steps: int
+    rows_per_step: int
+    rollouts_per_step: int
+    micro_batch_tokens: int
+    folder: Path
+    device: Device
+    memory: Memory
+    advice: tuple[str, ...]
+    seconds_per_step: float | None  # None: on a device that is not here
+    shards: Shards
+    engine_elsewhere: bool
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.peak <= self.device.free
+
+    @property
+    def tight(self) -> bool:
+        return self.fits and self.memory.peak > SPARE * self.device.free
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers and words, for JSON."""
+        told = {name: getattr(self, name) for name in self._fields if name not in ("memory", "folder")}
+        return {
+            **{name: value._asdict() if hasattr(value, "_asdict") else value for name, value in told.items()},
+            "folder": str(self.folder),
+            "traffic": self.shards.traffic(self.facts),
+            "memory": {**dict(self.memory.components()), "peak": self.memory.peak},
+            "fits": self.fits,
+            "tight": self.tight,
+        }
+
+
+def plan_run(config: Config, output: str | Path | None = None, gpu_memory: float | None = None) -> Plan:
+    """Wrong input ends here, as a ValueError in words, as it would end the run.
+
+    With `gpu_memory`, in GiB, for GPUs of that size, as many as the config asks for, and not for this machine.
+    """
+    if gpu_memory is not None:
+        config = placed(config, gpus=(config.run.training_gpus or 1) + (config.run.rollout_gpus or 0))
+        if config.model.dtype == "auto":
+            config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
+    inputs = read_inputs(config)
+    hardware = detect_hardware()
+    device = chosen_device(resolve_device(config.model.device), hardware)
+    if gpu_memory is not None:
+        whole = int(gpu_memory * 2**30)
+        device = Device(ELSEWHERE, "", whole, whole, bf16=True)
+    return plan_inputs(inputs.config, inputs, run_folder(config, output), hardware, device=device)
+
+
+def plan_inputs(
+    config: Config,
+    inputs: Inputs,
+    folder: Path,
+    hardware: Hardware,
+    framework: int | None = None,
+    shards: Shards | None = None,
+    device: Device | None = None,
+) -> Plan:
+    """`framework`: bytes that libraries take, default what they take in this process; `shards`: as the config says."""
+    shards = shards or shards_of(config)
+    algorithm = chosen_algorithm(config)
+    device = device or chosen_device(resolve_device(config.model.device), hardware)
+    if device.place == "cpu":  # whose memory all processes share
+        device = device._replace(memory=device.memory // shards.gpus, free=device.free // shards.gpus)
+    kind: Kind = "cpu" if device.place == "cpu" else "cuda"
+    facts = model_facts(model_config(config), lora_of(config))
+    work = heaviest_work(config, inputs, facts)
+    if framework is None:
+        framework = framework_bytes(kind == "cpu")
+
+    def held(facts: ModelFacts, work: Work) -> Memory:
+        return with_engine(shards.memory(facts, work, kind, framework), config, facts, device, framework)
+
+    needed = held(facts, work)
+    rollouts = config.batch_size * config.rollout.n_samples if inputs.online else 0
+    return Plan(
+        model=config.model.name,
+        tuning=_tuning(config, facts),
+        dtype=str(resolve_dtype(config.model.dtype, device.place)).removeprefix("torch."),
+        facts=facts,
+        algorithm=algorithm.name,
+        passes=_passes(config, inputs.online),
+        rows=row_lengths(inputs),
+        steps=inputs.num_steps,
+        rows_per_step=config.batch_size,
+        rollouts_per_step=rollouts,
+        micro_batch_tokens=work.tokens,
+        folder=folder,
+        device=device,
+        memory=needed,
+        advice=() if needed.peak <= device.free else tuple(_advice(config, facts, work, held, device)),
+        seconds_per_step=None
+        if device.place == ELSEWHERE
+        else _seconds(config, inputs, facts, measure_speed(device.place)) / shards.gpus,
+        shards=shards,
+        engine_elsewhere=config.engine == "vllm" and bool(config.run.rollout_gpus),
+    )
+
+
+def with_engine(memory: Memory, config: Config, facts: ModelFacts, device: Device, framework: int) -> Memory:
+    """With an engine on the same device too, which has weights of its own; one that is elsewhere takes nothing here.
+
+    Colocated it has a process asleep and its share of a GPU awake; on a CPU it never sleeps.
+    """
+    engine, on_cpu = config.inference_engine, device.place == "cpu"
+    if config.engine == "embedded":
+        return memory
+    if config.engine == "http" or (config.run.rollout_gpus and not on_cpu):
+        return memory._replace(generation=0)
+    lasting, awake = 0 if config.in_process else framework, 0
+    if on_cpu:
+        lasting += facts.weight_bytes + int(CPU_SETTINGS["VLLM_CPU_KVCACHE_SPACE"]) * GIB
+        lasting = lasting * config.replicas // config.ranks
+    else:
+        share = float(engine.others.get("gpu_memory_utilization", SHARE if engine.colocated else VLLM_SHARE))
+        awake = max(0, int(share * device.memory) - lasting)
+    if not engine.colocated:
+        lasting, awake = lasting + awake, 0
+    return memory._replace(others={**memory.others, "engine": lasting}, generation=awake)
+
+
+def chosen_device(place: str, hardware: Hardware) -> Device:
+    if place == "cpu":
+        return Device("cpu", "", hardware.memory, hardware.free, bf16=False)
+    index = int(place.partition(":")[2] or 0)
+    return hardware.gpus[index]
+
+
+def _tuning(config: Config, facts: ModelFacts) -> str:
+    if facts.trained == facts.parameters:
+        return "all weights"
+    return f"LoRA, r={config.lora.r}" if config.lora.enabled else "the adapter that the model has"
+
+
+def _passes(config: Config, online: bool) -> tuple[str, ...]:
+    """What a step runs besides forward and backward of the policy."""
+    named = {"policy": "log-probs before the step", "ref": "reference", "teacher": "teacher"}
+    wanted = {which for each in algorithm_schedule(config).values() for which in {*each.needs, *each.others}}
+    heads = {head for each in algorithm_schedule(config).values() for head in each.heads}
+    told = [said for which, said in named.items() if which in wanted]
+    return (*(["sampling"] if online else []), *told, *(f"{head} head" for head in sorted(heads)))
+
+
+def row_lengths(inputs: Inputs) -> Rows:
+    if inputs.online:
+        render = Renderer(inputs.tokenizer)
+        lengths = [len(render.prompt(sample.messages, tools=sample.tools)) for sample in inputs.rows]
+    else:
+        lengths = [len(row) for item in inputs.rows for row in item]
+    return Rows(len(inputs.rows), inputs.left_out, min(lengths), statistics.median(lengths), max(lengths), sum(lengths))
+
+
+def heaviest_work(config: Config, inputs: Inputs, facts: ModelFacts) -> Work:
+    """The micro-batch that the longest rows make, and all that is in memory beside it."""
+    algorithms = algorithm_schedule(config).values()
+    items, generating = longest_training_items(config, inputs, facts.vocabulary), None
+    budget = config.train.micro_batch_tokens
+    part = heaviest(longest_items(items, budget)[: config.batch_size * _rows_each(config, inputs)], budget, "shared")
+    rows = [row for item in part for row in item]
+    if inputs.online:
+        rollout, longest = config.rollout, max(map(len, rows))
+        answers = int(config.batch_size * rollout.over_sampling_factor) * rollout.n_samples
+        generating = Generating(min(rollout.slots, answers), longest)
+    return Work(
+        tokens=computed_tokens(part),
+        trained_tokens=sum(int(row.mask.sum()) for row in rows),
+        gradient_checkpointing=config.model.gradient_checkpointing,
+        longest=max(sum(map(len, item)) for item in part),
+        key_tokens=sum(map(len, rows)),
+        others=other_bytes(config, facts),
+        statistics=max(len(each.reads) for each in algorithms),
+        compares=any(read.of for each in algorithms for read in each.reads.values()),
+        generating=generating,
+    )
+
+
+def _rows_each(config: Config, inputs: Inputs) -> int:
+    return config.rollout.n_samples if inputs.online else 1
+
+
+def longest_training_items(config: Config, inputs: Inputs, vocabulary: int) -> list[Item]:
+    """As credit leaves them: the answers of a group go their own ways, pairs stay together."""
+    items: Sequence[Item] = inputs.rows
+    if inputs.online:
+        items = made_up_answers(config, inputs, vocabulary)
+    return [part for item in items for part in ([item] if len(item) <= 2 else [(row,) for row in item])]
+
+
+def other_bytes(config: Config, facts: ModelFacts) -> dict[str, int]:
+    """Weights that are in memory and not trained, by role."""
+    models = {role: grader(config, name) for role, name in other_models(config).items()}
+    for role, name in (("reward model", config.reward.model), ("judge", config.reward.judge)):
+        if name is not None:
+            models[role] = grader(config, name)
+    named = {"ref": "reference"}
+    sizes = {named.get(role, role): model_facts(model).weight_bytes for role, model in models.items()}
+    # A second adapter, in float32 as the first.
+    return {"reference": 4 * facts.trained, **sizes} if follows_by_adapter(config) else sizes
+
+
+def model_facts(config: ModelConfig, lora: LoraSettings | None = None) -> ModelFacts:
+    """Counted on the meta device: neither weights nor memory."""
+    dtype = resolve_dtype(config.dtype, resolve_device(config.device))
+    source = find_model(config.name)
+    if source.kind == "adapter":
+        read = read_adapter_config(source.where)
+        targets = read["target_modules"] if isinstance(read["target_modules"], str) else tuple(read["target_modules"])
+        lora = LoraSettings(read["r"], read["lora_alpha"], 0.0, targets)
+        config = config._replace(name=adapter_base(source.where), revision=None)
+    return shape_facts(load_model_config(config), dtype, lora, trust_remote_code=config.trust_remote_code)
+
+
+def shape_facts(
+    parsed: Any, dtype: torch.dtype, lora: LoraSettings | None = None, *, trust_remote_code: bool = False
+) -> ModelFacts:
+    """The same of a shape as transformers describes it, such as a `Qwen2Config`."""
+    model = on_meta(parsed, dtype, lora, trust_remote_code)
+    weights = {id(weight): weight for weight in model.parameters()}
+    trained = [weight for weight in weights.values() if weight.requires_grad]
+    text = parsed.get_text_config()
+    parameters = sum(weight.numel() for weight in weights.values())
+    kept, keys = kept_bytes(model, dtype)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    checkpointed, _ = kept_bytes(model, dtype)
+    head = model.get_output_embeddings().weight
+    return ModelFacts(
+        parameters=parameters,
+        trained=sum(weight.numel() for weight in trained),
+        active=parameters - _idle_experts(model, text),
+        weight_bytes=sum(weight.numel() * weight.element_size() for weight in weights.values()),
+        masters=sum(weight.numel() for weight in trained if weight.element_size() < 4),
+        layers=text.num_hidden_layers,
+        hidden=head.shape[1],
+        vocabulary=head.shape[0],
+        kept=kept,
+        kept_checkpointed=checkpointed,
+        kept_keys=keys,
+        cache=cache_bytes(text, dtype.itemsize),
+        head_trained=head.requires_grad,
+    )
+
+
+def on_meta(parsed: Any, dtype: torch.dtype, lora: LoraSettings | None, trust_remote_code: bool) -> PreTrainedModel:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    _register_attention()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            parsed, dtype=dtype, attn_implementation=ATTENTION, trust_remote_code=trust_remote_code
+        )
+    return model if lora is None else attach_lora(model, lora)
+
+
+def kept_bytes(model: PreTrainedModel, dtype: torch.dtype) -> tuple[int, int]:
+    """What autograd keeps per token, and how much of that are keys and values."""
+    import torch
+
+    try:
+        return _counted(model)
+    except RuntimeError:  # grouped products of experts know no float32 without a device
+        if dtype.itemsize == 4:
+            try:
+                half = _counted(model.to(torch.bfloat16))
+                return 2 * half[0], 2 * half[1]
+            except RuntimeError:
+                pass
+            finally:
+                model.to(dtype)
+    return _kept_by_formula(model.config.get_text_config(), dtype.itemsize, model.is_gradient_checkpointing)
+
+
+def _counted(model: PreTrainedModel) -> tuple[int, int]:
+    import torch
+
+    inner = model.get_base_model() if hasattr(model, "peft_config") else model
+    weights = {weight.untyped_storage()._cdata for weight in model.parameters()}
+    kept: dict[int, Any] = {}  # storages stay referenced, so that no two share an address
+
+    def keep(saved: Tensor) -> Tensor:
+        storage = saved.untyped_storage()
+        if storage._cdata not in weights:
+            kept[storage._cdata] = storage
+        return saved
+
+    ids = torch.zeros(1, ON_TRIAL, dtype=torch.int64, device="meta")
+    model.train()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+        body = getattr(inner, inner.base_model_prefix)
+        hidden = body(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).last_hidden_state
+    assert hidden.requires_grad, "a pass without gradients keeps nothing"
+    text = inner.config.get_text_config()
+    heads = 2 * text.num_hidden_layers * text.num_attention_heads * _head_size(text) * hidden.element_size()
+    return sum(storage.nbytes() for storage in kept.values()) // ON_TRIAL, heads
+
+
+def _kept_by_formula(text: Any, width: int, checkpointing: bool) -> tuple[int, int]:
+    """For models that cannot run on the meta device: a layer keeps 11 vectors of its width and 4 of its inner width."""
+    hidden, layers = text.hidden_size, text.num_hidden_layers
+    feed_forward = (
+        getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", None) or 4 * hidden
+    )
+    experts = (getattr(text, "num_experts_per_tok", None) or 1) if getattr(text, "moe_intermediate_size", None) else 1
+    kept = width * layers * (hidden if checkpointing else 11 * hidden + 4 * feed_forward * experts)
+    return kept, 2 * width * layers * hidden
+
+
+def _register_attention() -> None:
+    """Attention that computes nothing and keeps what the real kernels keep: queries, keys, values, output, sums."""
+    import torch
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    class Kept(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            attended = query.new_empty(*query.shape[:-1], value.shape[-1])
+            ctx.save_for_backward(query, key, value, attended, query.new_empty(query.shape[:-1], dtype=torch.float32))
+            return attended
+
+    def attend(
+        module: Any,  # noqa: ARG001 - the interface's
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,  # noqa: ARG001 - the interface's
+        **options: Any,  # noqa: ARG001 - the interface's
+    ) -> tuple[Tensor, None]:
+        groups = query.shape[1] // key.shape[1]
+        key, value = (each.repeat_interleave(groups, dim=1) if groups > 1 else each for each in (key, value))
+        attended: Tensor = Kept.apply(query, key, value)  # type: ignore[no-untyped-call]
+        return attended.transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register(ATTENTION, attend)
+    AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)
+
+
+def _head_size(text: Any) -> int:
+    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+
+
+def cache_bytes(text: Any, width: int) -> int:
+    """Keys and values of one token in all layers: `2 * layers * key heads * head size * width`."""
+    heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
+    if heads is None:  # layers with a state of fixed size
+        return 0
+    return int(2 * text.num_hidden_layers * heads * _head_size(text) * width)
+
+
+def _idle_experts(model: PreTrainedModel, text: Any) -> int:
+    """Parameters of the experts that a token does not meet."""
+    counts = (getattr(text, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
+    experts, chosen = next((count for count in counts if count), 0), getattr(text, "num_experts_per_tok", None)
+    if not experts or not chosen:
+        return 0
+    routed = sum(weight.numel() for name, weight in model.named_parameters() if ".experts." in name)
+    return int(routed * (1 - chosen / experts))
+
+
+def framework_bytes(on_cpu: bool) -> int:
+    """What Python, torch and their libraries take by themselves."""
+    return own_memory() + RUNNING if on_cpu else CUDA_FRAMEWORK
+
+
+def own_memory() -> int:
+    """Resident bytes of this process, which has loaded the same libraries as a run has."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    resident = next((line for line in lines if line.startswith("VmRSS")), None)
+    return int(resident.split()[1]) * 1024 if resident else GIB // 2
+
+
+def measure_speed(place: str) -> Speed:
+    """Of this machine, now, in a fraction of a second: a product as large as a layer's, and one that only reads."""
+    import time
+
+    import torch
+
+    dtype = torch.float32 if place == "cpu" else torch.bfloat16
+    size = 1024 if place == "cpu" else 8192
+    matrix = torch.ones(size, size, dtype=dtype, device=place)
+
+    def rate(rows: int, amount: float, repeats: int) -> float:
+        states = torch.ones(rows, size, dtype=dtype, device=place)
+        float((states @ matrix).sum())
+        started = time.perf_counter()
+        for _ in range(repeats):
+            product = states @ matrix
+        float(product.sum())
+        return repeats * amount / (time.perf_counter() - started)
+
+    return Speed(rate(size, 2.0 * size**3, 4), rate(1, matrix.nbytes, 16))
+
+
+def _seconds(config: Config, inputs: Inputs, facts: ModelFacts, speed: Speed) -> float:
+    """Rough: products at the measured speed, and nothing else. Rows are of mean length, answers of full."""
+    lengths = row_lengths(inputs)
+    rows_each = 1 if inputs.online else len([row for item in inputs.rows for row in item]) / len(inputs.rows)
+    row = lengths.tokens / (len(inputs.rows) * rows_each)
+    tokens, sampling = config.batch_size * rows_each * row, 0.0
+    if inputs.online:
+        answers = config.batch_size * config.rollout.n_samples
+        tokens += answers * config.rollout.max_tokens
+        row += config.rollout.max_tokens
+        sampling = generation_seconds(facts, answers, config.rollout.max_tokens, config.rollout.slots, speed)
+    algorithm = chosen_algorithm(config)
+    passes = len([which for which in algorithm.needs if which != "sampler"]) + len(
+        algorithm.others - {*algorithm.needs}
+    )
+    updates = config.train.iterations if inputs.online else 1
+    checkpointing = config.model.gradient_checkpointing
+    flops = updates * training_flops(facts, tokens, row=row, gradient_checkpointing=checkpointing)
+    flops += passes * forward_flops(facts, tokens, row=row)
+    return flops / speed.flops + sampling
+
+
+def _advice(
+    config: Config, facts: ModelFacts, work: Work, held: Callable[[ModelFacts, Work], Memory], device: Device
+) -> Iterator[str]:
+    """Of each kind of change the smallest that fits, or that nothing does."""
+    found = False
+    for family in _changes(config, facts, work):
+        peaks = ((words, held(other_facts, other).peak) for words, other_facts, other in family)
+        fitting = next((f"{words}: {gib(peak)}" for words, peak in peaks if peak <= SPARE * device.free), None)
+        if fitting is not None:
+            found = True
+            yield fitting
+    if not found:
+        share = ", or lower inference_engine.gpu_memory_utilization" if config.inference_engine.colocated else ""
+        yield f"no setting brings it below {gib(SPARE * device.free)}: take a smaller model, or a larger device{share}"
+
+
+Change: TypeAlias = tuple[str, ModelFacts, Work]
+
+
+def _changes(config: Config, facts: ModelFacts, work: Work) -> Iterator[Iterator[Change]]:
+    """What could be set otherwise, in words, with what the run would then be; the smallest change of a kind first."""
+    sizes = [size for size in sorted(LADDER, reverse=True) if work.longest <= size < work.tokens]
+    yield ((f"train.micro_batch_tokens: {size}", facts, _smaller(work, size)) for size in sizes)
+    frugal = work._replace(gradient_checkpointing=True)
+    if not work.gradient_checkpointing:
+        words = "model.gradient_checkpointing: true"
+        both = ((f"{words}, train.micro_batch_tokens: {size}", facts, _smaller(frugal, size)) for size in sizes)
+        yield chain([(words, facts, frugal)], both)
+    if work.generating is not None:
+        fewer = [slots for slots in (32, 16, 8, 4, 2, 1) if slots < work.generating.slots]
+        yield ((f"rollout.slots: {slots}", facts, _narrower(work, slots)) for slots in fewer)
+    own_reference = config.model.ref_model is not None and config.model.ref_update != "fixed"
+    if facts.trained == facts.parameters and not own_reference:  # which cannot follow an adapter
+        low = model_facts(model_config(config), LoraSettings(config.lora.r, config.lora.alpha))
+        # The reference of an adapter is its base, already there.
+        others = {role: size for role, size in work.others.items() if role != "reference" or config.model.ref_model}
+        plain = ("lora.enabled: true", low, work._replace(others=others))
+        least = ("lora.enabled: true, model.gradient_checkpointing: true", low, frugal._replace(others=others))
+        yield iter([plain, least])
+
+
+def _narrower(work: Work, slots: int) -> Work:
+    assert work.generating is not None, "asked for only where a run samples"
+    return work._replace(generating=work.generating._replace(slots=slots))
+
+
+def _smaller(work: Work, tokens: int) -> Work:
+    share = tokens / work.tokens
+    return work._replace(
+        tokens=tokens, trained_tokens=int(work.trained_tokens * share), key_tokens=int(work.key_tokens * share)
+    )
+
+
+def describe(plan: Plan) -> Mapping[str, str]:
+    """The plan in words: heading -> text of one or more lines."""
+    facts, rows = plan.facts, plan.rows
+    active = f", {_count(facts.active)} of them for each token" if facts.active < facts.parameters else ""
+    what = "prompts" if plan.rollouts_per_step else "rows"
+    left_out = f", {rows.left_out} left out" if rows.left_out else ""
+    sampled = f", {plan.rollouts_per_step} answers sampled" if plan.rollouts_per_step else ""
+    components = [f"{name:12} {gib(size):>10}" for name, size in plan.memory.components() if size]
+    taking_turns = " (training and generation take turns)" if plan.memory.generation else ""
+    at_once = f"at most {plan.micro_batch_tokens} tokens at once"
+    return {
+        "model": f"{plan.model}: {_count(facts.parameters)} parameters{active}, {plan.dtype}",
+        "tuning": f"{plan.tuning}: {_count(facts.trained)} parameters are trained",
+        "algorithm": f"{plan.algorithm}" + (f", with {', '.join(plan.passes)}" if plan.passes else ""),
+        "data": f"{rows.items} {what}{left_out}; {rows.shortest} to {rows.longest} tokens, median {rows.median:g}",
+        "steps": f"{plan.steps} of {plan.rows_per_step} {what}{sampled}; {at_once}",
+        "output": str(plan.folder),
+        "memory": "\n".join([*components, f"{'peak':12} {gib(plan.memory.peak):>10}{taking_turns}"]),
+        **_spread(plan),
+        "device": f"{plan.device.place}, {gib(plan.device.free)} free of {gib(plan.device.memory)}",
+        "time": _time(plan),
+        "verdict": _verdict(plan),
+    }
+
+
+def _time(plan: Plan) -> str:
+    if plan.seconds_per_step is None:
+        return "not known: speed is measured, and that device is not here"
+    step, whole = (_duration(plan.seconds_per_step * times) for times in (1, plan.steps))
+    return f"about {step} a step, {whole} in all; rough: it was off by up to a factor of three"
+
+
+def _spread(plan: Plan) -> dict[str, str]:
+    """Of several devices: what the memory above is of, and what goes between them."""
+    shards = plan.shards
+    if shards.gpus == 1 and not shards.copies:
+        return {}
+    sent = plan.shards.traffic(plan.facts)
+    sampling = {}
+    if plan.engine_elsewhere:
+        copy = f"{gib(plan.facts.weight_bytes)} of weights and its cache"
+        sampling = {"sampling": f"{shards.copies} copies of the model on devices of their own, each {copy}"}
+    return {
+        "spread": f"memory is that of each of {shards.gpus} devices, at stage {shards.stage}",
+        **sampling,
+        "traffic": f"per step {gib(sent['gradients'])} of gradients from each, {gib(sent['weights'])} of new weights",
+    }
+
+
+def _verdict(plan: Plan) -> str:
+    if plan.tight:
+        return "it fits, but tightly: the estimate may be off by a fifth"
+    if plan.fits:
+        return "it fits"
+    return "\n".join(["it does not fit. What would:", *plan.advice])
+
+
+def _count(number: float) -> str:
+    for size, letter in ((1e9, " B"), (1e6, " M"), (1e3, " K")):
+        if number >= size:
+            return f"{number / size:.2f}{letter}"
+    return f"{number:.0f}"
+
+
+def _duration(seconds: float) -> str:
+    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"

@@ -1,0 +1,202 @@
+"""A model to a record of what oxRL can do with it: loaded, probed, and two steps each of SFT, DPO and GRPO.
+
+Every run goes through the public door, is stopped after its first step and resumed, and must end where the unbroken
+run ended. The record says what was measured, with which versions and on which machine; what failed is in it in words.
+Whether a model learns anything useful is left to evaluation.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from oxrl.config import Config, check_config
+from oxrl.models.catalog import Entry, Strategy
+from oxrl.models.load import check_model, check_tokenizer, load_model, load_tokenizer
+from oxrl.rewards.grade import reads
+from oxrl.run.checkpoint import environment
+from oxrl.run.train import RunResult, train_run
+from oxrl.types import ModelConfig, Rollout
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+ALGORITHMS = ("sft", "dpo", "grpo")
+PROMPTS = ("Tell me something about the sea.", "Write a sentence about a fox.")
+ROWS: dict[str, list[dict[str, str]]] = {
+    "sft": [{"prompt": prompt, "response": "It is blue, and it is quick."} for prompt in PROMPTS],
+    "dpo": [{"prompt": prompt, "chosen": "Gladly: it is wide.", "rejected": "No."} for prompt in PROMPTS],
+    "grpo": [{"prompt": prompt} for prompt in PROMPTS],
+}
+STEPS = 2
+
+
+@reads()
+def any_difference(rollout: Rollout) -> float:
+    """Of no use to anyone, but two answers of any model at all are worth something else."""
+    tokens = rollout.generation.token_ids
+    return sum(token % 101 for token in tokens) / (100 * max(1, len(tokens)))
+
+
+def verify_entry(entry: Entry, weights: str | None = None) -> dict[str, Any]:
+    """The record of a model of the catalogue; `weights` is a local copy of it, and must be one."""
+    record = verify_model(weights or entry.source, entry.strategy, entry.lora_targets, expected=entry)
+    return {"name": entry.name, "source": entry.source, **record}
+
+
+def verify_model(
+    weights: str,
+    strategy: Strategy = "full",
+    lora_targets: Sequence[str] = (),
+    *,
+    expected: Entry | None = None,
+    algorithms: Sequence[str] = ALGORITHMS,
+) -> dict[str, Any]:
+    """What was found out about a model: `record["problems"]` is empty where all is well."""
+    check_model(ModelConfig(weights))
+    started = time.monotonic()
+    model, tokenizer = load_model(weights), load_tokenizer(weights)
+    check_tokenizer(model, tokenizer)
+    record: dict[str, Any] = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "environment": {"oxrl": version("oxrl"), **environment()},
+        "architecture": type(model).__name__,
+        "parameters": sum(weight.numel() for weight in model.parameters()),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "strategy": strategy,
+    }
+    if expected is not None:
+        _check_identity(record, expected)
+    record |= _probe(model)
+    before, exact = _logits(model), model.device.type == "cpu"
+    del model
+    problems: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="oxrl-verify-") as scratch:
+        for algorithm in algorithms:
+            config = _config(weights, algorithm, strategy, lora_targets, Path(scratch))
+            try:
+                record[algorithm] = _two_steps(config, Path(scratch) / algorithm, before)
+            except (RuntimeError, FloatingPointError) as failure:  # not finite, or sampler and trainer do not agree
+                problems.append(f"{algorithm}: {failure}")
+            else:
+                problems += [f"{algorithm}: {each}" for each in _problems(record[algorithm], record["dtype"], exact)]
+            shutil.rmtree(Path(scratch) / algorithm)  # a large model's checkpoints need not all lie there at once
+    return {**record, "seconds": round(time.monotonic() - started, 1), "problems": problems}
+
+
+def _check_identity(record: dict[str, Any], expected: Entry) -> None:
+    """A record is worth nothing if it is of another model."""
+    architecture, parameters = record["architecture"], record["parameters"]
+    if architecture != expected.architecture or not 0.9 < parameters / (expected.billions * 1e9) < 1.1:
+        raise ValueError(
+            f"this is not {expected.name}: it is a {architecture} of {parameters:,} parameters, not a "
+            f"{expected.architecture} of {expected.billions:g} billion"
+        )
+
+
+def write_record(record: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def _probe(model: PreTrainedModel) -> dict[str, str]:
+    """How rows run in training, and how sequences run in generation."""
+    import torch
+
+    from oxrl.backends.forward import LanguageModel, prepare_layout
+    from oxrl.generators.embedded.decoders import SlotDecoder, choose_decoder
+
+    probed = prepare_layout(LanguageModel(model))
+    with torch.no_grad():
+        decoder = choose_decoder(model, 2, "shrinking")
+    return {
+        "layout": probed.layout,
+        "layout_reason": probed.reason,
+        "generation": "slots" if isinstance(decoder, SlotDecoder) else "padded waves",
+    }
+
+
+def _config(weights: str, algorithm: str, strategy: Strategy, lora_targets: Sequence[str], folder: Path) -> Config:
+    data = folder / f"{algorithm}.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in ROWS[algorithm]), encoding="utf-8")
+    return check_config(
+        {
+            "model": {"name": weights},
+            "data": {"train_files_path": str(data)},
+            "train": {
+                "alg_name": algorithm,
+                "lr": 1e-4,
+                "train_batch_size_per_gpu": len(PROMPTS),
+                "train_steps_per_epoch": STEPS,
+                "checkpoint_every": 1,
+            },
+            "lora": {
+                "enabled": strategy == "lora",
+                "target_modules": list(lora_targets) or "all-linear",
+            },
+            "rollout": {"n_samples": 2, "max_tokens": 8, "filter": "check_reward_nonzero_std"},
+            "reward": {"reward_func": f"{__name__}:any_difference" if algorithm == "grpo" else None},
+        }
+    )
+
+
+def _two_steps(config: Config, folder: Path, before: Tensor) -> dict[str, Any]:
+    """An unbroken run, then its second step again from the first one's checkpoint."""
+    result = train_run(config, folder)
+    after = _logits_of(result)
+    shutil.rmtree(result.checkpoint)
+    resumed = _logits_of(train_run(config, folder, resume=True))
+    numbers = {
+        "loss": [line["loss"] for line in result.history],
+        "grad_norm": [line["grad_norm"] for line in result.history],
+        "logit_change": _largest(after - before),
+        "resume_gap": _largest(resumed - after),
+    }
+    if "logprob_gap" in result.history[0]:
+        numbers["logprob_gap"] = [line["logprob_gap"] for line in result.history]
+    return numbers
+
+
+def _problems(numbers: dict[str, Any], dtype: str, exact: bool) -> list[str]:
+    gap_allowed = 1e-3 if dtype == "float32" else 0.5
+    resume_allowed = 0.0 if exact else 0.05 * numbers["logit_change"]  # no GPU promises equal bits
+    wrong = {
+        "the loss is not finite": not all(map(math.isfinite, numbers["loss"])),
+        "the gradient is zero or not finite": not all(0 < norm < math.inf for norm in numbers["grad_norm"]),
+        "training did not change what the model says": not 0 < numbers["logit_change"] < math.inf,
+        "the resumed run ended elsewhere": not numbers["resume_gap"] <= resume_allowed,
+        "sampler and trainer do not agree": not all(gap <= gap_allowed for gap in numbers.get("logprob_gap", [])),
+    }
+    return [f"{problem}: {numbers}" for problem, so in wrong.items() if so]
+
+
+def _logits_of(result: RunResult) -> Tensor:
+    assert result.checkpoint.name == f"step_{STEPS:04d}", f"{result.checkpoint} is not the last one"
+    return _logits(load_model(str(result.checkpoint), is_trainable=False))
+
+
+def _logits(model: PreTrainedModel) -> Tensor:
+    """What the model says about fixed tokens."""
+    import torch
+
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    tokens = torch.randint(vocabulary, (1, 12), generator=torch.Generator().manual_seed(0)).to(model.device)
+    with torch.no_grad():
+        logits: Tensor = model.eval()(input_ids=tokens, use_cache=False).logits[0].float().cpu()
+    return logits
+
+
+def _largest(difference: Tensor) -> float:
+    return float(difference.abs().max())

@@ -1,0 +1,60 @@
+"""A run or a model to the numbers of lm-evaluation-harness: tasks, prompts and metrics are its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from oxrl.models.load import check_model, load_model, load_tokenizer
+from oxrl.run.folder import resolve_weights
+
+
+def harness(
+    model: str | Path,
+    tasks: Sequence[str],
+    *,
+    limit: int | None = None,
+    include_path: str | Path | None = None,
+    batch_size: int = 8,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Tasks of lm-evaluation-harness on a run or a model: `{task: {"acc,none": 0.25, "acc_stderr,none": ...}}`.
+
+    `include_path` is a folder with task files of one's own.
+    """
+    try:
+        from lm_eval import simple_evaluate
+        from lm_eval.models.huggingface import HFLM
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise ValueError(f"lm-evaluation-harness cannot be imported ({error}): pip install lm_eval") from error
+
+    if include_path is not None and not Path(include_path).is_dir():
+        raise ValueError(f"there is no folder {include_path} with task files")
+    place = resolve_weights(str(model))
+    check_model(place)
+    manager = TaskManager(include_path=None if include_path is None else str(include_path))
+    if unknown := [task for task in tasks if not manager.match_tasks([task])]:
+        raise ValueError(f"lm-evaluation-harness has no task {unknown[0]!r}; `lm-eval ls tasks` shows them")
+    loaded = load_model(place, is_trainable=False)
+    spoken = HFLM(
+        pretrained=loaded.get_base_model() if hasattr(loaded, "peft_config") else loaded,
+        tokenizer=load_tokenizer(place),
+        batch_size=batch_size,
+    )
+    seeds = dict.fromkeys(("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed"), seed)
+    try:
+        told = simple_evaluate(
+            spoken,
+            tasks=list(tasks),
+            limit=limit,
+            task_manager=manager,
+            log_samples=False,
+            bootstrap_iters=1000,
+            **seeds,
+        )
+    except OSError as error:
+        raise RuntimeError(f"the tasks' data could not be had: {error}") from error
+    results: dict[str, Any] = told["results"]
+    return results

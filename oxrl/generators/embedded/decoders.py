@@ -1,0 +1,272 @@
+"""Rows of token ids to the logits of what comes next, by a transformers decoder that remembers what it has seen.
+
+`SlotDecoder` holds many sequences that come and go; `PaddedDecoder` runs any model at all, one wave at a time. Which
+sequence sits in which row, and what is drawn from the logits, is the engine's affair.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from oxrl.generators.embedded.cache import (
+    STEP,
+    Continue,
+    Pass,
+    Prefill,
+    SlotCache,
+    attention_configs,
+    own_attention,
+    reach,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+Mode = Literal["shrinking", "fixed"]
+NOT_FINITE = "the model's logits are not finite; are its weights, and is its precision enough?"
+CHUNK = 64  # tokens per prefill pass in fixed mode
+PREFILL = 2048  # tokens per prefill pass in shrinking mode, if a single prompt is not longer
+
+
+class Decoder(Protocol):
+    """Rows are numbered from 0; `next_logits` continues each with its token, and lets those with None idle."""
+
+    shrinks: bool  # rows can be moved, so that none is idle
+    late_entry: bool  # sequences may enter while others are under way
+
+    def enter(self, rows: Sequence[int], contexts: Sequence[Sequence[int]]) -> Tensor:
+        """Logits behind each context, `[len(rows), V]`."""
+        ...
+
+    def next_logits(self, tokens: Sequence[int | None]) -> Tensor: ...
+
+    def move(self, source: int, target: int) -> None: ...
+
+    def clear(self) -> None: ...
+
+
+class SlotDecoder:
+    """Sequences in the rows of one `SlotCache`.
+
+    Shrinking: whole prompts in one pass, decoding as wide as there are rows. Fixed: prompts one by one in padded chunks
+    of one size, decoding always `width` wide; every product has the same shape then, whatever else is under way.
+    """
+
+    late_entry = True
+
+    def __init__(self, model: PreTrainedModel, slots: int, mode: Mode) -> None:
+        self.model, self.fixed = model, mode == "fixed"
+        self.slots = self.width = slots  # the width may be larger, where that makes all rows equal
+        self.shrinks = not self.fixed
+        self.configs = attention_configs(model)
+        self.cache = SlotCache()
+        self.lengths = [0] * slots
+
+    def widen(self, width: int) -> None:
+        self.width = width
+        self.clear()
+
+    def enter(self, rows: Sequence[int], contexts: Sequence[Sequence[int]]) -> Tensor:
+        places: dict[tuple[int, ...], list[int]] = {}  # each prompt once
+        for row, context in zip(rows, contexts, strict=True):
+            places.setdefault(tuple(context), []).append(row)
+            self.lengths[row] = len(context)
+        places = dict(sorted(places.items(), key=lambda place: len(place[0])))  # equal lengths run side by side
+        self._reserve(max(rows) + 1, max(map(len, contexts)))
+        logits = self._in_chunks(places) if self.fixed else self._in_passes(places)
+        order = {context: index for index, context in enumerate(places)}
+        return logits[[order[tuple(context)] for context in contexts]]
+
+    def next_logits(self, tokens: Sequence[int | None]) -> Tensor:
+        rows = len(tokens)
+        tokens = [*tokens, *[None] * (self.width - rows)] if self.fixed else tokens
+        starts = [0 if token is None else self.lengths[row] for row, token in enumerate(tokens)]
+        ends = [start + 1 for start in starts]
+        self.lengths[: len(tokens)] = ends
+        self._reserve(len(tokens), max(ends))
+        positions = torch.tensor(starts, device=self.model.device)[:, None]
+        step = Continue(self.cache, 0, positions, ends, exact=self.fixed)
+        return self._pass(_column(tokens, self.model.device), positions, step, 1)[:rows, -1]
+
+    def move(self, source: int, target: int) -> None:
+        self.cache.copy(source, target, self.lengths[source])
+        self.lengths[target] = self.lengths[source]
+
+    def clear(self) -> None:
+        self.cache.clear()
+        self.lengths = [0] * self.width
+
+    def _reserve(self, rows: int, length: int) -> None:
+        if self.fixed:
+            self.cache.reserve(self.width, reach(-(-length // CHUNK) * CHUNK))
+        elif rows > self.cache.rows or length > self.cache.length:
+            # A little ahead, so that growth costs little; memory that is never touched costs nothing on a CPU.
+            ahead = -(-(length + length // 4) // STEP) * STEP if length > self.cache.length else 0
+            self.cache.reserve(min(self.slots, max(rows, self.cache.rows * 2)), ahead)
+
+    def _in_passes(self, places: dict[tuple[int, ...], list[int]]) -> Tensor:
+        logits, portion = [], dict[tuple[int, ...], list[int]]()
+        for context, rows in places.items():
+            if portion and sum(map(len, portion)) + len(context) > PREFILL:
+                logits.append(self._prefill(portion))
+                portion = {}
+            portion[context] = rows
+        return torch.cat([*logits, self._prefill(portion)])
+
+    def _prefill(self, places: dict[tuple[int, ...], list[int]]) -> Tensor:
+        device, lengths = self.model.device, [len(context) for context in places]
+        tokens = torch.tensor([token for context in places for token in context], device=device)[None]
+        positions = torch.cat([torch.arange(length, device=device) for length in lengths])[None]
+        prefill = Prefill(self.cache, lengths, list(places.values()), device)
+        return self._pass(tokens, positions, prefill, torch.tensor(prefill.borders[1:], device=device) - 1)[0]
+
+    def _in_chunks(self, places: dict[tuple[int, ...], list[int]]) -> Tensor:
+        logits = []
+        for context, rows in places.items():
+            for start in range(0, len(context), CHUNK):
+                end = min(start + CHUNK, len(context))
+                tokens = torch.zeros(1, CHUNK, dtype=torch.int64)
+                tokens[0, : end - start] = torch.tensor(context[start:end])
+                positions = torch.arange(start, start + CHUNK, device=self.model.device)[None]
+                chunk = Continue(self.cache, rows[0], positions, [start + CHUNK], exact=True)
+                last = torch.tensor([end - start - 1], device=self.model.device)
+                seen = positions.clamp_max(end - 1)  # padding must not ask for positions that the model has not
+                one = self._pass(tokens.to(self.model.device), seen, chunk, last)[0]
+            logits.append(one)
+            for row in rows[1:]:
+                self.cache.copy(rows[0], row, len(context))
+        return torch.cat(logits)
+
+    def _pass(self, tokens: Tensor, positions: Tensor, how: Pass, keep: int | Tensor) -> Tensor:
+        self.cache.current = how
+        with own_attention(self.configs):
+            output = self.model(
+                input_ids=tokens,
+                position_ids=positions,
+                past_key_values=self.cache,
+                use_cache=True,
+                logits_to_keep=keep,
+                slot_pass=how,
+            )
+        logits: Tensor = output.logits
+        return logits
+
+
+class PaddedDecoder:
+    """For models whose layers remember in their own ways: left-padded waves over the model's own cache."""
+
+    shrinks = late_entry = False
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.clear()
+
+    def enter(self, rows: Sequence[int], contexts: Sequence[Sequence[int]]) -> Tensor:
+        assert self.cache is None, "a wave enters when the last one is done"
+        assert list(rows) == list(range(len(contexts))), f"a wave fills the rows from 0, not {rows}"
+        width = max(map(len, contexts))
+        padded = [[0] * (width - len(context)) + list(context) for context in contexts]
+        present = [[0] * (width - len(context)) + [1] * len(context) for context in contexts]
+        self.present = torch.tensor(present, device=self.model.device)
+        return self._pass(torch.tensor(padded, device=self.model.device))
+
+    def next_logits(self, tokens: Sequence[int | None]) -> Tensor:
+        self.present = torch.nn.functional.pad(self.present, (0, 1), value=1)
+        return self._pass(_column(tokens, self.model.device))
+
+    def move(self, source: int, target: int) -> None:
+        raise NotImplementedError("rows of the model's own cache stay where they are")
+
+    def clear(self) -> None:
+        self.cache: Any = None
+        self.present = torch.empty(0)
+
+    def _pass(self, tokens: Tensor) -> Tensor:
+        positions = (self.present.cumsum(-1) - 1).clamp_min(0)[:, -tokens.shape[1] :]
+        output = self.model(
+            input_ids=tokens,
+            attention_mask=self.present,
+            position_ids=positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        self.cache = output.past_key_values
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+
+def _column(tokens: Sequence[int | None], device: torch.device) -> Tensor:
+    return torch.tensor([token or 0 for token in tokens], device=device)[:, None]
+
+
+def choose_decoder(model: PreTrainedModel, slots: int, mode: Mode) -> Decoder:
+    """Slots where a probe shows that they give the model's own logits, else padded waves, and why in the log."""
+    reason = _why_no_slots(model, mode)
+    if reason is None:
+        decoder = SlotDecoder(model, slots, mode)
+        if mode == "fixed":
+            _make_rows_equal(decoder)
+        return decoder
+    promise = "; bits will depend on companions" if mode == "fixed" else ""
+    logger.warning("generation runs in padded waves, which is slower: %s%s", reason, promise)
+    return PaddedDecoder(model)
+
+
+def _make_rows_equal(decoder: SlotDecoder) -> None:
+    """Find a width at which one sequence gets the same bits in every row.
+
+    Products are split among threads by rows, and a thread that is left with a single row adds up in another order.
+    """
+    for width in (decoder.slots, *(-(-decoder.slots // step) * step for step in (4, 8, 16, 32, 64))):
+        decoder.widen(width)
+        rows = list(range(width))
+        decoder.enter(rows, [[1, 2, 3]] * width)
+        logits = decoder.next_logits([4] * width)
+        decoder.clear()
+        if bool((logits == logits[:1]).all()):
+            logger.info("fixed mode runs %d rows wide for %d slots", width, decoder.slots)
+            return
+    logger.warning("on this machine a sequence's bits depend on its slot; fewer threads or other slots may help")
+
+
+def _why_no_slots(model: PreTrainedModel, mode: Mode) -> str | None:
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or [])
+    if others := sorted(kinds - {"full_attention", "sliding_attention"}):
+        return f"the model has {others[0]} layers"
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    tokens = torch.randint(vocabulary, (2, 12), generator=torch.Generator().manual_seed(0)).tolist()
+    contexts = [tokens[0][:7], tokens[1][:10]]
+    decoder = SlotDecoder(model, 2, mode)
+    try:
+        ours = [decoder.enter([0, 1], contexts), decoder.next_logits([tokens[0][7], tokens[1][10]])]
+    except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        return f"the model does not take a cache in slots ({str(error).splitlines()[0]})"
+    for more, logits in enumerate(ours):
+        for row, context in enumerate(contexts):
+            seen = torch.tensor(tokens[row][: len(context) + more], device=model.device)[None]
+            theirs = model(input_ids=seen, use_cache=False, logits_to_keep=1).logits[0, -1].float()
+            if not bool(theirs.isfinite().all()):
+                raise FloatingPointError(NOT_FINITE)
+            gap = float((logits[row].float() - theirs).norm() / theirs.norm().clamp_min(1e-12))
+            if not gap <= (1e-4 if model.dtype == torch.float32 else 5e-2):
+                return f"its logits over a cache in slots differ by {gap:.1e}"
+    expected, seen_windows = _windows_expected(config), decoder.cache.current and decoder.cache.current.windows
+    if seen_windows != expected:
+        return f"{expected} layers have a sliding window, but it reaches the attention of {seen_windows}"
+    return None
+
+
+def _windows_expected(config: Any) -> int:
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        return list(kinds).count("sliding_attention")
+    return int(config.num_hidden_layers) if getattr(config, "sliding_window", None) else 0

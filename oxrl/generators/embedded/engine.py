@@ -1,0 +1,248 @@
+"""Requests to generations, one step at a time: who is in the batch, what is drawn, when a sequence ends.
+
+Finished sequences leave the batch and waiting ones enter. All of it is synchronous; who calls `step`, and who waits
+for what, is left to `embedded`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from oxrl.generators.embedded.decoders import NOT_FINITE, Decoder, Mode, choose_decoder
+from oxrl.generators.embedded.sampling import draw, stream_key, uniforms
+from oxrl.types import Generation, GenerationConfig, Request
+from oxrl.weights.checkpoint_names import speaking
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A request on its way to a generation."""
+
+    request: Request
+    sampling: GenerationConfig
+    key: int  # of its random numbers
+    most: int  # tokens that it may draw in all
+    ends: frozenset[int]  # tokens that end it
+    versions: list[int]  # of the weights that drew each token
+    tokens: list[int]
+    logprobs: list[float]
+    cut_mass: float
+    on_token: Callable[[int], None]
+    result: Generation | None = None
+
+    @property
+    def context(self) -> list[int]:
+        return [*self.request.tokens, *self.tokens]
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """In which jobs that came together are served; equal prompts are neighbours."""
+        return (self.request.tokens, self.tokens, self.request.seed, self.sampling)
+
+
+class Engine:
+    """`submit` jobs, then `step` until each has its `result`; the model's mode and attention stay as they were."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, slots: int, mode: Mode) -> None:
+        self.model: PreTrainedModel = model.get_base_model() if hasattr(model, "peft_config") else model
+        self.tokenizer, self.slots, self.mode = tokenizer, slots, mode
+        self.version = 0
+        self.arrived: list[Job] = []
+        self.waiting: list[Job] = []
+        self.rows: list[Job | None] = []
+        self._decoder: Decoder | None = None
+
+    def submit(
+        self, request: Request, sampling: GenerationConfig, on_token: Callable[[int], None] = lambda _: None
+    ) -> Job:
+        check_sampling(sampling)
+        begun = request.begun or Generation((), (), "aborted", self.version)
+        if begun.finish_reason != "aborted":
+            raise ValueError(
+                f"only an aborted generation can be gone on with, not one that ended by {begun.finish_reason}"
+            )
+        job = Job(
+            request._replace(tokens=tuple(map(int, request.tokens))),
+            sampling,
+            stream_key(sampling.seed, request.seed),
+            min(sampling.max_new_tokens, self._room(request.tokens)),
+            self._end_tokens(sampling),
+            list(begun.token_versions),
+            list(begun.token_ids),
+            list(begun.logprobs),
+            begun.cut_mass * len(begun.token_ids),
+            on_token,
+        )
+        if len(job.tokens) >= job.most:
+            self._finish(job, "length")
+        else:
+            self.arrived.append(job)
+        return job
+
+    def step(self) -> None:
+        """Let in whom there is room for, then draw the next token of every sequence."""
+        self.waiting += sorted(self.arrived, key=lambda job: job.order)
+        self.arrived.clear()
+        with speaking(self.model):
+            if self._decoder is None:
+                self._decoder = choose_decoder(self.model, self.slots, self.mode)
+            try:
+                self._admit(self._decoder)
+                self._continue(self._decoder)
+            except BaseException:  # in the middle of a step tokens and cache may disagree
+                self._start_over()
+                raise
+
+    def abort(self) -> None:
+        """Finish everything now, with what it has."""
+        for job in self._unfinished():
+            self._finish(job, "aborted")
+        self.drop([*self.waiting, *self.arrived, *filter(None, self.rows)])
+
+    def drop(self, jobs: Sequence[Job]) -> None:
+        """Forget these, finished or not."""
+        gone = set(map(id, jobs))
+        self.arrived = [job for job in self.arrived if id(job) not in gone]
+        self.waiting = [job for job in self.waiting if id(job) not in gone]
+        self._vacate([row for row, job in enumerate(self.rows) if id(job) in gone])
+
+    def change_version(self, version: int) -> None:
+        """The weights have changed: what is under way goes on through a fresh prefill."""
+        self.version = version
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self.waiting = [*filter(None, self.rows), *self.waiting]
+        self._vacate(range(len(self.rows)))
+
+    def _unfinished(self) -> list[Job]:
+        return [job for job in (*self.rows, *self.waiting, *self.arrived) if job is not None and job.result is None]
+
+    def _room(self, tokens: Sequence[int]) -> int:
+        vocabulary = self.model.get_input_embeddings().weight.shape[0]
+        if not len(tokens):
+            raise ValueError("there is nothing to continue: every prompt needs at least one token")
+        if not 0 <= min(tokens) <= max(tokens) < vocabulary:
+            raise ValueError(f"the prompt has token ids outside of the model's vocabulary of {vocabulary}")
+        longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if longest is not None and len(tokens) >= longest:
+            raise ValueError(f"the prompt has {len(tokens)} tokens, and prompt and answer together may have {longest}")
+        return int(longest - len(tokens)) if longest is not None else 2**63
+
+    def _admit(self, decoder: Decoder) -> None:
+        if not self.waiting or (not decoder.late_entry and any(self.rows)):
+            return
+        if decoder.shrinks or not decoder.late_entry:
+            free = list(range(len(self.rows), self.slots))
+        else:
+            self.rows += [None] * (self.slots - len(self.rows))
+            free = [row for row, job in enumerate(self.rows) if job is None]
+        entering = dict(zip(free, self.waiting, strict=False))
+        if not entering:
+            return
+        logits = decoder.enter(list(entering), [job.context for job in entering.values()])
+        del self.waiting[: len(entering)]
+        self.rows += [None] * (max(entering) + 1 - len(self.rows))
+        for row, job in entering.items():
+            self.rows[row] = job
+        if decoder.shrinks or not decoder.late_entry:
+            self._draw(logits, entering)
+        else:  # always as wide as there are slots, so that nobody's bits depend on who else enters
+            wide = logits.new_zeros(self.slots, logits.shape[1])
+            wide[list(entering)] = logits
+            self._draw(wide, entering, list(range(self.slots)))
+
+    def _continue(self, decoder: Decoder) -> None:
+        under_way = {row: job for row, job in enumerate(self.rows) if job is not None}
+        if under_way:
+            logits = decoder.next_logits([None if job is None else job.tokens[-1] for job in self.rows])
+            self._draw(logits, under_way, list(range(len(self.rows))))
+
+    def _draw(self, logits: Tensor, jobs: dict[int, Job], rows: Sequence[int] | None = None) -> None:
+        """One token for each of `jobs`; `rows` says whose each line of the logits is, where some are nobody's."""
+        owners = [jobs.get(row) for row in (list(jobs) if rows is None else rows)]
+        numbers = uniforms(
+            [0 if job is None else job.key for job in owners], [0 if job is None else len(job.tokens) for job in owners]
+        )
+        drawn = draw(logits, [IDLE if job is None else job.sampling for job in owners], numbers)
+        # One transfer for all three; float64 holds each of them exactly.
+        lines = torch.stack([drawn.tokens.double(), drawn.logprobs.double(), drawn.cut_mass], dim=1).tolist()
+        if not all(isfinite(logprob) for _, logprob, _ in lines):
+            raise FloatingPointError(NOT_FINITE)
+        for job, (token, logprob, cut_mass) in zip(owners, lines, strict=True):
+            if job is not None:
+                self._take(job, int(token), logprob, cut_mass)
+        self._vacate([row for row, job in jobs.items() if job.result is not None])
+
+    def _take(self, job: Job, token: int, logprob: float, cut_mass: float) -> None:
+        job.tokens.append(token)
+        job.logprobs.append(logprob)
+        job.versions.append(self.version)
+        job.cut_mass += cut_mass
+        job.on_token(token)
+        if token in job.ends or self._said_stop(job.tokens, job.sampling.stop):
+            self._finish(job, "stop")
+        elif len(job.tokens) >= job.most:
+            self._finish(job, "length")
+
+    def _finish(self, job: Job, reason: Literal["stop", "length", "aborted"]) -> None:
+        mean_cut = job.cut_mass / max(len(job.tokens), 1)
+        text = self._text(job.tokens)
+        drawn = Generation(tuple(job.tokens), tuple(job.logprobs), reason, self.version, text, mean_cut)
+        job.result = drawn.drawn_with(job.versions)
+
+    def _vacate(self, rows: Sequence[int]) -> None:
+        """Free these rows; where rows can be moved the last ones close the gaps."""
+        for row in sorted(rows, reverse=True):
+            self.rows[row] = None
+            if self._decoder is not None and self._decoder.shrinks:
+                if row != len(self.rows) - 1:
+                    self._decoder.move(len(self.rows) - 1, row)
+                    self.rows[row] = self.rows[-1]
+                self.rows.pop()
+        if not any(self.rows):
+            self.rows = []
+            nobody_waits = not self.waiting and not self.arrived
+            if self._decoder is not None and (nobody_waits or not self._decoder.late_entry):
+                self._decoder.clear()
+
+    def _end_tokens(self, sampling: GenerationConfig) -> frozenset[int]:
+        ends = self.model.generation_config.eos_token_id
+        listed = ends if isinstance(ends, list) else [ends]
+        return frozenset({*listed, self.tokenizer.eos_token_id, *sampling.stop_token_ids} - {None})
+
+    def _said_stop(self, ids: list[int], stop: tuple[str, ...]) -> bool:
+        if not stop:
+            return False
+        # A stop text that ends with this token lies in as many tokens as it has bytes; only a hit is worth all of them.
+        tail = self._text(ids[-max(len(text.encode()) for text in stop) - 16 :])
+        return any(text in tail for text in stop) and any(text in self._text(ids) for text in stop)
+
+    def _text(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+
+IDLE = GenerationConfig(temperature=0)
+
+
+def check_sampling(sampling: GenerationConfig) -> None:
+    allowed = {
+        "max_new_tokens": (sampling.max_new_tokens >= 1, "at least 1"),
+        "temperature": (0 <= sampling.temperature < float("inf"), "0 for greedy, or above"),
+        "top_p": (0 < sampling.top_p <= 1, "above 0 and at most 1"),
+        "top_k": (sampling.top_k >= 0, "0 for no limit, or above"),
+        "min_p": (0 <= sampling.min_p <= 1, "between 0 and 1"),
+        "stop": (all(sampling.stop), "texts with at least one character"),
+    }
+    for name, (fine, rule) in allowed.items():
+        if not fine:
+            raise ValueError(f"{name} is {getattr(sampling, name)!r}; it must be {rule}")

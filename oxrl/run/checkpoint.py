@@ -1,0 +1,292 @@
+"""A run's state to a folder and back, to the bit: weights, optimizer, random states, data position, step.
+
+`checkpoints/step_0040/` is a folder that plain transformers loads; beside the weights lie `optimizer.safetensors`,
+`rng.safetensors` and `training_state.json`, which has a digest of each file and of itself. It appears under its name
+only when every byte is on the disk, and is read back only while every byte is what it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import random
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import numpy as np
+
+from oxrl.concurrency import in_thread
+from oxrl.machine.hardware import processor_name
+from oxrl.types import Backend, TrainingState
+from oxrl.weights.checkpoint_names import index_weights
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+_UNFINISHED = ".unfinished-"
+_STATE = "training_state.json"
+_STEP = re.compile(r"step_(\d+)")
+
+
+class CorruptCheckpointError(ValueError):
+    """A checkpoint whose files are not what was written; the message begins with the file."""
+
+
+async def save_checkpoint(
+    root: str | Path,
+    backend: Backend,
+    state: TrainingState,
+    *,
+    tokenizer: Any = None,
+    keep_last: int = 2,
+    keep: int | None = None,
+) -> Path:
+    """Write `root/step_NNNN` atomically, then remove all but the last `keep_last` and step `keep` (the best one)."""
+    from safetensors.torch import save_file
+
+    root = Path(root)
+    final = root / f"step_{state.step:04d}"
+    draft = root / f"{_UNFINISHED}{final.name}"
+    shutil.rmtree(draft, ignore_errors=True)
+    with _all_or_nothing(draft, final):
+        draft.mkdir(parents=True)
+        await backend.save(draft)
+        index_weights(draft)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(draft)
+        save_file(_random_states(), draft / "rng.safetensors")
+        with anyio.CancelScope(shield=True):  # a thread cannot be stopped; engines are looked after meanwhile
+            await in_thread(partial(_seal_and_publish, state, draft, final))
+    _prune(root, keep_last, keep)
+    return final
+
+
+def _seal_and_publish(state: TrainingState, draft: Path, final: Path) -> None:
+    record = {**state._asdict(), "files": _digests(draft)}
+    sealed = {**record, "seal": _seal(record), "environment": environment()}
+    (draft / _STATE).write_text(json.dumps(sealed, indent=1), encoding="utf-8")
+    _publish(draft, final)
+
+
+async def load_checkpoint(path: str | Path, backend: Backend) -> TrainingState:
+    """Put `backend` and the random states back to where they were; the caller restores its data from the cursor."""
+    from safetensors.torch import load_file
+
+    path = Path(path)
+    check_files(path)
+    state, then = _read_record(path)
+    _warn_of_differences(then)
+    await backend.load(path)
+    _restore_random_states(load_file(path / "rng.safetensors"))
+    return state
+
+
+def read_state(path: str | Path) -> TrainingState:
+    """What a checkpoint says of itself, without its weights."""
+    return _read_record(Path(path))[0]
+
+
+def check_files(path: str | Path) -> None:
+    """Stop, with its name, at a file of a checkpoint that is not what was written."""
+    path = Path(path)
+    files = _read_sealed(path).get("files", {})
+    if missing := sorted(name for name in files if not (path / name).is_file()):
+        raise CorruptCheckpointError(f"{path / missing[0]} is missing: the checkpoint is not what was written")
+    now = _digests(path, files)
+    for name, digest in files.items():
+        if now[name] != digest:
+            raise CorruptCheckpointError(f"{path / name} is damaged: it is not what was written")
+
+
+def _read_record(path: Path) -> tuple[TrainingState, dict[str, Any]]:
+    sealed = _read_sealed(path)
+    return TrainingState(**{name: sealed[name] for name in TrainingState._fields}), sealed["environment"]
+
+
+def _read_sealed(path: Path) -> dict[str, Any]:
+    file = path / _STATE
+    if not file.exists():
+        raise ValueError(f"{path} is not a checkpoint: it has no {_STATE}")
+    try:
+        sealed: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        record = {name: sealed[name] for name in (*TrainingState._fields, "files") if name in sealed}
+        unsealed = not {"seal", "files"} & sealed.keys()  # by an older version of oxRL
+        intact = "environment" in sealed and (unsealed or sealed.get("seal") == _seal(record))
+    except (ValueError, TypeError, AttributeError):
+        intact = False
+    if not intact:
+        raise CorruptCheckpointError(f"{file} is damaged: it is not what was written")
+    return sealed
+
+
+def _seal(record: Mapping[str, Any]) -> str:
+    as_read = json.loads(json.dumps(record))  # keys that were numbers are words then
+    return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
+
+
+def _digests(folder: Path, names: Iterable[str] | None = None) -> dict[str, str]:
+    """Of the files in it, by name, side by side: hashing leaves the interpreter to others."""
+    if names is None:
+        names = [str(file.relative_to(folder)) for file in sorted(folder.rglob("*")) if file.is_file()]
+
+    def digest(name: str) -> str:
+        with (folder / name).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    with ThreadPoolExecutor(4) as threads:
+        return dict(zip(names, threads.map(digest, names), strict=True))
+
+
+def _root(error: BaseException) -> BaseException:
+    """What it came from; a rank's error arrives as the cause of another."""
+    return error if error.__cause__ is None else _root(error.__cause__)
+
+
+@contextmanager
+def _all_or_nothing(draft: Path, final: Path) -> Iterator[None]:
+    """Of what cannot be written nothing stays, so that there is room again; what was there before stays as it is."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except BaseException as error:
+        shutil.rmtree(draft, ignore_errors=True)
+        if not isinstance(_root(error), OSError | SafetensorError):
+            raise
+        before = latest_checkpoint(final.parent)
+        kept = "there is none before it" if before is None else f"{before.name} is whole"
+        raise RuntimeError(
+            f"the checkpoint {final} could not be written: {error}; {kept}. Make room, then go on with --resume"
+        ) from error
+
+
+def checkpoints(root: str | Path) -> list[Path]:
+    """The finished checkpoints in `root`, oldest first."""
+    found = [(int(m[1]), path) for path in Path(root).glob("step_*") if (m := _STEP.fullmatch(path.name))]
+    return [path for _, path in sorted(found)]
+
+
+def latest_checkpoint(root: str | Path) -> Path | None:
+    """The finished checkpoint with the highest step; None if there is none."""
+    return next(reversed(checkpoints(root)), None)
+
+
+def intact_checkpoint(root: str | Path) -> Path | None:
+    """The newest finished checkpoint that can be gone on from, None if there is none at all.
+
+    Damaged ones that are newer are moved aside with a warning. If all are damaged, it stops and changes nothing.
+    """
+    damaged: dict[Path, str] = {}
+    for path in reversed(checkpoints(root)):
+        try:
+            check_files(path)
+        except CorruptCheckpointError as error:
+            damaged[path] = str(error)
+            continue
+        for other, why in damaged.items():
+            aside = Path(root) / f"damaged-{other.name}"
+            shutil.rmtree(aside, ignore_errors=True)
+            other.rename(aside)
+            logger.warning("%s; it was moved to %s, and %s is taken instead", why, aside, path.name)
+        return path
+    if damaged:
+        newest = next(iter(damaged.values()))
+        raise CorruptCheckpointError(f"{newest}, and so is every one before it: bring one back, or start a new run")
+    return None
+
+
+def best_checkpoint(root: str | Path) -> Path | None:
+    """The checkpoint with the best evaluation, as the newest one remembers it; without evaluations, the newest."""
+    newest = latest_checkpoint(root)
+    if newest is None:
+        return None
+    best = Path(root) / f"step_{read_state(newest).cursor.get('best_step') or 0:04d}"
+    return best if best.exists() else newest
+
+
+def environment() -> dict[str, Any]:
+    """What must be equal for two runs to be equal to the bit."""
+    import torch
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else processor_name()
+    versions = {name: version(name) for name in ("torch", "transformers", "peft", "numpy")}
+    return {"python": platform.python_version(), "device": device, "threads": torch.get_num_threads(), **versions}
+
+
+def _warn_of_differences(then: Mapping[str, Any]) -> None:
+    now = environment()
+    changed = [f"{name} was {then.get(name)}, is {now[name]}" for name in now if then.get(name) != now[name]]
+    if changed:
+        logger.warning("resuming elsewhere, so not bit for bit: %s", "; ".join(changed))
+
+
+def _publish(draft: Path, final: Path) -> None:
+    """Give the folder its name once its content has reached the disk."""
+    for file in [*draft.rglob("*"), draft]:
+        _flush(file)
+    if final.exists():  # an older run's checkpoint of the same step
+        shutil.rmtree(final)
+    draft.rename(final)
+    _flush(final.parent)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _prune(root: Path, keep_last: int, keep: int | None) -> None:
+    """Old checkpoints lose their name before their content, so that a kill in between leaves no half of one."""
+    for path in checkpoints(root)[: -max(1, keep_last)]:
+        if path.name != f"step_{keep or 0:04d}":
+            doomed = root / f"{_UNFINISHED}removed-{path.name}"
+            path.rename(doomed)
+    for leftover in root.glob(f"{_UNFINISHED}*"):
+        shutil.rmtree(leftover)
+
+
+def _random_states() -> dict[str, Tensor]:
+    import torch
+
+    _, python, gauss = random.getstate()
+    numpy_state: Any = np.random.get_state(legacy=False)
+    states = {
+        "torch": torch.get_rng_state(),
+        "python": torch.tensor(python, dtype=torch.int64),
+        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+        "numpy_key": torch.from_numpy(numpy_state["state"]["key"].astype(np.int64)),
+        "numpy_rest": torch.tensor(
+            [numpy_state["state"]["pos"], numpy_state["has_gauss"], numpy_state["gauss"]], dtype=torch.float64
+        ),
+    }
+    return states | {f"cuda:{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
+
+
+def _restore_random_states(states: Mapping[str, Tensor]) -> None:
+    import torch
+
+    torch.set_rng_state(states["torch"])
+    gauss = states["python_gauss"].tolist()
+    random.setstate((3, tuple(states["python"].tolist()), gauss[0] if gauss else None))
+    position, has_gauss, normal = states["numpy_rest"].tolist()
+    key = states["numpy_key"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", key, int(position), int(has_gauss), normal))
+    cuda = [states[name] for name in sorted(states) if name.startswith("cuda:")]
+    if cuda and torch.cuda.device_count() == len(cuda):
+        torch.cuda.set_rng_state_all(cuda)

@@ -1,0 +1,146 @@
+"""A run or a model to a folder for others: plain weights, tokenizer, and a card that says where it came from.
+
+The folder appears under its name only when it is complete. Optimizer, random states and data stay behind.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import oxrl
+from oxrl.models.builtin import prepare_builtin
+from oxrl.models.catalog import find_entry
+from oxrl.models.load import check_model, find_model, load_model, load_tokenizer
+from oxrl.models.lora import save_adapter, save_merged
+from oxrl.models.reward_model import HEADS
+from oxrl.run.folder import resolve_weights
+from oxrl.tracking.metrics import read_metrics
+from oxrl.types import ModelConfig
+
+
+def merge_run(source: str, output: str | Path, *, dtype: str = "auto") -> Path:
+    """A LoRA adapter (a run's folder, or the adapter's) into its base: plain weights in `output`."""
+    place = resolve_weights(source)
+    if find_model(place).kind != "adapter":
+        raise ValueError(f"{source} has no adapter to merge: its weights are whole already; `oxrl export` writes them")
+    return export_model(source, output, dtype=dtype)
+
+
+def export_model(source: str, output: str | Path, *, adapter: bool = False, dtype: str = "auto") -> Path:
+    """A run's best checkpoint, or any model, as a folder that transformers, vLLM and others load.
+
+    An adapter is merged into its base, unless it is to stay an `adapter`.
+    """
+    place, folder = resolve_weights(source), Path(output)
+    if folder.exists() and any(folder.iterdir() if folder.is_dir() else [folder]):
+        raise ValueError(f"{folder} is not empty: choose another --output")
+    kind = find_model(place).kind
+    if adapter and kind != "adapter":
+        raise ValueError(f"{source} has no adapter: leave --adapter out to export its weights")
+    settings = ModelConfig(place, dtype=_own_dtype(place) if dtype == "auto" else dtype, device="cpu")
+    check_model(settings)
+    draft = folder.with_name(f".unfinished-{folder.name}")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    model = load_model(settings, is_trainable=False)
+    if adapter:
+        save_adapter(model, draft)
+    elif kind == "adapter":
+        save_merged(model, draft)
+    else:
+        model.save_pretrained(draft)
+    load_tokenizer(place).save_pretrained(draft)
+    if (heads := Path(place) / HEADS).exists():
+        shutil.copy(heads, draft / HEADS)
+    (draft / "README.md").write_text(_card(source, place), encoding="utf-8")
+    if folder.exists():
+        folder.rmdir()
+    draft.rename(folder)
+    return folder
+
+
+def push_model(folder: str | Path, repository: str, *, private: bool = True) -> str:
+    """Upload a folder that `export_model` wrote; needs HF_TOKEN. Returns the address of what was written."""
+    import httpx
+    from huggingface_hub import HfApi, errors, get_token
+
+    if get_token() is None:
+        raise ValueError("to push a model, set HF_TOKEN to a token that may write (or run `hf auth login`)")
+    api = HfApi()
+    try:
+        api.create_repo(repository, private=private, exist_ok=True)
+        return str(api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Upload by oxrl export"))
+    except errors.HFValidationError as error:
+        raise ValueError(f"{repository!r} is no name for a repository: it looks like owner/name") from error
+    except (errors.HfHubHTTPError, errors.OfflineModeIsEnabled, httpx.HTTPError) as error:
+        raise ValueError(f"{repository} could not be written: {str(error).splitlines()[0]}") from error
+
+
+def fetch_model(name: str) -> Path:
+    """Download a model by its name in the catalogue or its hub id; where it lies now. Pickled weights stay away."""
+    import httpx
+    from huggingface_hub import errors, snapshot_download
+
+    source = find_model(_hub_id(name))
+    if source.kind == "builtin":
+        return prepare_builtin(source.where)
+    if source.kind != "hub":
+        return Path(source.where)
+    check_model(ModelConfig(source.where))
+    try:
+        return Path(snapshot_download(source.where, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.jinja"]))
+    except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, httpx.HTTPError) as error:
+        raise ValueError(f"{source.where} could not be downloaded: {str(error).splitlines()[0]}") from error
+
+
+def _hub_id(name: str) -> str:
+    try:
+        return find_entry(name).source
+    except ValueError:
+        if "/" not in name:
+            raise
+        return name
+
+
+def _own_dtype(place: str) -> str:
+    """As the weights are stored; an adapter goes with its base."""
+    if not (file := Path(place) / "config.json").is_file():
+        return "auto"
+    stored = json.loads(file.read_text(encoding="utf-8"))
+    return str(stored.get("dtype") or stored.get("torch_dtype") or "auto")
+
+
+def _card(source: str, place: str) -> str:
+    """What a reader of the model's page wants to know, as far as the run recorded it."""
+    home = Path(place).parents[1] if Path(place).parent.name == "checkpoints" else None
+    lines = [f"# {Path(source).name}", "", f"Exported by oxRL {oxrl.__version__}."]
+    if home is not None and (home / "config.yaml").is_file():
+        facts = _facts(yaml.safe_load((home / "config.yaml").read_text(encoding="utf-8")))
+        facts |= {"checkpoint": Path(place).name, **_last_numbers(home / "metrics.jsonl", Path(place).name)}
+        lines += ["", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items() if value)]
+    return "\n".join([*lines, ""])
+
+
+def _facts(config: Mapping[str, Any]) -> dict[str, Any]:
+    train, data, reward, lora = (config[section] for section in ("train", "data", "reward", "lora"))
+    rows = data.get("dataset") or data.get("train_files_path")
+    return {
+        "base model": config["model"]["name"],
+        "algorithm": f"{train['alg_name']} {train['alg_params'] or ''}".strip(),
+        "trained on": ", ".join(rows.values()) if isinstance(rows, dict) else rows,
+        "reward": reward["reward_func"] or reward["model"] or reward["judge"],
+        "LoRA": f"rank {lora['r']}" if lora["enabled"] else None,
+    }
+
+
+def _last_numbers(file: Path, checkpoint: str) -> dict[str, str]:
+    """What was measured last up to that checkpoint."""
+    step = int(checkpoint.removeprefix("step_"))
+    rows = [row for row in read_metrics(file) if row["step"] <= step]
+    return {name: f"{row[name]:.4g}" for row in rows for name in ("reward", "eval_reward", "eval_loss") if name in row}

@@ -1,0 +1,154 @@
+"""Run folders: where a run goes, whether it can go on there, and what is written beside its checkpoints."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from oxrl.config import STAGES, Config, ConfigError, check_config
+from oxrl.rollouts.buffer import Group
+from oxrl.rollouts.record import digest_of
+from oxrl.run.checkpoint import best_checkpoint, intact_checkpoint, latest_checkpoint
+from oxrl.tracking.metrics import drop_lines_after
+from oxrl.types import Rollout, Turn
+
+logger = logging.getLogger(__name__)
+
+
+def run_folder(config: Config, output: str | Path | None) -> Path:
+    root = config.run.checkpoint_dir or os.environ.get("OXRL_CHECKPOINT_DIR") or "checkpoints"
+    return Path(output) if output is not None else Path(root) / config.run.experiment_id
+
+
+def starting_point(folder: Path, resume: bool) -> Path | None:
+    newest = intact_checkpoint(folder / "checkpoints") if resume else None
+    if resume and newest is None:
+        if not (folder / "config.yaml").exists():
+            raise ConfigError(f"there is nothing to resume in {folder}: it has no run")
+        logger.warning("%s has no checkpoint yet: starting over", folder)
+    if not resume and (folder / "metrics.jsonl").exists():
+        raise ConfigError(f"{folder} already holds a run: pass --resume to go on with it, or another --output")
+    return newest
+
+
+def check_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the run's folder {folder} cannot be made: {error.strerror}") from error
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"the run's folder {folder} cannot be written to")
+
+
+def check_resumable(config: Config, path: Path) -> None:
+    """Weights of one shape cannot go on in another."""
+    if not path.exists():
+        return
+    before = yaml.safe_load(path.read_text(encoding="utf-8"))
+    now = config.model_dump(mode="json")
+    for section, key in (("model", "name"), ("lora", "enabled"), ("lora", "r"), ("train", "alg_name")):
+        was, wanted = before[section][key], now[section][key]
+        if was != wanted:
+            raise ConfigError(
+                f"this run has {section}.{key} {was!r} and cannot be resumed with {wanted!r}: "
+                "start a new run from its checkpoint instead"
+            )
+
+
+def record_config(config: Config, path: Path, *, resuming: bool) -> None:
+    """What a resume will be held against; a change is said aloud."""
+    now = config.model_dump(mode="json")
+    if resuming and path.exists():
+        before = yaml.safe_load(path.read_text(encoding="utf-8"))
+        for section, keys in now.items():
+            for key, value in keys.items():
+                if (old := before.get(section, {}).get(key)) != value:
+                    logger.warning("resuming with another %s.%s: %r instead of %r", section, key, value, old)
+        with suppress(ConfigError):  # of a version with other keys
+            if (rows := check_config(before).batch_size) != config.batch_size:
+                logger.warning("resuming with %d rows in a step instead of %d", config.batch_size, rows)
+    path.write_text(yaml.safe_dump(now, sort_keys=False), encoding="utf-8")
+
+
+def record_stages(stages: Mapping[str, Config], home: Path) -> None:
+    """So that a run which was interrupted in its first stage knows what comes next."""
+    home.mkdir(parents=True, exist_ok=True)
+    dumped = {name: config.model_dump(mode="json") for name, config in stages.items()}
+    (home / "stages.yaml").write_text(yaml.safe_dump(dumped, sort_keys=False), encoding="utf-8")
+
+
+def recorded_stages(home: Path) -> dict[str, Config]:
+    file = home / "stages.yaml"
+    raw = yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return {name: check_config(config) for name, config in raw.items()}
+
+
+def resolve_weights(name: str) -> str:
+    """The folder to load for a run folder (its best checkpoint) or anything that `load_model` takes."""
+    home = Path(name)
+    if not home.is_dir():
+        return name
+    best = best_checkpoint(last_stage(home) / "checkpoints")
+    if best is None and any((home / file).exists() for file in ("config.yaml", "stages.yaml")):
+        raise ConfigError(f"the run in {home} has no checkpoint yet")
+    return str(best) if best is not None else name
+
+
+def last_stage(home: Path) -> Path:
+    """Of a run in stages the folder of the last one that has a checkpoint; any other run is its own."""
+    reached = [home / name for name in STAGES if latest_checkpoint(home / name / "checkpoints") is not None]
+    return reached[-1] if (home / "stages.yaml").exists() and reached else home
+
+
+class RolloutLog:
+    """What was said, one line a step in `path`: a digest of all rollouts, and some of them in full.
+
+    On a resumed run, lines of steps that will be done again are dropped.
+    """
+
+    def __init__(self, path: Path, samples: int, *, keep_until: int) -> None:
+        self.path, self.samples = path, samples
+        if path.exists():
+            drop_lines_after(path, keep_until)
+
+    def __call__(self, step: int, groups: Sequence[Group]) -> None:
+        rollouts = [rollout for group in groups for rollout in group]
+        record = {
+            "step": step,
+            "digest": digest_of(rollouts),
+            "samples": [_told(rollout) for rollout in rollouts[: self.samples]],
+        }
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def _told(rollout: Rollout) -> dict[str, Any]:
+    return {
+        "id": rollout.id,
+        "prompt": rollout.prompt,
+        "response": rollout.response,
+        "answer": rollout.sample.answer,
+        "reward": rollout.reward,
+        "status": rollout.status.value,
+        "greedy": rollout.greedy,
+        "version": rollout.version,
+        "turns": [_drawn(turn) for turn in rollout.turns],
+    }
+
+
+def _drawn(turn: Turn) -> dict[str, Any]:
+    """Token by token, for whoever asks later how likely the trainer finds them."""
+    generation = turn.generation
+    return {
+        "prompt_ids": list(turn.prompt_ids),
+        "token_ids": list(generation.token_ids),
+        "logprobs": list(generation.logprobs),
+        "versions": list(generation.token_versions),
+    }

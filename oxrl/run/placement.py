@@ -1,0 +1,83 @@
+"""Where a run goes, from its config and this machine: one process, one process per device, or actors under Ray.
+
+What is decided is written into the config, so that a run which is resumed elsewhere says what it was made for.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from typing import Any, Literal
+
+from oxrl.config import Config, ConfigError
+from oxrl.machine.hardware import detect_hardware
+
+Sharding = Literal["fsdp", "deepspeed"]
+SHARE = 0.5  # of a device that trainer and engine share, for each; of its memory, what the engine takes awake
+
+
+def placed(config: Config, gpus: int | None = None) -> Config:
+    """The same config with `run.backend` decided, and the number of devices where they are several.
+
+    For a machine with so many `gpus`; by default this one.
+    """
+    gpus = len(detect_hardware().gpus) if gpus is None else gpus
+    if config.engine == "vllm" and not gpus and config.inference_engine.name == "auto" and not config.run.ray_address:
+        config = _with(config, "inference_engine", name="embedded")  # what was set apart is not there
+    run = config.run
+    wanted = _wanted(config, gpus)
+    backend: str = run.backend
+    if backend == "auto":
+        several = sharding_of(config) if wanted > 1 and gpus else "local"
+        backend = several if run.ray_address is None else "ray"
+    if backend == "local":
+        return _with(config, "run", backend="local")
+    return _with(config, "run", backend=backend, training_gpus=max(1, wanted))
+
+
+def _with(config: Config, section: str, **decided: Any) -> Config:
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=decided)})
+
+
+def _wanted(config: Config, gpus: int) -> int:
+    """Devices that train: as many as were asked for, else all that do not sample."""
+    if config.run.training_gpus is not None:
+        return config.run.training_gpus
+    if config.model.device != "auto":
+        return 1
+    return max(gpus - (config.run.rollout_gpus or 0), min(gpus, 1))
+
+
+def _check_room(ranks: int, rollout_gpus: int) -> None:
+    gpus = len(detect_hardware().gpus)
+    if gpus and ranks + rollout_gpus > gpus:
+        raise ConfigError(
+            f"run.training_gpus is {ranks} and run.rollout_gpus {rollout_gpus}, and this machine has {gpus} GPUs"
+        )
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if not gpus and ranks > 2 * cores:
+        raise ConfigError(f"run.training_gpus is {ranks}, and this machine has no GPU and {cores} cores: set fewer")
+
+
+def sharding_of(config: Config) -> Sharding:
+    """What spreads a model over devices: what was asked for, else DeepSpeed where it is installed, else FSDP2."""
+    run = config.run
+    if run.backend in ("fsdp", "deepspeed"):
+        return run.backend
+    if run.sharding != "auto":
+        return run.sharding
+    return "deepspeed" if find_spec("deepspeed") is not None else "fsdp"
+
+
+def ranks_to_start(config: Config) -> int:
+    """Processes that this one has to start, because the run needs several and nobody has started them."""
+    started = "RANK" in os.environ
+    if started and (world := int(os.environ.get("WORLD_SIZE", "1"))) != config.ranks and config.run.backend != "ray":
+        raise ConfigError(
+            f"{world} processes were started, and run.training_gpus is {config.run.training_gpus or 1} with "
+            f"run.backend: {config.run.backend}: both must be the same"
+        )
+    if started or config.run.backend in ("local", "ray"):
+        return 0
+    _check_room(config.ranks, config.run.rollout_gpus or 0)
+    return config.ranks

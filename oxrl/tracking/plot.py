@@ -1,0 +1,266 @@
+"""A run's `metrics.jsonl` to curves: in the terminal with Braille dots, and to a picture where matplotlib is installed.
+
+What is drawn is what was logged. A step without a metric is passed over (evaluations are rare); a value that was no
+number breaks the line. Nothing is smoothed.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from oxrl.names import did_you_mean
+from oxrl.tracking.metrics import read_metrics
+
+logger = logging.getLogger(__name__)
+
+Series: TypeAlias = list[tuple[float, float]]
+Range: TypeAlias = tuple[float, float]
+
+TELLING = ("loss", "eval_loss", "eval_token_accuracy", "grad_norm", "lr", "tokens_per_second")
+TELLING_OF_REWARDS = ("reward", "eval_reward", "length", "entropy", "flat_groups", "grad_norm")
+COLOURS = (("cyan", "tab:blue"), ("yellow", "tab:orange"))  # of a panel's first and second curve: terminal, picture
+DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # the bits of a Braille cell, four rows of two
+MARK = "●"
+PANEL_WIDTH, PANEL_HEIGHT = 39, 8  # characters; two panels fit side by side into 80
+FEW_POINTS = 40  # up to here single points are marked in the picture
+
+
+class Panel(NamedTuple):
+    """`Panel({"loss": [(1, 2.3), (2, 2.1)], "eval_loss": [(2, 2.2)]}, steps=(1, 2))`: curves on the same axes."""
+
+    curves: Mapping[str, Series]
+    steps: Range
+
+
+def plot_run(run: Path, png: Path, metrics: Sequence[str] = ()) -> None:
+    """Draw `metrics` of a run, or the telling ones among those it has."""
+    _plot(_read_run(run), png, metrics, str(run), run.resolve().name)
+
+
+def plot_history(
+    history: Sequence[Mapping[str, float]], png: str | Path | None = None, *, metrics: Sequence[str] = ()
+) -> None:
+    """Draw what a loop returned or a logger kept: `[{"step": 1, "reward": 0.1}, ...]`; with `png`, a picture too."""
+    if not any(row.keys() - {"step"} for row in history) or not all("step" in row for row in history):
+        raise ValueError('a history is a list of steps, such as [{"step": 1, "reward": 0.1}]; each has its `step`')
+    _plot(history, None if png is None else Path(png), metrics, "history", "history")
+
+
+def _plot(
+    rows: Sequence[Mapping[str, float]], png: Path | None, metrics: Sequence[str], where: str, title: str
+) -> None:
+    panels = _panels(rows, _chosen(rows, metrics))
+    first, last = panels[0].steps
+    console = Console(highlight=False)
+    console.print(Text(f"{where}  steps {first:.0f} to {last:.0f}", "bold"), soft_wrap=True)
+    _print_panels(console, panels)
+    if png is not None and _save_picture(png, panels, title):
+        console.print(Text(f"picture: {png}"), soft_wrap=True)
+
+
+def save_curves(run: Path, png: Path) -> bool:
+    """The telling curves of a run to a picture, and not to the terminal; False where that cannot be."""
+    rows = _read_run(run)
+    return _save_picture(png, _panels(rows, _chosen(rows, ())), run.resolve().name)
+
+
+def draw(
+    series: Series, width: int, height: int, *, x_range: Range | None = None, y_range: Range | None = None
+) -> list[str]:
+    """The curve as `height` lines of `width` characters, the top line first; a value that is not finite breaks it."""
+    points = _finite(series)
+    if not points:
+        return [" " * width] * height
+    x_low, x_high = x_range or _range([x for x, _ in points])
+    y_low, y_high = y_range or _range([y for _, y in points])
+    cells = [[0] * width for _ in range(height)]
+    before: tuple[int, int] | None = None
+    for x, y in series:
+        if not _is_number(y):
+            before = None
+            continue
+        here = _place(x, x_low, x_high, 2 * width), 4 * height - 1 - _place(y, y_low, y_high, 4 * height)
+        for column, row in _line(before or here, here):
+            cells[row // 4][column // 2] |= DOTS[row % 4][column % 2]
+        before = here
+    return ["".join(chr(0x2800 + dots) if dots else " " for dots in line) for line in cells]
+
+
+def _line(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
+    (x, y), (to_x, to_y) = start, end
+    far = max(abs(to_x - x), abs(to_y - y), 1)
+    return [(round(x + (to_x - x) * i / far), round(y + (to_y - y) * i / far)) for i in range(far + 1)]
+
+
+def _place(value: float, low: float, high: float, dots: int) -> int:
+    """Which of `dots` positions; where all values are the same, the middle."""
+    return round((value - low) / (high - low) * (dots - 1)) if high > low else (dots - 1) // 2
+
+
+def _finite(series: Series) -> Series:
+    return [(x, y) for x, y in series if _is_number(y)]
+
+
+def _is_number(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
+
+
+def _range(values: Sequence[float]) -> Range:
+    return min(values), max(values)
+
+
+def _read_run(run: Path) -> list[dict[str, float]]:
+    if not run.is_dir():
+        near = get_close_matches(run.name, [other.name for other in run.parent.glob("*/")], n=1)
+        raise ValueError(f"there is no run folder {run}" + (f"; did you mean {run.parent / near[0]}?" if near else ""))
+    file = run / "metrics.jsonl"
+    if not file.exists():
+        raise ValueError(f"{run} has no metrics.jsonl: it is not a run's folder, or its first step is not done yet")
+    rows = read_metrics(file)
+    if not any(row.keys() - {"step"} for row in rows):
+        raise ValueError(f"{file} has no metrics yet: wait for the first step that is logged")
+    return rows
+
+
+def _chosen(rows: Sequence[Mapping[str, float]], asked: Sequence[str]) -> list[str]:
+    names = list(dict.fromkeys(name for row in rows for name in row if name != "step"))
+    if unknown := [name for name in asked if name not in names]:
+        hint = did_you_mean(unknown[0], names, ".")
+        raise ValueError(f"the run has no metric {unknown[0]!r}{hint} It has: {', '.join(names)}")
+    telling = TELLING_OF_REWARDS if "reward" in names else TELLING
+    return list(dict.fromkeys(asked)) or [name for name in telling if name in names] or names
+
+
+def _panels(rows: Sequence[Mapping[str, float]], metrics: Sequence[str]) -> list[Panel]:
+    """One panel per metric; `eval_loss` goes into the panel of `loss`, as its second curve."""
+    grouped: dict[str, dict[str, Series]] = {}
+    for metric in metrics:
+        curve = [(row["step"], row[metric]) for row in rows if metric in row]
+        grouped.setdefault(metric.removeprefix("eval_"), {})[metric] = curve
+    steps = _range([row["step"] for row in rows])
+    return [Panel(dict(sorted(curves.items(), key=_is_evaluation)), steps) for curves in grouped.values()]
+
+
+def _is_evaluation(named_curve: tuple[str, Series]) -> bool:
+    return named_curve[0].startswith("eval_")
+
+
+def _print_panels(console: Console, panels: Sequence[Panel]) -> None:
+    columns = min(len(panels), max(1, console.width // PANEL_WIDTH), 3)
+    width = max((console.width - 2 * (columns - 1)) // columns, 20)
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for _ in range(columns):
+        grid.add_column(width=width, no_wrap=True, vertical="bottom")
+    for start in range(0, len(panels), columns):
+        drawn = [_panel_lines(panel, width) for panel in panels[start : start + columns]]
+        grid.add_row(*(Text("\n").join(lines) for lines in drawn))
+    console.print(grid)
+
+
+def _panel_lines(panel: Panel, width: int) -> list[Text]:
+    """Titles, curves with labels of the y axis, the x axis, and an empty line."""
+    values = [y for curve in panel.curves.values() for _, y in _finite(curve)]
+    y_range = _range(values) if values else (0.0, 0.0)
+    labels = _y_labels(*y_range) if values else {}
+    margin = max(map(len, labels.values()), default=0)
+    lines = _titles(panel, width)
+    for row, cells in enumerate(_overlay(panel, width - margin - 1, y_range)):
+        label = labels.get(row, "")
+        lines.append(Text.assemble((f"{label:>{margin}}{'┤' if label else '│'}", "dim"), cells))
+    first, last = (f"{step:.0f}" for step in panel.steps)
+    lines.append(Text(" " * margin + "└" + "─" * (width - margin - 1), "dim"))
+    lines.append(Text(f"{' ' * margin} step {first}{last:>{width - margin - 6 - len(first)}}", "dim"))
+    return [*lines, Text()]
+
+
+def _overlay(panel: Panel, width: int, y_range: Range) -> list[Text]:
+    """Curves over each other. From the second on their points are marked, so that they differ without colour too."""
+    cells = [[(" ", "")] * width for _ in range(PANEL_HEIGHT)]
+    for number, (curve, (colour, _)) in enumerate(zip(panel.curves.values(), COLOURS, strict=False)):
+        for row, line in enumerate(draw(curve, width, PANEL_HEIGHT, x_range=panel.steps, y_range=y_range)):
+            for column, dots in enumerate(line):
+                if dots != " ":
+                    below = cells[row][column][0]
+                    cells[row][column] = (dots if below == " " else chr(ord(dots) | ord(below)), colour)
+        for x, y in _finite(curve) if number else ():
+            row = PANEL_HEIGHT - 1 - _place(y, *y_range, 4 * PANEL_HEIGHT) // 4
+            cells[row][_place(x, *panel.steps, 2 * width) // 2] = (MARK, colour)
+    return [Text.assemble(*line) for line in cells]
+
+
+def _y_labels(low: float, high: float) -> dict[int, str]:
+    """Line of the panel -> its label."""
+    if low == high:
+        return {PANEL_HEIGHT // 2: _number(low)}
+    digits = 3 + max(0, math.floor(math.log10(max(abs(low), abs(high)) / (high - low))))  # enough to tell them apart
+    values = {0: high, PANEL_HEIGHT // 2: (low + high) / 2, PANEL_HEIGHT - 1: low}
+    return {row: _number(value, digits) for row, value in values.items()}
+
+
+def _titles(panel: Panel, width: int) -> list[Text]:
+    """Name and numbers of each curve, on one line where they fit."""
+    titles = []
+    for number, ((name, curve), (colour, _)) in enumerate(zip(panel.curves.items(), COLOURS, strict=False)):
+        sign, numbers = f"{MARK} " if number else "", _summary(curve)
+        gap = " " if len(f"{sign}{name} {numbers}") <= width else "\n"
+        titles.append(Text.assemble((sign + name, f"bold {colour}"), gap, numbers))
+    return titles
+
+
+def _summary(curve: Series) -> str:
+    values = [y for _, y in _finite(curve)]
+    if not values:
+        return "never a finite number"
+    last = _number(curve[-1][1]) if _is_number(curve[-1][1]) else "not finite"
+    return f"last {last} min {_number(min(values))} max {_number(max(values))}"
+
+
+def _number(value: float, digits: int = 3) -> str:
+    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e7 else f"{value:.{digits}g}"
+
+
+def _save_picture(png: Path, panels: Sequence[Panel], title: str) -> bool:
+    try:
+        figure = _picture(panels, title)
+    except ModuleNotFoundError:
+        logger.warning('no picture: matplotlib is not installed; pip install "oxrl[plot]" brings it')
+        return False
+    try:
+        png.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(png, dpi=150, format=png.suffix[1:] or "png")
+    except OSError as error:
+        raise ValueError(f"{png} cannot be written ({error}); choose another --output") from error
+    return True
+
+
+def _picture(panels: Sequence[Panel], title: str) -> Any:
+    from matplotlib.figure import Figure  # without pyplot it draws with Agg and needs no display
+
+    columns = min(2, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(5.5 * columns, 2.9 * rows + 0.4), layout="constrained")
+    figure.suptitle(title)
+    first = None
+    for number, panel in enumerate(panels, 1):
+        axes = figure.add_subplot(rows, columns, number, sharex=first)
+        first = first or axes
+        for (name, curve), (_, colour) in zip(panel.curves.items(), COLOURS, strict=False):
+            x, y = zip(*curve, strict=True)
+            marker = "o" if len(curve) <= FEW_POINTS else ""
+            axes.plot(
+                x, y, color=colour, marker=marker, markersize=3, linewidth=1.2, label=f"{name}: {_summary(curve)}"
+            )
+        axes.set(xlabel="step", ylabel=next(iter(panel.curves)))
+        axes.legend(loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0, frameon=False, fontsize="small")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure

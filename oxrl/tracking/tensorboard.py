@@ -1,0 +1,47 @@
+"""A run to TensorBoard's event files, in `tensorboard/` of its folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from oxrl.tracking.logs import rank
+from oxrl.tracking.trackers import About, Ending, Tracker
+
+FOLDER = "tensorboard"
+
+
+def open_tracker(about: About) -> Tracker:
+    writer = _writer(str(about.folder / FOLDER))
+    if about.id is None:
+        writer.add_text("config", f"```json\n{json.dumps(about.parameters, indent=1)}\n```")
+
+    def end(ending: Ending) -> None:  # noqa: ARG001 - one signature for all
+        writer.close()
+
+    return Tracker(lambda step, metrics: _write(writer, step, metrics), end, FOLDER)
+
+
+def log_to_tensorboard(step: int, metrics: Mapping[str, float]) -> None:
+    """Into a new folder below `runs/`, one per process."""
+    if rank() == 0:
+        _write(_writer_of_this_process(), step, metrics)
+
+
+@cache
+def _writer_of_this_process() -> Any:
+    return _writer(None)
+
+
+def _writer(folder: str | None) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(folder)
+
+
+def _write(writer: Any, step: int, metrics: Mapping[str, float]) -> None:
+    for name, value in metrics.items():
+        writer.add_scalar(name, value, step)
+    writer.flush()  # a run that is killed has told of all its steps

@@ -1,0 +1,464 @@
+"""YAML becomes a config, and what is wrong with it becomes words."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from oxrl.cli import app
+from oxrl.config import ConfigError, check_config, load_config, load_stages, trace_stages
+from oxrl.config.checks import contradictions, remarks
+from oxrl.config.reference import fields, generated, json_schema
+from oxrl.config.tasks import task_config, tasks
+from oxrl.rewards import REWARDS
+from oxrl.run.spec import named_mistakes, read_inputs
+from tests.rows import sums, write_jsonl
+
+ROOT = Path(__file__).parents[2]
+GOOD = """\
+model:
+  name: tiny
+train:
+  alg_name: SFT
+  lr: 1e-5
+data:
+  train_files_path: rows.jsonl
+"""
+SEED_MINIMAL = """\
+run:
+  experiment_id: "my-run"
+  training_gpus: 2
+  rollout_gpus: 2
+
+train:
+  alg_name: "sgrpo"           # or "cispo"
+  total_number_of_epochs: 10
+  train_steps_per_epoch: 20
+
+model:
+  name: "google/gemma-3-1b-it" # any HuggingFace model
+
+data:
+  train_dnames: ["my_data"]
+  train_ratios: {"my_data": 1.0}
+  train_files_path: "./data/train.parquet"
+  val_files_path: "./data/val.parquet"
+"""
+SEED_REASONING = """\
+model:
+  name: "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"
+lora:
+  enabled: true
+reward:
+  reward_func: "reasoning_reward_func"
+data:
+  dataset: "openr1_math"
+"""
+
+
+def written(tmp_path, text):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    return path
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+COLOCATED = {"inference_engine": {"name": "vllm", "colocated": True}}
+
+
+def config_of(**sections):
+    raw = {"model": {"name": "tiny"}, "data": {"train_files_path": "rows.jsonl"}}
+    for name, keys in sections.items():
+        raw[name] = {**raw.get(name, {}), **keys}
+    return check_config(raw)
+
+
+def test_a_minimal_file_loads_and_everything_else_has_a_default(tmp_path):
+    config = load_config(written(tmp_path, GOOD))
+    assert config.train.lr == 1e-5, "YAML 1.1 would read 1e-5 as text"
+    assert config.train.alg_name == "sft"
+    assert config.data.train_files == {"rows": "rows.jsonl"}
+
+
+def test_the_files_that_users_were_promised_load_as_written(tmp_path):
+    minimal = load_config(written(tmp_path, SEED_MINIMAL))
+    assert (minimal.run.training_gpus, minimal.run.rollout_gpus) == (2, 2)
+    assert minimal.data.train_files == {"my_data": "./data/train.parquet"}
+    assert contradictions(minimal) == [] and remarks(minimal) == []
+    assert minimal.engine == "vllm"
+    reasoning = load_config(written(tmp_path, SEED_REASONING))
+    assert (reasoning.train.alg_name, reasoning.data.dataset, reasoning.lora.enabled) == ("sgrpo", "openr1_math", True)
+    assert contradictions(reasoning) == [] and remarks(reasoning) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "instead", "message"),
+    [
+        ("  lr: 1e-5", "  learning_rate: 1e-5", "line 5: train.learning_rate is not a key"),
+        ("  lr: 1e-5", "  l: 1e-5", "did you mean lr?"),
+        ("  lr: 1e-5", "  lr: fast", "line 5: train.lr"),
+        ("  lr: 1e-5", "  lr: -1.0", "greater than 0"),
+        ("  lr: 1e-5", "  lr: 1e-5\n  lr: 1e-4", "line 6: train.lr is there twice, first on line 5"),
+        ("  alg_name: SFT", "  alg_name: sfd", "did you mean sft?"),
+        ("  name: tiny", "  name: tiny\n  dtype: float8", "float32"),
+        ("  name: tiny", "  name: tiny\nmodel:\n  device: cpu", "line 3: model is there twice, first on line 1"),
+        ("train:", "trane:", "did you mean train?"),
+        ("train:", "run: {task: mth}\ntrain:", "line 3: run.task: no task is called 'mth'; did you mean math?"),
+        ("train:", "run: {task: vision}\ntrain:", "the task vision is not there yet"),
+        ("  train_files_path: rows.jsonl", "  {}", "data.train_files_path is missing"),
+        ("  train_files_path: rows.jsonl", "  train_files_path: a\n  dataset: gsm8k", "both set"),
+        ("  name: tiny", "  name: [", "not valid YAML"),
+        ("train:", "deepspeed: 3\ntrain:", "line 3: deepspeed"),
+    ],
+)
+def test_a_mistake_is_answered_with_its_line_and_what_is_allowed(tmp_path, line, instead, message):
+    with pytest.raises(ConfigError) as caught:
+        load_config(written(tmp_path, GOOD.replace(line, instead, 1)))
+    assert message in str(caught.value)
+
+
+def test_a_missing_file_names_one_that_is_there(tmp_path):
+    written(tmp_path, GOOD)
+    with pytest.raises(ConfigError, match="did you mean config.yaml"):
+        load_config(tmp_path / "confg.yaml")
+
+
+def test_overrides_are_laid_over_the_file(tmp_path):
+    config = load_config(written(tmp_path, GOOD), ["train.lr=3e-4", "lora.enabled=true", "data.columns={response: a}"])
+    assert (config.train.lr, config.lora.enabled, config.data.columns) == (3e-4, True, {"response": "a"})
+    with pytest.raises(ConfigError, match="looks like"):
+        load_config(written(tmp_path, GOOD), ["lr 3"])
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"train_files_path": "a.jsonl", "train_dnames": ["a", "b"]}, "different datasets"),
+        ({"train_files_path": {"a": "a.jsonl"}, "train_ratios": {"b": 1.0}}, "exactly the datasets"),
+    ],
+)
+def test_datasets_and_their_names_must_agree(data, message):
+    with pytest.raises(ConfigError, match=message):
+        check_config({"model": {"name": "tiny"}, "data": data})
+
+
+def test_a_config_survives_being_written_and_read():
+    for config in (config_of(deepspeed={"zero_optimization": {"stage": 3}}), config_of(run={"task": "math"})):
+        assert check_config(yaml.safe_load(yaml.safe_dump(config.model_dump(mode="json")))) == config
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"run": {"training_gpus": 1}, "model": {"device": "cpu"}}, "contradict each other"),
+        ({"run": {"training_gpus": 0}, "model": {"device": "cuda"}}, "contradict each other"),
+        ({"run": {"rollout_gpus": 3}, "rollout": {"tensor_parallel_size": 2}}, "does not divide run.rollout_gpus 3"),
+        ({"rollout": {"tensor_parallel_size": 2}}, "tensor_parallel_size 2 needs inference_engine.name: vllm"),
+        ({"inference_engine": {"name": "http"}}, "http needs inference_engine.urls"),
+        ({"inference_engine": {"name": "vllm", "place": "process", "replicas": 2}}, "place: process is one vLLM"),
+        ({"inference_engine": {"name": "vllm"}, "rollout": {"mode": "fixed"}}, "mode: fixed is the embedded engine's"),
+        ({"run": {"backend": "ray"}}, "whose weights the embedded engine does not have"),
+        ({"run": {"backend": "local", "training_gpus": 2}}, "local trains on one device, and run.training_gpus is 2"),
+        ({"run": {"backend": "fsdp", "training_gpus": 2}, "model": {"device": "cuda:1"}}, "is one device"),
+        ({"inference_engine": {"colocated": True}}, "colocated is for an engine of the run that can sleep: set infer"),
+        ({**COLOCATED, "rollout": {"lag": 1}}, "while the trainer computes, and rollout.lag samples then"),
+        ({**COLOCATED, "run": {"rollout_gpus": 1}}, "colocated samples on the trainer's devices, and run.rollout_gpus"),
+        ({**COLOCATED, "rollout": {"tensor_parallel_size": 2}}, "colocated has one training device for each copy"),
+        ({**COLOCATED, "model": {"device": "cuda:1"}}, "colocated counts devices from the first: set model.device: a"),
+        (
+            {"inference_engine": {"name": "vllm", "colocated": True, "replicas": 3}, "run": {"training_gpus": 2}},
+            "replicas 3 are more than the 2 that train",
+        ),
+        ({"inference_engine": {"name": "vllm", "enable_sleep_mode": True}}, "enable_sleep_mode is not set here"),
+        (
+            {"model": {"device": "cpu"}, "inference_engine": {"transfer": "nccl"}},
+            "transfer: nccl is between GPUs, and model.device is cpu",
+        ),
+        ({"inference_engine": {"adapter": True}}, "adapter: embedded takes whole weights: set inference_engine.name"),
+        (
+            {"inference_engine": {"name": "vllm", "adapter": True}, "run": {"backend": "fsdp"}},
+            "adapter: servers take whole weights: leave it out",
+        ),
+        ({"deepspeed": {"optimizer": {}}}, "deepspeed.optimizer is not set here: train.lr"),
+        ({"deepspeed": {"world_size": 4}, "run": {"training_gpus": 2}}, "world_size 4 is not run.training_gpus 2"),
+        ({"train": {"mini_batches": 65}}, "more than the 64 answers of a step"),
+        ({"rollout": {"max_draws": 3}}, "less than the 8 prompts of a step"),
+        ({"rollout": {"max_tokens": 4096}}, "no prompt leaves room"),
+        ({"rollout": {"filter_params": {"min_reward": 1}}}, "but no rollout.filter"),
+        ({"rollout": {"force_strict_on_policy": True, "lag": 1}}, "rollout.lag samples with older weights"),
+        ({"rollout": {"force_strict_on_policy": True, "partial_rollouts": True}}, "rollout.partial_rollouts samples"),
+        ({"rollout": {"force_strict_on_policy": True}, "train": {"iterations": 2}}, "the later ones are not on-policy"),
+        ({"model": {"ref_update": "ema"}}, "and sgrpo has none"),
+        ({"model": {"ref_update": "ema"}, "train": {"alg_name": "dpo"}}, "and dpo has none"),
+        (
+            {
+                "train": {"alg_name": "spin"},
+                "model": {"ref_update": "ema", "ref_model": "tiny"},
+                "lora": {"enabled": True},
+            },
+            "model.ref_model is a model of its own, which cannot follow an adapter",
+        ),
+        ({"train": {"alg_name": "sft"}, "reward": {"reward_func": "contains"}}, "sft learns from rows as they are"),
+    ],
+)  # fmt: skip
+def test_keys_that_contradict_each_other_are_told_with_what_to_change(sections, words):
+    (said,) = contradictions(config_of(**sections))
+    assert words in said
+
+
+def test_an_adapter_that_is_not_trained_does_not_travel():
+    engine = {"inference_engine": {"name": "vllm", "adapter": True}}
+    assert remarks(config_of(**engine)) == ["inference_engine.adapter has no effect without lora.enabled: true"]
+    assert remarks(config_of(**engine, lora={"enabled": True})) == []
+
+
+def test_a_reference_that_there_is_may_follow():
+    for train in ({"alg_name": "online_dpo"}, {"alg_params": {"kl_coef": 0.1}}):
+        for lora in ({}, {"enabled": True}):
+            assert contradictions(config_of(model={"ref_update": "ema"}, train=train, lora=lora)) == []
+
+
+def test_a_reward_for_the_whole_file_is_that_of_rl(tmp_path):
+    text = "model: {name: tiny}\ndata: {train_files_path: x}\nreward: {reward_func: contains}\nsft: {}\nrl: {}\n"
+    stages = load_stages(written(tmp_path, text))
+    assert [stage.reward.reward_func for stage in stages.values()] == [None, "contains"]
+    assert [stage.train.alg_name for stage in stages.values()] == ["sft", "sgrpo"]
+    assert all(contradictions(stage) == [] for stage in stages.values())
+
+
+@pytest.mark.parametrize("name", tasks())
+def test_a_task_names_what_there_is(name):
+    from oxrl.algorithms import algorithm
+    from oxrl.data.prepare import find_dataset
+
+    config = check_config({"model": {"name": "tiny"}, "run": {"task": name}})
+    assert config.data.dataset == task_config(name)["data"]["dataset"]
+    assert not find_dataset(config.data.dataset).evaluation_only
+    samples = algorithm(config.train.alg_name).online is not None
+    reward = tasks()[name].reward
+    assert (reward in REWARDS) == samples
+    assert contradictions(check_config({"model": {"name": "tiny"}, **task_config(name)})) == []
+
+
+def test_a_task_fills_in_only_what_is_not_set():
+    math = check_config({"model": {"name": "tiny"}, "run": {"task": "math"}})
+    assert (math.train.alg_name, math.train.lr, math.rollout.max_tokens) == ("sgrpo", 1e-6, 512)
+    own = config_of(run={"task": "Coding"}, rollout={"max_tokens": 9}, lora={"enabled": True})
+    assert own.run.task == "code" and own.data.dataset is None and own.data.train_files == {"rows": "rows.jsonl"}
+    assert (own.rollout.max_tokens, own.rollout.n_samples, own.train.lr) == (9, 8, 1e-5)
+    imitated = config_of(run={"task": "math"}, train={"alg_name": "sft"})
+    assert imitated.rollout.max_tokens == 256 and contradictions(imitated) == []
+
+
+ROWS = {
+    "numbers": [{"prompt": f"{i}?", "answer": f"it is so\n#### {i},000" if i else "7"} for i in range(3)],
+    "tests": [{"prompt": "double", "tests": ["assert double(1) == 2"]}],
+    "letters": [{"prompt": "A or B?", "answer": letter} for letter in "AB"],
+    "formulas": [{"prompt": "?", "answer": r"\frac{1}{2}"}, {"prompt": "?", "answer": "3"}],
+    "texts": [{"prompt": "capital?", "answer": "Lima"}],
+    "replies": [{"prompt": "1 + 1?", "response": "2"}],
+}
+
+
+@pytest.mark.parametrize(
+    ("rows", "reward"),
+    [
+        ("numbers", "gsm8k_reward_func"),
+        ("tests", "code_reward_func"),
+        ("letters", "mcqa_reward_func"),
+        ("formulas", "math_reward_func"),
+        ("texts", "exact_match"),
+        ("replies", "gsm8k_reward_func"),
+    ],
+)
+def test_without_a_reward_the_rows_tell_and_it_is_said(rows, reward, tmp_path, caplog):
+    caplog.set_level("INFO", logger="oxrl")
+    data = str(write_jsonl(tmp_path / "rows.jsonl", ROWS[rows]))
+    inputs = read_inputs(config_of(data={"train_files_path": data}, reward={"allow_unsandboxed": True}))
+    assert inputs.config.reward.reward_func == reward
+    assert f"reward: {reward}, because" in caplog.text and "to change it: --reward" in caplog.text
+    assert "no algorithm is named, so it is sgrpo" in caplog.text
+    assert ("these rows have replies" in caplog.text) == (rows == "replies")
+
+
+@pytest.mark.parametrize("row", [{"prompt": "hi"}, {"prompt": "hi", "response": "a long reply, " * 20}])
+def test_what_the_rows_do_not_tell_is_asked_for(row, tmp_path):
+    data = str(write_jsonl(tmp_path / "rows.jsonl", [row]))
+    with pytest.raises(ConfigError, match="sgrpo learns from rewards: set reward.reward_func"):
+        read_inputs(config_of(data={"train_files_path": data}))
+
+
+def test_a_dataset_brings_its_reward_before_the_task_does(tmp_path, monkeypatch, caplog):
+    from oxrl.data.prepare import prepare
+
+    caplog.set_level("INFO", logger="oxrl")
+    monkeypatch.setenv("OXRL_DATA_DIR", str(tmp_path))
+    raw = write_jsonl(tmp_path / "raw.jsonl", [{"question": f"{i}?", "answer": f"so: #### {i}"} for i in range(4)])
+    prepare("gsm8k", files=[f"train={raw}"], splits=["train"])
+    config = check_config({"model": {"name": "tiny"}, "data": {"dataset": "gsm8k"}, "run": {"task": "reasoning"}})
+    assert read_inputs(config).config.reward.reward_func == "gsm8k_reward_func"
+    assert "which goes with the dataset gsm8k" in caplog.text
+    rows = str(write_jsonl(tmp_path / "rows.jsonl", sums(4)))
+    config = config_of(data={"train_files_path": rows}, run={"task": "reasoning"}, rollout={"max_tokens": 8})
+    assert read_inputs(config).config.reward.reward_func == "reasoning_reward_func"
+    assert "which goes with the task reasoning" in caplog.text
+
+
+MY_REWARD = """\
+import torch
+
+
+def my_reward(prompt_ids, response_ids, finish_reason):
+    r = torch.zeros(len(response_ids), dtype=torch.float32)
+    r[-1] = 0.25
+    return r, False
+"""
+
+
+@pytest.mark.trains
+@pytest.mark.parametrize("place", ["rewards/compute_score.py", "rewards.py"])
+def test_a_reward_beside_the_config_is_found_by_its_name(place, tmp_path):
+    (tmp_path / place).parent.mkdir(exist_ok=True)
+    (tmp_path / place).write_text(MY_REWARD)
+    rows = write_jsonl(tmp_path / "rows.jsonl", sums(4))
+    text = f"model: {{name: tiny}}\ndata: {{train_files_path: {rows}}}\nreward: {{reward_func: my_reward}}\n"
+    text += "train: {train_steps_per_epoch: 1, train_batch_size_per_gpu: 2}\nrollout: {n_samples: 2, max_tokens: 4}\n"
+    done = run("train", written(tmp_path, text), "--output", tmp_path / "out", "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout.splitlines()[-1])["last"]["reward"] == 0.25
+
+
+def test_a_reward_that_is_nowhere_is_told_with_how_to_name_it(tmp_path):
+    rows = write_jsonl(tmp_path / "rows.jsonl", sums(4))
+    text = f"model: {{name: tiny}}\ndata: {{train_files_path: {rows}}}\nreward: {{reward_func: my_reward}}\n"
+    done = run("train", written(tmp_path, text), "--output", tmp_path / "out")
+    assert done.exit_code == 2 and "file.py:function" in done.output
+    (tmp_path / "rewards.py").write_text("def contains(rollout):\n    return 1.0\n")
+    named = load_config(written(tmp_path, text.replace("my_reward", "contains")))
+    assert named.reward.reward_func == "contains", "a name of the table keeps its meaning"
+
+
+def test_show_says_everything_and_who_said_it(tmp_path):
+    file = written(tmp_path, "model: {name: tiny}\nrun:\n  task: math\n")
+    done = run("config", "show", file, "--set", "train.weight_decay=0.5")
+    assert done.exit_code == 0, done.output
+    lines = {line.split(":")[0].strip(): line for line in done.stdout.splitlines() if ":" in line}
+    assert lines["task"].endswith("# line 3") and lines["dataset"].endswith("# task math")
+    assert lines["weight_decay"].endswith("# command line") and "#" not in lines["adam_epsilon"]
+    assert "# reward: gsm8k_reward_func, which goes with the dataset gsm8k" in done.stdout
+    as_json = json.loads(run("config", "show", file, "--json").stdout)
+    assert check_config(as_json) == load_config(file)
+    again = load_config(written(tmp_path, done.stdout))
+    assert again == load_config(None, ["model.name=tiny", "run.task=math", "train.weight_decay=0.5"])
+
+
+def test_show_tells_stages_apart(tmp_path):
+    file = written(tmp_path, "model: {name: tiny}\ndata: {train_files_path: x}\nsft: {}\nrl: {train: {lr: 1e-3}}\n")
+    done = run("config", "show", file)
+    assert load_stages(written(tmp_path, done.stdout)) == load_stages(
+        written(tmp_path, "model: {name: tiny}\ndata: {train_files_path: x}\nsft: {}\nrl: {train: {lr: 1e-3}}\n")
+    )
+    origins = {name: stage.origins[("train", "alg_name")] for name, stage in trace_stages(file).items()}
+    assert origins == {"sft": "stage sft", "rl": "stage rl"}
+
+
+def test_validate_names_all_mistakes_and_reads_no_data(tmp_path):
+    assert run("config", "validate", written(tmp_path, GOOD)).exit_code == 0, "rows.jsonl need not be there"
+    wrong = GOOD.replace("lr:", "lrr:").replace("name: tiny", "name: 3")
+    done = run("config", "validate", written(tmp_path, wrong))
+    assert done.exit_code == 2
+    assert "line 5: train.lrr" in done.output and "line 2: model.name" in done.output
+    noted = run("config", "validate", written(tmp_path, GOOD), "--set", "lora.r=4", "--json")
+    told = json.loads(noted.stdout)
+    assert told == {"valid": True, "mistakes": [], "remarks": ["lora.r has no effect without lora.enabled: true"]}
+    torn = run("config", "validate", written(tmp_path, GOOD), "--set", "reward.reward_func=contains", "--json")
+    assert torn.exit_code == 2 and "sft learns from rows" in json.loads(torn.stdout)["mistakes"][0]
+
+
+def test_diff_names_what_is_different(tmp_path):
+    other = tmp_path / "other.yaml"
+    other.write_text(GOOD.replace("1e-5", "1e-4") + "lora: {enabled: true}\n")
+    done = run("config", "diff", written(tmp_path, GOOD), other)
+    assert done.stdout.splitlines() == ["train.lr: 1e-05 -> 0.0001", "lora.enabled: false -> true"]
+    assert json.loads(run("config", "diff", other, other, "--json").stdout) == {}
+
+
+def test_the_schema_knows_every_key_and_its_words():
+    schema = json.loads(run("config", "schema").stdout)
+    assert schema == json_schema()
+    assert {"sft", "rl", "inference_engine"} <= schema["properties"].keys()
+    for section, key, field in fields():
+        assert field.description, f"{section}.{key} is not explained"
+        owner = schema["$defs"][schema["properties"][section]["$ref"].rpartition("/")[2]]
+        assert owner["properties"][key]["description"] == field.description
+
+
+def test_what_is_generated_is_current():
+    for file, text in generated().items():
+        assert file.read_text() == text, "run: python -m oxrl.config.reference"
+
+
+@pytest.mark.parametrize(("name", "algorithm"), [("rl_args", "sgrpo"), ("sl_args", "sft")])
+def test_the_complete_files_load_to_the_defaults(name, algorithm):
+    file = ROOT / "oxrl" / "config" / "examples" / f"{name}.yaml"
+    config = load_config(file)
+    sections = yaml.safe_load(file.read_text())
+    assert config.train.alg_name == algorithm and contradictions(config) == [] and remarks(config) == []
+    plain = config_of(data={"train_files_path": None, "dataset": config.data.dataset})
+    for section, key, _ in fields():
+        given = {"alg_name", "name", "dataset", "reward_func"}
+        assert section not in sections or key in sections[section], f"{section}.{key} is missing"
+        assert key in given or getattr(getattr(config, section), key) == getattr(getattr(plain, section), key)
+
+
+@pytest.mark.trains
+@pytest.mark.parametrize("door", ["main_rl.py", "main_sl.py"])
+def test_the_doors_at_the_root_train_whatever_the_file_says(door, tmp_path, monkeypatch):
+    rows = write_jsonl(tmp_path / "rows.jsonl", sums(4))
+    file = written(tmp_path, GOOD.replace("rows.jsonl", str(rows)))
+    command = [door, "--config-file", str(file), "--output", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / door), run_name="__main__")
+    assert end.value.code == 0
+    assert (tmp_path / "out" / "checkpoints" / "step_0001").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"train": {"alg_name": "rlhf"}}, "set reward.model"),
+        ({"train": {"alg_name": "kd"}}, "model.teacher"),
+        ({"train": {"alg_name": "rloo", "iterations": 2}}, "one optimizer step per batch"),
+        ({"reward": {"model": "x", "judge": "y"}}, "graded by one of them"),
+        ({"reward": {"reward_func": "exact_mtch"}}, "did you mean exact_match?"),
+        ({"reward": {"reward_func": "exact_match", "params": {"nope": 1}}}, "no parameter nope"),
+        ({"rollout": {"filter": "nofilter"}}, "nofilter"),
+        ({"rollout": {"env": "tools"}}, "needs rollout.tools"),
+        ({"inference_engine": {"name": "http", "urls": ["host:8000"]}}, "is no engine's address"),
+        ({"inference_engine": {"name": "http", "urls": ["http://127.0.0.1:1", "http://localhost:1/"]}}, "one server"),
+        ({"inference_engine": {"nmae": "http"}}, "inference_engine.nmae is no key; did you mean name?"),
+    ],
+)
+def test_names_that_cannot_work_together_are_told_without_rows_or_models(sections, message):
+    base = {"model": {"name": "tiny"}, "data": {"train_files_path": "rows.jsonl"}}
+    assert any(message in mistake for mistake in named_mistakes(check_config({**base, **sections})))
+    assert named_mistakes(check_config(base)) == []
+
+
+def test_what_only_sampling_reads_is_named_where_nothing_samples():
+    base = {"model": {"name": "tiny"}, "data": {"train_files_path": "rows.jsonl"}, "train": {"alg_name": "sft"}}
+    told = remarks(check_config({**base, "rollout": {"n_samples": 3}}))
+    assert "rollout.n_samples has no effect with an algorithm that does not sample" in told
+
+
+def test_keys_by_the_names_of_other_frameworks_are_told_ours():
+    with pytest.raises(ConfigError, match=r"train.learning_rate is not a key; did you mean lr\?"):
+        load_config(None, ["model.name=tiny", "data.train_files_path=x", "train.learning_rate=1"])

@@ -1,0 +1,451 @@
+"""Every key of the schema does something: it is changed, and what it changes is looked at.
+
+A line of the table names a key, another value for it, and where the difference is to be seen: a finished run of two
+steps, what is drawn before a weight is loaded, or what is said about the config. Without the change the same look
+must show something else.
+"""
+
+import json
+import socket
+import sys
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import anyio
+import pytest
+from safetensors import safe_open
+from trio.testing import MockClock
+
+import oxrl.generators.embedded.generator as embedded
+import oxrl.tracking.mlflow
+from oxrl.config import Config, load_config
+from oxrl.config.checks import contradictions, remarks
+from oxrl.config.reference import SECTIONS, fields, section_class
+from oxrl.data.prepare import prepare
+from oxrl.data.render import Renderer
+from oxrl.generators.connection import EngineError
+from oxrl.models.load import load_model
+from oxrl.rewards import grade
+from oxrl.rollouts.envs import Talker
+from oxrl.run.build import adapter_rank, engine_options, handed_over, open_engine, worker_of
+from oxrl.run.folder import run_folder
+from oxrl.run.launch import run_ranks
+from oxrl.run.placement import placed, ranks_to_start
+from oxrl.run.spec import chosen_env, chosen_reward, default_reward, model_config
+from oxrl.run.train import _often, live_reward, prepare_run, train_prepared
+from oxrl.tracking.trackers import Tracker
+from oxrl.types import Generation, GenerationConfig, Message, Rollout, Sample, Turn
+from tests.rollouts.saying import Saying
+from tests.rows import sums, write_jsonl
+
+
+class Effect(NamedTuple):
+    """`key=value`, laid over `base`, makes a difference in what `look` sees."""
+
+    value: Any
+    look: Callable[..., Any]
+    base: tuple[str, ...] = ()
+    gives: Any = ...  # what is to be seen with the change, where it can be said beforehand
+
+
+class Place:
+    """Files that the table's values name, and runs that were already made."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.runs, self.numbers = folder, {}, count()
+        self.rows = write_jsonl(folder / "rows.jsonl", sums(8))
+        self.more = write_jsonl(folder / "more.jsonl", sums(4, first=40))
+        pairs = [{"prompt": f"{i}?", "chosen": "yes it is", "rejected": "no"} for i in range(4)]
+        self.pairs = write_jsonl(folder / "pairs.jsonl", pairs)
+        self.long = write_jsonl(folder / "long.jsonl", [*sums(3), {"prompt": "a?", "response": "b " * 40}])
+        self.bad = write_jsonl(folder / "bad.jsonl", [*sums(2), {"prompt": "no response"}])
+        renamed = [{"prompt": f"{i}?", "response": "theirs", "ours": f"reply {i}"} for i in range(4)]
+        self.renamed = write_jsonl(folder / "renamed.jsonl", renamed)
+        self.limited = folder / "limited.py"
+        left = "anyio.current_effective_deadline() - anyio.current_time()"
+        self.limited.write_text(f"import anyio\n\n\nasync def seconds_left(rollout):\n    return {left}\n")
+
+    def config(self, overrides: tuple[str, ...]) -> Config:
+        start = ["model.name=tiny", f"run.checkpoint_dir={self.folder / 'checkpoints'}"]
+        return load_config(None, [*start, *(each.format(place=self) for each in overrides)])
+
+    def fresh(self) -> Path:
+        return self.folder / f"run{next(self.numbers)}"
+
+    def run(self, overrides: tuple[str, ...]) -> Any:
+        """A finished run, made once."""
+        if overrides not in self.runs:
+            self.runs[overrides] = train_prepared(prepare_run(self.config(overrides), self.fresh()))
+        return self.runs[overrides]
+
+    @property
+    def trained(self) -> str:
+        """A model that is not the one that `tiny` is."""
+        return str(self.run((*SFT, "train.lr=1e-2")).checkpoint)
+
+    @property
+    def reward_model(self) -> str:
+        return str(self.run((*PAIRS, "train.alg_name=rm")).folder)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    here = Place(tmp_path_factory.mktemp("keys"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OXRL_DATA_DIR", str(here.folder / "data"))
+        solved = [{"question": f"{i}?", "answer": f"so it is {i} #### {i}"} for i in range(8)]
+        prepare("gsm8k", files=[f"train={write_jsonl(here.folder / 'raw.jsonl', solved)}"], splits=["train"])
+        yield here
+
+
+STEPS = ("train.train_steps_per_epoch=2", "train.train_batch_size_per_gpu=2")
+ROWS = ("data.train_files_path={place.rows}",)
+SFT = ("train.alg_name=sft", *ROWS, *STEPS)
+LONGER = (*SFT, "train.train_steps_per_epoch=4")
+VAL = (*LONGER, "data.val_files_path={place.more}")
+PAIRS = ("train.alg_name=dpo", "data.train_files_path={place.pairs}", *STEPS)
+RL = (
+    "train.alg_name=grpo", *ROWS, *STEPS, "rollout.n_samples=2", "rollout.max_tokens=6", "rollout.log_samples=64",
+    "reward.reward_func=oxrl.diagnose.verify_model:any_difference",
+)  # fmt: skip
+VLLM = (*RL, "inference_engine.name=vllm")
+HTTP = (*RL, "inference_engine.name=http", "inference_engine.urls=[http://127.0.0.1:8000]")
+DEEPSPEED = (*SFT, "run.backend=deepspeed")
+LENGTH = (*RL, "reward.reward_func=length_target", "reward.params={{target: 3}}")
+REFERENCE = (
+    *RL, "train.train_steps_per_epoch=3", "train.lr=1e-2", "train.warmup_steps_ratio=0",
+    "train.alg_params={{kl_coef: 0.5}}",
+)  # fmt: skip
+TOLD = (*RL, "reward.reward_func=null")  # the rows have numbers, and a random model never says them
+MIXED = (*SFT, "data.train_files_path={{one: {place.rows}, two: {place.more}}}")
+LONG = (*SFT, "data.train_files_path={place.long}")
+LIMITED = (*RL, "reward.reward_func={place.limited}:seconds_left", "train.train_steps_per_epoch=1")
+CODE = (*RL, "reward.reward_func=code_reward_func")
+CROWDED = (*RL, "rollout.over_sampling_factor=2.0", "rollout.slots=3")
+LORA = (*SFT, "lora.enabled=true")
+MLFLOW = (*SFT, "run.trackers=[mlflow]")
+IMPOSSIBLE = (*RL, "rollout.filter=check_min_reward", "rollout.filter_params={{min_reward: 9}}")
+TOOLS = (*RL, "rollout.env=tools", "rollout.tools=[oxrl.rollouts.tools:calculator]")
+
+
+def logged(name):
+    return lambda place, overrides: [line.get(name) for line in place.run(overrides).history]
+
+
+def said(place, overrides):
+    lines = (place.run(overrides).folder / "rollouts.jsonl").read_text().splitlines()
+    return [[each["response"] for each in json.loads(line)["samples"]] for line in lines]
+
+
+def checkpoints(place, overrides):
+    return sorted(path.name for path in (place.run(overrides).folder / "checkpoints").glob("step_*"))
+
+
+def in_checkpoint(file):
+    return lambda place, overrides: (place.run(overrides).checkpoint / file).exists()
+
+
+def written(name):
+    return lambda place, overrides: (place.run(overrides).folder / name).exists()
+
+
+def store_of_mlflow(place, overrides):
+    """What MLflow is opened with; its own databases are read in test_trackers."""
+    opened = []
+
+    def note(about):
+        opened.append(about.uri)
+        return Tracker(lambda *_: None, lambda _: None, "1")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(oxrl.tracking.mlflow, "open_tracker", note)
+        place.run(overrides)
+    return opened
+
+
+def adapter(key):
+    def look(place, overrides):
+        said_of_it = json.loads((place.run(overrides).checkpoint / "adapter_config.json").read_text())[key]
+        return sorted(said_of_it) if isinstance(said_of_it, list) else said_of_it
+
+    return look
+
+
+def weights(place, overrides):
+    with safe_open(place.run(overrides).checkpoint / "model.safetensors", "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+    return {name: (tensor.dtype, tensor.double().sum().item()) for name, tensor in tensors.items()}
+
+
+def prepared(what):
+    """What is known before a weight is loaded, or the words in which it was refused."""
+
+    def look(place, overrides):
+        try:
+            return what(prepare_run(place.config(overrides), place.fresh()))
+        except ValueError as refused:
+            return str(refused)
+
+    return look
+
+
+def failed(place, overrides):
+    try:
+        place.run(overrides)
+    except RuntimeError as failure:
+        return str(failure)
+    return "it did not"
+
+
+def lines_of_metrics(place, overrides):
+    return len((place.run(overrides).folder / "metrics.jsonl").read_text().splitlines())
+
+
+def loaded(what):
+    return of_config(lambda config: what(load_model(model_config(config))))
+
+
+def asked_for(name):
+    """What the model is loaded with."""
+    return of_config(lambda config: getattr(model_config(config), name))
+
+
+def runs_uncaged(config):
+    return "allow_unsandboxed=True" in str(chosen_reward(config).check)
+
+
+def of_config(what):
+    return lambda place, overrides: what(place.config(overrides))
+
+
+def drawn(run):
+    return [item[0].id if isinstance(item, tuple) else item.id for item in run.inputs.source.get_prompts(8)]
+
+
+def share_of_more(run):
+    return sum(each.startswith("more.jsonl") for each in drawn(run))
+
+
+def text_drawn(run):
+    return sorted(run.inputs.tokenizer.decode(item[0].tokens) for item in run.inputs.source.get_prompts(4))
+
+
+def engine_settings(name):
+    """With which argument the engine is made."""
+
+    def look(place, overrides):
+        made = []
+
+        class Noted(embedded.EmbeddedGenerator):
+            def __init__(self, *arguments, **settings):
+                made.append(settings[name])
+                super().__init__(*arguments, **settings)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(embedded, "EmbeddedGenerator", Noted)
+            place.runs.pop(overrides, None)
+            place.run(overrides)
+        return made
+
+    return look
+
+
+def turns_of_a_caller(place, overrides):
+    """How often somebody who does nothing but call a tool gets to speak."""
+    config = place.config(overrides)
+    tokenizer = prepare_run(config, place.fresh()).inputs.tokenizer
+    call = '<tool_call>{"name": "calculator", "arguments": {"expression": "1+1"}}</tool_call>'
+    talk = Talker(Saying(tokenizer, [call] * 9), Renderer(tokenizer), GenerationConfig(max_new_tokens=99), 7)
+    return len(anyio.run(chosen_env(config), Sample("s", (Message("user", "1 + 1?"),)), talk).turns)
+
+
+def asked_by_the_judge(place, overrides):
+    """Whether the words of the rubric are in what the judge is asked."""
+    asked = []
+
+    class Noted(embedded.EmbeddedGenerator):
+        async def generate(self, requests, sampling):
+            asked.extend(self.tokenizer.decode(request.tokens) for request in requests)
+            return [Generation((), (), "stop", text="Score: 5")]
+
+    turn = Turn((1,), Generation((2,), (-1.0,), "stop", text="It is so."), (Message("assistant", "It is so."),))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(embedded, "EmbeddedGenerator", Noted)
+        judge = live_reward(place.config(overrides))
+    anyio.run(grade, [Rollout(Sample("s", (Message("user", "Is it so?"),)), (turn,))], judge)
+    return "Is it short?" in asked[0]
+
+
+OPEN = {section for section in SECTIONS if section_class(section).model_config["extra"] == "allow"}
+num_steps = prepared(lambda run: run.inputs.num_steps)
+size = prepared(lambda run: len(run.inputs.source))
+can_begin = prepared(lambda run: "it can")
+rows_drawn = prepared(drawn)
+
+
+def worker_sections(place, overrides):
+    sections = prepared(lambda run: worker_of(run.config, run.inputs).args[-2:])(place, overrides)
+    return [section.get("zero_optimization") for section in sections]
+
+
+def tries_of_a_launch(place, overrides):
+    """Of a command that is killed each time."""
+    file = place.folder / f"tries-{next(place.numbers)}"
+    killed = f"import os; open({str(file)!r}, 'a').write('x'); os.kill(os.getpid(), 9)"
+    limit = place.config(overrides).run.max_restarts
+    assert run_ranks([], 1, max_restarts=limit, program=[sys.executable, "-c", killed]) == 1
+    return len(file.read_text())
+
+
+def patience_with_an_engine(place, overrides):
+    """Seconds after which one that never answers is given up, by a clock that needs no time."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        config = place.config([*overrides, f"inference_engine.urls=[{url}]"])
+
+        async def give_up():
+            with pytest.raises(EngineError, match="no answer within"):
+                async with open_engine(config, None, place.folder, None):
+                    pass
+            return anyio.current_time()
+
+        clock = MockClock(autojump_threshold=0)
+        return anyio.run(give_up, backend="trio", backend_options={"clock": clock})
+
+
+said_about = of_config(remarks)
+refused = of_config(contradictions)
+
+KEYS = {
+    "run.experiment_id": Effect("mine", of_config(lambda config: run_folder(config, None).name), ROWS, "mine"),
+    "run.seed": Effect(7, rows_drawn, SFT),
+    "run.checkpoint_dir": Effect("here", of_config(lambda config: run_folder(config, None)), ROWS, Path("here/run")),
+    "run.task": Effect("math", of_config(lambda config: (config.train.lr, default_reward(config))), ROWS),
+    "run.training_gpus": Effect(0, asked_for("device"), ROWS, "cpu"),
+    "run.backend": Effect("fsdp", of_config(ranks_to_start), (*ROWS, "run.training_gpus=2"), 2),
+    "run.sharding": Effect("fsdp", of_config(lambda config: placed(config, gpus=2).run.backend), ROWS, "fsdp"),
+    "run.rollout_gpus": Effect(2, of_config(lambda config: config.replicas), VLLM, 2),
+    "run.ray_address": Effect("auto", of_config(lambda config: placed(config, gpus=2).run.backend), ROWS, "ray"),
+    "run.rank_time_limit": Effect(2.0, patience_with_an_engine, (*RL, "inference_engine.name=http")),
+    "run.max_restarts": Effect(0, tries_of_a_launch, ROWS, 1),
+    "run.trackers": Effect(["tensorboard"], written("tensorboard"), SFT, True),
+    "run.tracking_uri": Effect("sqlite:///mine.db", store_of_mlflow, MLFLOW, ["sqlite:///mine.db"]),
+    "train.alg_name": Effect("grpo", prepared(lambda run: run.inputs.online), SFT, True),
+    "train.alg_params": Effect({"beta": 0.5}, logged("grad_norm"), PAIRS),
+    "train.alg_schedule": Effect([{"step": 2, "alg_name": "ipo"}], logged("loss"), PAIRS),
+    "train.lr": Effect(3e-3, logged("lr"), SFT),
+    "train.betas": Effect([0.5, 0.6], weights, SFT),
+    "train.adam_epsilon": Effect(1.0, weights, SFT),
+    "train.weight_decay": Effect(0.9, weights, SFT),
+    "train.warmup_steps_ratio": Effect(0.9, logged("lr"), LONGER),
+    "train.lr_scheduler": Effect("constant", logged("lr"), SFT, [1e-5, 1e-5]),
+    "train.clip_grad_norm": Effect(1e-9, weights, SFT),
+    "train.total_number_of_epochs": Effect(3, num_steps, SFT, 6),
+    "train.train_steps_per_epoch": Effect(5, num_steps, SFT, 5),
+    "train.train_batch_size_per_gpu": Effect(4, num_steps, ("train.alg_name=sft", *ROWS), 2),
+    "train.gradient_accumulation_steps": Effect(2, logged("trained_tokens"), SFT),
+    "train.micro_batch_tokens": Effect(9, prepared(lambda run: _often(run)["micro_batch_tokens"]), SFT, 9),
+    "train.eval_every": Effect(3, lambda *at: [loss is None for loss in logged("eval_loss")(*at)], VAL),
+    "train.patience": Effect(1, logged("step"), (*VAL, "train.lr=1e-30", "train.eval_every=1"), [1, 2]),
+    "train.checkpoint_every": Effect(3, checkpoints, LONGER, ["step_0003", "step_0004"]),
+    "train.keep_last": Effect(3, lambda *at: len(checkpoints(*at)), (*LONGER, "train.checkpoint_every=1"), 3),
+    "train.log_every": Effect(2, lines_of_metrics, LONGER, 2),
+    "train.iterations": Effect(2, weights, RL),
+    "train.mini_batches": Effect(2, weights, RL),
+    "train.max_logprob_gap": Effect(1e-30, failed, RL),
+    "model.name": Effect("{place.trained}", logged("loss"), SFT),
+    "model.dtype": Effect("bfloat16", weights, SFT),
+    "model.attn_implementation": Effect("eager", loaded(lambda it: it.config._attn_implementation), ROWS, "eager"),
+    "model.gradient_checkpointing": Effect(True, loaded(lambda model: model.is_gradient_checkpointing), ROWS, True),
+    "model.ref_model": Effect("{place.trained}", logged("loss"), PAIRS),
+    "model.ref_update": Effect("ema", weights, REFERENCE),
+    "model.ref_decay": Effect(0.1, weights, (*REFERENCE, "model.ref_update=ema")),
+    "model.ref_every": Effect(1, weights, (*REFERENCE, "model.ref_update=periodic")),
+    "model.teacher": Effect("{place.trained}", logged("loss"), (*SFT, "train.alg_name=kd", "model.teacher=tiny")),
+    "model.revision": Effect("v2", asked_for("revision"), ROWS, "v2"),
+    "model.trust_remote_code": Effect(True, asked_for("trust_remote_code"), ROWS, True),
+    "model.device": Effect("cuda:99", can_begin, SFT),
+    "lora.enabled": Effect(True, in_checkpoint("adapter_model.safetensors"), SFT, True),
+    "lora.r": Effect(3, adapter("r"), LORA, 3),
+    "lora.alpha": Effect(5, adapter("lora_alpha"), LORA, 5),
+    "lora.dropout": Effect(0.5, logged("loss"), LORA),
+    "lora.target_modules": Effect(["q_proj"], adapter("target_modules"), LORA, ["q_proj"]),
+    "data.dataset": Effect("gsm8k", rows_drawn, ("data.columns={{response: solution}}", *STEPS, "train.alg_name=sft")),
+    "data.train_files_path": Effect("{place.more}", rows_drawn, SFT),
+    "data.val_files_path": Effect("{place.more}", prepared(lambda run: len(run.inputs.held_out)), SFT, 4),
+    "data.train_dnames": Effect(["mine"], of_config(lambda config: list(config.data.train_files)), SFT, ["mine"]),
+    "data.train_ratios": Effect({"one": 0.25, "two": 0.75}, prepared(share_of_more), MIXED, 6),
+    "data.columns": Effect({"response": "ours"}, prepared(text_drawn), (*SFT, "data.train_files_path={place.renamed}")),
+    "data.format": Effect("preference", rows_drawn, SFT),
+    "data.max_seq_len": Effect(30, size, LONG, 3),
+    "data.overlong": Effect("truncate", size, (*LONG, "data.max_seq_len=30"), 4),
+    "data.bad_rows": Effect("skip", size, (*SFT, "data.train_files_path={place.bad}"), 2),
+    "reward.reward_func": Effect("exact_match", logged("reward"), RL, [0.0, 0.0]),
+    "reward.params": Effect({"target": 6}, logged("reward"), LENGTH, [1.0, 1.0]),
+    "reward.length_penalty": Effect({"limit": 6, "margin": 6, "weight": 0.5}, logged("reward"), LENGTH, [-0.5, -0.5]),
+    "reward.clamp": Effect([0.1, 0.2], lambda *at: max(logged("reward")(*at)) <= 0.2, RL, True),
+    "reward.model": Effect("{place.reward_model}", logged("reward"), TOLD),
+    "reward.judge": Effect("tiny", failed, (*TOLD, "train.train_steps_per_epoch=1")),
+    "reward.rubric": Effect("Is it short?", asked_by_the_judge, (*TOLD, "reward.judge=tiny"), True),
+    "reward.normalize": Effect("batch", weights, (*RL, "train.alg_name=reinforce")),
+    "reward.time_limit": Effect(5000, lambda *at: [round(left, -2) for left in logged("reward")(*at)], LIMITED, [5000]),
+    "reward.allow_unsandboxed": Effect(True, of_config(runs_uncaged), CODE, True),
+    "rollout.n_samples": Effect(3, lambda *at: [len(step) for step in said(*at)], RL, [6, 6]),
+    "rollout.max_tokens": Effect(3, logged("longest"), RL, [3, 3]),
+    "rollout.temperature": Effect(0.1, said, RL),
+    "rollout.top_p": Effect(0.1, said, RL),
+    "rollout.top_k": Effect(1, lambda *at: len(set(said(*at)[0][:2])), RL, 1),
+    "rollout.min_p": Effect(0.9, said, RL),
+    "rollout.stop": Effect(["S"], logged("length"), RL),
+    "rollout.eval_temperature": Effect(5.0, logged("eval_reward"), (*RL, "data.val_files_path={place.more}")),
+    "rollout.over_sampling_factor": Effect(2.0, logged("drawn"), RL),
+    "rollout.partial_rollouts": Effect(True, logged("wasted"), CROWDED, [0, 0]),
+    "rollout.filter": Effect("check_reward_nonzero_std", failed, TOLD),
+    "rollout.filter_params": Effect({"min_reward": 9}, failed, (*RL, "rollout.filter=check_min_reward")),
+    "rollout.max_draws": Effect(4, failed, IMPOSSIBLE),
+    "rollout.lag": Effect(1, logged("age"), (*RL, "train.train_steps_per_epoch=3")),
+    "rollout.force_strict_on_policy": Effect(True, refused, (*RL, "train.iterations=2")),
+    "rollout.tensor_parallel_size": Effect(2, of_config(engine_options), VLLM),
+    "rollout.mode": Effect("fixed", engine_settings("mode"), RL, ["fixed"]),
+    "rollout.slots": Effect(3, engine_settings("slots"), RL, [3]),
+    "rollout.env": Effect("tools", can_begin, RL),
+    "rollout.tools": Effect(["oxrl.rollouts.tools:calculator"], can_begin, (*RL, "rollout.env=tools"), "it can"),
+    "rollout.max_turns": Effect(3, turns_of_a_caller, TOOLS, 3),
+    "rollout.log_samples": Effect(1, lambda *at: [len(step) for step in said(*at)], RL, [1, 1]),
+    "deepspeed.zero_optimization": Effect({"stage": 2}, worker_sections, DEEPSPEED, [{"stage": 2}, None]),
+    "deepspeed_ref.zero_optimization": Effect({"stage": 0}, worker_sections, DEEPSPEED, [None, {"stage": 0}]),
+    "inference_engine.name": Effect("vllm", of_config(lambda config: config.replicas), RL, 1),
+    "inference_engine.urls": Effect(["http://127.0.0.1:8000"], refused, (*RL, "inference_engine.name=http"), []),
+    "inference_engine.replicas": Effect(3, of_config(lambda config: config.replicas), VLLM, 3),
+    "inference_engine.place": Effect(
+        "server", of_config(lambda config: config.in_process), (*VLLM, "run.backend=local"), False
+    ),
+    "inference_engine.adapter": Effect(
+        True, of_config(adapter_rank), (*VLLM, "lora.enabled=true", "run.backend=local"), 16
+    ),
+    "inference_engine.colocated": Effect(
+        True, of_config(lambda config: config.replicas), (*VLLM, "run.backend=ray", "run.training_gpus=2"), 2
+    ),
+    "inference_engine.folder": Effect("here", of_config(handed_over), VLLM, {"folder": "here"}),
+    "inference_engine.transfer": Effect("gloo", of_config(handed_over), HTTP, {"transfer": "gloo"}),
+    "inference_engine.gpu_memory_utilization": Effect(0.5, of_config(engine_options), VLLM),
+}  # fmt: skip
+
+
+def test_no_key_is_missing_from_the_table():
+    keys = {f"{section}.{key}" for section, key, _ in fields()}
+    assert keys <= KEYS.keys()
+    assert {key.split(".")[0] for key in KEYS.keys() - keys} == OPEN, "keys that have no field are in open sections"
+
+
+@pytest.mark.trains
+@pytest.mark.parametrize("key", KEYS)
+def test_it_does_something(key, place):
+    effect = KEYS[key]
+    value = effect.value.format(place=place) if isinstance(effect.value, str) else json.dumps(effect.value)
+    change = f"{key}={value}".replace("{", "{{").replace("}", "}}")
+    without, with_it = (effect.look(place, overrides) for overrides in (effect.base, (*effect.base, change)))
+    assert with_it != without
+    assert effect.gives is ... or with_it == effect.gives

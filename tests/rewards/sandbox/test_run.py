@@ -1,0 +1,330 @@
+"""A program gets what it needs to run, and nothing else: files, network, processes, memory, time and output."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from oxrl.rewards import sandbox
+from oxrl.rewards.sandbox import Isolation, Limits, SandboxError, available, isolation_or_refusal
+from oxrl.rewards.sandbox.isolation import try_isolation
+from oxrl.rewards.sandbox.process import interpreter, readable_paths
+from tests.rewards.sandbox.children import children
+from tests.waiting import EXPIRES, HANG, wait_until
+
+PATIENT = Limits(seconds=HANG)
+BY_CPU = Limits(seconds=HANG, cpu_seconds=1)
+BY_CLOCK = Limits(seconds=2 * EXPIRES)  # of which the start of an interpreter takes a small part
+SLEEPS = "import signal\nsignal.pause()"
+
+
+def run_program(source, *, limits=PATIENT, **options):
+    return sandbox.run_program(source, limits=limits, **options)
+
+
+def test_a_program_reads_stdin_and_writes_to_both_outputs(isolation):
+    source = "import sys\nprint(input() * 2)\nprint('careful', file=sys.stderr)\nsys.exit(3)"
+    outcome = run_program(source, stdin="ab\n", isolation=isolation)
+    assert (outcome.ended, outcome.code, outcome.stdout, outcome.stderr) == ("exit", 3, "abab\n", "careful\n")
+    assert outcome.seconds > 0
+
+
+def test_the_standard_library_is_there_and_tells_the_truth_about_exceptions(isolation):
+    imports = "import collections, decimal, hashlib, heapq, itertools, math, re, statistics, typing"
+    source = f"{imports}\nopen('/dev/null', 'w')\nraise KeyError('x')"
+    outcome = run_program(source, isolation=isolation)
+    assert outcome.code == 1 and "KeyError: 'x'" in outcome.stderr
+
+
+def refused(source, isolation):
+    """That every line of it fails with an OSError."""
+    lines = "\n".join(
+        f"try:\n    {line}\n    print({line!r}, 'worked')\nexcept OSError: pass" for line in source.strip().splitlines()
+    )
+    outcome = run_program(f"import os, sys, socket, signal, subprocess\n{lines}\nprint('end')", isolation=isolation)
+    assert outcome.stdout == "end\n", (outcome.stdout, outcome.stderr)
+
+
+def test_no_file_of_the_machine_can_be_read(isolation, tmp_path):
+    secret = tmp_path / "secret.txt"
+    secret.write_text("42")
+    refused(
+        f"""open("/etc/passwd")
+open("/proc/self/environ")
+open("/proc/1/cmdline")
+open({str(secret)!r})
+open({str(Path(sandbox.__file__).with_name("judge.py"))!r})""",
+        isolation,
+    )
+
+
+def test_a_walk_from_the_root_or_home_meets_no_file_but_those_of_python(isolation):
+    """In folders of its own bubblewrap shows the way to the interpreter; elsewhere they cannot be listed at all."""
+    own = (*readable_paths(), interpreter(), "/dev")
+    source = f"""import os
+for top in ("/", {str(Path.home())!r}):
+    for folder, folders, files in os.walk(top):
+        folders[:] = [each for each in folders if not os.path.join(folder, each).startswith({own!r})]
+        for file in files:
+            path = os.path.join(folder, file)
+            if not path.startswith({own!r}): print(path)"""
+    outcome = run_program(source, isolation=isolation)
+    assert (outcome.stdout, outcome.code) == ("", 0), outcome.stderr
+
+
+def test_packages_of_a_virtual_environment_are_not_there(isolation):
+    if sys.prefix == sys.base_prefix:
+        pytest.skip("this interpreter is no virtual environment's")
+    packages = sysconfig.get_paths()["purelib"]
+    refused(f"open({pytest.__file__!r})\nos.listdir({packages!r})", isolation)
+
+
+def test_nothing_can_be_written_outside_the_scratch_folder(isolation, tmp_path):
+    victim = tmp_path / "victim.txt"
+    victim.write_text("precious")
+    refused(
+        f"""open({str(victim)!r}, "w")
+open({str(tmp_path / "new.txt")!r}, "w")
+os.unlink({str(victim)!r})
+os.truncate({str(victim)!r}, 0)
+os.rename({str(victim)!r}, "/tmp/mine")
+os.mkdir({str(tmp_path / "folder")!r})
+os.chmod({str(victim)!r}, 0)
+os.symlink("/etc", "/tmp/link")
+open("/var/tmp/oxrl-was-here", "w")
+open("/new.txt", "w")
+open("/dev/new.txt", "w")
+open("/dev/shm/new.txt", "w")
+open({str(Path.home() / "new.txt")!r}, "w")
+os.mkdir("/folder")""",
+        isolation,
+    )
+    assert victim.read_text() == "precious" and [each.name for each in tmp_path.iterdir()] == ["victim.txt"]
+
+
+def test_what_is_written_to_scratch_is_gone_with_the_program(isolation):
+    if isolation.kind == "landlock":
+        pytest.skip("without namespaces there is no scratch folder")
+    source = "open('mine.txt', 'w').write('x'); print(open('/tmp/mine.txt').read())"
+    assert run_program(source, isolation=isolation).stdout == "x\n"
+    assert not Path("/tmp/mine.txt").exists()
+    assert "FileNotFoundError" in run_program("open('mine.txt')", isolation=isolation).stderr
+
+
+def test_scratch_cannot_be_filled_beyond_its_size(isolation):
+    if isolation.kind == "landlock":
+        pytest.skip("without namespaces there is no scratch folder")
+    source = "written = 0\ntry:\n  for i in range(99):\n    written += open(str(i), 'wb', 0).write(bytes(1 << 20))\n"
+    outcome = run_program(source + "except OSError: print(written >> 20)", isolation=isolation)
+    assert outcome.stdout.strip() == "16"
+
+
+def test_there_is_no_environment(isolation, monkeypatch):
+    monkeypatch.setenv("OXRL_SECRET", "token")
+    source = "import os, ctypes\nctypes.CDLL(None).getenv.restype = ctypes.c_char_p\nprint(dict(os.environ))"
+    assert run_program(source, isolation=isolation).stdout == "{}\n"
+
+
+def test_no_connection_reaches_a_listener_on_this_machine(isolation):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        port = server.getsockname()[1]
+        refused(f"socket.create_connection(('127.0.0.1', {port}))\nsocket.socket(socket.AF_UNIX)", isolation)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+
+
+def test_no_process_or_thread_is_started(isolation):
+    refused("os.fork()\nos.forkpty()\nsubprocess.run(['/bin/true'])\nos.execv('/bin/true', ['true'])", isolation)
+    source = "import threading\ntry: threading.Thread(target=print).start()\nexcept RuntimeError: print('none')"
+    assert run_program(source, isolation=isolation).stdout == "none\n"
+
+
+def test_nobody_is_signalled_by_any_of_the_ways_to_do_it(isolation):
+    heard = []
+    before = {each: signal.signal(each, lambda number, _: heard.append(number)) for each in (10, 12, 29)}
+    try:
+        mine = os.getpid()
+        refused(f"os.kill(os.getppid(), 9)\nos.kill({mine}, 10)\nos.killpg(0, 12)\nos.kill(-1, 12)", isolation)
+        owner = f"""import fcntl, os
+r, w = os.pipe()
+for command, value in ((8, {mine}), (10, 12), (4, os.O_ASYNC)):
+    try: fcntl.fcntl(r, command, value)
+    except OSError: print("refused")
+os.write(w, b"x")"""
+        outcome = run_program(owner, isolation=isolation)
+        assert outcome.stdout.startswith("refused\nrefused\n") and outcome.code == 0
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert heard == []
+
+
+def test_other_processes_cannot_be_looked_into(isolation):
+    source = """import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+print(libc.ptrace(16, 1, 0, 0), libc.unshare(0x10000000), libc.mount(0, b"/tmp", b"tmpfs", 0, 0), end=" ")
+print(libc.prctl(1, 0, 0, 0, 0), libc.syscall(435, 0, 0), libc.setuid(0), libc.shmget(0, 4096, 0o1600), end=" ")"""
+    assert run_program(source, isolation=isolation).stdout == "-1 " * 7
+
+
+def test_limits_cannot_be_raised(isolation):
+    source = """import resource
+for kind in (resource.RLIMIT_AS, resource.RLIMIT_CPU, resource.RLIMIT_NPROC, resource.RLIMIT_FSIZE):
+    try: resource.setrlimit(kind, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)); print("raised")
+    except (ValueError, OSError): pass
+try: resource.prlimit(1, resource.RLIMIT_CPU)
+except OSError: print("end")"""
+    assert run_program(source, isolation=isolation).stdout == "end\n"
+
+
+def test_a_memory_hog_is_told_so(isolation):
+    outcome = run_program("x = bytearray(4 << 30)", isolation=isolation)
+    assert outcome.code == 1 and "MemoryError" in outcome.stderr
+
+
+def test_an_endless_loop_ends_by_its_cpu_time(isolation):
+    source = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: pass"
+    outcome = run_program(source, limits=BY_CPU, isolation=isolation)
+    assert outcome.ended == "time"
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_sleeper_ends_by_the_clock_also_when_it_has_closed_its_outputs(isolation, closes):
+    source = f"import os\nos.close(1); os.close(2)\n{SLEEPS}" if closes else SLEEPS
+    assert run_program(source, limits=BY_CLOCK, isolation=isolation).ended == "time"
+
+
+def test_endless_output_is_cut_and_ends_the_program(isolation):
+    outcome = run_program("while True: print('x' * 1000)", isolation=isolation)
+    assert outcome.ended == "output" and len(outcome.stdout) == PATIENT.output
+
+
+def test_a_crash_is_a_signal_and_a_recursion_an_exception(isolation):
+    crash = run_program("import ctypes; ctypes.string_at(0)", isolation=isolation)
+    assert (crash.ended, crash.code) == ("signal", 11)
+    assert "RecursionError" in run_program("def f(): f()\nf()", isolation=isolation).stderr
+
+
+def test_nothing_is_left_behind(isolation):
+    before, others = open_files(), children()
+    for source in ("print(1)", "1 / 0", "while True: print(1)", "while True: pass"):
+        run_program(source, limits=BY_CPU, isolation=isolation)
+    assert open_files() == before
+    assert children() <= others
+
+
+def test_nobody_is_left_for_init_to_bury(isolation):
+    """In many containers the first process never does it, and the dead pile up until no process can be started."""
+    libc, adopt_orphans = ctypes.CDLL(None), 36
+    tests, others = sandbox.Tests(("assert f() == 1",), remote={"f": "f"}), children()
+    libc.prctl(adopt_orphans, 1, 0, 0, 0)
+    try:
+        for limits, end in (
+            (BY_CPU, "while True: pass"),
+            (BY_CLOCK, "import signal; signal.pause()"),
+            (PATIENT, "import os; os._exit(0)"),
+        ):
+            if limits is not BY_CLOCK:
+                run_program(end, limits=limits, isolation=isolation)
+            sandbox.run_tests([f"def f(): {end}"], tests, isolation, limits)
+        assert children() <= others
+    finally:
+        libc.prctl(adopt_orphans, 0, 0, 0, 0)
+
+
+def open_files():
+    return {each.name for each in Path("/proc/self/fd").iterdir()}
+
+
+def test_a_program_dies_with_the_process_that_started_it(isolation):
+    starter = (
+        "from oxrl.rewards.sandbox import Isolation, Limits, run_program\n"
+        f"isolation = Isolation({isolation.kind!r}, {{}}, {isolation.bwrap!r})\n"
+        f"run_program({SLEEPS!r}, limits=Limits(seconds={HANG}), isolation=isolation)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", starter], start_new_session=True)
+    try:
+        found = wait_until(
+            lambda: [each for each in descendants(parent.pid) if is_filtered(each)], "the program runs", parent
+        )
+    finally:
+        parent.kill()
+        parent.communicate()
+    wait_until(lambda: not is_filtered(found[0]), "the program is dead")
+
+
+def descendants(process):
+    with contextlib.suppress(OSError):
+        for child in Path(f"/proc/{process}/task/{process}/children").read_text().split():
+            yield child
+            yield from descendants(child)
+
+
+def is_filtered(process):
+    """Whether it lives, and behind a filter of system calls: the untrusted program, and not who started it."""
+    with contextlib.suppress(OSError):
+        told = Path(f"/proc/{process}/status").read_text()
+        return "Seccomp:\t2" in told and "State:\tZ" not in told
+    return False
+
+
+def test_several_programs_run_at_once():
+    with ThreadPoolExecutor(8) as pool:
+        outcomes = list(pool.map(lambda n: run_program(f"print({n} ** 2)").stdout, range(16)))
+    assert outcomes == [f"{n**2}\n" for n in range(16)]
+
+
+def test_what_works_here_is_found_by_trying():
+    isolation = available()
+    assert isolation.kind != "none", isolation.missing
+    assert isolation.kind == "bubblewrap" or "bubblewrap" in isolation.missing
+    assert isolation.explanation and isolation_or_refusal() is isolation
+
+
+def test_without_isolation_programs_are_refused_unless_that_is_allowed():
+    nothing = Isolation("none", {"landlock": "Operation not permitted"})
+    with pytest.raises(ValueError, match=r"landlock: Operation not permitted.*reward.allow_unsandboxed"):
+        isolation_or_refusal(found=nothing)
+    isolation = isolation_or_refusal(allow_unsandboxed=True, found=nothing)
+    assert run_program("print(1)", isolation=isolation).stdout == "1\n"
+    assert run_program("while True: pass", limits=BY_CPU, isolation=isolation).ended == "time"
+
+
+def test_an_ordinary_user_is_isolated_too():
+    system = Path("/usr/bin/python3")
+    if os.geteuid() != 0 or not system.exists():
+        pytest.skip("needs root, to become somebody else, and an interpreter that everybody can run")
+    program = f"run_program('print(42)', limits=Limits(seconds={HANG}))"
+    code = f"from oxrl.rewards.sandbox import *; print(available().kind, {program}.stdout)"
+    root = Path(sandbox.__file__).parents[2]
+    command = [
+        system,
+        "-B",
+        "-c",
+        f"import sys; sys.path.insert(0, {str(root)!r}); assert sys.version_info >= (3, 11); {code}",
+    ]
+    done = subprocess.run(command, user=65534, group=65534, extra_groups=[], cwd="/", capture_output=True, text=True)
+    if "AssertionError" in done.stderr or "ModuleNotFoundError: No module named 'oxrl'" in done.stderr:
+        pytest.skip("that interpreter is too old, or may not read this folder")
+    assert done.returncode == 0, done.stderr
+    kind, answer = done.stdout.split()
+    assert kind in ("bubblewrap", "namespaces", "landlock") and answer == "42"
+
+
+def test_a_missing_wall_is_noticed():
+    assert "a wall is missing" in try_isolation(Isolation("none", {}))
+
+
+def test_a_cage_that_cannot_be_shut_is_an_error_and_no_outcome():
+    isolation = Isolation("bubblewrap", {}, "/bin/false")
+    with pytest.raises(SandboxError, match="could not be shut"):
+        run_program("print('ran')", isolation=isolation)

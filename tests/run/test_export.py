@@ -1,0 +1,123 @@
+"""What leaves a run: whole weights that others load, saying what the run's own model says."""
+
+import json
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from oxrl.cli import app
+from oxrl.config import check_config
+from oxrl.models.load import load_model, load_tokenizer
+from oxrl.models.reward_model import HEADS
+from oxrl.run.export import export_model, fetch_model, merge_run, push_model
+from oxrl.run.folder import resolve_weights
+from oxrl.run.train import train_run
+from tests.rows import sums, write_jsonl
+
+PAIRS = [{"prompt": f"{i}?", "chosen": f"yes {i}", "rejected": f"no {i}"} for i in range(8)]
+
+
+def trained(folder, *, lora=False, algorithm="sft"):
+    rows = write_jsonl(folder / "rows.jsonl", PAIRS if algorithm == "rm" else sums(8))
+    train = {"alg_name": algorithm, "lr": 1e-2, "train_steps_per_epoch": 2}
+    config = {"model": {"name": "tiny"}, "data": {"train_files_path": str(rows)}, "train": train}
+    train_run(check_config({**config, "lora": {"enabled": lora}}), folder / "run")
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def adapted(complete_run, tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("lora"), lora=True)
+
+
+def said(model):
+    with torch.no_grad():
+        return model(torch.arange(40)[None] + 5, use_cache=False).logits
+
+
+def test_a_merged_adapter_speaks_as_before_and_needs_no_adapter(adapted, tmp_path):
+    folder = merge_run(str(adapted), tmp_path / "merged")
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    own = load_model(resolve_weights(str(adapted)), is_trainable=False)
+    base = load_model("tiny", is_trainable=False)
+    assert torch.allclose(said(plain), said(own), atol=1e-5)
+    assert not torch.allclose(said(plain), said(base), atol=1e-2)
+    assert AutoTokenizer.from_pretrained(folder).chat_template == load_tokenizer("tiny").chat_template
+    assert not [file for file in folder.iterdir() if "adapter" in file.name or "optimizer" in file.name]
+    assert list(tmp_path.iterdir()) == [folder], "the draft is gone"
+
+
+def test_an_adapter_can_stay_one(adapted, tmp_path):
+    folder = export_model(str(adapted), tmp_path / "adapter", adapter=True)
+    loaded = PeftModel.from_pretrained(load_model("tiny"), folder).eval()
+    assert torch.allclose(said(loaded), said(load_model(resolve_weights(str(adapted)), is_trainable=False)), atol=1e-6)
+
+
+def test_the_card_says_what_was_trained_on_what(adapted, tmp_path):
+    card = (export_model(str(adapted), tmp_path / "out") / "README.md").read_text()
+    assert "| base model | tiny |" in card and "| algorithm | sft |" in card and "rows.jsonl" in card
+    assert "| LoRA | rank 16 |" in card and "| checkpoint | step_0002 |" in card
+
+
+def test_weights_can_be_stored_in_another_type(adapted, tmp_path):
+    folder = export_model(str(adapted), tmp_path / "half", dtype="bfloat16")
+    assert AutoModelForCausalLM.from_pretrained(folder, dtype="auto").dtype == torch.bfloat16
+
+
+@pytest.mark.trains
+def test_a_reward_model_keeps_its_head(tmp_path):
+    run = trained(tmp_path, algorithm="rm")
+    folder = export_model(str(run), tmp_path / "out")
+    assert (folder / HEADS).read_bytes() == (tmp_path / "run" / "checkpoints" / "step_0002" / HEADS).read_bytes()
+
+
+def test_nothing_is_written_over(adapted, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("mine")
+    with pytest.raises(ValueError, match="not empty"):
+        export_model(str(adapted), tmp_path / "full")
+    assert [file.name for file in (tmp_path / "full").iterdir()] == ["mine.txt"]
+    (tmp_path / "empty").mkdir()
+    assert (export_model(str(adapted), tmp_path / "empty") / "model.safetensors").exists()
+
+
+def test_what_has_no_adapter_cannot_be_merged():
+    with pytest.raises(ValueError, match="no adapter to merge"):
+        merge_run("tiny", "somewhere")
+
+
+def test_the_commands_tell_where_the_folder_is(adapted, tmp_path):
+    run = CliRunner().invoke(app, ["merge", str(adapted), "--output", str(tmp_path / "merged"), "--json"])
+    assert json.loads(run.stdout) == {"folder": str(tmp_path / "merged"), "pushed_to": None}
+    run = CliRunner().invoke(app, ["export", "tiny", "--adapter", "--output", str(tmp_path / "x")])
+    assert run.exit_code == 2 and "no adapter" in run.stderr and not (tmp_path / "x").exists()
+
+
+def test_pushing_asks_for_a_token_and_for_a_possible_name(adapted, tmp_path, monkeypatch):
+    folder = export_model(str(adapted), tmp_path / "out")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    with pytest.raises(ValueError, match="HF_TOKEN"):
+        push_model(folder, "someone/model")
+    monkeypatch.setenv("HF_TOKEN", "not-a-token")
+    with pytest.raises(ValueError, match="owner/name"):
+        push_model(folder, "some one/mo del")
+    with pytest.raises(ValueError, match="someone/model could not be written"):
+        push_model(folder, "someone/model")
+
+
+def test_fetching_takes_names_of_the_catalogue_and_says_what_it_cannot_reach():
+    assert (fetch_model("tiny") / "model.safetensors").exists()
+    with pytest.raises(ValueError, match="hub cannot be reached"):
+        fetch_model("qwen3-0.6b")
+    with pytest.raises(ValueError, match="there is no model qwen9"):
+        fetch_model("qwen9")
+
+
+def test_a_folder_whose_run_has_no_checkpoint_is_told_from_a_model(tmp_path):
+    (tmp_path / "config.yaml").write_text("model: {}")
+    with pytest.raises(ValueError, match="no checkpoint yet"):
+        resolve_weights(str(tmp_path))
