@@ -44,7 +44,7 @@ def run_oxrl(arguments: argparse.Namespace) -> dict[str, object]:
         oxrl.Sample(str(index), (oxrl.Message("user", text),))
         for index, text in enumerate(prompts(arguments.steps * arguments.prompts))
     ]
-    answers = oxrl.Answers(generator, render, oxrl.GenerationConfig(max_new_tokens=arguments.tokens))
+    answers = oxrl.RolloutSampler(generator, render, oxrl.GenerationConfig(max_new_tokens=arguments.tokens))
     config = oxrl.RolloutConfig(
         batch_size=arguments.prompts,
         n_samples_per_prompt=arguments.samples,

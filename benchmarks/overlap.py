@@ -34,7 +34,7 @@ async def one_case(server: VLLMServer, arguments: argparse.Namespace, lag: int, 
     model, tokenizer = oxrl.load_model(arguments.model), oxrl.load_tokenizer(arguments.model)
     backend = QueuedBackend(oxrl.create_pytorch_backend(model, lr=1e-5))
     engine, render = HTTPGenerator([VLLMEngine(server.url)], tokenizer), oxrl.Renderer(tokenizer)
-    answers = oxrl.Answers(engine, render, oxrl.GenerationConfig(max_new_tokens=arguments.tokens))
+    answers = oxrl.RolloutSampler(engine, render, oxrl.GenerationConfig(max_new_tokens=arguments.tokens))
     samples = [
         oxrl.Sample(str(index), (oxrl.Message("user", f"Write a story about {index} oxen."),))
         for index in range(arguments.steps * arguments.prompts)
@@ -56,7 +56,7 @@ async def one_case(server: VLLMServer, arguments: argparse.Namespace, lag: int, 
         [engine],
         render,
         oxrl.OnlineConfig(num_steps=arguments.steps, lag=lag),
-        taking_turns=False,
+        shares_weights=False,
         log=lambda _step, _metrics: stamps.append(time.monotonic()),
     )
     backend.close()

@@ -120,7 +120,7 @@ class Run:
     def checkpoints(self) -> list[Path]:
         return sorted(self.folder.glob("checkpoints/step_*"), key=lambda path: int(path.name[5:]))
 
-    def last_words(self) -> str:
+    def log_tail(self) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
 
 

@@ -39,7 +39,7 @@ config = oxrl.RolloutConfig(
     reward_fn=brief,
     filter_fn=oxrl.check_reward_nonzero_std,
 )
-answers = oxrl.Answers(generator, oxrl.Renderer(tokenizer), sampling)
+answers = oxrl.RolloutSampler(generator, oxrl.Renderer(tokenizer), sampling)
 manager = oxrl.sampling_manager(oxrl.DataBuffer(samples, seed=1), answers, config)
 plan, grpo = oxrl.OnlineConfig(num_steps=steps, max_age=1), oxrl.algorithm("grpo", correction="truncated")
 history = anyio.run(lambda: oxrl.run_online(backend, grpo, manager, [generator], answers.render, plan, log=log))

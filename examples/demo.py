@@ -23,11 +23,11 @@ from rich.console import Console
 from rich.table import Table
 
 from oxrl import (
-    Answers,
     EmbeddedGenerator,
     GenerationConfig,
     Renderer,
     Rollout,
+    RolloutSampler,
     Status,
     group_reward,
     load_model,
@@ -86,7 +86,7 @@ def is_right(rollout: Rollout) -> float:
 def ask(weights: str, rows: list[dict[str, str]]) -> list[Rollout]:
     tokenizer = load_tokenizer(weights)
     generator = EmbeddedGenerator(load_model(weights), tokenizer)
-    answers = Answers(generator, Renderer(tokenizer), GenerationConfig(max_new_tokens=24, temperature=0.0))
+    answers = RolloutSampler(generator, Renderer(tokenizer), GenerationConfig(max_new_tokens=24, temperature=0.0))
     return anyio.run(answer_all, answers, load_samples(rows).samples, is_right)
 
 

@@ -5,6 +5,7 @@ Public names live here and are imported when they are first used, so that `impor
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from typing import Any
 
@@ -14,7 +15,7 @@ _HOMES = {
     "oxrl.types": (
         "Algorithm Backend Batch Conversation DataSource Episode Generation GenerationConfig Generator "
         "ImmediateTrainFuture Item Losses Message MetricsLogger ModelConfig Online Outputs Request Rollout Row Sample "
-        "Score Status Talk Term TrainFuture TrainingBackend TrainingState Turn Weights"
+        "PolicyClient Score Status Term TrainFuture TrainingBackend TrainingState Turn Weights"
     ),
     "oxrl.algorithms": "ALGORITHMS algorithm",
     "oxrl.backends.local": ("NonFiniteError PyTorchTrainingBackend create_cross_entropy_loss create_pytorch_backend"),
@@ -79,7 +80,9 @@ _HOMES = {
         "convert_to_batch extract_sample_fields group_rollouts merge_rollouts split_rollouts"
     ),
     "oxrl.rollouts.buffer": "ReplayBuffer",
-    "oxrl.rollouts.collect": "Answers AsyncRolloutManager RolloutConfig generate_rollout_batches sampling_manager",
+    "oxrl.rollouts.collect": (
+        "AsyncRolloutManager RolloutConfig RolloutSampler generate_rollout_batches sampling_manager"
+    ),
     "oxrl.rollouts.endpoint": "recording_endpoint",
     "oxrl.rollouts.envs": "dialogue gym_env single_turn with_tools",
     "oxrl.rollouts.filters": (
@@ -101,10 +104,16 @@ _HOMES = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
+# Former names; each still works, with a DeprecationWarning.
+_RENAMED = {"Answers": "RolloutSampler", "Talk": "PolicyClient"}
+
 __all__ = sorted(_HOME_OF)
 
 
 def __getattr__(name: str) -> Any:
+    if name in _RENAMED:
+        warnings.warn(f"oxrl.{name} is now oxrl.{_RENAMED[name]}", DeprecationWarning, stacklevel=2)
+        name = _RENAMED[name]
     if name not in _HOME_OF:
         raise AttributeError(f"module 'oxrl' has no attribute {name!r}")
     return getattr(import_module(_HOME_OF[name]), name)

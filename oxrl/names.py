@@ -1,7 +1,7 @@
 """Names to objects, and the nearest name to one that does not exist.
 
 An object is named `package.module:name` or `path/to/file.py:name`. A function of a script or a notebook has no such
-path: `place_of` keeps it, as `live:name`, while the process lives.
+path: `import_path_of` keeps it, as `live:name`, while the process lives.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LIVE = "live"
 _LIVE: dict[str, Any] = {}
 
 
-def place_of(function: Callable[..., Any]) -> str:
+def import_path_of(function: Callable[..., Any]) -> str:
     """Where `import_object` finds a function: in its module, or among those that only this process knows."""
     name = getattr(function, "__qualname__", type(function).__name__)
     module = getattr(function, "__module__", "__main__")

@@ -30,7 +30,7 @@ from oxrl.diagnose.plan import (
 from oxrl.evaluation.evaluate import Evaluation, evaluate
 from oxrl.machine.hardware import Hardware, detect_hardware, set_up_process
 from oxrl.models.load import check_model, resolve_device
-from oxrl.names import LIVE, place_of
+from oxrl.names import LIVE, import_path_of
 from oxrl.rewards.grade import AnyReward
 from oxrl.run.checkpoint import best_checkpoint
 from oxrl.run.export import export_model, push_model
@@ -244,7 +244,7 @@ def _plain(section: str, key: str, value: Any) -> tuple[str, str, Any]:
     if isinstance(value, Path):
         value = str(value)
     elif key == "reward_func" and callable(value):
-        value = place_of(value)
+        value = import_path_of(value)
     elif key in ("train_files_path", "val_files_path") and not isinstance(value, str | Mapping):
         value = str(_file_of(_rows(value)))
     elif key == "train_files_path" and value in DATASETS and not Path(value).exists():

@@ -123,7 +123,7 @@ class Generation(NamedTuple):
         """One per token, whether they differ or not."""
         return self.versions or (self.version,) * len(self.token_ids)
 
-    def drawn_with(self, versions: Sequence[int]) -> Generation:
+    def with_versions(self, versions: Sequence[int]) -> Generation:
         """The same, each token with the version of the weights that drew it."""
         if len(versions) != len(self.token_ids):
             raise ValueError(f"{len(versions)} versions for {len(self.token_ids)} tokens; give one for each")
@@ -411,7 +411,7 @@ class Episode(NamedTuple):
     metadata: Mapping[str, Any] = {}
 
 
-class Talk(Protocol):
+class PolicyClient(Protocol):
     """The model, as one rollout's environment meets it."""
 
     @property
@@ -422,7 +422,7 @@ class Talk(Protocol):
         ...
 
 
-EnvFn: TypeAlias = Callable[[Sample, Talk], Awaitable[Episode]]
+EnvFn: TypeAlias = Callable[[Sample, PolicyClient], Awaitable[Episode]]
 
 
 class Render(Protocol):
@@ -466,10 +466,10 @@ class Online(NamedTuple):
 
     items: RolloutItemsFn  # the scored answers to one prompt -> items
     greedy: bool = False  # one more answer per prompt at temperature 0, as a baseline
-    informative: bool = False  # groups whose rewards are all equal are drawn anew
+    needs_variance: bool = False  # groups whose rewards are all equal are drawn anew
     reuses: bool = True  # its loss has a ratio, so that a batch can serve several optimizer steps
-    least_answers: int = 2  # per prompt; below it the algorithm has nothing to compare
-    graded_by: Literal["reward", "reward model", "judge"] | None = "reward"  # None: rewards are not looked at
+    min_group_size: int = 2  # per prompt; below it the algorithm has nothing to compare
+    reward_source: Literal["reward", "reward model", "judge"] | None = "reward"  # None: rewards are not looked at
 
 
 @dataclass(frozen=True, slots=True)
@@ -490,7 +490,7 @@ class Algorithm:
     arrange: ArrangeFn = list
     credit: CreditFn = no_credit
     heads: tuple[str, ...] = ()  # "value", "score"
-    judged_by: str | None = "loss"  # the number of an evaluation that is better when lower; None: none of them is
+    eval_metric: str | None = "loss"  # the number of an evaluation that is better when lower; None: none of them is
     parameters: Mapping[str, Any] = field(default_factory=dict)
     online: Online | None = None  # None: it learns from files only
     source: str = ""  # what `algorithm` was called with, a name or an import path: so it travels to other processes
@@ -528,8 +528,8 @@ class ImmediateTrainFuture(TrainFuture[T]):
         return self.value
 
 
-class Meeting(NamedTuple):
-    """`Meeting("10.0.0.1", 40123, 3, "gloo", 600.0)`: where sender and receivers of weights find each other.
+class Rendezvous(NamedTuple):
+    """`Rendezvous("10.0.0.1", 40123, 3, "gloo", 600.0)`: where sender and receivers of weights find each other.
 
     `size` counts the sender and every worker of every engine; `backend` is gloo (over TCP) or nccl (between GPUs);
     they have `time_limit` seconds to meet, and for each piece.
@@ -572,7 +572,7 @@ class WeightSource(Protocol):
         """The adapter alone, as PEFT writes it."""
         ...
 
-    def send(self, place: Meeting) -> None:
+    def send(self, place: Rendezvous) -> None:
         """To the engines that meet there, whose workers receive meanwhile; the files' weights without files."""
         ...
 

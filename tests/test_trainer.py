@@ -6,7 +6,7 @@ import pytest
 
 from oxrl import Trainer
 from oxrl.config import load_config
-from oxrl.names import import_object, place_of
+from oxrl.names import import_object, import_path_of
 from oxrl.tracking.metrics import read_metrics
 from oxrl.trainer import sections_of
 from tests.rows import sums
@@ -177,8 +177,8 @@ def test_a_function_of_a_script_is_known_while_the_process_lives():
     def local(rollout):
         return 1.0
 
-    assert import_object(place_of(local)) is local
-    assert place_of(sums) == "tests.rows:sums"
+    assert import_object(import_path_of(local)) is local
+    assert import_path_of(sums) == "tests.rows:sums"
     with pytest.raises(ValueError, match=r"put it into a file and name it FILE\.py:forgotten"):
         import_object("live:forgotten")
 

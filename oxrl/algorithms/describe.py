@@ -174,7 +174,7 @@ def _rows(built: Algorithm) -> str:
 def _needs(built: Algorithm) -> list[str]:
     words = {"ref": "a reference model", "teacher": "a teacher (model.teacher)"}
     graders = {"reward": "a reward", "reward model": "a reward model", "judge": "a judge", None: ""}
-    grader = graders[built.online.graded_by] if built.online is not None else ""
+    grader = graders[built.online.reward_source] if built.online is not None else ""
     needed = [*(words[other] for other in sorted(built.others)), *(f"a {head} head" for head in built.heads)]
     return [*needed, *([f"{grader} for its own samples"] if grader else [])]
 
@@ -192,8 +192,8 @@ def _example(built: Algorithm, name: str) -> str:
         "reward model": "  model: runs/rm",
         "judge": "  judge: smollm2-135m",
     }
-    if built.online is not None and built.online.graded_by is not None:
-        lines += ["reward:", graders[built.online.graded_by]]
+    if built.online is not None and built.online.reward_source is not None:
+        lines += ["reward:", graders[built.online.reward_source]]
     return "\n".join(lines)
 
 

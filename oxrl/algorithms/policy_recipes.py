@@ -21,7 +21,7 @@ from oxrl.types import Algorithm, AssembleFn, Batch, CreditFn, Losses, Online, O
 T = TypeVar("T")
 KLTerm: TypeAlias = Callable[[Outputs, Batch, Policy, float], Tensor]
 """What is known of a batch, and a coefficient -> the penalty per token."""
-BY_ITSELF = Online(group_of_rollouts, least_answers=1)
+BY_ITSELF = Online(group_of_rollouts, min_group_size=1)
 
 
 def policy_view(outputs: Outputs, batch: Batch) -> Policy:
@@ -106,7 +106,7 @@ def policy_gradient(
             _needs(parameters),
             _reads(parameters),
             credit=credit,
-            judged_by=None,
+            eval_metric=None,
             parameters=parameters,
             online=online._replace(reuses=loss is not policy.reinforce),
         )
@@ -214,7 +214,7 @@ def actor_critic(name: str = "ppo") -> Recipe:
             _entropy_read(entropy_coef),
             credit=gae_credit(**accepted(gae_credit, parameters)),
             heads=("value",),
-            judged_by=None,
+            eval_metric=None,
             parameters=parameters,
             online=BY_ITSELF,
         )
@@ -241,9 +241,9 @@ def distilled_policy(name: str = "opd") -> Recipe:
             step,
             ("sampler", "teacher"),
             credit=row_by_row,
-            judged_by=None,
+            eval_metric=None,
             parameters=parameters,
-            online=Online(ungraded_group, least_answers=1, graded_by=None),
+            online=Online(ungraded_group, min_group_size=1, reward_source=None),
         )
 
     return Recipe(name, policy.opd, build)

@@ -112,7 +112,7 @@ def reward_model(name: str) -> Recipe:
 def rejection_sampling(name: str) -> Recipe:
     def build(name: str, parameters: Parameters) -> Algorithm:
         assemble = partial(good_items, **parameters)
-        online = Online(partial(good_rollouts, **parameters), least_answers=1)
+        online = Online(partial(good_rollouts, **parameters), min_group_size=1)
         return Algorithm(name, assemble, supervised.negative_log_likelihood, parameters=parameters, online=online)
 
     return Recipe(name, good_items, build)
@@ -212,7 +212,7 @@ def coupled_preference(loss: Loss, remember: Callable[[Pairs, Memory], float] | 
             return Losses({"weighted": Term(weighted, "constant")}, {"objective": objective, **_pair_metrics(pairs)})
 
         needs = ("policy", "ref")
-        return Algorithm(name, pair_items, step, needs, credit=credit, parameters=parameters, judged_by="objective")
+        return Algorithm(name, pair_items, step, needs, credit=credit, parameters=parameters, eval_metric="objective")
 
     return Recipe(loss.__name__, loss, build, hidden=("baseline",))
 
@@ -318,7 +318,7 @@ CERTAINTY = {"log_sum_squares": Read(log_sum_squares)}
 ON_GROUPS: dict[str, Any] = {
     "assemble": group_items,
     "arrange": best_and_worst,
-    "online": Online(one_row_each, informative=True),
+    "online": Online(one_row_each, needs_variance=True),
 }
-AGAINST_DATA = Online(against_reference_reply, least_answers=1, graded_by=None)
+AGAINST_DATA = Online(against_reference_reply, min_group_size=1, reward_source=None)
 TEXT, CHAT = text_items, conversation_items

@@ -46,7 +46,7 @@ _GRPO: dict[str, Any] = {
 }
 _GREEDY: dict[str, Any] = {
     "assemble": group_against_greedy_items,
-    "online": Online(group_against_greedy, greedy=True, least_answers=1),
+    "online": Online(group_against_greedy, greedy=True, min_group_size=1),
 }
 _ABOUT = {
     "cpt": "Continued pre-training: SFT over every token of plain text.",
@@ -63,8 +63,8 @@ _ABOUT = {
 """What is to be said before a loss's own words, where several algorithms share it."""
 
 
-def _feedback(graded_by: Literal["reward model", "judge"]) -> dict[str, Any]:
-    return {"kl_coef": 0.05, "online": Online(group_of_rollouts, graded_by=graded_by)}
+def _feedback(reward_source: Literal["reward model", "judge"]) -> dict[str, Any]:
+    return {"kl_coef": 0.05, "online": Online(group_of_rollouts, reward_source=reward_source)}
 
 
 _TABLE = (
@@ -99,7 +99,7 @@ _TABLE = (
     policy_gradient(**_GRPO, **_feedback("judge"), name="rlaif"),
     policy_gradient(policy.clipped, credit.zscore, "token", name="sgrpo"),
     policy_gradient(policy.dr_grpo, credit.centre, "sequence"),
-    policy_gradient(policy.dapo, credit.zscore, "token", online=Online(group_of_rollouts, informative=True)),
+    policy_gradient(policy.dapo, credit.zscore, "token", online=Online(group_of_rollouts, needs_variance=True)),
     policy_gradient(policy.gspo, credit.zscore, "sequence", weigh=policy.per_sequence_mean),
     policy_gradient(policy.gmpo, credit.zscore, "sequence", weigh=policy.per_sequence_mean),
     policy_gradient(policy.cispo, credit.zscore, "token"),

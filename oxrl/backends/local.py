@@ -130,7 +130,7 @@ class PyTorchTrainingBackend:
             here = [on_device(batch, self.device) for batch in batches]
             if which == "policy":
                 return ImmediateTrainFuture([_on_cpu(self._pass(batch, reads)) for batch in here])
-            with self._speaking_as(which) as module:
+            with self._model_for(which) as module:
                 return ImmediateTrainFuture([_on_cpu(module(batch)) for batch in here])
 
     def _pass(self, batch: Batch, reads: Mapping[str, Read]) -> Outputs:
@@ -138,7 +138,7 @@ class PyTorchTrainingBackend:
         assert len(compared) <= 1, f"one pass compares with one other model, not with {sorted(compared)}"
         other = None
         for name in compared:
-            with self._speaking_as(name) as module:
+            with self._model_for(name) as module:
                 other = module.as_other(batch)
         return self._forward(batch, {name: read.statistic for name, read in reads.items()}, other)
 
@@ -147,7 +147,7 @@ class PyTorchTrainingBackend:
         return outputs
 
     @contextmanager
-    def _speaking_as(self, which: str) -> Iterator[LanguageModel]:
+    def _model_for(self, which: str) -> Iterator[LanguageModel]:
         if which in self.others:
             yield self.others[which]
         elif which == "ref" and hasattr(self.model, "peft_config"):
@@ -210,7 +210,7 @@ class PyTorchTrainingBackend:
         return nn.utils.clip_grad_norm_(list(self.optimizer.masters.values()), self.max_grad_norm)
 
     @contextmanager
-    def rehearsing(self) -> Iterator[None]:
+    def memory_warm_up(self) -> Iterator[None]:
         """Inside, memory is as full as in later steps, with gradients and optimizer state; then all is as it was."""
         masters = list(self.optimizer.masters.values())
         unstated = [master for master in masters if not self.optimizer.state.get(master)]

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 import oxrl
-from oxrl.cli import config, data, doctor, export, look, mismatch, models, plan, report, rewards, speak, train
+from oxrl.cli import config, data, doctor, export, generate, look, mismatch, models, plan, report, rewards, train
 from oxrl.cli.eval import evaluate
 from oxrl.machine.hardware import set_up_process
 from oxrl.run.launch import leave
@@ -27,8 +27,8 @@ app = typer.Typer(
 COMMANDS = (
     train.train,
     plan.plan,
-    speak.chat,
-    speak.generate,
+    generate.chat,
+    generate.generate,
     look.algorithms,
     look.plot,
     export.merge,

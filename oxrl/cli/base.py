@@ -10,7 +10,7 @@ import typer
 
 
 @contextmanager
-def mistakes_end_here() -> Iterator[None]:
+def exit_on_user_error() -> Iterator[None]:
     """What the user got wrong is answered in words, with exit code 2 and no traceback."""
     try:
         yield
@@ -21,10 +21,10 @@ def mistakes_end_here() -> Iterator[None]:
 
 
 @contextmanager
-def failures_end_here(what: str, how_to_go_on: Callable[[], str] = str) -> Iterator[None]:
+def exit_on_failure(what: str, how_to_go_on: Callable[[], str] = str) -> Iterator[None]:
     """What failed on the way is one message and exit code 1, an interrupt 130, a mistake 2."""
     try:
-        with mistakes_end_here():
+        with exit_on_user_error():
             yield
     except KeyboardInterrupt:
         typer.secho(f"\ninterrupted{how_to_go_on()}", fg="yellow", err=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from oxrl.cli.base import Json, mistakes_end_here
+from oxrl.cli.base import Json, exit_on_user_error
 
 if TYPE_CHECKING:
     from oxrl.config import Config
@@ -22,7 +22,7 @@ Set = Annotated[list[str] | None, typer.Option("--set", help="Any config key: --
 @app.command("show")
 def config_show(file: File, set_: Set = None, json_: Json = False) -> None:
     """Print everything that a run would use, and where it comes from: oxrl config show config.yaml"""
-    with mistakes_end_here():
+    with exit_on_user_error():
         from oxrl.config import trace_stages
         from oxrl.config.reference import as_lines
 
@@ -90,7 +90,7 @@ def config_diff(
     json_: Json = False,
 ) -> None:
     """Print the keys that two files set differently, defaults filled in: oxrl config diff a.yaml b.yaml"""
-    with mistakes_end_here():
+    with exit_on_user_error():
         left, right = (_flat(file) for file in (one, other))
     places = [place for place in {**left, **right} if left.get(place) != right.get(place)]
     if json_:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from oxrl.cli.base import Json, mistakes_end_here
+from oxrl.cli.base import Json, exit_on_user_error
 
 app = typer.Typer(no_args_is_help=True, help="Look at data before training on it.")
 
@@ -24,7 +24,7 @@ def data_show(
     json_: Annotated[bool, typer.Option("--json", help="Statistics as JSON.")] = False,
 ) -> None:
     """Print what would be trained on: trained tokens in colour, lengths, problems."""
-    with mistakes_end_here():
+    with exit_on_user_error():
         from oxrl.diagnose.data import inspect_data, print_report
         from oxrl.run.folder import resolve_weights
 
@@ -57,7 +57,7 @@ def data_prepare(
     json_: Annotated[bool, typer.Option("--json", help="The card as JSON.")] = False,
 ) -> None:
     """Fetch a dataset and write it as files that train reads: oxrl data prepare gsm8k"""
-    with mistakes_end_here():
+    with exit_on_user_error():
         from oxrl.data.prepare import prepare, read_card
 
         folder = prepare(name, files=from_ or (), output=output, splits=split or (), instruction=instruction, size=size)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from oxrl.cli.base import Json, failures_end_here
+from oxrl.cli.base import Json, exit_on_failure
 
 
 def evaluate(
@@ -41,7 +41,7 @@ def evaluate(
     json_: Json = False,
 ) -> None:
     """Measure a model on held-out rows: oxrl eval runs/grpo --data gsm8k --against smollm2-135m"""
-    with failures_end_here("the evaluation"):
+    with exit_on_failure("the evaluation"):
         if (data is None) == (harness is None):
             raise ValueError("give --data FILE or NAME, or --harness TASKS, one of the two")
         if harness is not None:

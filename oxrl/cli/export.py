@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from oxrl.cli.base import Json, mistakes_end_here
+from oxrl.cli.base import Json, exit_on_user_error
 
 Source = Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, or any model.")]
 Output = Annotated[Path, typer.Option(help="The new folder.")]
@@ -17,7 +17,7 @@ Dtype = Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or
 
 def merge(run: Source, output: Output, dtype: Dtype = "auto", json_: Json = False) -> None:
     """Merge a LoRA adapter into its base: oxrl merge runs/lora --output merged"""
-    with mistakes_end_here():
+    with exit_on_user_error():
         from oxrl.run.export import merge_run
 
         folder = merge_run(run, output, dtype=dtype)
@@ -34,7 +34,7 @@ def export(
     json_: Json = False,
 ) -> None:
     """Write a run's best weights, its tokenizer and a card: oxrl export runs/rl --output model"""
-    with mistakes_end_here():
+    with exit_on_user_error():
         from oxrl.run.export import export_model, push_model
 
         folder = export_model(run, output, adapter=adapter, dtype=dtype)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from oxrl.cli.base import Json, mistakes_end_here
+from oxrl.cli.base import Json, exit_on_user_error
 
 
 def algorithms(
@@ -16,7 +16,7 @@ def algorithms(
     json_: Json = False,
 ) -> None:
     """List the algorithms, or explain one: formula, parameters, what it needs, an example."""
-    with mistakes_end_here():
+    with exit_on_user_error():
         from oxrl.algorithms.describe import FAMILIES, explain, families
 
         if name is None:
@@ -39,7 +39,7 @@ def plot(
     metric: Annotated[list[str] | None, typer.Option(help="Which curves; default the telling ones.")] = None,
 ) -> None:
     """Draw a run's curves in the terminal and to a PNG."""
-    with mistakes_end_here():
+    with exit_on_user_error():
         from oxrl.run.folder import last_stage
         from oxrl.tracking.plot import plot_run
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from oxrl.cli.base import Json, failures_end_here
+from oxrl.cli.base import Json, exit_on_failure
 
 
 def mismatch(
@@ -30,7 +30,7 @@ def mismatch(
     from oxrl.concurrency import run_blocking
     from oxrl.diagnose.logprob_gap import audit_mismatch
 
-    with failures_end_here("the audit"):
+    with exit_on_failure("the audit"):
         audit = partial(audit_mismatch, run, answers=answers, max_tokens=max_tokens, recorded=recorded)
         found = run_blocking(audit)
     typer.echo(json.dumps(found.to_json()) if json_ else str(found))

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from oxrl.cli.base import Json, mistakes_end_here
+from oxrl.cli.base import Json, exit_on_user_error
 
 app = typer.Typer(no_args_is_help=True, help="Models that are known by name, and what was tried with them.")
 
@@ -33,7 +33,7 @@ ModelName = Annotated[str, typer.Argument(metavar="NAME", help="From `oxrl model
 @app.command("show")
 def models_show(name: ModelName, json_: Json = False) -> None:
     """Tell all that is known of a model, and what its verification measured."""
-    with mistakes_end_here():
+    with exit_on_user_error():
         from oxrl.models.catalog import find_entry, record_of
 
         entry = find_entry(name)
@@ -56,7 +56,7 @@ def _card(entry: Any) -> dict[str, Any]:
 @app.command("config")
 def models_config(name: ModelName) -> None:
     """Print a config to begin with: oxrl models config qwen3-0.6b > config.yaml"""
-    with mistakes_end_here():
+    with exit_on_user_error():
         from oxrl.config import check_config
         from oxrl.config.tasks import example_config
         from oxrl.models.catalog import as_yaml, find_entry
@@ -76,7 +76,7 @@ def models_verify(
     output: Annotated[Path | None, typer.Option(help="Where the record goes; default NAME.json.")] = None,
 ) -> None:
     """Train the model for two steps each of SFT, DPO and GRPO, check what can be checked, and write a record."""
-    with mistakes_end_here():
+    with exit_on_user_error():
         from oxrl.diagnose.verify_model import verify_entry, write_record
         from oxrl.models.catalog import find_entry
 
@@ -96,7 +96,7 @@ def models_verify(
 @app.command("fetch")
 def models_fetch(name: ModelName, json_: Json = False) -> None:
     """Download a model, so that later runs need no network: oxrl models fetch qwen3-0.6b"""
-    with mistakes_end_here():
+    with exit_on_user_error():
         from oxrl.run.export import fetch_model
 
         folder = fetch_model(name)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from oxrl.cli.base import Json, mistakes_end_here
+from oxrl.cli.base import Json, exit_on_user_error
 
 if TYPE_CHECKING:
     from oxrl.config import Config
@@ -35,7 +35,7 @@ def plan(
 
     oxrl plan config.yaml --set run.training_gpus=8 --gpu-memory 80
     """
-    with mistakes_end_here():
+    with exit_on_user_error():
         from oxrl.config import load_stages
 
         show_plans(load_stages(config, set_ or []), output, json_, gpu_memory)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from oxrl.cli.base import Json, mistakes_end_here
+from oxrl.cli.base import Json, exit_on_user_error
 
 
 def report(
@@ -27,7 +27,7 @@ def report(
     from oxrl.diagnose.bug_report import SendError, report_of
     from oxrl.diagnose.bug_report import send as send_report
 
-    with mistakes_end_here():
+    with exit_on_user_error():
         written = report_of(run)
         if not json_:
             typer.echo(f"# {written.title}\n\n{written.body}", nl=False)

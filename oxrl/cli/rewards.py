@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from oxrl.cli.base import Json, mistakes_end_here
+from oxrl.cli.base import Json, exit_on_user_error
 
 app = typer.Typer(no_args_is_help=True, help="What answers can be paid for.")
 
@@ -48,7 +48,7 @@ def rewards_test(
     json_: Json = False,
 ) -> None:
     """Try a reward on real rows: right answers, wrong ones, cheats. Exit code 1 if it can be gamed."""
-    with mistakes_end_here():
+    with exit_on_user_error():
         from oxrl.run.spec import trial_of
 
         report = trial_of(name, data, param or [], limit=limit, pays_for=pays_for, threshold=threshold, workers=workers)

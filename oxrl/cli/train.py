@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from oxrl.cli.base import failures_end_here, mistakes_end_here
+from oxrl.cli.base import exit_on_failure, exit_on_user_error
 from oxrl.cli.plan import show_plans
 from oxrl.run.launch import restarted
 
@@ -85,7 +85,7 @@ def train(
         "inference_engine.name": engine,
     }
     overrides = [f"{key}={json.dumps(value)}" for key, value in flags.items() if value is not None]
-    with mistakes_end_here():
+    with exit_on_user_error():
         stages = _stages(config, output, resume, [*overrides, *(set_ or [])])
         if dry_run:
             show_plans(stages, output, json_)
@@ -131,7 +131,7 @@ def _train_and_tell(prepared: Any, as_json: bool) -> RunResult:
         begun = (prepared.folder / "config.yaml").exists()
         return f"; go on with: oxrl train --output {prepared.folder} --resume" if begun else " before it had begun"
 
-    with failures_end_here("the run", how_to_go_on):
+    with exit_on_failure("the run", how_to_go_on):
         result = train_prepared(prepared)
     last = result.history[-1] if result.history else {}
     if as_json:

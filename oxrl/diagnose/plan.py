@@ -36,7 +36,7 @@ from oxrl.diagnose.memory import (
     training_flops,
 )
 from oxrl.generators.vllm.server import CPU_SETTINGS
-from oxrl.loops.rehearse import heaviest, longest_items
+from oxrl.loops.memory_warmup import heaviest, longest_items
 from oxrl.machine.hardware import Device, Hardware, detect_hardware
 from oxrl.models.load import adapter_base, find_model, load_model_config, resolve_device, resolve_dtype
 from oxrl.models.lora import LoraSettings, attach_lora, read_adapter_config

@@ -27,7 +27,7 @@ from oxrl.names import did_you_mean
 from oxrl.rewards import Reward, as_reward, check_samples
 from oxrl.rewards.grade import AnyReward, grade
 from oxrl.rewards.length import sampled_tokens
-from oxrl.rollouts.collect import Answers
+from oxrl.rollouts.collect import RolloutSampler
 from oxrl.run.folder import resolve_weights
 from oxrl.run.spec import as_prompt, variants_of
 from oxrl.types import GenerationConfig, Rollout, Sample, Status
@@ -354,7 +354,7 @@ async def _answer(
     from oxrl.generators.embedded.generator import EmbeddedGenerator
 
     generator = EmbeddedGenerator(speaker.load(), speaker.tokenizer)
-    answers = Answers(generator, Renderer(speaker.tokenizer), sampling, seed=sampling.seed)
+    answers = RolloutSampler(generator, Renderer(speaker.tokenizer), sampling, seed=sampling.seed)
     first, *others = variants
     rollouts = await answer_all(answers, samples, variants[first], n=n, time_limit=time_limit, tell=tell)
     graded = {first: rollouts}

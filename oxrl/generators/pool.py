@@ -25,11 +25,11 @@ from oxrl.concurrency import in_thread, task_group
 from oxrl.generators.connection import Connection, EngineError
 from oxrl.generators.embedded.engine import check_sampling
 from oxrl.generators.embedded.sampling import stream_key
-from oxrl.generators.probe import Heard, Probe, StaleEngineError
+from oxrl.generators.probe import Probe, ProbeResult, StaleEngineError
 from oxrl.generators.vllm.worker import EXTENSION
-from oxrl.types import Generation, GenerationConfig, Meeting, Request, Weights, WeightSource
-from oxrl.weights.broadcast import TransferError, meeting
-from oxrl.weights.checkpoint_names import near_folder, source_of
+from oxrl.types import Generation, GenerationConfig, Rendezvous, Request, Weights, WeightSource
+from oxrl.weights.broadcast import TransferError, rendezvous
+from oxrl.weights.checkpoint_names import shm_dir, source_of
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ _TOKENS = "/inference/v1/generate"
 TRANSFERS = ("files", "gloo", "nccl")
 
 
-class Ask(NamedTuple):
+class EngineRequest(NamedTuple):
     """One sequence to continue, as every engine understands it."""
 
     tokens: tuple[int, ...]
@@ -52,7 +52,7 @@ class Ask(NamedTuple):
     ends: tuple[int, ...]
 
 
-class Said(NamedTuple):
+class EngineOutput(NamedTuple):
     """What an engine drew."""
 
     token_ids: tuple[int, ...]
@@ -87,7 +87,7 @@ class InferenceEngine(Protocol):
 
     async def facts(self) -> Facts: ...
 
-    async def complete(self, ask: Ask) -> Said: ...
+    async def complete(self, ask: EngineRequest) -> EngineOutput: ...
 
     async def prompt_logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
         """Of each token but the first, at temperature 1."""
@@ -123,7 +123,7 @@ class Receiver(Protocol):
         """Processes that take part, each for its share of the model."""
         ...
 
-    async def receive_weights(self, place: Meeting, first: int, version: int | None = None) -> dict[str, Any]:
+    async def receive_weights(self, place: Rendezvous, first: int, version: int | None = None) -> dict[str, Any]:
         """Speak with what is sent there from now on; its receivers are those from `first` on."""
         ...
 
@@ -192,7 +192,7 @@ class VLLMEngine(_Server):
             raise ValueError(f"{self.name} returns {mode}: start it with --logprobs-mode processed_logprobs")
         return Facts(int(model["max_model_len"]), mode.removesuffix("_logprobs"))
 
-    async def complete(self, ask: Ask) -> Said:
+    async def complete(self, ask: EngineRequest) -> EngineOutput:
         model, sampling = await self._name_of_model(), ask.sampling
         wanted = {
             "max_tokens": ask.most,
@@ -214,16 +214,16 @@ class VLLMEngine(_Server):
         body = {"model": model, "prompt": list(ask.tokens), "return_token_ids": True, **wanted}
         (choice,) = (await self._connection.post("/v1/completions", body))["choices"]
         logprobs = choice["logprobs"]["token_logprobs"] if choice["logprobs"] else ()
-        return Said(tuple(choice["token_ids"]), tuple(logprobs), str(choice["finish_reason"]))
+        return EngineOutput(tuple(choice["token_ids"]), tuple(logprobs), str(choice["finish_reason"]))
 
-    async def _tokens(self, body: Mapping[str, Any]) -> Said:
+    async def _tokens(self, body: Mapping[str, Any]) -> EngineOutput:
         """By the endpoint that also says with which weights each token was drawn."""
         (choice,) = (await self._connection.post(_TOKENS, body))["choices"]
         drawn = (choice["logprobs"] or {}).get("content") or ()
         spans = choice["weight_versions"] or ()
         versions = [span["version"] for span in spans for _ in range(span["start"], span["end"])]
         told = all(version.isdecimal() for version in versions)  # before the first update it has a name of its own
-        return Said(
+        return EngineOutput(
             tuple(choice["token_ids"] or ()),
             tuple(each["logprob"] for each in drawn),
             str(choice["finish_reason"]),
@@ -280,7 +280,7 @@ class VLLMEngine(_Server):
             raise ValueError(f"{self.name} has {self._copies} copies of the model: start a server for each instead")
         return self._workers
 
-    async def receive_weights(self, place: Meeting, first: int, version: int | None = None) -> dict[str, Any]:
+    async def receive_weights(self, place: Rendezvous, first: int, version: int | None = None) -> dict[str, Any]:
         return await self._change_weights({"method": "receive_weights", "args": [list(place), first]}, version)
 
     async def _change_weights(self, body: Mapping[str, Any], version: int | None) -> dict[str, Any]:
@@ -318,7 +318,7 @@ class SGLangEngine(_Server):
             raise EngineError(f"{self.name} does not say how long a sequence may be")
         return Facts(int(longest), "full")
 
-    async def complete(self, ask: Ask) -> Said:
+    async def complete(self, ask: EngineRequest) -> EngineOutput:
         sampling = ask.sampling
         parameters = {
             "max_new_tokens": ask.most,
@@ -335,7 +335,7 @@ class SGLangEngine(_Server):
         about = reply["meta_info"]
         drawn = about.get("output_token_logprobs") or ()
         reason = (about["finish_reason"] or {}).get("type", "none")
-        return Said(tuple(token for _, token, *_ in drawn), tuple(logprob for logprob, *_ in drawn), reason)
+        return EngineOutput(tuple(token for _, token, *_ in drawn), tuple(logprob for logprob, *_ in drawn), reason)
 
     async def prompt_logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
         parameters = {"max_new_tokens": 1, "temperature": 1.0}
@@ -431,12 +431,12 @@ class HTTPGenerator:
         self.engines, self.tokenizer = list(engines), tokenizer
         self.gap = 0.0  # the largest difference to the trainer's log-probs that the last sync showed
         self._ends = tuple(sorted({*end_token_ids, tokenizer.eos_token_id} - {None}))
-        self._folder = Path(folder) if folder is not None else near_folder()
+        self._folder = Path(folder) if folder is not None else shm_dir()
         self._tolerance = tolerance
         self._version = 0
         self._facts: dict[int, Facts] = {}
         self._load = [0] * len(self.engines)
-        self._heard: dict[int, Heard] = {}
+        self._heard: dict[int, ProbeResult] = {}
         self._lost: dict[int, int] = {}  # engines that failed, and how many recoveries they had then
         self._waiting: set[anyio.CancelScope] = set()
         self._under_way: set[object] = set()
@@ -479,7 +479,9 @@ class HTTPGenerator:
             self._under_way.discard(mark)
         return as_generation(self.engines[place].name, request.begun, said, version, self._text)
 
-    async def _somewhere(self, request: Request, sampling: GenerationConfig, aborts: int) -> tuple[int, int, Said]:
+    async def _somewhere(
+        self, request: Request, sampling: GenerationConfig, aborts: int
+    ) -> tuple[int, int, EngineOutput]:
         """Who answered, with which version, and what; nobody is asked once `abort` was called."""
         for tried in range(_MOST_TRIES):
             place = min(range(len(self.engines)), key=lambda place: (self._is_lost(place), self._load[place]))
@@ -493,7 +495,7 @@ class HTTPGenerator:
                     raise
                 if self._aborts == aborts:
                     await self._do_without(place, error)
-        return place, version, Said((), (), "abort")
+        return place, version, EngineOutput((), (), "abort")
 
     def _is_lost(self, place: int) -> bool:
         return self._lost.get(place) == self.engines[place].recoveries
@@ -512,11 +514,11 @@ class HTTPGenerator:
             finally:
                 self._waiting.discard(scope)
 
-    async def _ask(self, place: int, request: Request, sampling: GenerationConfig) -> Said:
+    async def _ask(self, place: int, request: Request, sampling: GenerationConfig) -> EngineOutput:
         self._load[place] += 1
         try:
-            ask = as_ask(request, sampling, await self._facts_at(place), self._ends)
-            return await self.engines[place].complete(ask) if ask.most > 0 else Said((), (), "length")
+            ask = as_engine_request(request, sampling, await self._facts_at(place), self._ends)
+            return await self.engines[place].complete(ask) if ask.most > 0 else EngineOutput((), (), "length")
         finally:
             self._load[place] -= 1
 
@@ -618,7 +620,7 @@ class HTTPGenerator:
         """One group of the sender and all engines' workers."""
         numbers = [await engine.receivers() for engine in engines]
         hosts = [engine.host for engine in engines]
-        with meeting(hosts, sum(numbers), self._transfer, self._time_limit) as place:
+        with rendezvous(hosts, sum(numbers), self._transfer, self._time_limit) as place:
             async with task_group() as tasks:
                 for engine, first in zip(engines, accumulate(numbers, initial=1), strict=False):
                     tasks.start_soon(engine.receive_weights, place, first, version)
@@ -683,7 +685,7 @@ def sglang_generator(
     return HTTPGenerator([SGLangEngine(url, **connection) for url in urls], tokenizer, **dict(options or {}))
 
 
-def as_ask(request: Request, sampling: GenerationConfig, facts: Facts, ends: Sequence[int]) -> Ask:
+def as_engine_request(request: Request, sampling: GenerationConfig, facts: Facts, ends: Sequence[int]) -> EngineRequest:
     """A request as an engine gets it; what it cannot do as asked is refused."""
     begun = request.begun.token_ids if request.begun is not None else ()
     if request.begun is not None and request.begun.finish_reason != "aborted":
@@ -701,7 +703,7 @@ def as_ask(request: Request, sampling: GenerationConfig, facts: Facts, ends: Seq
     most = min(sampling.max_new_tokens, facts.longest - len(request.tokens)) - len(begun)
     # An engine counts its random numbers from the first token that it draws itself.
     seed = stream_key(stream_key(sampling.seed, request.seed), len(begun)) >> 1
-    return Ask(tokens, sampling, seed, most, (*ends, *sampling.stop_token_ids))
+    return EngineRequest(tokens, sampling, seed, most, (*ends, *sampling.stop_token_ids))
 
 
 def check_logprobs(sampling: GenerationConfig, facts: Facts) -> None:
@@ -721,7 +723,7 @@ def check_logprobs(sampling: GenerationConfig, facts: Facts) -> None:
         )
 
 
-def as_generation(name: str, begun: Generation | None, said: Said, version: int, text: Any) -> Generation:
+def as_generation(name: str, begun: Generation | None, said: EngineOutput, version: int, text: Any) -> Generation:
     """What was drawn before and now, as one; an answer that cannot be trusted is an error.
 
     `version` is that of the weights when it was asked for, and so of its tokens where the engine does not tell.
@@ -737,4 +739,4 @@ def as_generation(name: str, begun: Generation | None, said: Said, version: int,
     if said.versions and len(said.versions) != len(said.token_ids):
         raise EngineError(f"{name} returned {len(said.token_ids)} tokens with versions of {len(said.versions)}")
     versions = (*begun.token_versions, *(said.versions or (version,) * len(said.token_ids)))
-    return Generation(ids, logprobs, reason, version, text(ids)).drawn_with(versions)
+    return Generation(ids, logprobs, reason, version, text(ids)).with_versions(versions)

@@ -39,7 +39,7 @@ class Probe(NamedTuple):
         most = TOLERANCE.get(source.dtype, 0.3) if tolerance is None else tolerance
         return cls(tokens, source.logprobs(tokens), most)
 
-    def check(self, name: str, said: Sequence[float], version: int, before: Heard | None) -> Heard:
+    def check(self, name: str, said: Sequence[float], version: int, before: ProbeResult | None) -> ProbeResult:
         """What the engine says now, to be remembered; stops if it is not what the trainer says.
 
         An update can be smaller than the tolerance. Then what an engine said before gives it away: the trainer's
@@ -58,13 +58,13 @@ class Probe(NamedTuple):
             )
         if before is not None and before.engine == tuple(said):  # what the trainer has moved since then adds up
             return before
-        return Heard(self.logprobs, tuple(said), gap)
+        return ProbeResult(self.logprobs, tuple(said), gap)
 
-    def _moved(self, before: Heard) -> float:
+    def _moved(self, before: ProbeResult) -> float:
         return max(abs(now - then) for now, then in zip(self.logprobs, before.trainer, strict=True))
 
 
-class Heard(NamedTuple):
+class ProbeResult(NamedTuple):
     """What both sides said about the probe sequence, and the largest difference."""
 
     trainer: tuple[float, ...]

@@ -24,17 +24,17 @@ import anyio
 
 from oxrl.concurrency import in_thread, task_group
 from oxrl.generators.connection import EngineError
-from oxrl.generators.pool import Ask, Facts, HTTPGenerator, Said
+from oxrl.generators.pool import EngineOutput, EngineRequest, Facts, HTTPGenerator
 from oxrl.generators.probe import Probe, StaleEngineError
-from oxrl.machine.ray_cluster import Places, Process, end_actor, import_ray, reserve
+from oxrl.machine.ray_cluster import Bundles, Process, end_actor, import_ray, reserve
 from oxrl.types import Weights, WeightSource
 from oxrl.weights.buckets import Bucket, in_buckets
 from oxrl.weights.checkpoint_names import (
-    MovedOnError,
+    StaleWeightsError,
     adapter_files,
-    near_folder,
     plain_weights,
     read_weights,
+    shm_dir,
     source_of,
     write_tensors,
 )
@@ -69,7 +69,7 @@ class RayGenerator(HTTPGenerator):
     engines: list[RayReplica]  # type: ignore[assignment]
 
     def __init__(
-        self, replicas: Sequence[RayReplica], tokenizer: Any, *, own_places: Places | None, **rest: Any
+        self, replicas: Sequence[RayReplica], tokenizer: Any, *, own_places: Bundles | None, **rest: Any
     ) -> None:
         super().__init__(replicas, tokenizer, **rest)
         self._own_places = own_places
@@ -136,13 +136,15 @@ class RayGenerator(HTTPGenerator):
             given, news = self._current, self._news
             try:
                 probe = await self._probe(given)
-            except MovedOnError:  # the trainer has no more what the others speak with, and hands over its next soon
+            except (
+                StaleWeightsError
+            ):  # the trainer has no more what the others speak with, and hands over its next soon
                 if not await in_thread(partial(news.wait, replica.time_limit)):
                     raise EngineError(f"no weights came for {replica.name} within {replica.time_limit:g} s") from None
                 continue
             try:
                 lost = await self._give({replica: engine}, given, probe)
-            except MovedOnError as error:
+            except StaleWeightsError as error:
                 raise ReplicaLostError(f"{replica.name} has half of its weights: {error}") from error
             if lost:
                 raise ReplicaLostError(f"{replica.name} was lost again while it got its weights")
@@ -162,7 +164,7 @@ async def ray_generator(
     *,
     replicas: int = 1,
     tensor_parallel_size: int = 1,
-    places: Places | None = None,
+    places: Bundles | None = None,
     share: float = 1.0,
     lora: int = 0,
     time_limit: float = 600.0,
@@ -232,13 +234,13 @@ class RayReplica:
             self._facts = await self.engine.ready(self.start_limit)
         return self._facts
 
-    async def complete(self, ask: Ask) -> Said:
+    async def complete(self, ask: EngineRequest) -> EngineOutput:
         """What is lost with its engine is asked again of the one that takes its place."""
         aborts = self._aborts
         while self._aborts == aborts:
             engine = self.engine
             try:
-                said: Said = await engine.ask("complete", ask, limit=self.time_limit)
+                said: EngineOutput = await engine.ask("complete", ask, limit=self.time_limit)
             except ReplicaLostError as error:
                 logger.warning("%s; another one takes its place", error)
             else:
@@ -251,7 +253,7 @@ class RayReplica:
                         await self.replaced(engine)
                 finally:
                     self._waiting.discard(scope)
-        return Said((), (), "abort")
+        return EngineOutput((), (), "abort")
 
     async def prompt_logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
         said: tuple[float, ...] = await self.engine.ask("prompt_logprobs", tuple(tokens), limit=self.time_limit)
@@ -404,7 +406,7 @@ class EngineActor:
     async def process(self) -> Process:
         return Process.current()
 
-    async def complete(self, ask: Ask) -> Said:
+    async def complete(self, ask: EngineRequest) -> EngineOutput:
         return await self.engine.complete(ask)
 
     async def prompt_logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
@@ -443,7 +445,7 @@ class EngineActor:
             await self.engine.take_weights(arriving, version)
             return
         # Workers in processes of their own read files.
-        with tempfile.TemporaryDirectory(prefix="oxrl-weights-", dir=near_folder()) as folder:
+        with tempfile.TemporaryDirectory(prefix="oxrl-weights-", dir=shm_dir()) as folder:
             await in_thread(partial(write_tensors, arriving, Path(folder)))
             await self.engine.refresh_model(folder, version)
 
@@ -458,7 +460,7 @@ class EngineActor:
             yield from bucket.tensors()
 
     async def take_adapter(self, files: dict[str, bytes], version: int) -> None:
-        with tempfile.TemporaryDirectory(prefix="oxrl-adapter-", dir=near_folder()) as name:
+        with tempfile.TemporaryDirectory(prefix="oxrl-adapter-", dir=shm_dir()) as name:
             for file, content in files.items():
                 (Path(name) / file).write_bytes(content)
             await self.engine.take_adapter(Path(name), version)
@@ -517,7 +519,7 @@ def _references(
     if weights.module is not None:
         yield from map(ray.put, in_buckets(plain_weights(weights.module, adapter=adapter)))
         return
-    with tempfile.TemporaryDirectory(prefix="oxrl-weights-", dir=near_folder()) as folder:
+    with tempfile.TemporaryDirectory(prefix="oxrl-weights-", dir=shm_dir()) as folder:
         (source.write if adapter else source.write_base)(Path(folder))
         yield from map(ray.put, in_buckets(read_weights(Path(folder))))
 

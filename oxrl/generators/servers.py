@@ -23,11 +23,19 @@ import anyio
 
 from oxrl.concurrency import in_thread, task_group
 from oxrl.generators.connection import Connection, EngineError, NoSuchPathError, check_apart
-from oxrl.generators.pool import Ask, Facts, HTTPGenerator, InferenceEngine, Said, SGLangEngine, VLLMEngine
+from oxrl.generators.pool import (
+    EngineOutput,
+    EngineRequest,
+    Facts,
+    HTTPGenerator,
+    InferenceEngine,
+    SGLangEngine,
+    VLLMEngine,
+)
 from oxrl.generators.probe import Probe, StaleEngineError
-from oxrl.generators.vllm.server import VLLMServer, last_words, start_vllm_server, until_ready
+from oxrl.generators.vllm.server import VLLMServer, log_tail, start_vllm_server, until_ready
 from oxrl.machine.processes import free_ports
-from oxrl.weights.checkpoint_names import near_folder
+from oxrl.weights.checkpoint_names import shm_dir
 
 logger = logging.getLogger(__name__)
 
@@ -90,11 +98,11 @@ class Replica:
     async def facts(self) -> Facts:
         return await self._try(VLLMEngine.facts)
 
-    async def complete(self, ask: Ask) -> Said:
+    async def complete(self, ask: EngineRequest) -> EngineOutput:
         return await self._try(lambda engine: engine.complete(ask))
 
     async def prompt_logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
-        said = await self._surely(lambda engine: engine.prompt_logprobs(tokens))
+        said = await self._retry(lambda engine: engine.prompt_logprobs(tokens))
         if self._kept is not None:
             self._proof = _Proof(self._kept.version, tuple(tokens), said)
         return said
@@ -104,28 +112,28 @@ class Replica:
             await self._try(VLLMEngine.abort)
 
     async def pause(self) -> None:
-        await self._surely(VLLMEngine.pause)
+        await self._retry(VLLMEngine.pause)
 
     async def resume(self) -> None:
-        await self._surely(VLLMEngine.resume)
+        await self._retry(VLLMEngine.resume)
 
     async def sleep(self) -> None:
-        await self._surely(VLLMEngine.sleep)
+        await self._retry(VLLMEngine.sleep)
         self._asleep = True
 
     async def wake_up(self) -> None:
         self._asleep = False
-        await self._surely(VLLMEngine.wake_up)
+        await self._retry(VLLMEngine.wake_up)
 
     async def check_health(self) -> None:
-        await self._surely(VLLMEngine.check_health)
+        await self._retry(VLLMEngine.check_health)
 
     async def update_weights_from_checkpoint(self, checkpoint_path: str, version: int | None = None) -> dict[str, Any]:
         """Also through a restart: the files are kept, as links where that is possible, until the next ones come."""
         before, self._kept = self._kept, await in_thread(partial(_keep, Path(checkpoint_path), self.home, version))
         if before is not None:
             await in_thread(partial(shutil.rmtree, before.folder, ignore_errors=True))
-        return await self._surely(self._update)
+        return await self._retry(self._update)
 
     async def _update(self, engine: VLLMEngine) -> dict[str, Any]:
         assert self._kept is not None
@@ -144,7 +152,7 @@ class Replica:
                 raise EngineError(self._given_up) from error
             await self._news.wait()
 
-    async def _surely(self, call: Callable[[VLLMEngine], Awaitable[T]]) -> T:
+    async def _retry(self, call: Callable[[VLLMEngine], Awaitable[T]]) -> T:
         """For what is harmless when done twice; after a failure it is looked at, and started again if needed."""
         for _ in range(3):
             try:
@@ -223,7 +231,7 @@ class Replica:
             self._times = [when for when in self._times if started - when < _HOUR]
             if len(self._times) >= self.limits.restarts or refused == 2:
                 often = f"{self.name} was started again {len(self._times)} times within an hour, and failed once more"
-                words = "" if str(self.server.log) in why else f"; {last_words(self.server.log)}"
+                words = "" if str(self.server.log) in why else f"; {log_tail(self.server.log)}"
                 self._given_up = f"{often}: {why}{words}"
                 return
             self._times.append(started)
@@ -338,7 +346,7 @@ def _starter(
 @contextmanager
 def engines_home() -> Iterator[Path]:
     """A folder in memory that is gone afterwards. Those of runs that could not remove theirs are removed first."""
-    root = near_folder()
+    root = shm_dir()
     for left in root.glob(f"{_HOMES}*"):
         if _is_nobodys(left):
             shutil.rmtree(left, ignore_errors=True)

@@ -13,7 +13,7 @@ from oxrl.loops.statistics import confidence_interval
 from oxrl.loops.step import credit_step
 from oxrl.rewards.grade import AnyReward, grade
 from oxrl.rewards.length import sampled_tokens
-from oxrl.rollouts.collect import Answers
+from oxrl.rollouts.collect import RolloutSampler
 from oxrl.tensors import correct
 from oxrl.types import Algorithm, Backend, Item, Memory, Read, Rollout, Sample, Status, Term, merge_metrics
 
@@ -45,7 +45,7 @@ async def evaluate_offline(
 
 
 async def evaluate_online(
-    answers: Answers, samples: Sequence[Sample], reward: AnyReward | None, *, time_limit: float = 30.0
+    answers: RolloutSampler, samples: Sequence[Sample], reward: AnyReward | None, *, time_limit: float = 30.0
 ) -> dict[str, float]:
     """The mean reward of one answer to each held-out prompt, with its 95 % confidence interval: `eval_reward`, ...
 
@@ -68,7 +68,7 @@ async def evaluate_online(
 
 
 async def answer_all(
-    answers: Answers,
+    answers: RolloutSampler,
     samples: Sequence[Sample],
     reward: AnyReward | None,
     *,

@@ -111,8 +111,8 @@ async def run_offline(
             last = step == config.num_steps
             if due(step, config.eval_every) or (last and config.eval_every):
                 metrics |= await evaluate(memory)
-                if current.judged_by is not None:
-                    best = best.after(metrics[f"eval_{current.judged_by}"], step)
+                if current.eval_metric is not None:
+                    best = best.after(metrics[f"eval_{current.eval_metric}"], step)
                 last = last or 0 < config.patience <= best.evaluations_since
             if last or due(step, config.log_every) or "eval_loss" in metrics or "algorithm_switched" in metrics:
                 log(step, metrics)

@@ -19,7 +19,6 @@ import numpy as np
 
 from oxrl.algorithms import algorithm as named_algorithm
 from oxrl.concurrency import task_group
-from oxrl.loops.ahead import Ahead, producing
 from oxrl.loops.offline import (
     AlgorithmAt,
     Best,
@@ -29,6 +28,7 @@ from oxrl.loops.offline import (
     no_checkpoint,
     saved_if_interrupted,
 )
+from oxrl.loops.rollout_queue import RolloutQueue, prefetching
 from oxrl.loops.step import credit_step, update
 from oxrl.rewards.primitives import normalize_rewards
 from oxrl.rollouts.batches import group_rollouts
@@ -121,7 +121,7 @@ async def fixed_reference(step: int) -> None:
 
 
 @asynccontextmanager
-async def undisturbed() -> AsyncIterator[None]:
+async def no_offload() -> AsyncIterator[None]:
     """Whoever samples is elsewhere, or takes up no room."""
     yield
 
@@ -133,14 +133,14 @@ class SharingBackend(Backend, Protocol):
 
 
 @asynccontextmanager
-async def engine_asleep(generator: SleepingGenerator, backend: SharingBackend) -> AsyncIterator[None]:
+async def sleeping_engine(generator: SleepingGenerator, backend: SharingBackend) -> AsyncIterator[None]:
     """For an engine on the trainer's devices; the weights that it gets afterwards wake it."""
     await generator.sleep()
     yield
     await backend.release_memory()
 
 
-def as_graded(groups: Sequence[Group]) -> Sequence[Group]:
+def unchanged_rewards(groups: Sequence[Group]) -> Sequence[Group]:
     return groups
 
 
@@ -159,7 +159,7 @@ def _rescored(rollout: Rollout, value: float | None) -> Rollout:
     return replace(rollout, score=rollout.score._replace(value=value))
 
 
-def nothing_observed(step: int, groups: Sequence[Group]) -> None:
+def no_observer(step: int, groups: Sequence[Group]) -> None:
     """For runs whose samples nobody reads."""
 
 
@@ -172,33 +172,33 @@ async def run_online(
     config: OnlineConfig,
     *,
     state: TrainingState = TrainingState(),  # noqa: B008 - immutable
-    taking_turns: bool = True,
-    shape: ShapeFn = as_graded,
+    shares_weights: bool = True,
+    shape: ShapeFn = unchanged_rewards,
     evaluate: EvaluateFn = no_evaluation,
     move_reference: ReferenceFn = fixed_reference,
-    engine_aside: AsideFn = undisturbed,
-    observe: ObserveFn = nothing_observed,
+    offload_engine: AsideFn = no_offload,
+    observe: ObserveFn = no_observer,
     log: Sink = log_to_console,
     save: SaveFn = no_checkpoint,
 ) -> list[dict[str, float]]:
     """Train from `state` to `config.num_steps`; returns what was logged. A function of the step switches algorithms.
 
-    `taking_turns` is for generators that speak with the trainer's own weights. Without it, and with `lag`, sampling and
+    `shares_weights` means that the generator samples from the trainer's own module. Otherwise, with `lag`, sampling and
     training overlap as far as the backend's calls leave this thread alone: `QueuedBackend` makes any backend do so.
-    `engine_aside` is for an engine on the trainer's devices, without lag: `partial(engine_asleep, engine, backend)`.
+    `offload_engine` is for an engine on the trainer's devices, lag 0: `partial(sleeping_engine, engine, backend)`.
     """
-    if taking_turns and config.sync_every > 1:
+    if shares_weights and config.sync_every > 1:
         raise ValueError("an engine that speaks with the trainer's own weights is always in sync: set sync_every to 1")
     algorithm_at: AlgorithmAt = (lambda _: algorithm) if isinstance(algorithm, Algorithm) else algorithm
     history: list[dict[str, float]] = []
     best, memory = Best.of(state), dict(state.cursor.get("memory", {}))
     bounds = {"lag": config.lag, "oldest": config.oldest, "updates": config.updates}
-    ahead = Ahead(manager, generators[0], taking_turns=taking_turns, **bounds)
+    ahead = RolloutQueue(manager, generators[0], shares_weights=shares_weights, **bounds)
     if state.cursor:
         await ahead.restore(state.cursor)
     await _sync(backend, generators)
     reached = state
-    async with producing(ahead, config.num_steps - state.step):
+    async with prefetching(ahead, config.num_steps - state.step):
         for step in range(state.step + 1, config.num_steps + 1):
             current = algorithm_at(step)
             async with saved_if_interrupted(reached, state, best, save):
@@ -207,7 +207,7 @@ async def run_online(
             items = rollout_items(current, shape(ready.groups), render)
             last = step == config.num_steps
             with anyio.CancelScope(shield=True):  # between an update and its record there is no good moment to stop
-                async with engine_aside():
+                async with offload_engine():
                     metrics |= await train_batch(backend, current, items, config, memory) if items else NOTHING_TAUGHT
                     _check_gap(metrics, config.max_logprob_gap)
                     await move_reference(step)
@@ -218,7 +218,7 @@ async def run_online(
                     best = best.after(-metrics["eval_reward"], step)
                     last = last or 0 < config.patience <= best.evaluations_since
             ahead.release()
-            metrics |= _said_aloud(step, current, algorithm_at(max(1, step - 1)), metrics)
+            metrics |= _log_step_warnings(step, current, algorithm_at(max(1, step - 1)), metrics)
             observe(step, ready.groups)
             if last or due(step, config.log_every) or "eval_reward" in metrics or "algorithm_switched" in metrics:
                 log(step, metrics)
@@ -232,7 +232,9 @@ async def run_online(
     return history
 
 
-def _said_aloud(step: int, current: Algorithm, before: Algorithm, metrics: Mapping[str, float]) -> dict[str, float]:
+def _log_step_warnings(
+    step: int, current: Algorithm, before: Algorithm, metrics: Mapping[str, float]
+) -> dict[str, float]:
     """What whoever watches must not miss; and a mark in the metrics where the algorithm changes."""
     if metrics["grad_norm"] == 0:
         logger.warning("step %d taught nothing: its gradient is zero (are rewards equal, or all too low?)", step)
@@ -329,7 +331,7 @@ async def run_rl_training(
     *,
     algorithm: Algorithm | None = None,
     render: Render = NO_TEXT,
-    taking_turns: bool = True,
+    shares_weights: bool = True,
     save: SaveFn = no_checkpoint,
 ) -> list[dict[str, float]]:
     """Generate, train, sync. Without an `algorithm` of its own: REINFORCE with the config's baseline."""
@@ -347,7 +349,7 @@ async def run_rl_training(
             log_every=config.log_every,
             checkpoint_every=config.checkpoint_every,
         ),
-        taking_turns=taking_turns,
+        shares_weights=shares_weights,
         log=metrics_logger,
         save=save,
     )

@@ -101,7 +101,7 @@ def end_actor(actor: Any, process: Process | None = None) -> None:
                 os.kill(process.pid, signal.SIGKILL)
 
 
-class Places:
+class Bundles:
     """`reserve(2)`: places for two processes. `options` are what an actor is made with to get one, or a share of it."""
 
     def __init__(self, group: Any, bundles: Sequence[dict[str, float]]) -> None:
@@ -128,7 +128,7 @@ class Places:
         remove_placement_group(self._group)
 
 
-def reserve(count: int, *, gpus_each: int = 1, time_limit: float = PLACE_LIMIT) -> Places:
+def reserve(count: int, *, gpus_each: int = 1, time_limit: float = PLACE_LIMIT) -> Bundles:
     """Places on as few machines as possible; on a cluster without GPUs a core each. What does not fit is refused."""
     from ray.util import placement_group, remove_placement_group
 
@@ -143,7 +143,7 @@ def reserve(count: int, *, gpus_each: int = 1, time_limit: float = PLACE_LIMIT) 
             f"the Ray cluster found no room for {count} processes with {_told(bundle)} each within {time_limit:g} s "
             f"({_told(free)} are free): lower run.training_gpus or run.rollout_gpus, or enlarge the cluster"
         )
-    return Places(group, [bundle] * count)
+    return Bundles(group, [bundle] * count)
 
 
 def _told(resources: dict[str, float]) -> str:

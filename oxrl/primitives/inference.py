@@ -19,7 +19,7 @@ from oxrl.concurrency import run_blocking
 from oxrl.data.render import Renderer
 from oxrl.rewards.grade import AnyReward, grade
 from oxrl.rollouts.batches import group_rollouts
-from oxrl.rollouts.envs import StopCondition, Talker, never, said_message, with_tools
+from oxrl.rollouts.envs import GeneratorClient, StopCondition, never, said_message, with_tools
 from oxrl.rollouts.tools import (
     Tool,
     ToolExecutor,
@@ -298,7 +298,7 @@ class _Function:
 async def _played(
     env: EnvFn, sample: Sample, render: Renderer, generator: _Function, sampling: GenerationConfig
 ) -> Rollout:
-    episode = await env(sample, Talker(generator, render, sampling, sampling.seed, pauses=()))
+    episode = await env(sample, GeneratorClient(generator, render, sampling, sampling.seed, pauses=()))
     return Rollout(sample, episode.turns, score=episode.score, metadata=dict(episode.metadata))
 
 

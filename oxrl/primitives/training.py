@@ -25,7 +25,7 @@ from oxrl.primitives.algorithms import AlgorithmConfig, create_algorithm_config
 from oxrl.rewards.grade import AnyReward, Reward, as_reward, check_samples
 from oxrl.rewards.table import reward as named_reward
 from oxrl.rollouts.buffer import Group
-from oxrl.rollouts.collect import Answers, RolloutConfig, sampling_manager
+from oxrl.rollouts.collect import RolloutConfig, RolloutSampler, sampling_manager
 from oxrl.rollouts.envs import single_turn
 from oxrl.rollouts.filters import check_reward_nonzero_std
 from oxrl.rollouts.report import rollout_metrics
@@ -161,13 +161,13 @@ def training_iteration(
     seeded = gen_config._replace(seed=state.state.seed + state.state.step)
     manager = sampling_manager(
         DataBuffer(samples, shuffle=False),
-        Answers(state.generator, state.render, seeded, env=env, seed=state.state.seed + state.state.step),
+        RolloutSampler(state.generator, state.render, seeded, env=env, seed=state.state.seed + state.state.step),
         RolloutConfig(
             batch_size=len(samples),
             n_samples_per_prompt=n_samples_per_prompt,
             reward_fn=_reward(reward_fn),
             greedy=chosen.online.greedy,
-            least_answers=chosen.online.least_answers,
+            min_group_size=chosen.online.min_group_size,
         ),
     )
     groups = run_blocking(partial(manager.collect, state.backend.version)).groups
@@ -293,7 +293,7 @@ def _built(config: AlgorithmConfig) -> Algorithm:
 
 
 def _picky(built: Algorithm) -> bool:
-    return built.online is not None and built.online.informative
+    return built.online is not None and built.online.needs_variance
 
 
 def _check_reference(state: PolicyState, config: AlgorithmConfig, built: Algorithm) -> None:

@@ -22,7 +22,7 @@ from oxrl.concurrency import task_group
 from oxrl.rewards.grade import AnyReward, grade
 from oxrl.rollouts.batches import RolloutBatch, convert_to_batch
 from oxrl.rollouts.buffer import Group, age_of
-from oxrl.rollouts.envs import PAUSES, Talker, mixed_seed, single_turn
+from oxrl.rollouts.envs import PAUSES, GeneratorClient, mixed_seed, single_turn
 from oxrl.rollouts.filters import keep_all
 from oxrl.rollouts.record import rollout_from_json, rollout_to_json
 from oxrl.types import (
@@ -74,7 +74,7 @@ class RolloutConfig:
     filter_fn: FilterFn = keep_all
     select_fn: SelectFn = first_in_prompt_order
     greedy: bool = False
-    least_answers: int = 1
+    min_group_size: int = 1
     max_draws: int | None = None
     partial_rollouts: bool = False
     max_age: int = 0
@@ -85,9 +85,9 @@ class RolloutConfig:
             logger.warning("a selection among finished groups biases what is learnt towards what it prefers")
         if self.batch_size < 1 or self.n_samples_per_prompt < 1:
             raise ValueError("batch_size and n_samples_per_prompt must be 1 or more")
-        if self.n_samples_per_prompt < self.least_answers:
+        if self.n_samples_per_prompt < self.min_group_size:
             raise ValueError(
-                f"the algorithm compares at least {self.least_answers} answers to a prompt; "
+                f"the algorithm compares at least {self.min_group_size} answers to a prompt; "
                 f"n_samples_per_prompt (rollout.n_samples) is {self.n_samples_per_prompt}"
             )
         if not (math.isfinite(self.over_sampling_factor) and self.over_sampling_factor >= 1):
@@ -207,7 +207,7 @@ class AsyncRolloutManager:
         failures += [rollout.error for rollout in group if rollout.error is not None]
         tally["ungraded"] += len(group) - len(graded)
         answers = [rollout for rollout in graded if not rollout.greedy]
-        if len(answers) < self.config.least_answers or (len(answers) == len(graded) and self.config.greedy):
+        if len(answers) < self.config.min_group_size or (len(answers) == len(graded) and self.config.greedy):
             tally["ungraded_groups"] += 1
             return None
         if not await _resolved(self.config.filter_fn(answers)):
@@ -292,10 +292,10 @@ async def _resolved(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
-class Answers:
+class RolloutSampler:
     """Answers prompts by a generator in an environment: the usual `generate_fn`, and the `abort` that belongs to it.
 
-    `Answers(generator, render, GenerationConfig(max_new_tokens=64), env=single_turn, seed=42)`
+    `RolloutSampler(generator, render, GenerationConfig(max_new_tokens=64), env=single_turn, seed=42)`
     """
 
     def __init__(
@@ -308,11 +308,11 @@ class Answers:
         seed: int = 0,
     ) -> None:
         self.generator, self.render, self.sampling, self.env, self.seed = generator, render, sampling, env, seed
-        self._door = _Door(generator)
+        self._door = AbortableGenerator(generator)
 
     async def __call__(self, group: Group) -> Group:
         if self._door.closed:  # nobody asks after an abort but a new round
-            self._door = _Door(self.generator)
+            self._door = AbortableGenerator(self.generator)
         door, answers = self._door, list(group)
 
         async def fill(place: int) -> None:
@@ -327,7 +327,7 @@ class Answers:
     async def _answer(self, rollout: Rollout, door: Generator) -> Rollout:
         sampling = self.sampling._replace(temperature=0.0) if rollout.greedy else self.sampling
         seed = mixed_seed(self.seed, rollout.group, rollout.index)
-        talk = Talker(door, self.render, sampling, seed, recorded=rollout.turns)
+        talk = GeneratorClient(door, self.render, sampling, seed, recorded=rollout.turns)
         try:
             episode = await self.env(rollout.sample, talk)
         except (RuntimeError, OSError) as error:  # the engine failed, again and again: an error, never a reward
@@ -343,7 +343,7 @@ class Answers:
         await self.generator.abort()
 
 
-class _Door:
+class AbortableGenerator:
     """A generator that, once closed, answers at once with nothing: "aborted"."""
 
     def __init__(self, generator: Generator) -> None:
@@ -368,6 +368,6 @@ class _Door:
         await self.generator.close()
 
 
-def sampling_manager(source: DataSource[Sample], answers: Answers, config: RolloutConfig) -> AsyncRolloutManager:
+def sampling_manager(source: DataSource[Sample], answers: RolloutSampler, config: RolloutConfig) -> AsyncRolloutManager:
     """A manager whose prompts are answered by `answers`."""
     return AsyncRolloutManager(source, replace(config, generate_fn=answers), abort=answers.abort)

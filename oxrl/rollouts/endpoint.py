@@ -25,7 +25,7 @@ import h11
 from anyio.abc import ByteStream, SocketAttribute
 
 from oxrl.concurrency import task_group
-from oxrl.rollouts.envs import Talker, mixed_seed, said_message
+from oxrl.rollouts.envs import GeneratorClient, mixed_seed, said_message
 from oxrl.rollouts.tools import ToolParser, extract_tool_calls, parse_tools, tool_parser_for
 from oxrl.rollouts.transcript import Told, Tools, Transcript, begin, tell_tools
 from oxrl.types import Generation, GenerationConfig, Generator, Message, Render, Rollout, Sample, Turn
@@ -174,7 +174,9 @@ class RecordingEndpoint:
         try:
             told, transcript = self._going_on(session, ask)
             seed = mixed_seed(self._seed, zlib.crc32(id.encode()), number)
-            generation = await Talker(self._generator, self._render, ask.sampling, seed).say(transcript.prompt_ids)
+            generation = await GeneratorClient(self._generator, self._render, ask.sampling, seed).say(
+                transcript.prompt_ids
+            )
         except ValueError as error:
             raise _Refused(400, str(error)) from error
         except (RuntimeError, OSError) as error:

@@ -41,11 +41,11 @@ from oxrl.types import (
     GenerationConfig,
     Generator,
     Message,
+    PolicyClient,
     Render,
     Request,
     Sample,
     Score,
-    Talk,
     Turn,
 )
 
@@ -81,8 +81,8 @@ class _Recording:
         return None
 
 
-class Talker:
-    """`Talker(generator, render, sampling, seed=7)`: the `Talk` of one rollout.
+class GeneratorClient:
+    """`GeneratorClient(generator, render, sampling, seed=7)`: the `PolicyClient` of one rollout.
 
     With `recorded` turns, what was said before is not sampled again, and a generation that was aborted goes on where
     it was. The seed of a turn is a function of `seed` and the turn's number. A generation that fails is tried again
@@ -117,12 +117,12 @@ class Talker:
             return known
         begun = known if known is not None and known.token_ids else None
         request = Request(tuple(prompt_ids), mixed_seed(self.seed, number), begun)
-        generation = await self._patiently(request)
+        generation = await self._with_retries(request)
         self.prompt_tokens += len(request.tokens)
         self.sampled_tokens += len(generation.token_ids) - (len(begun.token_ids) if begun else 0)
         return generation
 
-    async def _patiently(self, request: Request) -> Generation:
+    async def _with_retries(self, request: Request) -> Generation:
         for pause in self.pauses:
             with suppress(RuntimeError, OSError):
                 return await self._generate(request)
@@ -135,9 +135,9 @@ class Talker:
 
 
 class _Replaying:
-    """Any `Talk` behind a recording; it has no way to go on with an aborted generation, which is said anew."""
+    """Any `PolicyClient` behind a recording; it has no way to go on with an aborted generation, which is said anew."""
 
-    def __init__(self, talk: Talk, recorded: Sequence[Turn]) -> None:
+    def __init__(self, talk: PolicyClient, recorded: Sequence[Turn]) -> None:
         self._talk, self._recording = talk, _Recording(recorded)
 
     @property
@@ -149,14 +149,14 @@ class _Replaying:
         return await self._talk.say(prompt_ids) if known is None or known.finish_reason == "aborted" else known
 
 
-def replaying(talk: Talk, recorded: Sequence[Turn]) -> Talk:
-    """A `Talk` that first says what was recorded; a `Talker` also goes on with a generation that was aborted."""
-    if isinstance(talk, Talker):
-        return Talker(talk.generator, talk.render, talk.sampling, talk.seed, recorded, pauses=talk.pauses)
+def replaying(talk: PolicyClient, recorded: Sequence[Turn]) -> PolicyClient:
+    """Replay recorded turns, then sample; a `GeneratorClient` also continues an aborted generation."""
+    if isinstance(talk, GeneratorClient):
+        return GeneratorClient(talk.generator, talk.render, talk.sampling, talk.seed, recorded, pauses=talk.pauses)
     return _Replaying(talk, recorded)
 
 
-async def single_turn(sample: Sample, talk: Talk) -> Episode:
+async def single_turn(sample: Sample, talk: PolicyClient) -> Episode:
     """One answer."""
     prompt_ids = begin(talk.render, _asked(sample), tools=sample.tools).prompt_ids
     generation = await talk.say(prompt_ids)
@@ -175,7 +175,7 @@ ReactFn: TypeAlias = Callable[[str, Transcript, bool], Awaitable[_Reaction]]
 """(what was said, the conversation before it, whether it was the last turn)."""
 
 
-async def _converse(transcript: Transcript, talk: Talk, react: ReactFn, max_turns: int) -> Episode:
+async def _converse(transcript: Transcript, talk: PolicyClient, react: ReactFn, max_turns: int) -> Episode:
     turns: list[Turn] = []
     for left in reversed(range(max_turns)):
         generation = await talk.say(transcript.prompt_ids)
@@ -216,7 +216,7 @@ def with_tools(
     schemas = [tool_schema(tool, name) for name, tool in known.items()]
     executor = tool_executor or partial(execute_functions, time_limit=time_limit)
 
-    async def env(sample: Sample, talk: Talk) -> Episode:
+    async def env(sample: Sample, talk: PolicyClient) -> Episode:
         told = tell_tools(talk.render, _asked(sample), sample.tools or schemas)
         parse = tool_parser or (tool_parser_for(talk.render) if told.by_template else parse_tools)
         all_results: list[ToolResult] = []
@@ -269,7 +269,7 @@ def dialogue(reply: ReplyFn, *, max_turns: int = 8, stop_condition: StopConditio
         done = stop_condition(Conversation((*conversation.messages, *answers)))
         return _Reaction(said, answers, "stop_condition" if done else "")
 
-    async def env(sample: Sample, talk: Talk) -> Episode:
+    async def env(sample: Sample, talk: PolicyClient) -> Episode:
         return await _converse(begin(talk.render, _asked(sample), tools=sample.tools), talk, react, max_turns)
 
     return env
@@ -300,7 +300,7 @@ def gym_env(
     """
     _at_least_one(max_steps, "max_steps")
 
-    async def env(sample: Sample, talk: Talk) -> Episode:
+    async def env(sample: Sample, talk: PolicyClient) -> Episode:
         game = await called(make_env, sample)
         rewards: list[float] = []
 

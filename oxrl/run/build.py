@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from oxrl.backends.distributed.queued import QueuedBackend
 from oxrl.concurrency import run_blocking
 from oxrl.config import Config, ConfigError
-from oxrl.loops.online import AsideFn, engine_asleep, undisturbed
+from oxrl.loops.online import AsideFn, no_offload, sleeping_engine
 from oxrl.models.load import (
     check_tokenizer,
     end_tokens,
@@ -41,8 +41,8 @@ class Engine(NamedTuple):
     """What samples, whether it speaks with the trainer's own weights, and how it makes room while that computes."""
 
     generator: Generator
-    taking_turns: bool
-    aside: AsideFn = undisturbed
+    shares_weights: bool
+    aside: AsideFn = no_offload
 
 
 def load_policy(
@@ -233,7 +233,7 @@ async def _vllm(config: Config, tokenizer: Any, folder: Path, trainer: Any) -> A
     else:
         opened = _as_servers(*common)
     async with opened as generator:
-        yield Engine(generator, False, partial(engine_asleep, generator, trainer) if sleeps else undisturbed)
+        yield Engine(generator, False, partial(sleeping_engine, generator, trainer) if sleeps else no_offload)
 
 
 def sleeps_beside(config: Config, trainer: Any) -> bool:

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import yaml
 
-from oxrl.loops.rehearse import ran_out_of_memory
+from oxrl.loops.memory_warmup import ran_out_of_memory
 from oxrl.machine.inventory import Environment, as_json, gather_environment
 from oxrl.types import Batch, Item, Row
 

@@ -78,12 +78,12 @@ def _try(command: Sequence[str], ranks: int, **more: str) -> Ended:
         return _run(command, ranks, Path(home) / "meeting", more)
 
 
-def _run(command: Sequence[str], ranks: int, meeting: Path, more: Mapping[str, str]) -> Ended:
+def _run(command: Sequence[str], ranks: int, rendezvous: Path, more: Mapping[str, str]) -> Ended:
     settings = {
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         # They meet in a file and talk on loopback: nobody else can reach them.
-        MEETING: str(meeting),
+        MEETING: str(rendezvous),
         "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
         "NCCL_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
         # For DeepSpeed, which asks for them and uses the group that is there.

@@ -136,7 +136,7 @@ def lacks_reward(config: Config) -> bool:
     """Whether the algorithm learns from a reward and the config names none."""
     online, reward = chosen_algorithm(config).online, config.reward
     named = reward.reward_func, reward.model, reward.judge
-    return online is not None and online.graded_by == "reward" and all(each is None for each in named)
+    return online is not None and online.reward_source == "reward" and all(each is None for each in named)
 
 
 def default_reward(config: Config) -> tuple[str, str] | None:
@@ -258,7 +258,7 @@ def as_prompt(sample: Sample) -> Sample:
 
 def made_up_answers(config: Config, inputs: Inputs, vocabulary: int) -> list[Item]:
     """As long as answers may become, to the longest prompts; as many as a micro-batch can hold."""
-    from oxrl.loops.rehearse import longest_answers
+    from oxrl.loops.memory_warmup import longest_answers
 
     rollout = config.rollout
     return longest_answers(
@@ -478,16 +478,16 @@ def _grader_key(config: Config) -> str | None:
     given = [key for key in keys.values() if getattr(config.reward, key) is not None]
     if len(given) > 1:
         raise ConfigError(f"reward: {' and '.join(given)} are set; an answer is graded by one of them")
-    if online.graded_by is None:
+    if online.reward_source is None:
         if not given and config.data.val_files:
             raise ConfigError(
                 f"{config.train.alg_name} looks at no rewards, and held-out answers are measured by one: set "
                 "reward.reward_func (`oxrl rewards list` shows them), or leave data.val_files_path out"
             )
         return given[0] if given else None
-    if online.graded_by not in ("reward", _graded_by_name(config)) and given != [keys[online.graded_by]]:
+    if online.reward_source not in ("reward", _graded_by_name(config)) and given != [keys[online.reward_source]]:
         raise ConfigError(
-            f"{config.train.alg_name} is graded by a {online.graded_by}: set reward.{keys[online.graded_by]}"
+            f"{config.train.alg_name} is graded by a {online.reward_source}: set reward.{keys[online.reward_source]}"
         )
     if not given:
         raise ConfigError(
@@ -534,18 +534,18 @@ def _check_engine(config: Config) -> None:
     check_apart(config.inference_engine.urls)
 
 
-def rollout_config(config: Config, graded_by: Reward | None) -> RolloutConfig:
+def rollout_config(config: Config, reward_source: Reward | None) -> RolloutConfig:
     rollout, online = config.rollout, chosen_algorithm(config).online
     assert online is not None, "asked for only where the run samples"
-    filter_fn = check_reward_nonzero_std if online.informative else keep_all
+    filter_fn = check_reward_nonzero_std if online.needs_variance else keep_all
     return RolloutConfig(
         batch_size=config.batch_size,
         n_samples_per_prompt=rollout.n_samples,
         over_sampling_factor=rollout.over_sampling_factor,
-        reward_fn=graded_by,
+        reward_fn=reward_source,
         filter_fn=filter_fn if rollout.filter is None else named_filter(rollout.filter, **rollout.filter_params),
         greedy=online.greedy,
-        least_answers=online.least_answers,
+        min_group_size=online.min_group_size,
         max_draws=rollout.max_draws,
         partial_rollouts=rollout.partial_rollouts,
         # In versions, of which a step makes one per optimizer step.

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from oxrl.concurrency import until_interrupted
 from oxrl.config import Config, ConfigError
 from oxrl.data.render import Renderer
-from oxrl.loops.rehearse import advice_on_memory, rehearse
+from oxrl.loops.memory_warmup import advice_on_memory, warm_up_memory
 from oxrl.models.load import check_model, load_model, load_tokenizer
 from oxrl.rewards import Reward, judge_reward
 from oxrl.rewards.judge import RUBRIC
@@ -250,10 +250,10 @@ async def _try_longest(prepared: Prepared, backend: Any) -> None:
         return
     vocabulary = source_of(await backend.get_weights()).vocabulary
     items = made_up_answers(config, inputs, vocabulary) if inputs.online else inputs.rows
-    await rehearse(backend, chosen_algorithm(config), items, config.train.micro_batch_tokens)
+    await warm_up_memory(backend, chosen_algorithm(config), items, config.train.micro_batch_tokens)
 
 
-def _often(prepared: Prepared) -> dict[str, int]:
+def _loop_intervals(prepared: Prepared) -> dict[str, int]:
     """How often what happens, in steps; ten evaluations in a run unless told otherwise."""
     train = prepared.config.train
     eval_every = train.eval_every or max(1, prepared.inputs.num_steps // 10)
@@ -279,7 +279,7 @@ async def _run_offline(prepared: Prepared, backend: Any, **rest: Any) -> list[di
         backend,
         scheduled(algorithm_schedule(config)),
         prepared.inputs.source,
-        OfflineConfig(batch_size=config.batch_size, **_often(prepared)),
+        OfflineConfig(batch_size=config.batch_size, **_loop_intervals(prepared)),
         evaluate=evaluate,
         **rest,
     )
@@ -301,22 +301,22 @@ async def _sample_and_train(
 ) -> list[dict[str, float]]:
     from oxrl.loops.evaluate import evaluate_online
     from oxrl.loops.offline import scheduled
-    from oxrl.loops.online import OnlineConfig, as_graded, normalised, run_online
-    from oxrl.rollouts.collect import Answers, sampling_manager
+    from oxrl.loops.online import OnlineConfig, normalised, run_online, unchanged_rewards
+    from oxrl.rollouts.collect import RolloutSampler, sampling_manager
 
     config, rollout, train = prepared.config, prepared.config.rollout, prepared.config.train
     render = Renderer(prepared.inputs.tokenizer)
     sampling = sampling_of(config)
-    answers = Answers(engine.generator, render, sampling, env=chosen_env(config), seed=config.run.seed)
-    held_out_answers = Answers(
+    answers = RolloutSampler(engine.generator, render, sampling, env=chosen_env(config), seed=config.run.seed)
+    held_out_answers = RolloutSampler(
         engine.generator, render, sampling._replace(temperature=rollout.eval_temperature), env=answers.env
     )
-    graded_by = live_reward(config)
+    reward_source = live_reward(config)
     width = source_of(await backend.get_weights()).dtype.itemsize
     return await run_online(
         backend,
         scheduled(algorithm_schedule(config)),
-        sampling_manager(prepared.inputs.source, answers, rollout_config(config, graded_by)),
+        sampling_manager(prepared.inputs.source, answers, rollout_config(config, reward_source)),
         [engine.generator],
         render,
         OnlineConfig(
@@ -325,16 +325,20 @@ async def _sample_and_train(
             mini_batches=train.mini_batches,
             max_logprob_gap=config.allowed_gap(width),
             max_age=rollout.lag + rollout.partial_rollouts,
-            **_often(prepared),
+            **_loop_intervals(prepared),
         ),
         state=state,
-        taking_turns=engine.taking_turns,
+        shares_weights=engine.shares_weights,
         evaluate=partial(
-            evaluate_online, held_out_answers, prepared.inputs.held_out, graded_by, time_limit=config.reward.time_limit
+            evaluate_online,
+            held_out_answers,
+            prepared.inputs.held_out,
+            reward_source,
+            time_limit=config.reward.time_limit,
         ),
-        shape=normalised if config.reward.normalize == "batch" else as_graded,
+        shape=normalised if config.reward.normalize == "batch" else unchanged_rewards,
         move_reference=partial(_move_reference, config, backend),
-        engine_aside=engine.aside,
+        offload_engine=engine.aside,
         observe=_observer(prepared, state.step, say),
         **rest,
     )
@@ -368,8 +372,8 @@ def live_reward(config: Config) -> Reward | None:
     """The reward of a run, with the model that it needs."""
     if config.reward.reward_func is not None:
         return chosen_reward(config)
-    graded_by = _model_that_grades(config)
-    return None if graded_by is None else shaped_reward(config, {graded_by: 1.0})
+    reward_source = _model_that_grades(config)
+    return None if reward_source is None else shaped_reward(config, {reward_source: 1.0})
 
 
 def _model_that_grades(config: Config) -> Reward | None:

@@ -1,8 +1,8 @@
 """Weights sent over the network to engines elsewhere: one process group for each sending, of sender and receivers.
 
-Whoever runs the loop opens a `meeting` at the address by which it reaches the engines. There the trainer's rank 0 and
-all of the engines' workers find each other; rank 0 sends one bucket after the other, each once for all. What travels is
-JSON and bytes, no pickle. Whoever can connect to the meeting can take part: it is for networks that are trusted.
+The process that runs the loop opens a `rendezvous` at the address by which it reaches the engines. The trainer's rank 0
+and all of the engines' workers connect to it; rank 0 sends one bucket after the other, each once for all receivers. The
+format is JSON and bytes, no pickle. There is no authentication: use it on trusted networks only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import closing, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from oxrl.types import Meeting
+from oxrl.types import Rendezvous
 from oxrl.weights.buckets import BUCKET_BYTES, Slot, flattened, grouped
 
 if TYPE_CHECKING:
@@ -29,9 +29,9 @@ class TransferError(ConnectionError):
 
 
 @contextmanager
-def meeting(
+def rendezvous(
     hosts: Sequence[str], receivers: int, backend: str = "gloo", time_limit: float = 600.0
-) -> Iterator[Meeting]:
+) -> Iterator[Rendezvous]:
     """Open while the block lasts, at the address of this machine that leads to `hosts`; who waits in it later fails."""
     host = _own_address(hosts)
     listener = socket.create_server((host, 0), family=_family(host))
@@ -45,12 +45,12 @@ def meeting(
         master_listen_fd=listener.detach(),  # by itself it would listen on all addresses
     )
     try:
-        yield Meeting(host, port, 1 + receivers, backend, time_limit)
+        yield Rendezvous(host, port, 1 + receivers, backend, time_limit)
     finally:
         del store
 
 
-def send(weights: Iterable[tuple[str, Tensor]], place: Meeting, bucket_bytes: int = BUCKET_BYTES) -> None:
+def send(weights: Iterable[tuple[str, Tensor]], place: Rendezvous, bucket_bytes: int = BUCKET_BYTES) -> None:
     """To all receivers at once, bucket after bucket; answers when they have all."""
     import torch
 
@@ -64,7 +64,7 @@ def send(weights: Iterable[tuple[str, Tensor]], place: Meeting, bucket_bytes: in
         group.broadcast(torch.tensor([0, 0]))
 
 
-def receive(place: Meeting, rank: int) -> Iterator[tuple[str, Tensor]]:
+def receive(place: Rendezvous, rank: int) -> Iterator[tuple[str, Tensor]]:
     """What the sender sends, by name, on the device that the group talks from; `rank` counts the receivers from 1."""
     import torch
 
@@ -83,7 +83,7 @@ def receive(place: Meeting, rank: int) -> Iterator[tuple[str, Tensor]]:
 class _Group:
     """A process group beside whatever group a process is in already."""
 
-    def __init__(self, place: Meeting, rank: int) -> None:
+    def __init__(self, place: Rendezvous, rank: int) -> None:
         import torch
 
         self.device = torch.device("cuda" if place.backend == "nccl" else "cpu")

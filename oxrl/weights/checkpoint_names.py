@@ -16,7 +16,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from oxrl.types import Meeting, Weights, WeightSource
+from oxrl.types import Rendezvous, Weights, WeightSource
 from oxrl.weights.broadcast import send
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 def adapter_files(write: Callable[[Path], None]) -> dict[str, bytes]:
     """What `write` puts into a folder, by name: an adapter's files are small enough to travel as they are."""
-    with tempfile.TemporaryDirectory(prefix="oxrl-adapter-", dir=near_folder()) as folder:
+    with tempfile.TemporaryDirectory(prefix="oxrl-adapter-", dir=shm_dir()) as folder:
         write(Path(folder))
         return {file.name: file.read_bytes() for file in Path(folder).iterdir() if file.is_file()}
 
@@ -198,14 +198,14 @@ class ModuleWeights:
     def write_adapter(self, folder: Path) -> None:
         write_adapter(self.module, folder)
 
-    def send(self, place: Meeting) -> None:
+    def send(self, place: Rendezvous) -> None:
         send(plain_weights(self.module), place)
 
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
         return trainer_logprobs(self.module, tokens)
 
 
-class MovedOnError(RuntimeError):
+class StaleWeightsError(RuntimeError):
     """Weights of a version that their holder does not have any more: it has trained on."""
 
 
@@ -222,7 +222,7 @@ def trainer_logprobs(module: Any, tokens: Sequence[int]) -> tuple[float, ...]:
     """Of each token but the first, by the trainer's module, adapter included, without dropout."""
     import torch
 
-    with speaking(module):
+    with eval_mode(module):
         device = module.get_input_embeddings().weight.device
         ids = torch.tensor([list(tokens)], device=device)
         logits = module(input_ids=ids, use_cache=False).logits[0, :-1].float()
@@ -230,7 +230,7 @@ def trainer_logprobs(module: Any, tokens: Sequence[int]) -> tuple[float, ...]:
 
 
 @contextmanager
-def speaking(model: Any) -> Iterator[None]:
+def eval_mode(model: Any) -> Iterator[None]:
     """Without dropout and gradients; afterwards the model is in the mode that it was in."""
     import torch
 
@@ -245,7 +245,7 @@ def speaking(model: Any) -> Iterator[None]:
             module.training = True
 
 
-def near_folder() -> Path:
+def shm_dir() -> Path:
     """In memory if this machine has a folder there: engines on other machines need a shared one instead."""
     memory = Path("/dev/shm")  # noqa: S108 - whoever uses it makes a folder of its own in it
     return memory if memory.is_dir() else Path(tempfile.gettempdir())

@@ -65,11 +65,11 @@ def test_every_algorithm_that_samples_says_how_and_no_other_does():
     assert {name for name in ALGORITHMS if algorithm(name).online is not None} == set(ONLINE)
     plans = {name: algorithm(name).online for name in ONLINE}
     assert {name for name, plan in plans.items() if plan.greedy} == {"remax"}
-    assert {name for name, plan in plans.items() if plan.informative} == {"dapo", "online_dpo", "dapo_pairs"}
+    assert {name for name, plan in plans.items() if plan.needs_variance} == {"dapo", "online_dpo", "dapo_pairs"}
     alone = {"ppo", "reinforce_pp", "reinforce", "remax", "opd", "spin", "rft"}
-    assert {name for name, plan in plans.items() if plan.least_answers == 1} == alone
+    assert {name for name, plan in plans.items() if plan.min_group_size == 1} == alone
     grades = {"opd": None, "spin": None, "rlhf": "reward model", "rlaif": "judge"}
-    assert {name: plan.graded_by for name, plan in plans.items()} == {
+    assert {name: plan.reward_source for name, plan in plans.items()} == {
         name: grades.get(name, "reward") for name in ONLINE
     }
     assert algorithm("rlhf").parameters["kl_coef"] == algorithm("rlaif").parameters["kl_coef"] == 0.05

@@ -51,7 +51,7 @@ def test_a_prompt_that_continues_the_row_extends_it_and_what_came_from_outside_i
 
 def test_every_sampled_token_keeps_the_version_that_drew_it():
     begun, later = CONTINUED
-    begun = begun._replace(generation=begun.generation.drawn_with((4, 5)))
+    begun = begun._replace(generation=begun.generation.with_versions((4, 5)))
     later = later._replace(generation=later.generation._replace(version=6))
     (row,) = rows_of(rollout(begun, later))
     assert numbers(row)["sampler_version"] == [0, 0, 4, 5, 0, 0, 6]

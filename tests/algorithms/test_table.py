@@ -145,7 +145,7 @@ async def test_an_algorithm_learns_what_its_rows_say_and_the_contrary_with_its_s
 
 def test_an_evaluation_judges_only_by_a_number_that_falls_as_the_model_learns():
     """A policy gradient's surrogate and a coupled loss's weighted sum do not: the worst would be kept as the best."""
-    judged = {name: algorithm(name).judged_by for name in ALGORITHMS}
+    judged = {name: algorithm(name).eval_metric for name in ALGORITHMS}
     coupled = {name for name, by in judged.items() if by == "objective"}
     assert coupled == {"aot", "drdpo", "bco", "betadpo"}
     assert all(judged[name] is None for name in ("grpo", "ppo", "rloo", "dapo", "gspo", "remax", "opd", "rlhf"))

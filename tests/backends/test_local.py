@@ -358,7 +358,7 @@ async def test_a_layer_speaks_as_the_policy_again_whatever_happened_in_a_pass_of
     backend = create_pytorch_backend(with_follower(), lr=1e-2)
     await steps(backend, 1)
     before = await logprob(backend, "policy")
-    with pytest.raises(KeyError), backend._speaking_as("ref"):
+    with pytest.raises(KeyError), backend._model_for("ref"):
         raise KeyError
     assert torch.equal(await logprob(backend, "policy"), before)
     assert not torch.equal(await logprob(backend, "ref"), before)

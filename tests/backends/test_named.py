@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from oxrl.algorithms import ALGORITHMS, algorithm
-from oxrl.backends.distributed.named import NamedAlgorithm, alike
+from oxrl.backends.distributed.named import NamedAlgorithm, same_function
 from oxrl.types import Losses, Read
 
 
@@ -63,5 +63,5 @@ def made(held, *, positional=1, named=1):
 
 
 def test_functions_are_alike_by_their_code_and_all_that_they_hold():
-    assert alike(made(1), made(1))
-    assert not any(alike(made(1), other) for other in (made(2), made(1, positional=2), made(1, named=2), flat))
+    assert same_function(made(1), made(1))
+    assert not any(same_function(made(1), other) for other in (made(2), made(1, positional=2), made(1, named=2), flat))

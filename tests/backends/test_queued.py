@@ -6,9 +6,9 @@ import anyio
 import pytest
 
 from oxrl.algorithms import algorithm
-from oxrl.backends.distributed.queued import QueuedBackend, UnrunError
+from oxrl.backends.distributed.queued import NotRunError, QueuedBackend
 from oxrl.backends.local import create_pytorch_backend
-from oxrl.loops.rehearse import rehearse
+from oxrl.loops.memory_warmup import warm_up_memory
 from oxrl.types import ImmediateTrainFuture, Row, Weights
 from tests.waiting import EXPIRES, HANG, wait_until_async
 
@@ -84,10 +84,10 @@ async def test_nothing_runs_behind_a_failure_until_somebody_has_heard_of_it(slow
     queued = QueuedBackend(slow)
     bad, step, weights = queued.update_reference(0.5), queued.optim_step(), queued.get_weights()
     slow.go.set()
-    with pytest.raises(UnrunError, match=r"get_weights did not run, because update_reference .* no reference"):
+    with pytest.raises(NotRunError, match=r"get_weights did not run, because update_reference .* no reference"):
         await weights
     fine = queued.get_weights()
-    with pytest.raises(UnrunError, match="optim_step did not run"):
+    with pytest.raises(NotRunError, match="optim_step did not run"):
         await step
     with pytest.raises(ValueError, match=r"keep 0\.5"):
         await bad
@@ -140,6 +140,6 @@ async def test_a_rehearsal_and_what_wiring_reads_pass_through(tiny_model):
     queued.set_temperature(0.5)
     assert queued.module.temperature == 0.5
     rows = [(Row("a", [1, 2, 3], [False, True, True]),)]
-    assert await rehearse(queued, algorithm("sft"), rows, 100) == rows
+    assert await warm_up_memory(queued, algorithm("sft"), rows, 100) == rows
     assert all(parameter.grad is None for parameter in tiny_model.parameters())
     queued.close()

@@ -17,11 +17,11 @@ from oxrl.algorithms import algorithm
 from oxrl.backends.distributed.ranks import RankError
 from oxrl.backends.local import NonFiniteError, create_pytorch_backend
 from oxrl.data.pack import count_units
-from oxrl.loops.rehearse import rehearse
+from oxrl.loops.memory_warmup import warm_up_memory
 from oxrl.loops.step import train_step
 from oxrl.models.lora import LoraSettings, attach_lora
-from oxrl.weights.broadcast import meeting, receive
-from oxrl.weights.checkpoint_names import MovedOnError, adapter_weights, plain_weights
+from oxrl.weights.broadcast import receive, rendezvous
+from oxrl.weights.checkpoint_names import StaleWeightsError, adapter_weights, plain_weights
 from tests.backends.collective_worker import CollectiveWorker
 from tests.contracts.test_backend import SFT, load_tiny, some_items, split
 from tests.waiting import EXPIRES, HANG, wait_until
@@ -85,9 +85,9 @@ async def test_actors_do_as_the_local_backend_and_the_next_call_does_not_wait(ma
     sent = received(weights)
     for name, tensor in plain_weights(one.model):
         torch.testing.assert_close(sent[name], tensor, atol=1e-5, rtol=0)
-    await rehearse(two, SFT, items, 100)
+    await warm_up_memory(two, SFT, items, 100)
     await train_step(two, SFT, items, 40)
-    with pytest.raises(MovedOnError, match="version 2 .* moved on to 3"):
+    with pytest.raises(StaleWeightsError, match="version 2 .* moved on to 3"):
         received(weights)
 
 
@@ -114,7 +114,7 @@ async def test_an_adapter_arrives_merged_or_as_its_base_and_its_files(make, tmp_
 
 async def test_weights_are_sent_over_the_network_as_they_are_handed_out(make):
     weights = await make(with_adapter).get_weights()
-    with meeting(["127.0.0.1"], 1, time_limit=HANG) as address, ThreadPoolExecutor() as threads:
+    with rendezvous(["127.0.0.1"], 1, time_limit=HANG) as address, ThreadPoolExecutor() as threads:
         receiving = threads.submit(lambda: {name: tensor.clone() for name, tensor in receive(address, 1)})
         weights.source.send(address)
         sent = receiving.result(HANG)

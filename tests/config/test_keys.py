@@ -28,13 +28,13 @@ from oxrl.data.render import Renderer
 from oxrl.generators.connection import EngineError
 from oxrl.models.load import load_model
 from oxrl.rewards import grade
-from oxrl.rollouts.envs import Talker
+from oxrl.rollouts.envs import GeneratorClient
 from oxrl.run.build import adapter_rank, engine_options, handed_over, open_engine, worker_of
 from oxrl.run.folder import run_folder
 from oxrl.run.launch import run_ranks
 from oxrl.run.placement import placed, ranks_to_start
 from oxrl.run.spec import chosen_env, chosen_reward, default_reward, model_config
-from oxrl.run.train import _often, live_reward, prepare_run, train_prepared
+from oxrl.run.train import _loop_intervals, live_reward, prepare_run, train_prepared
 from oxrl.tracking.trackers import Tracker
 from oxrl.types import Generation, GenerationConfig, Message, Rollout, Sample, Turn
 from tests.rollouts.saying import Saying
@@ -50,7 +50,7 @@ class Effect(NamedTuple):
     gives: Any = ...  # what is to be seen with the change, where it can be said beforehand
 
 
-class Place:
+class Home:
     """Files that the table's values name, and runs that were already made."""
 
     def __init__(self, folder: Path):
@@ -92,7 +92,7 @@ class Place:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    here = Place(tmp_path_factory.mktemp("keys"))
+    here = Home(tmp_path_factory.mktemp("keys"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OXRL_DATA_DIR", str(here.folder / "data"))
         solved = [{"question": f"{i}?", "answer": f"so it is {i} #### {i}"} for i in range(8)]
@@ -257,7 +257,7 @@ def turns_of_a_caller(place, overrides):
     config = place.config(overrides)
     tokenizer = prepare_run(config, place.fresh()).inputs.tokenizer
     call = '<tool_call>{"name": "calculator", "arguments": {"expression": "1+1"}}</tool_call>'
-    talk = Talker(Saying(tokenizer, [call] * 9), Renderer(tokenizer), GenerationConfig(max_new_tokens=99), 7)
+    talk = GeneratorClient(Saying(tokenizer, [call] * 9), Renderer(tokenizer), GenerationConfig(max_new_tokens=99), 7)
     return len(anyio.run(chosen_env(config), Sample("s", (Message("user", "1 + 1?"),)), talk).turns)
 
 
@@ -346,7 +346,7 @@ KEYS = {
     "train.train_steps_per_epoch": Effect(5, num_steps, SFT, 5),
     "train.train_batch_size_per_gpu": Effect(4, num_steps, ("train.alg_name=sft", *ROWS), 2),
     "train.gradient_accumulation_steps": Effect(2, logged("trained_tokens"), SFT),
-    "train.micro_batch_tokens": Effect(9, prepared(lambda run: _often(run)["micro_batch_tokens"]), SFT, 9),
+    "train.micro_batch_tokens": Effect(9, prepared(lambda run: _loop_intervals(run)["micro_batch_tokens"]), SFT, 9),
     "train.eval_every": Effect(3, lambda *at: [loss is None for loss in logged("eval_loss")(*at)], VAL),
     "train.patience": Effect(1, logged("step"), (*VAL, "train.lr=1e-30", "train.eval_every=1"), [1, 2]),
     "train.checkpoint_every": Effect(3, checkpoints, LONGER, ["step_0003", "step_0004"]),

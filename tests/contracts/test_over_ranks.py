@@ -284,7 +284,7 @@ async def test_weights_that_changed_after_a_pass_are_the_ones_of_the_next(sharde
 async def test_a_rehearsal_leaves_nothing_behind(sharded):
     one, two = local(), sharded()
     items = some_items()
-    with two.rehearsing():
+    with two.memory_warm_up():
         await two.forward_backward(split(items, 8), algorithm("sft"), count_units(items))
     await same_steps(one, two, algorithm("sft"), items_of("sft"), steps=2)
 

@@ -21,12 +21,12 @@ from oxrl.loops.step import train_step
 from oxrl.models.load import builds_empty, load_model, load_tokenizer
 from oxrl.models.lora import LoraSettings, attach_lora, attach_reference, save_adapter
 from oxrl.types import ModelConfig
-from oxrl.weights.broadcast import TransferError, meeting, receive
+from oxrl.weights.broadcast import TransferError, receive, rendezvous
 from oxrl.weights.checkpoint_names import (
     ModuleWeights,
-    near_folder,
     plain_weights,
     read_weights,
+    shm_dir,
     source_of,
     trainer_logprobs,
 )
@@ -152,7 +152,7 @@ async def test_an_engine_elsewhere_gets_the_weights_of_the_ranks_and_proves_it(s
         await train_step(backend, algorithm("sft"), some_items(), 60)
         with pytest.raises(RuntimeError, match="weights"):
             await generator.update_weights(await backend.get_weights())
-    assert not list(near_folder().glob("oxrl-weights-*"))
+    assert not list(shm_dir().glob("oxrl-weights-*"))
 
 
 async def test_weights_that_have_moved_on_are_not_handed_out_for_older_ones(sharded, tmp_path):
@@ -180,7 +180,7 @@ async def test_weights_are_sent_as_they_are_written(sharded, tmp_path):
     source = (await backend.get_weights()).source
     source.write(tmp_path)
     received = {}
-    with meeting(["127.0.0.1"], 1) as place:
+    with rendezvous(["127.0.0.1"], 1) as place:
         listener = threading.Thread(target=lambda: received.update(receive(place, 1)))
         listener.start()
         source.send(place)
@@ -194,7 +194,7 @@ async def test_a_sending_that_fails_leaves_the_ranks_as_they_were(sharded):
     backend = sharded()
     with (
         pytest.raises(TransferError, match="2 processes that meet at 127.0.0.1"),
-        meeting(["127.0.0.1"], 1, time_limit=EXPIRES) as place,
+        rendezvous(["127.0.0.1"], 1, time_limit=EXPIRES) as place,
     ):
         (await backend.get_weights()).source.send(place)
     await train(backend, some_items(), 8, steps=1)

@@ -66,7 +66,7 @@ def changed(run, folder, **rollout):
     return folder
 
 
-def speaking(url, run, folder, step=3, engine=VLLMEngine):
+def engine_at(url, run, folder, step=3, engine=VLLMEngine):
     """The vLLM server with the weights of one of the run's checkpoints."""
     path = run / f"checkpoints/step_{step:04d}"
     load_model(str(path)).save_pretrained(folder / "weights")
@@ -85,12 +85,12 @@ def test_the_runs_own_engine_agrees_and_the_command_says_so(run):
 
 
 def test_vllm_with_the_newest_weights_agrees(run, vllm_url, tmp_path):
-    found = audit(run, speaking(vllm_url, run, tmp_path))
+    found = audit(run, engine_at(vllm_url, run, tmp_path))
     assert found.within and found.mean < 1e-4 and found.explanation is None
 
 
 def test_stale_weights_are_named_with_their_step(run, vllm_url, tmp_path):
-    found = audit(run, speaking(vllm_url, run, tmp_path, step=2))
+    found = audit(run, engine_at(vllm_url, run, tmp_path, step=2))
     assert not found.within
     assert found.explanation.cause == "stale weights" and "step_0002" in found.explanation.what
 
@@ -103,7 +103,7 @@ class AtTemperatureOne(VLLMEngine):
 
 
 def test_another_temperature_is_named(run, vllm_url, tmp_path):
-    found = audit(run, speaking(vllm_url, run, tmp_path, engine=AtTemperatureOne))
+    found = audit(run, engine_at(vllm_url, run, tmp_path, engine=AtTemperatureOne))
     assert not found.within
     assert (found.explanation.cause, found.explanation.what) == ("temperature", "1 instead of 0.8")
     assert "processed_logprobs" in found.advice
@@ -118,7 +118,7 @@ class AfterCutOffs(VLLMEngine):
 
 def test_log_probs_after_cut_offs_are_named(run, vllm_url, tmp_path):
     cut = changed(run, tmp_path / "cut", top_p=0.7)
-    found = audit(cut, speaking(vllm_url, run, tmp_path, engine=AfterCutOffs))
+    found = audit(cut, engine_at(vllm_url, run, tmp_path, engine=AfterCutOffs))
     assert not found.within
     assert found.explanation.cause == "truncated sampling" and "top_p 0.7" in found.explanation.what
 

@@ -18,7 +18,7 @@ from oxrl.concurrency import task_group
 from oxrl.generators.servers import Limits, serving
 from oxrl.loops.online import OnlineConfig, run_online
 from oxrl.models.builtin import prepare_builtin
-from oxrl.rollouts.collect import Answers
+from oxrl.rollouts.collect import RolloutSampler
 from oxrl.types import GenerationConfig, Request, Weights
 from tests.engines import ARGUMENTS
 from tests.holding import VARIABLE, holding
@@ -102,7 +102,7 @@ async def main(folder):
         if fault.exists():
             await report_fault(generator)
             await wait_until_async(train.exists, "it is to train")
-        setting.answers = Answers(generator, setting.render, GenerationConfig(max_new_tokens=8), seed=0)
+        setting.answers = RolloutSampler(generator, setting.render, GenerationConfig(max_new_tokens=8), seed=0)
         await run_online(
             setting.backend,
             setting.algorithm,

@@ -18,7 +18,7 @@ import pytest
 
 from oxrl.concurrency import task_group
 from oxrl.generators.connection import EngineError
-from oxrl.generators.pool import HTTPGenerator, SGLangEngine, VLLMEngine, near_folder
+from oxrl.generators.pool import HTTPGenerator, SGLangEngine, VLLMEngine, shm_dir
 from oxrl.generators.servers import Limits, Replica, engine_at, engines_home, served_at
 from oxrl.generators.vllm.server import VLLMServer, free_ports
 from oxrl.models.load import load_model
@@ -260,7 +260,7 @@ async def test_an_abort_does_not_wait_for_a_replica_that_is_being_started(tiny, 
 
 def test_memory_of_runs_that_are_gone_is_given_back_and_that_of_others_is_not():
     def forsaken(name):
-        home = near_folder() / f"oxrl-engines-{name}-{os.getpid()}"
+        home = shm_dir() / f"oxrl-engines-{name}-{os.getpid()}"
         home.mkdir()
         (home / "lock").touch()
         os.utime(home, (1, 1))

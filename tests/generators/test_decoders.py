@@ -7,7 +7,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from oxrl.generators.embedded.cache import attention, runs_of
+from oxrl.generators.embedded.cache import attention, length_buckets
 from oxrl.generators.embedded.decoders import CHUNK, PaddedDecoder, SlotDecoder
 from oxrl.generators.embedded.generator import EmbeddedGenerator
 from oxrl.models.load import load_model
@@ -226,12 +226,12 @@ def test_in_shrinking_mode_log_probs_agree_whoever_is_there(tiny):
 def test_a_row_is_read_at_most_twice_too_far():
     ends = [70, 90, 128, 1000, 65, 64, 3]
     for exact in (False, True):
-        runs = runs_of(ends, exact=exact)
+        runs = length_buckets(ends, exact=exact)
         assert [run.start for run in runs] == [0, 3, 4, 5]
         for run in runs:
             for end in ends[run.start : run.end]:
                 assert end <= run.length <= max(64, 2 * end)
-    assert [run.length for run in runs_of(ends, exact=False)] == [128, 1000, 65, 64]
+    assert [run.length for run in length_buckets(ends, exact=False)] == [128, 1000, 65, 64]
 
 
 def test_equal_prompts_are_prefilled_once(tiny_model, tiny):

@@ -12,17 +12,17 @@ import torch
 
 from oxrl.generators.connection import Connection, EngineError, check_apart
 from oxrl.generators.pool import (
-    Ask,
+    EngineRequest,
     Facts,
     HTTPGenerator,
     SGLangEngine,
     VLLMEngine,
-    as_ask,
+    as_engine_request,
     check_logprobs,
     sglang_generator,
     sync_weights_to_engines,
 )
-from oxrl.generators.probe import Heard, Probe, StaleEngineError
+from oxrl.generators.probe import Probe, ProbeResult, StaleEngineError
 from oxrl.generators.vllm.worker import EXTENSION
 from oxrl.models.builtin import prepare_builtin
 from oxrl.models.load import load_model
@@ -149,7 +149,7 @@ def test_log_probs_must_be_those_of_the_policy():
 def test_a_seed_is_a_function_of_both_seeds_and_of_what_was_drawn_before():
     facts = Facts(64, "full")
     seeds = {
-        as_ask(Request((1,), seed), SAMPLING._replace(seed=other), facts, ()).seed
+        as_engine_request(Request((1,), seed), SAMPLING._replace(seed=other), facts, ()).seed
         for seed in range(20)
         for other in range(20)
     }
@@ -207,7 +207,7 @@ def test_a_probe_is_the_trainers_word_and_leaves_the_trainer_as_it_was(tiny_mode
     off = [each + 0.01 for each in probe.logprobs]
     with pytest.raises(StaleEngineError, match=r"^replica 3 does not speak with version 7 .* off by 0.01"):
         probe.check("replica 3", off, 7, None)
-    assert probe.check("replica 3", probe.logprobs, 7, Heard(probe.logprobs, probe.logprobs, 0.0)).gap == 0
+    assert probe.check("replica 3", probe.logprobs, 7, ProbeResult(probe.logprobs, probe.logprobs, 0.0)).gap == 0
 
 
 async def test_a_vllm_server_takes_weights_from_disk_and_proves_it(vllm_url, tiny, tmp_path):
@@ -289,7 +289,7 @@ async def test_a_paused_vllm_server_goes_on_after_it_is_resumed(vllm_url, tiny):
     said = []
 
     async def ask():
-        said.append(await engine.complete(Ask((1, 2), SAMPLING, 1, 40, ())))
+        said.append(await engine.complete(EngineRequest((1, 2), SAMPLING, 1, 40, ())))
 
     await HTTPGenerator([engine], tiny[1]).update_weights(Weights(load_model(tiny[0]), 70))
     with anyio.fail_after(HANG), holding(3) as hold:

@@ -19,7 +19,7 @@ from oxrl.loops.step import train_step
 from oxrl.models.load import load_model
 from oxrl.models.lora import LoraSettings, attach_lora
 from oxrl.types import GenerationConfig, Request, Weights
-from oxrl.weights.checkpoint_names import ModuleWeights, MovedOnError
+from oxrl.weights.checkpoint_names import ModuleWeights, StaleWeightsError
 from tests.contracts.test_backend import SFT, some_items
 from tests.generators.test_vllm import adapted_to, base_once_then_the_adapter_alone, logprobs, step
 from tests.holding import holding
@@ -127,7 +127,7 @@ class Passing(ModuleWeights):
     def logprobs(self, tokens):
         if self.gone:
             self.refused.set()
-            raise MovedOnError("the trainer has moved on")
+            raise StaleWeightsError("the trainer has moved on")
         return super().logprobs(tokens)
 
 

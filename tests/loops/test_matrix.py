@@ -38,7 +38,7 @@ def test_the_matrix_has_every_name():
 @pytest.mark.parametrize("name", sorted(set(LIVE) - LEARNT_ELSEWHERE - UNGRADED - OF_A_GRADER))
 def test_it_raises_the_reward(name):
     setting = Setting(name, lr=FAST, **PARAMETERS.get(name, {}))
-    keep = {"filter_fn": check_reward_nonzero_std} if setting.algorithm.online.informative else {}
+    keep = {"filter_fn": check_reward_nonzero_std} if setting.algorithm.online.needs_variance else {}
     first, last = climbs(setting, setting.manager(**keep))
     assert first < 0.15
     assert last > first + 0.3

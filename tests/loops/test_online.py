@@ -16,13 +16,13 @@ from oxrl.loops.evaluate import evaluate_online
 from oxrl.loops.online import (
     OnlineConfig,
     RLTrainingConfig,
-    engine_asleep,
     normalised,
     run_online,
     run_rl_training,
+    sleeping_engine,
 )
 from oxrl.models.load import load_model, load_tokenizer
-from oxrl.rollouts.collect import Answers, RolloutConfig, sampling_manager
+from oxrl.rollouts.collect import RolloutConfig, RolloutSampler, sampling_manager
 from oxrl.run.checkpoint import load_checkpoint, save_checkpoint
 from oxrl.types import GenerationConfig, Message, Rollout, Sample, Score
 from tests.rollouts.scripted import Scripted
@@ -54,7 +54,9 @@ class Setting:
         )
         self.generator = EmbeddedGenerator(self.model, self.tokenizer)
         self.render = Renderer(self.tokenizer)
-        self.answers = Answers(self.generator, self.render, GenerationConfig(max_new_tokens=max_new_tokens), seed=seed)
+        self.answers = RolloutSampler(
+            self.generator, self.render, GenerationConfig(max_new_tokens=max_new_tokens), seed=seed
+        )
         self.seed = seed
 
     def manager(self, samples=SAMPLES, **config):
@@ -64,7 +66,7 @@ class Setting:
             "n_samples_per_prompt": 8,
             "reward_fn": by_small_letters,
             "greedy": online.greedy,
-            "least_answers": online.least_answers,
+            "min_group_size": online.min_group_size,
         } | config
         return sampling_manager(DataBuffer(samples, seed=self.seed), self.answers, RolloutConfig(**config))
 
@@ -132,7 +134,7 @@ def test_a_generator_with_other_weights_is_found_out():
     with_noise = next(iter(stranger.parameters()))
     with_noise.data.mul_(3.0)
     setting.generator = EmbeddedGenerator(stranger, setting.tokenizer)
-    setting.answers = Answers(setting.generator, setting.render, GenerationConfig(max_new_tokens=4))
+    setting.answers = RolloutSampler(setting.generator, setting.render, GenerationConfig(max_new_tokens=4))
 
     class Deaf:
         version = 0
@@ -182,12 +184,12 @@ def test_with_an_engine_of_its_own_the_next_batch_is_sampled_while_this_one_trai
     """The engine answers the second batch before the first one has been trained on."""
     setting = Setting("grpo", correction="truncated", lr=1e-3)
     engine = Scripted(lambda request: [97 + request.seed % 26, 259])
-    setting.answers = Answers(engine, setting.render, GenerationConfig(max_new_tokens=4))
+    setting.answers = RolloutSampler(engine, setting.render, GenerationConfig(max_new_tokens=4))
     collected_at = []
     history = setting.run(
         4,
         generators=[engine],
-        taking_turns=False,
+        shares_weights=False,
         config={"lag": 1, "max_logprob_gap": 100.0},
         observe=lambda step, groups: collected_at.append((step, len(engine.requests))),
     )
@@ -239,7 +241,10 @@ class Noting(QueuedBackend):
 def test_an_engine_on_the_trainers_device_sleeps_while_a_step_trains_and_wakes_to_its_weights():
     events, setting = [], Setting("grpo", kl_coef=0.1, lr=1e-3)
     engine, backend = Beside(events), Noting(setting.backend, events)
-    setting.backend, setting.answers = backend, Answers(engine, setting.render, GenerationConfig(max_new_tokens=4))
+    setting.backend, setting.answers = (
+        backend,
+        RolloutSampler(engine, setting.render, GenerationConfig(max_new_tokens=4)),
+    )
 
     async def move_reference(step):
         await backend.update_reference(0.5)
@@ -247,10 +252,10 @@ def test_an_engine_on_the_trainers_device_sleeps_while_a_step_trains_and_wakes_t
     setting.run(
         2,
         generators=[engine],
-        taking_turns=False,
+        shares_weights=False,
         config={"max_logprob_gap": 100.0},
         move_reference=move_reference,
-        engine_aside=partial(engine_asleep, engine, backend),
+        offload_engine=partial(sleeping_engine, engine, backend),
     )
     backend.close()
     step = ["sample", "sleep", "train", "make room", "weights"]
@@ -338,7 +343,7 @@ def test_resuming_with_lag_trains_nothing_twice_and_keeps_ages(tmp_path):
 
 def test_evaluation_is_greedy_repeatable_and_has_an_interval():
     setting = Setting()
-    held_out = Answers(setting.generator, setting.render, GenerationConfig(max_new_tokens=4, temperature=0.0))
+    held_out = RolloutSampler(setting.generator, setting.render, GenerationConfig(max_new_tokens=4, temperature=0.0))
     first = anyio.run(evaluate_online, held_out, SAMPLES, small_letters)
     assert first == anyio.run(evaluate_online, held_out, SAMPLES, small_letters)
     assert first["eval_reward_low"] <= first["eval_reward"] <= first["eval_reward_high"]

@@ -12,10 +12,10 @@ from oxrl.data.buffer import DataBuffer
 from oxrl.generators.embedded.generator import EmbeddedGenerator
 from oxrl.generators.pool import HTTPGenerator, VLLMEngine
 from oxrl.loops import ahead
-from oxrl.loops.ahead import Ahead, producing
 from oxrl.loops.evaluate import answer_all
 from oxrl.loops.online import OnlineConfig, run_online
-from oxrl.rollouts.collect import Answers
+from oxrl.loops.rollout_queue import RolloutQueue, prefetching
+from oxrl.rollouts.collect import RolloutSampler
 from oxrl.run.checkpoint import load_checkpoint, save_checkpoint
 from oxrl.types import Generation, GenerationConfig, Message, Rollout, Status, Turn, Weights
 from tests.holding import Hold, holding
@@ -59,7 +59,9 @@ class Overlapping(Setting):
     def __init__(self, url, *, max_new_tokens=8, **parameters):
         super().__init__("grpo", correction="truncated", lr=1e-3, **parameters)
         self.generator = HTTPGenerator([VLLMEngine(url)], self.tokenizer)
-        self.answers = Answers(self.generator, self.render, GenerationConfig(max_new_tokens=max_new_tokens), seed=0)
+        self.answers = RolloutSampler(
+            self.generator, self.render, GenerationConfig(max_new_tokens=max_new_tokens), seed=0
+        )
         self.local, self.backend = self.backend, QueuedBackend(Busy(self.backend, lambda: self.meanwhile()))
         self.meanwhile, self.collected = lambda: None, Collected()
 
@@ -77,7 +79,7 @@ class Overlapping(Setting):
             steps,
             manager,
             generators=[self.generator],
-            taking_turns=False,
+            shares_weights=False,
             config={"lag": 1, **(config or {})},
             **rest,
         )
@@ -154,7 +156,7 @@ def test_weights_that_change_under_way_leave_their_versions_on_the_tokens_and_bo
 def test_over_sampling_partial_rollouts_and_evaluation_hold_while_training_overlaps(vllm_url):
     """Two of the first six prompts are held, so that four others make the first batch and these two are resumed."""
     setting = Overlapping(vllm_url, max_new_tokens=24)
-    held_out = Answers(setting.generator, setting.render, GenerationConfig(max_new_tokens=24, temperature=0.0))
+    held_out = RolloutSampler(setting.generator, setting.render, GenerationConfig(max_new_tokens=24, temperature=0.0))
     evaluated, seen, resumed, hold = [], [], [], Hold()
     generate = setting.generator.generate
     first = DataBuffer(SAMPLES, seed=setting.seed).get_prompts(6)
@@ -200,7 +202,7 @@ def test_over_sampling_partial_rollouts_and_evaluation_hold_while_training_overl
 
 def test_what_others_abort_on_the_engine_is_resumed_in_an_evaluation(vllm_url):
     setting = Overlapping(vllm_url)
-    held_out = Answers(setting.generator, setting.render, GenerationConfig(max_new_tokens=40, temperature=0.0))
+    held_out = RolloutSampler(setting.generator, setting.render, GenerationConfig(max_new_tokens=40, temperature=0.0))
     rollouts = []
 
     async def go():
@@ -276,7 +278,7 @@ def test_what_was_begun_goes_on_only_if_it_is_young_enough_when_its_turn_comes(o
 
 def test_a_batch_that_begins_now_is_older_by_the_lag_when_it_is_trained_on():
     setting = Setting("grpo")
-    ahead = Ahead(setting.manager(), setting.generator, lag=1, oldest=6, updates=2, taking_turns=False)
+    ahead = RolloutQueue(setting.manager(), setting.generator, lag=1, oldest=6, updates=2, shares_weights=False)
     assert ahead.oldest_begun == 4
 
 
@@ -297,9 +299,9 @@ class Counted:
         self.batches = state["batches"]
 
 
-async def sampled_ahead(batches: Ahead) -> list[int]:
+async def sampled_ahead(batches: RolloutQueue) -> list[int]:
     """How many batches there are before any was trained on, and after one."""
-    async with producing(batches, 10):
+    async with prefetching(batches, 10):
         await anyio.wait_all_tasks_blocked()
         before = batches.manager.batches
         batches.release()
@@ -309,8 +311,8 @@ async def sampled_ahead(batches: Ahead) -> list[int]:
 
 def test_no_more_than_the_lag_and_one_batch_are_sampled_ahead_also_after_a_resume():
     def with_lag(lag):
-        bounds = {"lag": lag, "oldest": 9, "updates": 1, "taking_turns": False}
-        return Ahead(Counted(), SimpleNamespace(version=0), **bounds)
+        bounds = {"lag": lag, "oldest": 9, "updates": 1, "shares_weights": False}
+        return RolloutQueue(Counted(), SimpleNamespace(version=0), **bounds)
 
     async def twice():
         first = with_lag(2)
@@ -364,7 +366,7 @@ def told(history):
 
 
 def with_engine(setting, engine, **how):
-    setting.answers = Answers(engine, setting.render, GenerationConfig(max_new_tokens=8), seed=0)
+    setting.answers = RolloutSampler(engine, setting.render, GenerationConfig(max_new_tokens=8), seed=0)
     manager = setting.manager(batch_size=4, n_samples_per_prompt=4)
 
     async def go():
@@ -388,12 +390,12 @@ def test_on_the_same_rollouts_both_kinds_of_run_have_the_same_rewards_losses_and
     apart.backend = QueuedBackend(apart.backend)
     if recorded_by == "vllm":
         recording = Recording(HTTPGenerator([VLLMEngine(request.getfixturevalue("vllm_url"))], apart.tokenizer))
-        history = with_engine(apart, recording, taking_turns=False)
+        history = with_engine(apart, recording, shares_weights=False)
         again = with_engine(own, Recorded(recording.said))
     else:
         recording = Recording(EmbeddedGenerator(own.model, own.tokenizer))
         history = with_engine(own, recording)
-        again = with_engine(apart, Recorded(recording.said), taking_turns=False)
+        again = with_engine(apart, Recorded(recording.said), shares_weights=False)
     assert history == again and history[-1]["reward"] != history[0]["reward"]
     assert all(weight.equal(weights(own)[name]) for name, weight in weights(apart).items())
     assert max(line["logprob_gap"] for line in history) < 1e-4

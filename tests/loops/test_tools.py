@@ -16,8 +16,8 @@ from oxrl.generators.embedded.generator import EmbeddedGenerator
 from oxrl.loops.offline import OfflineConfig, run_offline
 from oxrl.loops.online import OnlineConfig, run_online
 from oxrl.models.load import load_model
-from oxrl.rollouts.collect import Answers, RolloutConfig, sampling_manager
-from oxrl.rollouts.envs import Talker, with_tools
+from oxrl.rollouts.collect import RolloutConfig, RolloutSampler, sampling_manager
+from oxrl.rollouts.envs import GeneratorClient, with_tools
 from oxrl.rollouts.tools import ToolCall, calculator, tool_schema
 from oxrl.types import Generation, GenerationConfig, Message, Rollout, Sample, Score, Turn
 
@@ -72,9 +72,9 @@ def test_the_reward_for_using_the_tool_rises(beginner, tiny):
     backend = create_pytorch_backend(beginner, lr=5e-4, weight_decay=0.0)
     generator = EmbeddedGenerator(beginner, tiny[1])
     env = with_tools([calculate], max_turns=2, tool_parser=in_brackets)
-    answers = Answers(generator, render, GenerationConfig(max_new_tokens=16), env=env)
+    answers = RolloutSampler(generator, render, GenerationConfig(max_new_tokens=16), env=env)
     samples = [Sample(f"q{number}", asked(number)) for number in range(15)]
-    config = RolloutConfig(batch_size=4, n_samples_per_prompt=6, reward_fn=used_the_tool, least_answers=2)
+    config = RolloutConfig(batch_size=4, n_samples_per_prompt=6, reward_fn=used_the_tool, min_group_size=2)
     seen = []
     history = anyio.run(
         lambda: run_online(
@@ -112,12 +112,12 @@ def test_a_real_chat_model_meets_the_tool(smollm2):
     generator, render = EmbeddedGenerator(load_model(config), tokenizer), Renderer(tokenizer)
     sampling, env = GenerationConfig(max_new_tokens=12, temperature=0.0), with_tools([calculator], max_turns=2)
     sample = Sample("s", (Message("user", "What is 1017 + 25?"),))
-    first = anyio.run(env, sample, Talker(generator, render, sampling._replace(max_new_tokens=1), 0)).turns[0]
+    first = anyio.run(env, sample, GeneratorClient(generator, render, sampling._replace(max_new_tokens=1), 0)).turns[0]
     assert "calculator" in tokenizer.decode(first.prompt_ids)
     ids = (*tokenizer(CALL % "1017+25")["input_ids"], tokenizer.eos_token_id)
     call = Generation(ids, (-1.0,) * len(ids), "stop", text=CALL % "1017+25")
     recorded = (Turn(first.prompt_ids, call),)
-    episode = anyio.run(env, sample, Talker(generator, render, sampling, 0, recorded))
+    episode = anyio.run(env, sample, GeneratorClient(generator, render, sampling, 0, recorded))
     rollout = Rollout(sample, episode.turns, score=Score(1.0))
     assert len(rollout.turns) == 2 and any("1042" in str(message.content) for message in rollout.messages[1:])
     (row,) = rows_of(rollout)

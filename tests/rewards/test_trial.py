@@ -198,7 +198,7 @@ def test_strict_and_lenient_variants_are_compared():
 @pytest.mark.parametrize(
     ("answer", "final"),
     [("a\n#### 1,234", "1,234"), (r"so $\boxed{\frac12}$", r"\frac12"), ("(B)", "B"), ("C. three", "C"),
-     ("Rome", "Rome"), ("A dog", "A dog"), ("145", "145"), ("Ask", "Ask")],
+     ("Rome", "Rome"), ("A dog", "A dog"), ("145", "145"), ("EngineRequest", "EngineRequest")],
 )  # fmt: skip
 def test_the_final_answer_of_a_row(answer, final):
     assert final_answer(answer) == final

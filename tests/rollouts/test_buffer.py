@@ -35,7 +35,7 @@ def test_age_counts_from_the_oldest_token_of_the_group():
 
 def test_one_old_token_makes_a_whole_group_old():
     fresh = group(0, version=6)
-    generation = fresh[1].turns[0].generation.drawn_with((3, 6))
+    generation = fresh[1].turns[0].generation.with_versions((3, 6))
     mixed = (fresh[0], replace(fresh[1], turns=(fresh[1].turns[0]._replace(generation=generation),)))
     assert age_of(mixed, version=6) == 3
     metrics = rollout_metrics([mixed], version=6)
@@ -44,9 +44,9 @@ def test_one_old_token_makes_a_whole_group_old():
 
 def test_versions_that_do_not_differ_take_no_room_and_a_wrong_number_of_them_is_refused():
     drawn = Generation((3, 4), (-0.25, -0.1), "stop", 9)
-    assert drawn.drawn_with((7, 7)) == drawn._replace(version=7) and drawn.token_versions == (9, 9)
+    assert drawn.with_versions((7, 7)) == drawn._replace(version=7) and drawn.token_versions == (9, 9)
     with pytest.raises(ValueError, match="1 versions for 2 tokens"):
-        drawn.drawn_with((7,))
+        drawn.with_versions((7,))
 
 
 def test_strict_refuses_what_is_too_old_when_it_comes_and_when_it_goes():

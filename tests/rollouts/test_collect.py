@@ -8,9 +8,9 @@ import pytest
 
 from oxrl.data.buffer import DataBuffer
 from oxrl.rollouts.collect import (
-    Answers,
     AsyncRolloutManager,
     RolloutConfig,
+    RolloutSampler,
     generate_rollout_batches,
     sampling_manager,
 )
@@ -29,7 +29,7 @@ def asked(request) -> int:
 
 def manager_of(generator, samples=40, **config):
     source = DataBuffer([question(number) for number in range(samples)], shuffle=False)
-    answers = Answers(generator, PlainRender(), GREEDY, seed=1)
+    answers = RolloutSampler(generator, PlainRender(), GREEDY, seed=1)
     config.setdefault("batch_size", 4)
     config.setdefault("reward_fn", lambda rollout: float(rollout.index))
     return sampling_manager(source, answers, RolloutConfig(**config))
@@ -157,7 +157,7 @@ def test_an_ungraded_answer_is_left_out_and_counted_never_a_zero():
             raise ZeroDivisionError("oops")
         return 1.0
 
-    manager = manager_of(Scripted(lambda request: [7]), n_samples_per_prompt=3, reward_fn=reward, least_answers=2)
+    manager = manager_of(Scripted(lambda request: [7]), n_samples_per_prompt=3, reward_fn=reward, min_group_size=2)
     collected = anyio.run(manager.collect)
     assert [[rollout.index for rollout in group] for group in collected.groups] == [[0, 2]] * 4
     assert collected.counts["ungraded"] == 4
@@ -169,7 +169,7 @@ def test_a_group_with_too_few_graded_answers_is_drawn_anew():
             raise ZeroDivisionError("oops")
         return 1.0
 
-    manager = manager_of(Scripted(lambda request: [7]), n_samples_per_prompt=2, reward_fn=reward, least_answers=2)
+    manager = manager_of(Scripted(lambda request: [7]), n_samples_per_prompt=2, reward_fn=reward, min_group_size=2)
     collected = anyio.run(manager.collect)
     assert numbers(collected.groups) == [1, 2, 3, 4] and collected.counts["ungraded_groups"] == 1
 
@@ -302,7 +302,7 @@ def test_the_state_is_plain_json_and_brings_carried_groups_back():
     [
         ({"batch_size": 0}, "1 or more"),
         ({"batch_size": 1, "over_sampling_factor": 0.5}, "must be 1 or more"),
-        ({"batch_size": 1, "least_answers": 2}, "compares at least 2 answers"),
+        ({"batch_size": 1, "min_group_size": 2}, "compares at least 2 answers"),
     ],
 )
 def test_a_config_that_cannot_work_is_refused(wrong, words):
@@ -322,7 +322,7 @@ def test_that_an_environment_scores_by_itself_is_told_once(caplog):
         return episode._replace(score=Score(9.0))
 
     source = DataBuffer([question(number) for number in range(8)])
-    answers = Answers(Scripted(lambda request: [7]), PlainRender(), GREEDY, env=scored)
+    answers = RolloutSampler(Scripted(lambda request: [7]), PlainRender(), GREEDY, env=scored)
     manager = sampling_manager(source, answers, RolloutConfig(2, reward_fn=lambda rollout: 1.0))
     for _ in range(2):
         collected = anyio.run(manager.collect)

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from oxrl.data.render import Renderer
-from oxrl.rollouts.envs import Talker, dialogue, gym_env, mixed_seed, replaying, single_turn, with_tools
+from oxrl.rollouts.envs import GeneratorClient, dialogue, gym_env, mixed_seed, replaying, single_turn, with_tools
 from oxrl.rollouts.tools import ToolCall, calculator
 from oxrl.rollouts.transcript import begin, tell_tools
 from oxrl.types import Generation, GenerationConfig, Message, Rollout, Sample, Turn
@@ -28,8 +28,8 @@ def anyio_backend(request):
     return request.param
 
 
-def talker(tokenizer, says, end=None, **kwargs) -> Talker:
-    return Talker(Saying(tokenizer, says, end), Renderer(tokenizer), GREEDY, 7, pauses=(0, 0, 0), **kwargs)
+def talker(tokenizer, says, end=None, **kwargs) -> GeneratorClient:
+    return GeneratorClient(Saying(tokenizer, says, end), Renderer(tokenizer), GREEDY, 7, pauses=(0, 0, 0), **kwargs)
 
 
 def read(tokenizer, ids) -> str:
@@ -510,7 +510,7 @@ async def test_a_render_of_another_kind_writes_the_conversation_anew(tiny):
         def __init__(self, render):
             self.prompt = render.prompt
 
-    talk = Talker(Saying(tiny[1], [CALL, "144"]), Other(Renderer(tiny[1])), GREEDY, 0)
+    talk = GeneratorClient(Saying(tiny[1], [CALL, "144"]), Other(Renderer(tiny[1])), GREEDY, 0)
     episode = await with_tools([calculator])(ASK, talk)
     assert episode.metadata["rewritten"] == 1
     assert len(episode.turns) == 2

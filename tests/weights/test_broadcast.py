@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 
-from oxrl.weights.broadcast import TransferError, meeting, receive, send
+from oxrl.weights.broadcast import TransferError, receive, rendezvous, send
 from tests.waiting import EXPIRES, HANG, wait_until
 
 LOOPBACK = ["127.0.0.1"]
@@ -45,7 +45,7 @@ def received_by(place, rank):
 
 def test_every_receiver_gets_all_of_it_bit_for_bit(beside):
     weights = some_weights()
-    with meeting(LOOPBACK, 2, time_limit=HANG) as place:
+    with rendezvous(LOOPBACK, 2, time_limit=HANG) as place:
         receivers = [beside(received_by, place, rank) for rank in (1, 2)]
         send(weights.items(), place, BUCKET)
         received = [each.result(HANG) for each in receivers]
@@ -57,7 +57,7 @@ def test_every_receiver_gets_all_of_it_bit_for_bit(beside):
 
 def test_it_can_be_reached_only_where_the_receivers_are(beside):
     before = connections()
-    with meeting(LOOPBACK, 1, time_limit=HANG) as place:
+    with rendezvous(LOOPBACK, 1, time_limit=HANG) as place:
         sending = beside(send, some_weights().items(), place)
         receiving = receive(place, 1)
         next(receiving)
@@ -69,7 +69,7 @@ def test_it_can_be_reached_only_where_the_receivers_are(beside):
 
 def test_it_meets_at_the_address_that_leads_to_engines_elsewhere():
     """Nothing is sent to find that out, so an address of nobody will do."""
-    with meeting(["127.0.0.1", "192.0.2.1"], 1) as place:
+    with rendezvous(["127.0.0.1", "192.0.2.1"], 1) as place:
         assert not place.host.startswith("127.")
 
 
@@ -82,7 +82,7 @@ os._exit(9)
 
 def test_a_receiver_that_dies_ends_the_sending_at_once():
     weights = {f"weight {number}": torch.zeros(2**23) for number in range(4)}  # 32 MiB each
-    with meeting(LOOPBACK, 1, time_limit=HANG) as place:
+    with rendezvous(LOOPBACK, 1, time_limit=HANG) as place:
         child = subprocess.Popen([sys.executable, "-c", DIES, json.dumps(place)])
         with pytest.raises(TransferError, match="peer"):
             send(weights.items(), place, BUCKET)
@@ -92,7 +92,7 @@ def test_a_receiver_that_dies_ends_the_sending_at_once():
 @pytest.mark.parametrize("rank", [0, 1])
 def test_who_waits_in_a_meeting_that_closes_does_not_wait_on(rank, beside):
     before = connections()
-    with meeting(LOOPBACK, 1, time_limit=HANG) as place:
+    with rendezvous(LOOPBACK, 1, time_limit=HANG) as place:
         waiting = beside(send, some_weights().items(), place) if rank == 0 else beside(received_by, place, rank)
         wait_until(lambda: place.port in {each.raddr.port for each in connections() - before if each.raddr}, "it waits")
         assert waiting.running()
@@ -100,11 +100,11 @@ def test_who_waits_in_a_meeting_that_closes_does_not_wait_on(rank, beside):
 
 
 def test_a_meeting_to_which_the_receiver_does_not_come_has_an_end():
-    with meeting(LOOPBACK, 1, time_limit=EXPIRES) as place, pytest.raises(TransferError, match=r"(?i)time"):
+    with rendezvous(LOOPBACK, 1, time_limit=EXPIRES) as place, pytest.raises(TransferError, match=r"(?i)time"):
         send(some_weights().items(), place)
 
 
 @pytest.mark.skipif(torch.distributed.is_nccl_available(), reason="this build of torch has NCCL")
 def test_nccl_that_is_not_there_is_told():
-    with meeting(LOOPBACK, 1, "nccl", time_limit=HANG) as place, pytest.raises(ValueError, match="gloo"):
+    with rendezvous(LOOPBACK, 1, "nccl", time_limit=HANG) as place, pytest.raises(ValueError, match="gloo"):
         send(some_weights().items(), place)

@@ -28,14 +28,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from oxrl.backends.distributed.ranked import RankedBackend
-from oxrl.backends.distributed.ranks import Crew
+from oxrl.backends.distributed.ranks import WorkerGroup
 from oxrl.backends.distributed.shards import SHARDS, check_reference
 from oxrl.backends.distributed.worker import (
-    Bring,
+    Broadcast,
     Load,
     RankWorker,
     Settings,
-    Spread,
+    ShardedModel,
     random_state,
     restore_random_state,
     spread,
@@ -62,7 +62,7 @@ class DeepSpeedTrainingBackend(RankedBackend):
 
     def __init__(
         self,
-        ranks: Crew,
+        ranks: WorkerGroup,
         load: Load,
         *,
         deepspeed: Section = MappingProxyType({}),
@@ -114,7 +114,7 @@ def join_deepspeed() -> None:
 
 
 def place(
-    configure: Callable[[torch.dtype], dict[str, Any]], empty: Spread, device: torch.device, bring: Bring
+    configure: Callable[[torch.dtype], dict[str, Any]], empty: ShardedModel, device: torch.device, bring: Broadcast
 ) -> None:
     """Give an empty module its weights, one after the other; in stage 3 each is sharded before the next one comes."""
     config = configure(empty.dtype)
@@ -254,7 +254,7 @@ class DeepSpeedWorker(RankWorker):
 
     def __init__(
         self,
-        trained: Spread,
+        trained: ShardedModel,
         others: Mapping[str, LanguageModel],
         settings: Settings,
         load: Load,
@@ -384,7 +384,7 @@ class DeepSpeedWorker(RankWorker):
         return dist.get_rank() if sharded else 0
 
     @contextmanager
-    def rehearsing(self) -> Iterator[None]:
+    def memory_warm_up(self) -> Iterator[None]:
         """What is rehearsed is worth NaN, so that DeepSpeed itself drops the gradients and updates nothing."""
         share = sum(math.prod(_shape(weight)) for weight in trainable(self.module).values())
         share = 0 if self.optimizer.state else share // (dist.get_world_size() if self.stage else 1)

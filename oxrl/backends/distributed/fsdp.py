@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from oxrl.backends.distributed.ranked import RankedBackend
-from oxrl.backends.distributed.ranks import Crew
+from oxrl.backends.distributed.ranks import WorkerGroup
 from oxrl.backends.distributed.shards import (
     OPTIMIZER,
     SHARDS,
@@ -32,11 +32,11 @@ from oxrl.backends.distributed.shards import (
     slice_of,
 )
 from oxrl.backends.distributed.worker import (
-    Bring,
+    Broadcast,
     Load,
     RankWorker,
     Settings,
-    Spread,
+    ShardedModel,
     random_state,
     restore_random_state,
     spread,
@@ -60,7 +60,7 @@ class FSDPTrainingBackend(RankedBackend):
 
     def __init__(
         self,
-        ranks: Crew,
+        ranks: WorkerGroup,
         load: Load,
         *,
         others: Mapping[str, Load] = MappingProxyType({}),
@@ -80,7 +80,7 @@ def build_worker(load: Load, others: Mapping[str, Load], settings: Settings) -> 
     return FSDPWorker(trained, compared, settings, load)
 
 
-def place(empty: Spread, device: torch.device, bring: Bring) -> None:
+def place(empty: ShardedModel, device: torch.device, bring: Broadcast) -> None:
     """Shard a module, and give each rank its slices, one after the other: each is whole for a moment."""
     module = empty.module
     shard(module, _mesh(device.type), empty.dtype)
@@ -132,7 +132,9 @@ def _layers(module: LanguageModel) -> list[nn.Module]:
 class FSDPWorker(RankWorker):
     """One rank's slice."""
 
-    def __init__(self, trained: Spread, others: Mapping[str, LanguageModel], settings: Settings, load: Load) -> None:
+    def __init__(
+        self, trained: ShardedModel, others: Mapping[str, LanguageModel], settings: Settings, load: Load
+    ) -> None:
         options = {name: getattr(settings, name) for name in ("lr", "weight_decay", "betas", "eps")}
         super().__init__(trained, create_adamw_optimizer(trained.module, **options), others, settings, load)
 

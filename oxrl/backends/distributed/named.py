@@ -23,7 +23,7 @@ class NamedAlgorithm(NamedTuple):
         named = cls(algorithm.source or algorithm.name, dict(algorithm.parameters))
         there = named.rebuilt()
         for part in ("loss", "reads", "needs"):  # what a worker asks of it
-            if not alike(getattr(there, part), getattr(algorithm, part)):
+            if not same_function(getattr(there, part), getattr(algorithm, part)):
                 raise ValueError(
                     f"{part} of {algorithm.name} was made in this process, so other ranks cannot find it: write it "
                     "into a file and name it there, algorithm('my_file.py:my_loss')"
@@ -34,18 +34,18 @@ class NamedAlgorithm(NamedTuple):
         return named_algorithm(self.source, **self.parameters)
 
 
-def alike(one: Any, other: Any) -> bool:
+def same_function(one: Any, other: Any) -> bool:
     """Whether two values do the same: functions by their code and all that they hold, else equality."""
     if one is other:
         return True
     if isinstance(one, partial) and isinstance(other, partial):
-        return alike((one.func, one.args, one.keywords), (other.func, other.args, other.keywords))
+        return same_function((one.func, one.args, one.keywords), (other.func, other.args, other.keywords))
     if isinstance(one, FunctionType) and isinstance(other, FunctionType):
-        return one.__code__ == other.__code__ and alike(_held(one), _held(other))
+        return one.__code__ == other.__code__ and same_function(_held(one), _held(other))
     if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(alike(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(same_function(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(alike, one, other))
+        return len(one) == len(other) and all(map(same_function, one, other))
     return bool(one == other)
 
 

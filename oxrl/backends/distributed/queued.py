@@ -46,7 +46,7 @@ T = TypeVar("T")
 TIME_LIMIT = 1800.0  # seconds that one call may run; ranks have shorter limits of their own for each collective
 
 
-class UnrunError(RuntimeError):
+class NotRunError(RuntimeError):
     """A call that never ran, because one that was submitted before it failed: that one is the cause."""
 
 
@@ -111,15 +111,15 @@ class QueuedBackend:
         return self._submit("load", path)
 
     @contextmanager
-    def rehearsing(self) -> Iterator[None]:
+    def memory_warm_up(self) -> Iterator[None]:
         """Begun and ended in the thread, behind what was submitted before."""
-        rehearsal = self.backend.rehearsing()
-        self._calls.submit("rehearsing", rehearsal.__enter__).wait()
+        rehearsal = self.backend.memory_warm_up()
+        self._calls.submit("memory_warm_up", rehearsal.__enter__).wait()
         try:
             yield
         finally:
             # What failed inside is raised by whoever waited for it; the end of the rehearsal has to come in any case.
-            self._calls.submit("rehearsing", partial(rehearsal.__exit__, None, None, None), always=True).wait()
+            self._calls.submit("memory_warm_up", partial(rehearsal.__exit__, None, None, None), always=True).wait()
 
     def close(self) -> None:
         """Wait for what was submitted, then close the backend if it can be closed."""
@@ -148,14 +148,14 @@ class QueuedFuture(TrainFuture[T]):
         while not wait([outcome], timeout=self._calls.patience()).done:
             self._calls.stop_if_overdue(self._call.name)
         if (error := outcome.exception()) is not None:
-            self._calls.forgive(self._call.fate)
+            self._calls.clear_error(self._call.fate)
             raise error
         value: T = outcome.result()
         return value
 
 
 @dataclass(slots=True, eq=False)
-class _Fate:
+class _CallChain:
     """Shared by calls of which the later count on the success of the earlier."""
 
     failed: str = ""
@@ -167,7 +167,7 @@ class _Fate:
 class _Call:
     name: str
     function: Callable[[], Any] | None  # None: the end
-    fate: _Fate
+    fate: _CallChain
     always: bool = False  # also behind a failure
     outcome: Future[Any] = field(default_factory=Future)
 
@@ -183,7 +183,7 @@ class _Calls:
     def __init__(self, time_limit: float) -> None:
         self.time_limit = time_limit
         self._queue: queue.SimpleQueue[_Call] = queue.SimpleQueue()
-        self._fate = _Fate()
+        self._fate = _CallChain()
         self._running: _Running | None = None
         self._closed = False
         self._lock = threading.Lock()
@@ -211,12 +211,12 @@ class _Calls:
         behind = "" if running.name == waiting_for else f", and {waiting_for} waits behind it"
         raise TimeoutError(f"{running.name} did not end within {self.time_limit:g} s{behind}")
 
-    def forgive(self, fate: _Fate) -> None:
+    def clear_error(self, fate: _CallChain) -> None:
         """Its failure is known to somebody: what is submitted from now on has a fate of its own."""
         fate.raised = True
         with self._lock:
             if self._fate is fate:
-                self._fate = _Fate()
+                self._fate = _CallChain()
 
     def close(self, end: Callable[[], None]) -> None:
         with self._lock:
@@ -245,7 +245,7 @@ class _Calls:
         assert call.function is not None
         fate = call.fate
         if fate.cause is not None and not call.always:
-            error = UnrunError(f"{call.name} did not run, because {fate.failed} before it failed: {fate.cause}")
+            error = NotRunError(f"{call.name} did not run, because {fate.failed} before it failed: {fate.cause}")
             error.__cause__ = fate.cause
             call.outcome.set_exception(error)
             return

@@ -1,7 +1,7 @@
 """A `Backend` over several processes: a step's micro-batches divided over ranks, and what they say put together, once.
 
 Each rank gets whole micro-batches, and all get the same number of them: where a step does not divide, a rank runs the
-smallest one again with weight 0, because a pass over a sharded model is a collective. The processes are a `Crew`
+smallest one again with weight 0, because a pass over a sharded model is a collective. The processes are a `WorkerGroup`
 (`ranks`, or `ray`'s actors); what a rank does with its share is its worker's affair (`fsdp`, `deepspeed`).
 """
 
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from oxrl.backends.distributed.named import NamedAlgorithm
-from oxrl.backends.distributed.ranks import Build, Crew, Ranks
-from oxrl.backends.distributed.verbs import Facts
+from oxrl.backends.distributed.ranks import Build, Ranks, WorkerGroup
+from oxrl.backends.distributed.rpc import Facts
 from oxrl.backends.local import sum_parts
 from oxrl.types import (
     Algorithm,
@@ -26,14 +26,14 @@ from oxrl.types import (
     Counts,
     ImmediateTrainFuture,
     Layout,
-    Meeting,
     Outputs,
     Read,
+    Rendezvous,
     TrainFuture,
     Weights,
 )
 from oxrl.weights.broadcast import TransferError
-from oxrl.weights.checkpoint_names import MovedOnError
+from oxrl.weights.checkpoint_names import StaleWeightsError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -88,7 +88,7 @@ class RankedWeights:
     def write_adapter(self, folder: Path) -> None:
         self._ask("write_adapter_files", folder)
 
-    def send(self, place: Meeting) -> None:
+    def send(self, place: Rendezvous) -> None:
         """By rank 0; the meeting's address must lead to this process from its machine too."""
         if trouble := self._ask("send_plain_weights", place):
             raise TransferError(trouble)
@@ -105,7 +105,7 @@ class RankedWeights:
 
     def _stop_if_moved_on(self) -> None:
         if self._backend.version != self._facts.version:
-            raise MovedOnError(
+            raise StaleWeightsError(
                 f"version {self._facts.version} of the weights was asked for, and the ranks have moved on to "
                 f"{self._backend.version}: hand weights over before the next optimizer step"
             )
@@ -114,7 +114,7 @@ class RankedWeights:
 class RankedBackend:
     """A `Backend` whose model is spread over all ranks, by workers that `build` makes."""
 
-    def __init__(self, ranks: Crew, build: Build) -> None:
+    def __init__(self, ranks: WorkerGroup, build: Build) -> None:
         self.ranks = ranks
         self._number = ranks.start(build)
         self.facts: Facts = self.ask("facts")
@@ -218,11 +218,11 @@ class RankedBackend:
         self.ask("load_heads", path)
 
     @contextmanager
-    def rehearsing(self) -> Iterator[None]:
+    def memory_warm_up(self) -> Iterator[None]:
         """Inside, every rank's memory is as full as in later steps; then all is as it was."""
-        self.ask("rehearse", True)
+        self.ask("warm_up_memory", True)
         with ExitStack() as afterwards:
-            afterwards.callback(self.ask, "rehearse", False)
+            afterwards.callback(self.ask, "warm_up_memory", False)
             yield
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The processes of one run and the wire between them: rank 0 runs the loop, the other ranks serve `verbs`.
+"""The processes of one run and the wire between them: rank 0 runs the loop, the other ranks serve `rpc`.
 
 Rank 0 sends out a command, does its own share of it, and gathers the replies. A verb that fails on a rank says so to
 rank 0 at once, which waits beside its own share and not inside it: that one may hang in a collective with the rank that
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 import torch.distributed as dist
 
-from oxrl.backends.distributed.verbs import perform
+from oxrl.backends.distributed.rpc import perform
 from oxrl.backends.local import NonFiniteError
 from oxrl.machine.processes import MEETING
 
@@ -46,7 +46,7 @@ class LostRankError(RankError):
     """It died or did not answer: what it did would do no harm if it were done again."""
 
 
-class Crew(Protocol):
+class WorkerGroup(Protocol):
     """The processes that a backend is spread over, as its driver calls them; `Ranks` is one."""
 
     @property
@@ -83,11 +83,11 @@ Build: TypeAlias = Callable[[], Any]
 class Hosted:
     """The workers of one rank. `perform` always answers: whatever goes wrong, the driver has to hear of it.
 
-    `verbs` are those that only this kind of rank has.
+    `rpc` are those that only this kind of rank has.
     """
 
-    def __init__(self, rank: int, verbs: Mapping[str, Callable[..., Any]] = MappingProxyType({})) -> None:
-        self.rank, self.verbs = rank, verbs
+    def __init__(self, rank: int, rpc: Mapping[str, Callable[..., Any]] = MappingProxyType({})) -> None:
+        self.rank, self.rpc = rank, rpc
         self.workers: dict[int, Any] = {}
 
     def perform(self, command: Command) -> Reply:
@@ -102,8 +102,8 @@ class Hosted:
             self.workers[command.target] = command.arguments[0]()
         elif command.call == "release":
             del self.workers[command.target]
-        elif command.call in self.verbs:
-            return self.verbs[command.call](self.workers[command.target], *command.arguments)
+        elif command.call in self.rpc:
+            return self.rpc[command.call](self.workers[command.target], *command.arguments)
         else:
             return perform(self.workers[command.target], command.call, command.arguments)
         return None
@@ -174,7 +174,7 @@ class Ranks:
         failed = [(rank, reply.error) for rank, reply in enumerate(replies) if reply.error is not None]
         if failed:
             lost = all(is_lost_peer(error) for _, error in failed)
-            error = told(call, failed, self._missing() if lost else "")
+            error = merge_errors(call, failed, self._missing() if lost else "")
             if isinstance(error, RankError):
                 self._broken = str(error)
             raise error from failed[0][1]
@@ -320,7 +320,7 @@ def portable(error: Exception) -> Exception:
     return error
 
 
-def told(call: str, failed: Sequence[tuple[int, Exception]], missing: str = "") -> Exception:
+def merge_errors(call: str, failed: Sequence[tuple[int, Exception]], missing: str = "") -> Exception:
     """One exception for the loop. When several ranks failed, the first cause is not the one that lost its peer."""
     rank, error = min(failed, key=lambda each: is_lost_peer(each[1]))
     where = f"rank {rank}, {call}"

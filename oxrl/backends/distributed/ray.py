@@ -31,12 +31,12 @@ from oxrl.backends.distributed.ranks import (
     Reply,
     first_line,
     is_lost_peer,
+    merge_errors,
     portable,
-    told,
 )
-from oxrl.backends.distributed.verbs import Worker, write_adapter_files
+from oxrl.backends.distributed.rpc import Worker, write_adapter_files
 from oxrl.backends.local import NonFiniteError
-from oxrl.machine.ray_cluster import Places, Process, end_actor, import_ray, reserve
+from oxrl.machine.ray_cluster import Bundles, Process, end_actor, import_ray, reserve
 from oxrl.types import ImmediateTrainFuture, TrainFuture, Weights
 from oxrl.weights.buckets import BUCKET_BYTES, Bucket, in_buckets
 from oxrl.weights.checkpoint_names import adapter_files, plain_weights
@@ -60,7 +60,7 @@ class RayRanks:
         self,
         world: int,
         *,
-        places: Places | None = None,
+        places: Bundles | None = None,
         share: float = 1.0,
         time_limit: float = TIME_LIMIT,
         call_limit: float = CALL_LIMIT,
@@ -78,8 +78,8 @@ class RayRanks:
         self._actors = [actor.options(**self.places.options(rank, share)).remote(rank) for rank in range(world)]
         self.processes: list[Process | None] = [None] * world
         try:
-            meeting = self._gather("start", [self._actors[0].meeting_point.remote()])[0]
-            joining = [actor.join.remote(world, *meeting, time_limit) for actor in self._actors]
+            rendezvous = self._gather("start", [self._actors[0].meeting_point.remote()])[0]
+            joining = [actor.join.remote(world, *rendezvous, time_limit) for actor in self._actors]
             self.processes = self._gather("join", joining)
         except BaseException:
             self.stop()
@@ -143,7 +143,7 @@ class RayRanks:
             error: Exception = LostRankError(f"{call}: {silent}")
         else:
             lost = missing and all(is_lost_peer(each) for _, each in failed)
-            error = told(call, failed, f"; {silent}" if lost else "")
+            error = merge_errors(call, failed, f"; {silent}" if lost else "")
         if isinstance(error, RankError):
             self._broken = str(error)
         raise error from (failed[0][1] if failed else None)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from oxrl.backends.distributed.ranks import portable
-from oxrl.backends.distributed.verbs import value_of
+from oxrl.backends.distributed.rpc import value_of
 from oxrl.backends.forward import (
     LanguageModel,
     Probed,
@@ -67,7 +67,7 @@ class Probe(NamedTuple):
     said: Tensor
 
 
-class Spread(NamedTuple):
+class ShardedModel(NamedTuple):
     """A module in this rank's part, and the precision that each of its weights was loaded in."""
 
     module: LanguageModel
@@ -90,17 +90,19 @@ class Told(NamedTuple):
     probe: Probe
 
 
-class Bring(Protocol):
+class Broadcast(Protocol):
     """The whole of one weight that rank 0 has loaded, on every rank: all ask for the same ones in the same order."""
 
     def __call__(self, name: str, shape: torch.Size, device: torch.device) -> Tensor: ...
 
 
-Place: TypeAlias = Callable[[Spread, torch.device, Bring], Any]
+Materialize: TypeAlias = Callable[[ShardedModel, torch.device, Broadcast], Any]
 """Gives an empty module weights on a device, of which each rank keeps its part."""
 
 
-def spread(load: Load, heads: Sequence[str], temperature: float, place: Place, *, frozen: bool = False) -> Spread:
+def spread(
+    load: Load, heads: Sequence[str], temperature: float, place: Materialize, *, frozen: bool = False
+) -> ShardedModel:
     """Rank 0 loads, and proves the layout on the whole model; all build an empty one, for `place` to fill."""
     loaded, module = _all_or_none(partial(_build, load, heads, temperature))
     (told,) = _from_first([_describe(loaded)] if loaded is not None else [None])
@@ -109,11 +111,11 @@ def spread(load: Load, heads: Sequence[str], temperature: float, place: Place, *
     module.inner.set_attn_implementation(told.attention)
     if frozen:
         module.eval().requires_grad_(False)
-    made = Spread(module, told.dtypes, told.probe)
+    made = ShardedModel(module, told.dtypes, told.probe)
     found = tensors_of(loaded) if loaded is not None else {}
     with torch.no_grad():
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        place(made, device, partial(_bring, found, told.dtypes))
+        place(made, device, partial(_broadcast, found, told.dtypes))
     if loaded is not None:
         for name in ("generation_config", "_weight_conversions"):  # which come with weights
             if hasattr(loaded.inner, name):
@@ -143,7 +145,7 @@ def _describe(module: LanguageModel) -> Told:
     )
 
 
-def _bring(
+def _broadcast(
     found: Mapping[str, Tensor],
     dtypes: Mapping[str, torch.dtype],
     name: str,
@@ -189,7 +191,7 @@ class RankWorker(PyTorchTrainingBackend):
     """The local backend over a module of which this rank has a part."""
 
     def __init__(
-        self, trained: Spread, optimizer: Any, others: Mapping[str, LanguageModel], settings: Settings, load: Load
+        self, trained: ShardedModel, optimizer: Any, others: Mapping[str, LanguageModel], settings: Settings, load: Load
     ) -> None:
         super().__init__(
             trained.module,
@@ -225,10 +227,10 @@ class RankWorker(PyTorchTrainingBackend):
         model: PreTrainedModel = self._load().to(self.device)
         return model
 
-    def rehearse(self, begin: bool) -> None:
-        """The two halves of `rehearsing`, which come as two calls."""
+    def warm_up_memory(self, begin: bool) -> None:
+        """The two halves of `memory_warm_up`, which come as two calls."""
         if begin:
-            self._rehearsal.enter_context(self.rehearsing())
+            self._rehearsal.enter_context(self.memory_warm_up())
         else:
             self._rehearsal.close()
 

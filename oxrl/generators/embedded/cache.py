@@ -22,7 +22,7 @@ STEP = 64  # cache lengths are multiples of it
 ALIGNED = 16  # float32 numbers in a cache line
 
 
-def reach(length: int) -> int:
+def padded_length(length: int) -> int:
     """The power of two that a sequence's cache is read up to; sequences of one reach are attended together."""
     return max(STEP, 1 << (length - 1).bit_length())
 
@@ -137,7 +137,7 @@ class Continue:
 
     def __init__(self, cache: SlotCache, first: int, positions: Tensor, ends: Sequence[int], *, exact: bool) -> None:
         self.windows = 0
-        self.first, self.positions, self.runs, self.exact = first, positions, runs_of(ends, exact=exact), exact
+        self.first, self.positions, self.runs, self.exact = first, positions, length_buckets(ends, exact=exact), exact
         rows = torch.arange(first, first + len(positions), device=positions.device)
         self.targets = (rows[:, None] * cache.length + positions).flatten()
         self.masks: dict[tuple[int, int | None], Tensor | None] = {}
@@ -166,10 +166,10 @@ class Continue:
         return self.masks[index, window]
 
 
-def runs_of(ends: Sequence[int], *, exact: bool) -> list[Run]:
+def length_buckets(ends: Sequence[int], *, exact: bool) -> list[Run]:
     """Rows that have seen `ends` tokens each, split where the reach changes: a row is read at most twice too far."""
     runs, start = [], 0
-    for far, group in groupby(ends, key=reach):
+    for far, group in groupby(ends, key=padded_length):
         lengths = list(group)
         length = far if exact else max(lengths)
         runs.append(Run(start, start + len(lengths), length, full=not exact and min(lengths) == length))

@@ -21,7 +21,7 @@ from oxrl.generators.embedded.cache import (
     SlotCache,
     attention_configs,
     own_attention,
-    reach,
+    padded_length,
 )
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class SlotDecoder:
 
     def _reserve(self, rows: int, length: int) -> None:
         if self.fixed:
-            self.cache.reserve(self.width, reach(-(-length // CHUNK) * CHUNK))
+            self.cache.reserve(self.width, padded_length(-(-length // CHUNK) * CHUNK))
         elif rows > self.cache.rows or length > self.cache.length:
             # A little ahead, so that growth costs little; memory that is never touched costs nothing on a CPU.
             ahead = -(-(length + length // 4) // STEP) * STEP if length > self.cache.length else 0

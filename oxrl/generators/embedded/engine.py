@@ -17,7 +17,7 @@ from torch import Tensor
 from oxrl.generators.embedded.decoders import NOT_FINITE, Decoder, Mode, choose_decoder
 from oxrl.generators.embedded.sampling import draw, stream_key, uniforms
 from oxrl.types import Generation, GenerationConfig, Request
-from oxrl.weights.checkpoint_names import speaking
+from oxrl.weights.checkpoint_names import eval_mode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -92,7 +92,7 @@ class Engine:
         """Let in whom there is room for, then draw the next token of every sequence."""
         self.waiting += sorted(self.arrived, key=lambda job: job.order)
         self.arrived.clear()
-        with speaking(self.model):
+        with eval_mode(self.model):
             if self._decoder is None:
                 self._decoder = choose_decoder(self.model, self.slots, self.mode)
             try:
@@ -198,7 +198,7 @@ class Engine:
         mean_cut = job.cut_mass / max(len(job.tokens), 1)
         text = self._text(job.tokens)
         drawn = Generation(tuple(job.tokens), tuple(job.logprobs), reason, self.version, text, mean_cut)
-        job.result = drawn.drawn_with(job.versions)
+        job.result = drawn.with_versions(job.versions)
 
     def _vacate(self, rows: Sequence[int]) -> None:
         """Free these rows; where rows can be moved the last ones close the gaps."""

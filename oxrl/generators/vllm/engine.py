@@ -25,12 +25,12 @@ import anyio
 from oxrl.concurrency import in_thread
 from oxrl.generators.connection import EngineError
 from oxrl.generators.embedded.engine import check_sampling
-from oxrl.generators.pool import Ask, Facts, Said, as_ask, as_generation
-from oxrl.generators.probe import Heard, Probe
+from oxrl.generators.pool import EngineOutput, EngineRequest, Facts, as_engine_request, as_generation
+from oxrl.generators.probe import Probe, ProbeResult
 from oxrl.generators.vllm.server import CPU_SETTINGS
 from oxrl.generators.vllm.worker import EXTENSION
 from oxrl.types import Generation, GenerationConfig, Request, Weights
-from oxrl.weights.checkpoint_names import near_folder, plain_weights, read_weights, source_of
+from oxrl.weights.checkpoint_names import plain_weights, read_weights, shm_dir, source_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,7 +70,7 @@ class VLLMRolloutEngine:
         self._version = 0
         self._has_weights = False  # of a trainer; until then those that it was started with
         self._asleep = self._has_base = False  # base: that of the adapter which it speaks with
-        self._heard: Heard | None = None
+        self._heard: ProbeResult | None = None
         self._worker = _Worker(partial(_open_engine, str(model), lora, dict(options)), time_limit)
 
     @property
@@ -85,18 +85,18 @@ class VLLMRolloutEngine:
         """One generation per request, in order. Calls of several tasks share the engine."""
         check_sampling(sampling)
         await self.wake_up()
-        asks = [as_ask(request, sampling, self._worker.facts, self._ends) for request in requests]
+        asks = [as_engine_request(request, sampling, self._worker.facts, self._ends) for request in requests]
         version = self.version
         said = await self._said([_Job(ask) for ask in asks])
         pairs = zip(requests, said, strict=True)
         return [as_generation(NAME, request.begun, each, version, self._text) for request, each in pairs]
 
-    async def complete(self, ask: Ask) -> Said:
+    async def complete(self, ask: EngineRequest) -> EngineOutput:
         """One sequence, as an engine of several is asked."""
         (said,) = await self._said([_Job(ask)])
         return said
 
-    async def _said(self, jobs: Sequence[_Job]) -> list[Said]:
+    async def _said(self, jobs: Sequence[_Job]) -> list[EngineOutput]:
         try:
             await self._on_worker(partial(self._worker.add, [job for job in jobs if job.ask.most > 0]))
             return await in_thread(lambda: [job.said(self._worker.wait) for job in jobs])
@@ -113,7 +113,7 @@ class VLLMRolloutEngine:
         source = source_of(weights)
         probe = await in_thread(partial(Probe.of, source, self._tolerance))
         alone = bool(self._lora) and source.adapted
-        with tempfile.TemporaryDirectory(prefix="oxrl-weights-", dir=near_folder()) as name:
+        with tempfile.TemporaryDirectory(prefix="oxrl-weights-", dir=shm_dir()) as name:
             changes = []
             if not (alone and self._has_base):
                 self._has_base = False
@@ -163,7 +163,7 @@ class VLLMRolloutEngine:
 
     async def prompt_logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
         """Of each token but the first, at temperature 1."""
-        job = _Job(Ask(tuple(tokens), GenerationConfig(), 0, 1, ()), probing=True)
+        job = _Job(EngineRequest(tuple(tokens), GenerationConfig(), 0, 1, ()), probing=True)
         # vLLM (0.32) breaks where log-probs of a prompt meet other sequences and an adapter: there those end first.
         deadline = time.monotonic() + self._worker.time_limit
         while not await self._on_worker(partial(self._worker.probe, job, alone=bool(self._lora))):
@@ -206,7 +206,7 @@ async def vllm_generator(model: str | Path, tokenizer: Any, **options: Any) -> V
 class _Job:
     """A sequence under way and what was drawn of it so far."""
 
-    ask: Ask
+    ask: EngineRequest
     probing: bool = False
     id: str = ""
     tokens: list[int] = field(default_factory=list)
@@ -215,10 +215,10 @@ class _Job:
     prompt_logprobs: tuple[float, ...] = ()
     reason: Future[str] = field(default_factory=Future)
 
-    def said(self, wait: Callable[[Future[str]], str]) -> Said:
+    def said(self, wait: Callable[[Future[str]], str]) -> EngineOutput:
         """Blocks until it has ended."""
         reason = wait(self.reason) if self.ask.most > 0 else "length"
-        return Said(tuple(self.tokens), tuple(self.logprobs), reason, tuple(self.versions))
+        return EngineOutput(tuple(self.tokens), tuple(self.logprobs), reason, tuple(self.versions))
 
     def hear(self, output: Any, version: int) -> None:
         (new,) = output.outputs

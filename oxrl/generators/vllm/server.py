@@ -133,19 +133,19 @@ async def until_ready(server: VLLMServer, time_limit: float = 600.0) -> None:
     deadline = time.monotonic() + time_limit
     while True:
         if (code := server.process.poll()) is not None:
-            raise EngineError(f"the vLLM server ended with {code} before it was ready; {last_words(server.log)}")
+            raise EngineError(f"the vLLM server ended with {code} before it was ready; {log_tail(server.log)}")
         try:
             await connection.get("/health", time_limit=5.0)
             return
         except EngineError:
             if time.monotonic() > deadline:
                 raise EngineError(
-                    f"the vLLM server was not ready after {time_limit:g} s; {last_words(server.log)}"
+                    f"the vLLM server was not ready after {time_limit:g} s; {log_tail(server.log)}"
                 ) from None
         await anyio.sleep(0.5)
 
 
-def last_words(log: Path, lines: int = 12) -> str:
+def log_tail(log: Path, lines: int = 12) -> str:
     """The end of a log, and before that the first error of its last life: what follows from it comes after."""
     said = log.read_text(encoding="utf-8", errors="replace").splitlines()
     end = said[-lines:]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from oxrl.types import Meeting
+from oxrl.types import Rendezvous
 from oxrl.weights.broadcast import receive
 from oxrl.weights.checkpoint_names import read_weights
 
@@ -26,9 +26,9 @@ class WorkerExtension:
         tie_head_again(worker.get_model())
 
     def receive_weights(self, place: list[Any], first: int) -> None:
-        """Those that a trainer sends to a `Meeting`, where this engine's workers are receivers from `first` on."""
+        """Those that a trainer sends to a `Rendezvous`, where this engine's workers are receivers from `first` on."""
         worker: Any = self
-        worker.reload_weights(weights_iterator=receive(Meeting(*place), first + worker.rank))
+        worker.reload_weights(weights_iterator=receive(Rendezvous(*place), first + worker.rank))
         tie_head_again(worker.get_model())
 
     def tie_head_again(self) -> bool:

@@ -17,7 +17,7 @@ from oxrl.rollouts.collect import AsyncRolloutManager
 from oxrl.types import Backend, Generator
 
 
-class Produced(NamedTuple):
+class CollectedBatch(NamedTuple):
     """What a batch took to collect, and the collector's state behind it; its groups wait in the buffer."""
 
     groups: int
@@ -31,7 +31,7 @@ class Ready(NamedTuple):
 
     groups: list[Group]
     version: int
-    produced: Produced
+    produced: CollectedBatch
     expired: int  # groups of the run so far that grew too old
     waited: float  # seconds that training stood still for it
 
@@ -46,7 +46,7 @@ class Ready(NamedTuple):
         }
 
 
-class Ahead:
+class RolloutQueue:
     """Batches that were collected before they are needed: at most `lag + 1` between the first token and its update.
 
     `oldest` is how many versions a token may be behind the weights that learn from it; a step makes `updates` of them.
@@ -60,16 +60,16 @@ class Ahead:
         lag: int,
         oldest: int,
         updates: int,
-        taking_turns: bool,
+        shares_weights: bool,
     ) -> None:
         self.manager, self.generator, self.lag = manager, generator, lag
         self.permits = anyio.Semaphore(lag + 1)
         self.oldest_begun = max(0, oldest - lag * updates)  # it will be older by the lag when its turn comes
         # Who trains on the weights that the producer speaks with waits until it has used up its permits and rests.
-        self.enough = lag + 1 if taking_turns else 1
+        self.enough = lag + 1 if shares_weights else 1
         self.to_come = 0
         self.buffer = ReplayBuffer(max_age=oldest)
-        self.waiting: deque[Produced] = deque()
+        self.waiting: deque[CollectedBatch] = deque()
         self.arrived = anyio.Event()
 
     async def produce(self) -> None:
@@ -78,7 +78,7 @@ class Ahead:
             started, version = time.monotonic(), self.generator.version
             groups, counts = await self.manager.collect(version, self.oldest_begun)
             self.buffer.add(groups, version)
-            self.waiting.append(Produced(len(groups), counts, time.monotonic() - started, self.manager.state()))
+            self.waiting.append(CollectedBatch(len(groups), counts, time.monotonic() - started, self.manager.state()))
             self.to_come -= 1
             self.arrived.set()
 
@@ -100,7 +100,7 @@ class Ahead:
         """The engine has confirmed a new version: another batch may be begun."""
         self.permits.release()
 
-    def state(self, trained: Produced) -> dict[str, Any]:
+    def state(self, trained: CollectedBatch) -> dict[str, Any]:
         """What is collected but not trained on yet, and where to go on collecting; what is in flight is drawn again."""
         newest = self.waiting[-1] if self.waiting else trained
         waiting = [each._asdict() for each in self.waiting]
@@ -116,11 +116,11 @@ class Ahead:
         self.buffer.restore(cursor["buffer"])
         for produced in cursor["waiting"]:  # their permits are taken
             await self.permits.acquire()
-            self.waiting.append(Produced(**produced))
+            self.waiting.append(CollectedBatch(**produced))
 
 
 @asynccontextmanager
-async def producing(ahead: Ahead, steps: int) -> AsyncIterator[None]:
+async def prefetching(ahead: RolloutQueue, steps: int) -> AsyncIterator[None]:
     ahead.to_come = steps - len(ahead.waiting)
     async with task_group() as tasks:
         tasks.start_soon(ahead.produce)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from oxrl.cli.base import Sampling, mistakes_end_here
+from oxrl.cli.base import Sampling, exit_on_user_error
 
 
 def chat(
@@ -22,7 +22,7 @@ def chat(
     from oxrl.run.train import open_model
     from oxrl.types import GenerationConfig, Message
 
-    with mistakes_end_here():
+    with exit_on_user_error():
         speaker, render = open_model(model)
     history = [Message("system", system)] if system else []
     for turn in range(1_000_000):
@@ -73,7 +73,7 @@ def generate(
     from oxrl.run.train import open_model
     from oxrl.types import GenerationConfig
 
-    with mistakes_end_here():
+    with exit_on_user_error():
         conversations = _prompts(prompt or [], data, limit)
         speaker, render = open_model(model)
         ids = [render.prompt(conversation) for conversation in conversations]

@@ -32,19 +32,21 @@ from oxrl.types import (
 logger = logging.getLogger(__name__)
 
 
-class RehearsingBackend(Backend, Protocol):
-    def rehearsing(self) -> AbstractContextManager[None]:
+class MemoryWarmUpBackend(Backend, Protocol):
+    def memory_warm_up(self) -> AbstractContextManager[None]:
         """Inside, memory is as full as in later steps; afterwards all is as it was."""
         ...
 
 
-async def rehearse(backend: RehearsingBackend, algorithm: Algorithm, items: Sequence[Item], budget: int) -> list[Item]:
+async def warm_up_memory(
+    backend: MemoryWarmUpBackend, algorithm: Algorithm, items: Sequence[Item], budget: int
+) -> list[Item]:
     """One micro-batch of the longest `items`, forward and backward; returns what was run, nothing if nothing could be.
 
     Some items teach nothing by themselves (answers that were all paid alike, say) and then credit refuses them. That
     they do so in a step is for the step to say.
     """
-    with backend.rehearsing():
+    with backend.memory_warm_up():
         try:
             warned = {"warned_of_one_side": 1.0}  # the longest few say nothing about the labels of a step
             credited = await credit_step(backend, algorithm, longest_items(items, budget), budget, warned)

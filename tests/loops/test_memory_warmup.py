@@ -8,8 +8,8 @@ from oxrl.algorithms import ALGORITHMS, algorithm
 from oxrl.backends.local import create_pytorch_backend
 from oxrl.data.buffer import DataBuffer
 from oxrl.data.render import Renderer
+from oxrl.loops.memory_warmup import advice_on_memory, longest_answers, ran_out_of_memory, warm_up_memory
 from oxrl.loops.offline import OfflineConfig, run_offline
-from oxrl.loops.rehearse import advice_on_memory, longest_answers, ran_out_of_memory, rehearse
 from oxrl.models.load import load_model, load_tokenizer
 from oxrl.models.lora import LoraSettings, attach_lora
 from oxrl.types import Message, Row, Sample
@@ -38,7 +38,7 @@ async def trained(first):
     torch.manual_seed(3)
     backend, items = adapted_backend(), random_rows([20, 9, 31, 14, 8, 25])
     if first:
-        assert await rehearse(backend, SFT, items, 50)
+        assert await warm_up_memory(backend, SFT, items, 50)
     await run_offline(backend, SFT, DataBuffer(items), OfflineConfig(3, 2), log=lambda *_: None)
     return torch.cat([weight.detach().flatten() for weight in backend.model.parameters()])
 
@@ -51,7 +51,7 @@ async def test_nothing_of_it_stays():
     backend = adapted_backend()
     before = {name: weight.clone() for name, weight in backend.model.named_parameters()}
     states = torch.random.get_rng_state()
-    await rehearse(backend, SFT, random_rows([30, 12]), 64)
+    await warm_up_memory(backend, SFT, random_rows([30, 12]), 64)
     assert torch.equal(torch.random.get_rng_state(), states)
     assert backend.version == 0
     assert not backend.optimizer.state
@@ -61,13 +61,13 @@ async def test_nothing_of_it_stays():
 
 @pytest.mark.parametrize(("budget", "expected"), [(50, [40]), (75, [40, 30]), (10, [40]), (1000, [40, 30, 20, 10])])
 async def test_it_runs_the_longest_rows_that_fit_into_a_micro_batch(budget, expected):
-    part = await rehearse(adapted_backend(), SFT, random_rows([10, 40, 20, 30]), budget)
+    part = await warm_up_memory(adapted_backend(), SFT, random_rows([10, 40, 20, 30]), budget)
     assert sorted((len(row) for item in part for row in item), reverse=True) == expected
 
 
 async def test_inside_gradients_and_optimizer_state_are_as_large_as_in_later_steps():
     backend = create_pytorch_backend(load_model("tiny"))
-    with backend.rehearsing():
+    with backend.memory_warm_up():
         assert all(weight.grad is not None for weight in backend.model.parameters())
     assert all(weight.grad is None for weight in backend.model.parameters())
 
@@ -81,7 +81,7 @@ async def test_answers_are_made_up_for_every_algorithm_that_samples(name):
     samples = [Sample(f"s{n}", (Message("user", "x" * n),), answer="yes") for n in (3, 40, 12)]
     render = Renderer(load_tokenizer("tiny"))
     items = longest_answers(samples, render, chosen, prompts=2, answers=4, max_tokens=24, vocabulary=256, enough=10_000)
-    part = await rehearse(backend, chosen, items, 100)
+    part = await warm_up_memory(backend, chosen, items, 100)
     prompt = len(render.prompt(samples[1].messages))
     assert max(len(row) for item in part for row in item) == prompt + 24
 
@@ -104,7 +104,7 @@ async def test_items_that_teach_nothing_by_themselves_are_no_failure():
     pairs = algorithm("online_dpo")
     flat = [tuple(Row(f"{i}", np.arange(9), np.arange(9) > 4, scalars={"reward": 1.0}) for i in range(3))]
     backend = create_pytorch_backend(load_model("tiny"), others={"ref": load_model("tiny")})
-    assert await rehearse(backend, pairs, flat, 100) == []
+    assert await warm_up_memory(backend, pairs, flat, 100) == []
 
 
 def test_memory_that_ran_out_comes_with_advice():

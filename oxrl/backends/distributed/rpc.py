@@ -25,9 +25,9 @@ from oxrl.types import (
     Counts,
     ImmediateTrainFuture,
     Layout,
-    Meeting,
     Outputs,
     Read,
+    Rendezvous,
     Row,
     Term,
     TrainFuture,
@@ -78,7 +78,7 @@ class Worker(Protocol):
 
     def load_shards(self, path: Path) -> None: ...
 
-    def rehearse(self, begin: bool) -> None: ...
+    def warm_up_memory(self, begin: bool) -> None: ...
 
     def release_memory(self) -> TrainFuture[None]: ...
 
@@ -139,7 +139,7 @@ def write_plain_files(worker: Worker, folder: Path, adapter: bool = True) -> Non
         pass_weights(worker.module, worker.full, adapter=adapter)
 
 
-def send_plain_weights(worker: Worker, place: Meeting) -> str:
+def send_plain_weights(worker: Worker, place: Rendezvous) -> str:
     """The weights to engines elsewhere, by rank 0; the other ranks bring theirs. Says what went wrong on the way."""
     if not _is_first():
         pass_weights(worker.module, worker.full)
