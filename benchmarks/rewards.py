@@ -24,7 +24,7 @@ from oxrl.rewards import TrialReport, describe_rewards, reasoning_gym_samples, t
 from oxrl.rewards.sandbox import Isolation, Limits, Tests, run_program, run_tests
 from oxrl.rewards.sandbox.isolation import Kind, try_isolation
 from oxrl.rewards.trial import COLUMNS, PaysFor
-from oxrl.run.spec import named_reward
+from oxrl.run.reward import named_reward
 from oxrl.run.train import train_run
 from oxrl.types import Message, Sample
 

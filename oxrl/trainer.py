@@ -1,7 +1,7 @@
 """`Trainer(model).train(task=...)`: what is not said is chosen for the machine, the model and the task, and told.
 
-A thin door: it writes a `Config`, and everything behind it is public (`tasks`, `plan_inputs`, `fitting_batch`,
-`prepare_run`, `train_prepared`, `evaluate`, `export_model`).
+A thin door: it writes a `Config`, and everything behind it is public (`tasks`, `plan_spec`, `fitting_batch`,
+`prepare_run`, `train_spec`, `evaluate`, `export_model`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from oxrl.diagnose.plan import (
     framework_bytes,
     heaviest_work,
     model_facts,
-    plan_inputs,
+    plan_spec,
 )
 from oxrl.evaluation.evaluate import Evaluation, evaluate
 from oxrl.machine.hardware import Hardware, detect_hardware, set_up_process
@@ -34,11 +34,12 @@ from oxrl.names import LIVE, import_path_of
 from oxrl.rewards.grade import AnyReward
 from oxrl.run.checkpoint import best_checkpoint
 from oxrl.run.export import export_model, push_model
-from oxrl.run.folder import resolve_weights, run_folder
+from oxrl.run.folder import resolve_weights
 from oxrl.run.launch import join_others, run_ranks
 from oxrl.run.placement import ranks_to_start
-from oxrl.run.spec import Inputs, lora_of, model_config, read_inputs
-from oxrl.run.train import Prepared, RunResult, open_model, prepare_run, train_prepared
+from oxrl.run.prepare import prepare_run, resolve
+from oxrl.run.spec import RunSpec
+from oxrl.run.train import RunResult, open_model, train_spec
 from oxrl.tracking.logs import set_up_logging
 from oxrl.tracking.metrics import read_metrics
 from oxrl.types import GenerationConfig, Message, ModelConfig
@@ -158,34 +159,33 @@ class Trainer:
         if resume:
             return self._resume(output, wanted)
         config, tuning = self._chosen(wanted)
-        prepared, hardware = prepare_run(config, output), detect_hardware()
-        fitted, sizes = choose_sizes(prepared.config, prepared.inputs, hardware)
-        choices = (_where(fitted, hardware), *tuning, *sizes)
+        hardware = detect_hardware()
+        spec, sizes = choose_sizes(prepare_run(config, output), hardware)
+        choices = (_where(spec.config, hardware), *tuning, *sizes)
         for choice in choices:
             logger.info("%s", choice)
-        prepared = prepared._replace(config=fitted, inputs=prepared.inputs._replace(config=fitted))
-        return _result(_trained(prepared), fitted, choices)
+        return _result(_trained(spec), spec.config, choices)
 
     def plan(self, task: str | None = None, *, output: str | Path | None = None, **wanted: Any) -> Plan:
         """What `train` would do and take, told the same words; no weight is loaded."""
         config, _ = self._chosen({"task": task, **wanted})
-        inputs, hardware = read_inputs(config), detect_hardware()
-        fitted, _ = choose_sizes(inputs.config, inputs, hardware)
-        return plan_inputs(fitted, inputs, run_folder(fitted, output), hardware)
+        hardware = detect_hardware()
+        spec, _ = choose_sizes(resolve(config, output), hardware)
+        return plan_spec(spec, hardware)
 
     def _resume(self, output: str | Path | None, wanted: Mapping[str, Any]) -> TrainingResult:
         if output is None or not (Path(output) / "config.yaml").exists():
             raise ValueError(f"output names the run to resume, and {output} is none")
         sections = self._sections(wanted)
-        said = [
+        overrides = [
             f"{section}.{key}={json.dumps(value)}" for section, keys in sections.items() for key, value in keys.items()
         ]
-        prepared = prepare_run(load_config(Path(output) / "config.yaml", said), output, resume=True)
-        return _result(_trained(prepared), prepared.config, ())
+        spec = prepare_run(load_config(Path(output) / "config.yaml", overrides), output, resume=True)
+        return _result(_trained(spec), spec.config, ())
 
     def _sections(self, wanted: Mapping[str, Any]) -> Sections:
-        said = {**self.overrides, **{name: value for name, value in wanted.items() if value is not None}}
-        sections = sections_of(said)
+        given = {**self.overrides, **{name: value for name, value in wanted.items() if value is not None}}
+        sections = sections_of(given)
         sections.setdefault("model", {})["name"] = self.model
         return sections
 
@@ -300,11 +300,12 @@ def choose_backend(sections: Sections) -> tuple[Choice, ...]:
     )
 
 
-def choose_sizes(config: Config, inputs: Inputs, hardware: Hardware) -> tuple[Config, tuple[Choice, ...]]:
-    """Micro-batch, checkpointing and slots that fit the device by estimate; what the user set stays as it is."""
+def choose_sizes(spec: RunSpec, hardware: Hardware) -> tuple[RunSpec, tuple[Choice, ...]]:
+    """Micro-batch, checkpointing and slots that fit the device by estimate; keys that the user set are not changed."""
+    config = spec.config
     device = chosen_device(resolve_device(config.model.device), hardware)
-    facts = model_facts(model_config(config), lora_of(config))
-    work = heaviest_work(config, inputs, facts)
+    facts = model_facts(spec.model, spec.lora)
+    work = heaviest_work(spec, facts)
     on_cpu = device.place == "cpu"
     fit = fitting_batch(
         facts,
@@ -313,7 +314,7 @@ def choose_sizes(config: Config, inputs: Inputs, hardware: Hardware) -> tuple[Co
         kind="cpu" if on_cpu else "cuda",
         framework=framework_bytes(on_cpu),
         others=work.others,
-        answers=config.rollout.max_tokens if inputs.online else 0,
+        answers=config.rollout.max_tokens if spec.online else 0,
         slots=config.rollout.slots,
         **({"enough_tokens": ENOUGH_ON_CPU, "most_tokens": MOST_ON_CPU} if on_cpu else {}),
     )
@@ -329,7 +330,7 @@ def choose_sizes(config: Config, inputs: Inputs, hardware: Hardware) -> tuple[Co
         config = config.model_copy(
             update={section: getattr(config, section).model_copy(update={key: getattr(fit, key)})}
         )
-    return config, tuple(chosen)
+    return spec.with_config(config), tuple(chosen)
 
 
 def _where(config: Config, hardware: Hardware) -> Choice:
@@ -342,21 +343,21 @@ def _where(config: Config, hardware: Hardware) -> Choice:
     return Choice("model.device", device.place, why + (f"; {others} more GPUs stay unused" if others > 0 else ""))
 
 
-def _trained(prepared: Prepared) -> RunResult:
-    """Here; or where a run takes several processes, by `oxrl train` of the same config in each of them."""
-    ranks = ranks_to_start(prepared.config)
+def _trained(spec: RunSpec) -> RunResult:
+    """In this process; or, with several ranks, by `oxrl train` of the same config in each of them."""
+    ranks = ranks_to_start(spec.config)
     if not ranks:
-        return train_prepared(prepared)
-    folder = prepared.folder
+        return train_spec(spec)
+    folder = spec.folder
     file = folder / "ranks.yaml"
-    file.write_text(yaml.safe_dump(prepared.config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+    file.write_text(yaml.safe_dump(spec.config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
     command = ["train", str(file), "--output", str(folder)]
-    resume = ["--resume"] if prepared.resume_from is not None else []
-    code = run_ranks([*command, *resume], ranks, max_restarts=prepared.config.run.max_restarts)
+    resume = ["--resume"] if spec.resume_from is not None else []
+    code = run_ranks([*command, *resume], ranks, max_restarts=spec.config.run.max_restarts)
     if code == 130:
         raise KeyboardInterrupt
     if code:
-        raise RuntimeError(f"the run in {folder} failed: what its processes said stands above")
+        raise RuntimeError(f"the run in {folder} failed: see the output of its processes above")
     checkpoint = best_checkpoint(folder / "checkpoints")
     assert checkpoint is not None, "a finished run has at least its last checkpoint"
     return RunResult(folder, checkpoint, read_metrics(folder / "metrics.jsonl"))

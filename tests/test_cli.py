@@ -223,10 +223,10 @@ def test_two_datasets_are_mixed_by_ratio(tmp_path):
         f"  train_files_path: {{one: {one}, two: {two}}}\n"
     )
     from oxrl.config import load_config
-    from oxrl.run.train import prepare_run
+    from oxrl.run.prepare import prepare_run
 
     prepared = prepare_run(load_config(config), tmp_path / "out")
-    drawn = [item[0].id.split(":")[0] for item in prepared.inputs.source.get_prompts(8)]
+    drawn = [item[0].id.split(":")[0] for item in prepared.source.get_prompts(8)]
     assert (drawn.count("one.jsonl"), drawn.count("two.jsonl")) == (6, 2)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ import pytest
 from oxrl.algorithms import ALGORITHMS
 from oxrl.config import load_config
 from oxrl.config.checks import contradictions, remarks
-from oxrl.run.train import prepare_run, train_prepared
+from oxrl.run.prepare import prepare_run
+from oxrl.run.train import train_spec
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "registry" / "examples"
@@ -44,7 +46,7 @@ def reward_model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rm")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
-        train_prepared(prepare_run(load_config(EXAMPLES / "rm.yaml", TINY), folder))
+        train_spec(prepare_run(load_config(EXAMPLES / "rm.yaml", TINY), folder))
     return folder
 
 
@@ -57,7 +59,7 @@ def judge(tmp_path_factory):
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     set_ = ["model.name=tiny", "train.alg_name=sft", f"data.train_files_path={folder / 'rows.jsonl'}"]
     set_ += ["train.lr=5e-3", "train.train_steps_per_epoch=40", "train.train_batch_size_per_gpu=4"]
-    train_prepared(prepare_run(load_config(None, set_), folder / "run"))
+    train_spec(prepare_run(load_config(None, set_), folder / "run"))
     return folder / "run"
 
 
@@ -79,13 +81,13 @@ def test_it_trains_on_the_rows_that_it_names(name, tmp_path, monkeypatch, reques
         own = [f"reward.model={request.getfixturevalue('reward_model')}"]
     if name == "rlaif":
         own = [f"reward.judge={request.getfixturevalue('judge')}"]
-    prepared = prepare_run(load_config(file, [*TINY, *own]), tmp_path / "out")
-    source = Recorded(prepared.inputs.source)
-    result = train_prepared(prepared._replace(inputs=prepared.inputs._replace(source=source)))
+    spec = prepare_run(load_config(file, [*TINY, *own]), tmp_path / "out")
+    source = Recorded(spec.source)
+    result = train_spec(replace(spec, source=source))
     (line,) = result.history
     assert math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"])
     assert len(source.drawn) >= 2
-    assert_from_file(source.drawn, Path(as_written.data.train_files_path), prepared.inputs.tokenizer)
+    assert_from_file(source.drawn, Path(as_written.data.train_files_path), spec.tokenizer)
 
 
 def assert_from_file(drawn, file, tokenizer):

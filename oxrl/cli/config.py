@@ -41,7 +41,7 @@ def config_show(file: File, set_: Set = None, json_: Json = False) -> None:
 def _told(config: Config) -> list[str]:
     """What is settled later, and what has no effect."""
     from oxrl.config.checks import contradictions, remarks
-    from oxrl.run.spec import default_reward, lacks_reward
+    from oxrl.run.reward import default_reward, lacks_reward
 
     settled = []
     if lacks_reward(config):
@@ -70,13 +70,13 @@ def config_validate(file: File, set_: Set = None, json_: Json = False) -> None:
 def _mistakes(file: Path, overrides: list[str]) -> tuple[list[str], list[str]]:
     from oxrl.config import load_stages
     from oxrl.config.checks import contradictions, remarks
-    from oxrl.run.spec import named_mistakes
+    from oxrl.run.prepare import config_problems
 
     try:
         stages = load_stages(file, overrides).items()
         marked = [(f"{name}: " if name else "", config) for name, config in stages]
         mistakes = [
-            f"{mark}{each}" for mark, config in marked for each in (*contradictions(config), *named_mistakes(config))
+            f"{mark}{each}" for mark, config in marked for each in (*contradictions(config), *config_problems(config))
         ]
         return mistakes, [f"{mark}{each}" for mark, config in marked for each in remarks(config)]
     except ValueError as mistake:

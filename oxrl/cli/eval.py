@@ -54,13 +54,13 @@ def evaluate(
         _refuse({"include-path": include_path}, "is for --harness")
         _check_output(output)
         from oxrl.evaluation.evaluate import evaluate as measure
-        from oxrl.run.spec import parameters_of
+        from oxrl.run.reward import parse_parameters
 
         told = measure(
             model,
             str(data),
             reward,
-            params=parameters_of(param or []),
+            params=parse_parameters(param or []),
             limit=limit,
             samples=samples,
             k=_numbers(k),

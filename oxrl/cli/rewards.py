@@ -49,9 +49,11 @@ def rewards_test(
 ) -> None:
     """Try a reward on real rows: right answers, wrong ones, cheats. Exit code 1 if it can be gamed."""
     with exit_on_user_error():
-        from oxrl.run.spec import trial_of
+        from oxrl.run.reward import try_named_reward
 
-        report = trial_of(name, data, param or [], limit=limit, pays_for=pays_for, threshold=threshold, workers=workers)
+        report = try_named_reward(
+            name, data, param or [], limit=limit, pays_for=pays_for, threshold=threshold, workers=workers
+        )
     typer.echo(json.dumps(report.to_dict()) if json_ else str(report))
     if report.problems:
         raise typer.Exit(1)

@@ -1,12 +1,13 @@
-"""`oxrl train`: flags laid over a YAML file, a run, and a word on how it ended."""
+"""`oxrl train`: flags override a YAML file; trains the run and reports its result."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -23,7 +24,7 @@ Model = Annotated[str | None, typer.Option(help="Hub id, local folder, .gguf fil
 
 
 def train(
-    config: Annotated[Path | None, typer.Argument(help="YAML file; flags are laid over it.")] = None,
+    config: Annotated[Path | None, typer.Argument(help="YAML file; flags override it.")] = None,
     model: Model = None,
     task: Annotated[
         str | None,
@@ -31,28 +32,28 @@ def train(
     ] = None,
     algorithm: Annotated[
         str | None,
-        typer.Option(help="A name from `oxrl algorithms` (default sgrpo), or a loss of your own: FILE.py:FUNCTION."),
+        typer.Option(help="A name from `oxrl algorithms` (default sgrpo), or a custom loss: FILE.py:FUNCTION."),
     ] = None,
     data: Annotated[str | None, typer.Option(help="Training rows: JSONL, Parquet, CSV or a hub id.")] = None,
     val: Annotated[str | None, typer.Option(help="Held-out rows for evaluation.")] = None,
     reward: Annotated[
-        str | None, typer.Option(help="What an answer is worth: a name from `oxrl rewards list`, or FILE.py:FUNCTION.")
+        str | None, typer.Option(help="Reward function: a name from `oxrl rewards list`, or FILE.py:FUNCTION.")
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="The run's folder.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Run folder.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps per pass, instead of all the data.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Rows per optimizer step on each training device.")] = None,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
     lora: Annotated[bool, typer.Option("--lora", help="Train a LoRA adapter instead of all weights.")] = False,
     seed: Annotated[int | None, typer.Option(help="Fixes data order, dropout and new weights.")] = None,
-    backend: Annotated[str | None, typer.Option(help="What trains: auto, local, fsdp, deepspeed or ray.")] = None,
-    engine: Annotated[str | None, typer.Option(help="What samples: embedded, vllm or http.")] = None,
+    backend: Annotated[str | None, typer.Option(help="Training backend: auto, local, fsdp, deepspeed or ray.")] = None,
+    engine: Annotated[str | None, typer.Option(help="Inference engine: embedded, vllm or http.")] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Any config key: --set train.weight_decay=0.1")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --output.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the run in --output.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say what would happen, as `oxrl plan` does.")
+        bool, typer.Option("--dry-run", help="Only print what would happen, as `oxrl plan` does.")
     ] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
@@ -91,20 +92,24 @@ def train(
             show_plans(stages, output, json_)
         resume = resume or restarted(stages, output)
         _start_ranks(stages)
-        from oxrl.run.train import run_stages  # torch comes with it, and wrong input is answered before that
+        from oxrl.run.prepare import prepare_stages  # imports torch: wrong input was reported before
+        from oxrl.run.train import train_spec
 
-        run_stages(stages, output, resume=resume, train=lambda prepared: _train_and_tell(prepared, json_))
+        for spec in prepare_stages(stages, output, resume=resume):
+            with exit_on_failure("the run", partial(_how_to_resume, spec.folder)):
+                result = train_spec(spec)
+            _report(result, spec.config, as_json=json_)
 
 
 def _start_ranks(stages: Mapping[str, Config]) -> None:
-    """Where a run takes several processes, this one only watches over them; in each of them it joins the others."""
+    """Launch the ranks of a run with several processes and exit with their code; in a rank, join the others."""
     from oxrl.run.launch import join_others, run_ranks
     from oxrl.run.placement import placed, ranks_to_start
 
     where = [placed(config) for config in stages.values()]
     counts = {ranks_to_start(config) for config in where}
     if len(counts) > 1:
-        raise ValueError(f"the stages of a run train with the same run.backend and run.training_gpus, not {counts}")
+        raise ValueError(f"all stages of a run need the same run.backend and run.training_gpus, not {counts}")
     if ranks := counts.pop():
         raise typer.Exit(run_ranks(sys.argv[1:], ranks, max_restarts=where[0].run.max_restarts))
     join_others(time_limit=where[0].run.rank_time_limit)
@@ -124,23 +129,19 @@ def _stages(path: Path | None, output: Path | None, resume: bool, overrides: lis
     return recorded_stages(output) or load_stages(output / "config.yaml", overrides)
 
 
-def _train_and_tell(prepared: Any, as_json: bool) -> RunResult:
-    from oxrl.run.train import train_prepared
+def _how_to_resume(folder: Path) -> str:
+    started = (folder / "config.yaml").exists()
+    return f"; resume with: oxrl train --output {folder} --resume" if started else " before its first step"
 
-    def how_to_go_on() -> str:
-        begun = (prepared.folder / "config.yaml").exists()
-        return f"; go on with: oxrl train --output {prepared.folder} --resume" if begun else " before it had begun"
 
-    with exit_on_failure("the run", how_to_go_on):
-        result = train_prepared(prepared)
+def _report(result: RunResult, config: Config, *, as_json: bool) -> None:
     last = result.history[-1] if result.history else {}
     if as_json:
         typer.echo(json.dumps({"folder": str(result.folder), "checkpoint": str(result.checkpoint), "last": last}))
-        return result
-    telling = ("step", "reward", "loss", "eval_reward", "eval_loss", "eval_token_accuracy")
-    shown = {key: last[key] for key in telling if key in last}
+        return
+    keys = ("step", "reward", "loss", "eval_reward", "eval_loss", "eval_token_accuracy")
+    shown = {key: last[key] for key in keys if key in last}
     typer.echo("  ".join(f"{key} {value:.4g}" for key, value in shown.items()) or "nothing was left to do")
     typer.echo(f"model: {result.checkpoint}")
-    if prepared.config.train.alg_name != "rm":  # a reward model has nothing to say
-        typer.echo(f"talk to it: oxrl chat {result.folder}")
-    return result
+    if config.train.alg_name != "rm":  # a reward model generates no text
+        typer.echo(f"chat with it: oxrl chat {result.folder}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from oxrl.data.sources import load_samples
@@ -31,3 +32,11 @@ def _filled(template: str, row: Mapping[str, Any], number: int) -> str:
             f"the template cannot be filled: {error}; gaps are named, as {{question}}, and a brace that is meant is "
             "written twice: {{ and }}"
         ) from error
+
+
+def as_prompt(sample: Sample) -> Sample:
+    """A conversation that ends with a response, as its prompt with the response as the reference answer."""
+    if not sample.messages or sample.messages[-1].role != "assistant":
+        return sample
+    response = str(sample.messages[-1].content)
+    return replace(sample, messages=sample.messages[:-1], answer=response if sample.answer is None else sample.answer)

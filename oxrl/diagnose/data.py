@@ -19,10 +19,11 @@ from rich.text import Text
 
 from oxrl.algorithms import algorithm
 from oxrl.data.assemble import Assembled, assemble
+from oxrl.data.prompts import as_prompt
 from oxrl.data.render import Renderer
 from oxrl.data.sources import load_samples
 from oxrl.models.load import load_tokenizer
-from oxrl.run.spec import as_prompt, learns_from_samples
+from oxrl.run.data import is_online
 from oxrl.types import Item, Row, Sample
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def inspect_data(file: str, model: str, algorithm_name: str, max_len: int | None
     loaded = load_samples(file, columns=columns, bad_rows="skip")
     tokenizer = load_tokenizer(model)
     render = Renderer(tokenizer, max_len=max_len)
-    asks = learns_from_samples(chosen, loaded.samples)
+    asks = is_online(chosen, loaded.samples)
     rendered = _prompts(loaded.samples, render) if asks else assemble(loaded.samples, chosen, render, bad_rows="skip")
     fits = [max_len is None or max(map(len, item)) <= max_len for item in rendered.items]
     unread = [f"{where}: {reason}" for where, reason in loaded.skipped]

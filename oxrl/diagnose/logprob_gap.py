@@ -25,7 +25,8 @@ from oxrl.config import Config, check_config
 from oxrl.run.build import check_servers, open_engine
 from oxrl.run.checkpoint import checkpoints, read_state
 from oxrl.run.folder import last_stage
-from oxrl.run.spec import chosen_algorithm, model_config, read_inputs, sampling_of
+from oxrl.run.prepare import resolve
+from oxrl.run.spec import first_algorithm, model_config, sampling_config
 from oxrl.types import GenerationConfig, Generator, Request, Row, Weights
 
 if TYPE_CHECKING:
@@ -182,7 +183,7 @@ async def audit_mismatch(
     trainer = _Trainer(config, kept[at].place)
     if not recorded:
         prompts = _prompts(config, folder, answers)
-        sampling = sampling_of(config)
+        sampling = sampling_config(config)
         sampling = sampling._replace(max_new_tokens=min(sampling.max_new_tokens, max_tokens))
         if engine is not None:
             drawn = await _ask(engine, prompts, answers, sampling)
@@ -241,7 +242,7 @@ def _online_run(run: Path) -> tuple[Config, Path]:
     if not file.is_file():
         raise ValueError(f"there is no run in {run}: it has no config.yaml")
     config = check_config(yaml.safe_load(file.read_text(encoding="utf-8")))
-    if chosen_algorithm(config).online is None:
+    if first_algorithm(config).online is None:
         raise ValueError(f"{config.train.alg_name} learns from files: this run has no engine to compare with")
     return config, folder
 
@@ -283,9 +284,9 @@ def _prompts(config: Config, folder: Path, count: int) -> list[tuple[int, ...]]:
         return list(asked)[:count]
     from oxrl.data.render import Renderer
 
-    inputs = read_inputs(config)
-    render = Renderer(inputs.tokenizer)
-    samples = inputs.source.get_prompts(count)
+    spec = resolve(config)
+    render = Renderer(spec.tokenizer)
+    samples = spec.source.get_prompts(count)
     return [tuple(map(int, render.prompt(sample.messages, tools=sample.tools))) for sample in samples]
 
 
@@ -374,7 +375,7 @@ def _cut(rule: GenerationConfig, logits: Tensor, targets: Tensor, _other: Tensor
 
 def _cut_offs(config: Config, model: Any) -> dict[str, GenerationConfig]:
     """The run's, and those that a server takes from the model's folder unless told otherwise."""
-    run, own = sampling_of(config), model.generation_config
+    run, own = sampling_config(config), model.generation_config
     models = GenerationConfig(top_p=own.top_p or 1.0, top_k=own.top_k or 0, min_p=own.min_p or 0.0)
     told = {"as rollout says": run, "as the model's generation_config says": models}
     names = ("top_p", "top_k", "min_p")

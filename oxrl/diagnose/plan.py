@@ -7,7 +7,7 @@ no memory. What autograd keeps is counted there, so that it holds for any archit
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -40,20 +40,10 @@ from oxrl.loops.memory_warmup import heaviest, longest_items
 from oxrl.machine.hardware import Device, Hardware, detect_hardware
 from oxrl.models.load import adapter_base, find_model, load_model_config, resolve_device, resolve_dtype
 from oxrl.models.lora import LoraSettings, attach_lora, read_adapter_config
-from oxrl.run.folder import run_folder
+from oxrl.run.data import longest_possible_items
 from oxrl.run.placement import SHARE, placed, sharding_of
-from oxrl.run.spec import (
-    Inputs,
-    algorithm_schedule,
-    chosen_algorithm,
-    follows_by_adapter,
-    grader,
-    lora_of,
-    made_up_answers,
-    model_config,
-    other_models,
-    read_inputs,
-)
+from oxrl.run.prepare import resolve
+from oxrl.run.spec import RunSpec, frozen_model_config, model_config, reference_is_adapter
 from oxrl.types import Item, ModelConfig
 
 if TYPE_CHECKING:
@@ -166,33 +156,31 @@ def plan_run(config: Config, output: str | Path | None = None, gpu_memory: float
         config = placed(config, gpus=(config.run.training_gpus or 1) + (config.run.rollout_gpus or 0))
         if config.model.dtype == "auto":
             config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
-    inputs = read_inputs(config)
+    spec = resolve(config, output)
     hardware = detect_hardware()
     device = chosen_device(resolve_device(config.model.device), hardware)
     if gpu_memory is not None:
         whole = int(gpu_memory * 2**30)
         device = Device(ELSEWHERE, "", whole, whole, bf16=True)
-    return plan_inputs(inputs.config, inputs, run_folder(config, output), hardware, device=device)
+    return plan_spec(spec, hardware, device=device)
 
 
-def plan_inputs(
-    config: Config,
-    inputs: Inputs,
-    folder: Path,
+def plan_spec(
+    spec: RunSpec,
     hardware: Hardware,
     framework: int | None = None,
     shards: Shards | None = None,
     device: Device | None = None,
 ) -> Plan:
     """`framework`: bytes that libraries take, default what they take in this process; `shards`: as the config says."""
+    config = spec.config
     shards = shards or shards_of(config)
-    algorithm = chosen_algorithm(config)
     device = device or chosen_device(resolve_device(config.model.device), hardware)
     if device.place == "cpu":  # whose memory all processes share
         device = device._replace(memory=device.memory // shards.gpus, free=device.free // shards.gpus)
     kind: Kind = "cpu" if device.place == "cpu" else "cuda"
-    facts = model_facts(model_config(config), lora_of(config))
-    work = heaviest_work(config, inputs, facts)
+    facts = model_facts(spec.model, spec.lora)
+    work = heaviest_work(spec, facts)
     if framework is None:
         framework = framework_bytes(kind == "cpu")
 
@@ -200,26 +188,26 @@ def plan_inputs(
         return with_engine(shards.memory(facts, work, kind, framework), config, facts, device, framework)
 
     needed = held(facts, work)
-    rollouts = config.batch_size * config.rollout.n_samples if inputs.online else 0
+    rollouts = config.batch_size * config.rollout.n_samples if spec.online else 0
     return Plan(
         model=config.model.name,
         tuning=_tuning(config, facts),
         dtype=str(resolve_dtype(config.model.dtype, device.place)).removeprefix("torch."),
         facts=facts,
-        algorithm=algorithm.name,
-        passes=_passes(config, inputs.online),
-        rows=row_lengths(inputs),
-        steps=inputs.num_steps,
+        algorithm=spec.algorithm.name,
+        passes=_passes(spec),
+        rows=row_lengths(spec),
+        steps=spec.num_steps,
         rows_per_step=config.batch_size,
         rollouts_per_step=rollouts,
         micro_batch_tokens=work.tokens,
-        folder=folder,
+        folder=spec.folder,
         device=device,
         memory=needed,
         advice=() if needed.peak <= device.free else tuple(_advice(config, facts, work, held, device)),
         seconds_per_step=None
         if device.place == ELSEWHERE
-        else _seconds(config, inputs, facts, measure_speed(device.place)) / shards.gpus,
+        else _seconds(spec, facts, measure_speed(device.place)) / shards.gpus,
         shards=shards,
         engine_elsewhere=config.engine == "vllm" and bool(config.run.rollout_gpus),
     )
@@ -260,32 +248,33 @@ def _tuning(config: Config, facts: ModelFacts) -> str:
     return f"LoRA, r={config.lora.r}" if config.lora.enabled else "the adapter that the model has"
 
 
-def _passes(config: Config, online: bool) -> tuple[str, ...]:
+def _passes(spec: RunSpec) -> tuple[str, ...]:
     """What a step runs besides forward and backward of the policy."""
     named = {"policy": "log-probs before the step", "ref": "reference", "teacher": "teacher"}
-    wanted = {which for each in algorithm_schedule(config).values() for which in {*each.needs, *each.others}}
-    heads = {head for each in algorithm_schedule(config).values() for head in each.heads}
+    wanted = {which for each in spec.schedule.values() for which in {*each.needs, *each.others}}
+    heads = {head for each in spec.schedule.values() for head in each.heads}
     told = [said for which, said in named.items() if which in wanted]
-    return (*(["sampling"] if online else []), *told, *(f"{head} head" for head in sorted(heads)))
+    return (*(["sampling"] if spec.online else []), *told, *(f"{head} head" for head in sorted(heads)))
 
 
-def row_lengths(inputs: Inputs) -> Rows:
-    if inputs.online:
-        render = Renderer(inputs.tokenizer)
-        lengths = [len(render.prompt(sample.messages, tools=sample.tools)) for sample in inputs.rows]
+def row_lengths(spec: RunSpec) -> Rows:
+    if spec.online:
+        render = Renderer(spec.tokenizer)
+        lengths = [len(render.prompt(sample.messages, tools=sample.tools)) for sample in spec.rows]
     else:
-        lengths = [len(row) for item in inputs.rows for row in item]
-    return Rows(len(inputs.rows), inputs.left_out, min(lengths), statistics.median(lengths), max(lengths), sum(lengths))
+        lengths = [len(row) for item in spec.rows for row in item]
+    return Rows(len(spec.rows), spec.left_out, min(lengths), statistics.median(lengths), max(lengths), sum(lengths))
 
 
-def heaviest_work(config: Config, inputs: Inputs, facts: ModelFacts) -> Work:
+def heaviest_work(spec: RunSpec, facts: ModelFacts) -> Work:
     """The micro-batch that the longest rows make, and all that is in memory beside it."""
-    algorithms = algorithm_schedule(config).values()
-    items, generating = longest_training_items(config, inputs, facts.vocabulary), None
+    config = spec.config
+    algorithms = spec.schedule.values()
+    items, generating = longest_training_items(spec, facts.vocabulary), None
     budget = config.train.micro_batch_tokens
-    part = heaviest(longest_items(items, budget)[: config.batch_size * _rows_each(config, inputs)], budget, "shared")
+    part = heaviest(longest_items(items, budget)[: config.batch_size * _rows_each(spec)], budget, "shared")
     rows = [row for item in part for row in item]
-    if inputs.online:
+    if spec.online:
         rollout, longest = config.rollout, max(map(len, rows))
         answers = int(config.batch_size * rollout.over_sampling_factor) * rollout.n_samples
         generating = Generating(min(rollout.slots, answers), longest)
@@ -295,35 +284,34 @@ def heaviest_work(config: Config, inputs: Inputs, facts: ModelFacts) -> Work:
         gradient_checkpointing=config.model.gradient_checkpointing,
         longest=max(sum(map(len, item)) for item in part),
         key_tokens=sum(map(len, rows)),
-        others=other_bytes(config, facts),
+        others=other_bytes(spec, facts),
         statistics=max(len(each.reads) for each in algorithms),
         compares=any(read.of for each in algorithms for read in each.reads.values()),
         generating=generating,
     )
 
 
-def _rows_each(config: Config, inputs: Inputs) -> int:
-    return config.rollout.n_samples if inputs.online else 1
+def _rows_each(spec: RunSpec) -> int:
+    return spec.config.rollout.n_samples if spec.online else 1
 
 
-def longest_training_items(config: Config, inputs: Inputs, vocabulary: int) -> list[Item]:
+def longest_training_items(spec: RunSpec, vocabulary: int) -> list[Item]:
     """As credit leaves them: the answers of a group go their own ways, pairs stay together."""
-    items: Sequence[Item] = inputs.rows
-    if inputs.online:
-        items = made_up_answers(config, inputs, vocabulary)
+    items = longest_possible_items(spec, vocabulary)
     return [part for item in items for part in ([item] if len(item) <= 2 else [(row,) for row in item])]
 
 
-def other_bytes(config: Config, facts: ModelFacts) -> dict[str, int]:
+def other_bytes(spec: RunSpec, facts: ModelFacts) -> dict[str, int]:
     """Weights that are in memory and not trained, by role."""
-    models = {role: grader(config, name) for role, name in other_models(config).items()}
+    config = spec.config
+    models = {role: frozen_model_config(config, name) for role, name in spec.other_models.items()}
     for role, name in (("reward model", config.reward.model), ("judge", config.reward.judge)):
         if name is not None:
-            models[role] = grader(config, name)
+            models[role] = frozen_model_config(config, name)
     named = {"ref": "reference"}
     sizes = {named.get(role, role): model_facts(model).weight_bytes for role, model in models.items()}
     # A second adapter, in float32 as the first.
-    return {"reference": 4 * facts.trained, **sizes} if follows_by_adapter(config) else sizes
+    return {"reference": 4 * facts.trained, **sizes} if reference_is_adapter(config) else sizes
 
 
 def model_facts(config: ModelConfig, lora: LoraSettings | None = None) -> ModelFacts:
@@ -519,22 +507,23 @@ def measure_speed(place: str) -> Speed:
     return Speed(rate(size, 2.0 * size**3, 4), rate(1, matrix.nbytes, 16))
 
 
-def _seconds(config: Config, inputs: Inputs, facts: ModelFacts, speed: Speed) -> float:
+def _seconds(spec: RunSpec, facts: ModelFacts, speed: Speed) -> float:
     """Rough: products at the measured speed, and nothing else. Rows are of mean length, answers of full."""
-    lengths = row_lengths(inputs)
-    rows_each = 1 if inputs.online else len([row for item in inputs.rows for row in item]) / len(inputs.rows)
-    row = lengths.tokens / (len(inputs.rows) * rows_each)
+    config = spec.config
+    lengths = row_lengths(spec)
+    rows_each = 1 if spec.online else len([row for item in spec.rows for row in item]) / len(spec.rows)
+    row = lengths.tokens / (len(spec.rows) * rows_each)
     tokens, sampling = config.batch_size * rows_each * row, 0.0
-    if inputs.online:
+    if spec.online:
         answers = config.batch_size * config.rollout.n_samples
         tokens += answers * config.rollout.max_tokens
         row += config.rollout.max_tokens
         sampling = generation_seconds(facts, answers, config.rollout.max_tokens, config.rollout.slots, speed)
-    algorithm = chosen_algorithm(config)
+    algorithm = spec.algorithm
     passes = len([which for which in algorithm.needs if which != "sampler"]) + len(
         algorithm.others - {*algorithm.needs}
     )
-    updates = config.train.iterations if inputs.online else 1
+    updates = config.train.iterations if spec.online else 1
     checkpointing = config.model.gradient_checkpointing
     flops = updates * training_flops(facts, tokens, row=row, gradient_checkpointing=checkpointing)
     flops += passes * forward_flops(facts, tokens, row=row)

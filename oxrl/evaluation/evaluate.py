@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 from oxrl.concurrency import run_blocking, until_interrupted
 from oxrl.config import load_config
 from oxrl.data.prepare import DATASETS, find_dataset, read_card, split_file
+from oxrl.data.prompts import as_prompt
 from oxrl.data.render import Renderer
 from oxrl.data.sources import Source, load_samples
 from oxrl.loops.evaluate import answer_all
@@ -29,7 +30,7 @@ from oxrl.rewards.grade import AnyReward, grade
 from oxrl.rewards.length import sampled_tokens
 from oxrl.rollouts.collect import RolloutSampler
 from oxrl.run.folder import resolve_weights
-from oxrl.run.spec import as_prompt, variants_of
+from oxrl.run.reward import reward_variants
 from oxrl.types import GenerationConfig, Rollout, Sample, Status
 
 logger = logging.getLogger(__name__)
@@ -272,7 +273,7 @@ def _variants(reward: str | AnyReward | None, params: Mapping[str, Any]) -> dict
             "say how answers are graded: --reward NAME (`oxrl rewards list` shows them) or FILE.py:FUNCTION"
         )
     if isinstance(reward, str):
-        return variants_of(reward, params)
+        return reward_variants(reward, params)
     return {"": as_reward(partial(reward, **params) if params and not isinstance(reward, Reward) else reward)}
 
 

@@ -1,8 +1,8 @@
-"""Prompts to new weights: generate, score, credit, train, sync. Reinforcement learning and its relatives are this loop.
+"""Train on sampled rollouts: generate, grade, compute advantages, train, sync weights.
 
-A producer collects batches of scored groups and a consumer trains on them; they share `lag + 1` permits. With `lag=0`
-they take turns and every batch is on-policy; with more, an engine that has weights of its own samples the next batches
-while this one is trained on. The embedded engine speaks with the trainer's weights, so there they always take turns.
+A producer collects batches of graded groups and a consumer trains on them; they share `lag + 1` permits. With `lag=0`
+they alternate and every batch is on-policy. With more, an engine with its own weights samples the next batches during
+training. The embedded engine samples from the trainer's module, so there the two always alternate.
 """
 
 from __future__ import annotations
@@ -19,15 +19,7 @@ import numpy as np
 
 from oxrl.algorithms import algorithm as named_algorithm
 from oxrl.concurrency import task_group
-from oxrl.loops.offline import (
-    AlgorithmAt,
-    Best,
-    SaveFn,
-    differs,
-    due,
-    no_checkpoint,
-    saved_if_interrupted,
-)
+from oxrl.loops.progress import AlgorithmAt, Progress, SaveFn, due, no_checkpoint, step_warnings
 from oxrl.loops.rollout_queue import RolloutQueue, prefetching
 from oxrl.loops.step import credit_step, update
 from oxrl.rewards.primitives import normalize_rewards
@@ -55,13 +47,13 @@ logger = logging.getLogger(__name__)
 
 EvaluateFn: TypeAlias = Callable[[], Awaitable[Mapping[str, float]]]
 ObserveFn: TypeAlias = Callable[[int, Sequence[Group]], None]
-"""(step, its groups): for logs of what was said."""
+"""(step, its groups): for logs of rollouts."""
 ShapeFn: TypeAlias = Callable[[Sequence[Group]], Sequence[Group]]
-"""The groups of a step to the same with other scores, for what depends on the whole step."""
+"""The groups of a step with other scores, for a reward that depends on the whole step."""
 ReferenceFn: TypeAlias = Callable[[int], Awaitable[None]]
-"""(step): moves the reference where it is not fixed."""
-AsideFn: TypeAlias = Callable[[], AbstractAsyncContextManager[None]]
-"""The block in which a step trains: for an engine that has to make room for it."""
+"""(step): updates the reference where it is not fixed."""
+OffloadFn: TypeAlias = Callable[[], AbstractAsyncContextManager[None]]
+"""Entered while a step trains: for an engine that frees its device memory meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +75,12 @@ class OnlineConfig:
 
     @property
     def updates(self) -> int:
-        """Versions of the weights that a step makes."""
+        """Optimizer steps, and so weight versions, of one step."""
         return self.iterations * self.mini_batches
 
     @property
-    def oldest(self) -> int:
-        """How many versions a token may be behind the weights that learn from it."""
+    def max_version_age(self) -> int:
+        """How many versions a token may be behind the weights that are trained on it."""
         return self.updates * (self.lag if self.max_age is None else self.max_age)
 
     def __post_init__(self) -> None:
@@ -102,14 +94,14 @@ class OnlineConfig:
 
 
 class _NoText:
-    """For algorithms whose rows are what was sampled, and nothing else."""
+    """For algorithms that need sampled tokens only."""
 
     def __getattr__(self, name: str) -> Any:
         raise ValueError(f"this algorithm renders text ({name}): pass render=Renderer(tokenizer)")
 
 
 NO_TEXT: Any = _NoText()
-NOTHING_TAUGHT = {"loss": 0.0, "grad_norm": 0.0, "trained_tokens": 0.0}  # an algorithm made no rows of the batch
+NOTHING_TAUGHT = {"loss": 0.0, "grad_norm": 0.0, "trained_tokens": 0.0}  # the algorithm made no rows from the batch
 
 
 async def no_evaluation() -> Mapping[str, float]:
@@ -117,24 +109,24 @@ async def no_evaluation() -> Mapping[str, float]:
 
 
 async def fixed_reference(step: int) -> None:
-    """The reference stays what it was."""
+    """The reference does not change."""
 
 
 @asynccontextmanager
 async def no_offload() -> AsyncIterator[None]:
-    """Whoever samples is elsewhere, or takes up no room."""
+    """The engine runs elsewhere, or needs no memory of its own."""
     yield
 
 
 class SharingBackend(Backend, Protocol):
     def release_memory(self) -> TrainFuture[None]:
-        """Leave to others on its devices what it keeps for later."""
+        """Free cached device memory for other processes on the same device."""
         ...
 
 
 @asynccontextmanager
 async def sleeping_engine(generator: SleepingGenerator, backend: SharingBackend) -> AsyncIterator[None]:
-    """For an engine on the trainer's devices; the weights that it gets afterwards wake it."""
+    """For an engine on the trainer's devices; the next weight update wakes it up."""
     await generator.sleep()
     yield
     await backend.release_memory()
@@ -160,7 +152,7 @@ def _rescored(rollout: Rollout, value: float | None) -> Rollout:
 
 
 def no_observer(step: int, groups: Sequence[Group]) -> None:
-    """For runs whose samples nobody reads."""
+    """For runs that log no rollouts."""
 
 
 async def run_online(
@@ -176,79 +168,58 @@ async def run_online(
     shape: ShapeFn = unchanged_rewards,
     evaluate: EvaluateFn = no_evaluation,
     move_reference: ReferenceFn = fixed_reference,
-    offload_engine: AsideFn = no_offload,
+    offload_engine: OffloadFn = no_offload,
     observe: ObserveFn = no_observer,
     log: Sink = log_to_console,
     save: SaveFn = no_checkpoint,
 ) -> list[dict[str, float]]:
-    """Train from `state` to `config.num_steps`; returns what was logged. A function of the step switches algorithms.
+    """Train from `state` to `config.num_steps` and return what was logged. `algorithm` may be a function of the step.
 
     `shares_weights` means that the generator samples from the trainer's own module. Otherwise, with `lag`, sampling and
     training overlap as far as the backend's calls leave this thread alone: `QueuedBackend` makes any backend do so.
     `offload_engine` is for an engine on the trainer's devices, lag 0: `partial(sleeping_engine, engine, backend)`.
     """
     if shares_weights and config.sync_every > 1:
-        raise ValueError("an engine that speaks with the trainer's own weights is always in sync: set sync_every to 1")
+        raise ValueError("an engine that samples from the trainer's own module is always in sync: set sync_every to 1")
     algorithm_at: AlgorithmAt = (lambda _: algorithm) if isinstance(algorithm, Algorithm) else algorithm
-    history: list[dict[str, float]] = []
-    best, memory = Best.of(state), dict(state.cursor.get("memory", {}))
-    bounds = {"lag": config.lag, "oldest": config.oldest, "updates": config.updates}
-    ahead = RolloutQueue(manager, generators[0], shares_weights=shares_weights, **bounds)
+    progress = Progress(config, state, log, save)
+    bounds = {"lag": config.lag, "max_age": config.max_version_age, "updates": config.updates}
+    queue = RolloutQueue(manager, generators[0], shares_weights=shares_weights, **bounds)
     if state.cursor:
-        await ahead.restore(state.cursor)
+        await queue.restore(state.cursor)
     await _sync(backend, generators)
-    reached = state
-    async with prefetching(ahead, config.num_steps - state.step):
+    async with prefetching(queue, config.num_steps - state.step):
         for step in range(state.step + 1, config.num_steps + 1):
             current = algorithm_at(step)
-            async with saved_if_interrupted(reached, state, best, save):
-                ready = await ahead.next(backend)
-            metrics = rollout_metrics(ready.groups, ready.version) | ready.costs()
-            items = rollout_items(current, shape(ready.groups), render)
-            last = step == config.num_steps
-            with anyio.CancelScope(shield=True):  # between an update and its record there is no good moment to stop
+            async with progress.saved_if_interrupted():
+                batch = await queue.next(backend)
+            metrics = rollout_metrics(batch.groups, batch.version) | batch.costs()
+            items = rollout_items(current, shape(batch.groups), render)
+            with anyio.CancelScope(shield=True):  # an interrupt between an update and its record would lose the update
                 async with offload_engine():
-                    metrics |= await train_batch(backend, current, items, config, memory) if items else NOTHING_TAUGHT
+                    metrics |= (
+                        await train_batch(backend, current, items, config, progress.memory) if items else NOTHING_TAUGHT
+                    )
                     _check_gap(metrics, config.max_logprob_gap)
                     await move_reference(step)
-                if due(step, config.sync_every) or last:
+                if due(step, config.sync_every) or step == config.num_steps:
                     metrics |= await _sync(backend, generators)
-                if due(step, config.eval_every) or (last and config.eval_every):
-                    metrics |= await evaluate()
-                    best = best.after(-metrics["eval_reward"], step)
-                    last = last or 0 < config.patience <= best.evaluations_since
-            ahead.release()
-            metrics |= _log_step_warnings(step, current, algorithm_at(max(1, step - 1)), metrics)
-            observe(step, ready.groups)
-            if last or due(step, config.log_every) or "eval_reward" in metrics or "algorithm_switched" in metrics:
-                log(step, metrics)
-                history.append({"step": step, **metrics})
-            cursor = {**ahead.state(ready.produced), "memory": memory, "finished": last, **best._asdict()}
-            reached = TrainingState(step, (await backend.get_weights()).version, state.seed, cursor)
-            if last or due(step, config.checkpoint_every) or best.best_step == step:
-                await save(reached, best.best_step)
-            if last:
+                metrics |= await progress.evaluate(step, evaluate, lambda found: -found["eval_reward"])
+                queue.release()
+                metrics |= step_warnings(step, algorithm_at, metrics)
+                observe(step, batch.groups)
+                version = (await backend.get_weights()).version
+                await progress.record(step, metrics, version, queue.state(batch.collected))
+            if progress.last:
                 break
-    return history
-
-
-def _log_step_warnings(
-    step: int, current: Algorithm, before: Algorithm, metrics: Mapping[str, float]
-) -> dict[str, float]:
-    """What whoever watches must not miss; and a mark in the metrics where the algorithm changes."""
-    if metrics["grad_norm"] == 0:
-        logger.warning("step %d taught nothing: its gradient is zero (are rewards equal, or all too low?)", step)
-    if not differs(current, before):
-        return {}
-    logger.info("step %d: from here on %s %s", step, current.name, dict(current.parameters))
-    return {"algorithm_switched": 1.0}
+    return progress.history
 
 
 async def _sync(backend: Backend, generators: Sequence[Generator]) -> dict[str, float]:
-    """Every engine speaks with the newest weights; returns when all have said so, with what they are known by.
+    """Update the weights of every engine; return once all have confirmed them, with metrics of the sync.
 
-    `engine_gap` is the largest difference to the trainer's log-probs that an engine showed after it, by which engines
-    with weights of their own prove theirs; `engine_restarts` counts those that had to be started again.
+    `engine_gap` is the largest difference between an engine's and the trainer's log-probs of the probe sequence after
+    the update (engines with their own weights only); `engine_restarts` counts engines that were restarted.
     """
     started = time.monotonic()
     weights = await backend.get_weights()
@@ -267,7 +238,7 @@ async def _sync(backend: Backend, generators: Sequence[Generator]) -> dict[str, 
 
 def rollout_items(algorithm: Algorithm, groups: Sequence[Group], render: Render) -> list[Item]:
     if algorithm.online is None:
-        raise ValueError(f"{algorithm.name} learns from files; it has no way to learn from its own samples")
+        raise ValueError(f"{algorithm.name} learns from files; it cannot learn from its own samples")
     items = [item for group in groups for item in algorithm.online.items(group, render)]
     if items and not any(row.mask.any() for item in items for row in item):
         raise RuntimeError(f"{algorithm.name} found nothing to train on in the {len(groups)} groups of this step")
@@ -277,7 +248,7 @@ def rollout_items(algorithm: Algorithm, groups: Sequence[Group], render: Render)
 async def train_batch(
     backend: Backend, algorithm: Algorithm, items: Sequence[Item], config: OnlineConfig, memory: Memory
 ) -> dict[str, float]:
-    """Credit once, over the whole batch; then one or more optimizer steps. Gaps are those of the first of them."""
+    """Compute advantages once over the whole batch, then take one or more optimizer steps. Gaps are of the first."""
     check_reuse(algorithm, config.updates)
     started = time.monotonic()
     credited = await credit_step(backend, algorithm, items, config.micro_batch_tokens, memory)
@@ -300,12 +271,12 @@ def check_reuse(algorithm: Algorithm, updates: int) -> None:
 
 
 def _check_gap(metrics: Mapping[str, float], allowed: float) -> None:
-    """On the same weights, sampler and trainer say the same; where they do not, every ratio of the run is wrong."""
+    """On the same weights, sampler and trainer must agree; otherwise every importance ratio of the run is wrong."""
     gap = metrics.get("logprob_gap", 0.0)
     if metrics["age"] == 0 and not gap <= allowed:
         raise RuntimeError(
             f"logprob_gap: sampler and trainer differ by {gap:.3g} in a token's log-prob on the same weights, and "
-            f"{allowed:g} is allowed; the engine speaks with other weights, another precision or another temperature "
+            f"{allowed:g} is allowed; the engine has other weights, another precision or another temperature "
             "(`oxrl mismatch RUN` says which)"
         )
 
@@ -334,7 +305,7 @@ async def run_rl_training(
     shares_weights: bool = True,
     save: SaveFn = no_checkpoint,
 ) -> list[dict[str, float]]:
-    """Generate, train, sync. Without an `algorithm` of its own: REINFORCE with the config's baseline."""
+    """Generate, train, sync. The default algorithm is REINFORCE with the config's baseline."""
     rollout_manager.data_buffer = data_buffer
     return await run_online(
         backend,
@@ -363,6 +334,6 @@ def against_baseline(baseline: float) -> Algorithm:
 
 
 def prepare_grpo_batch(rollouts: Sequence[Rollout], baseline: float | None = None) -> list[Item]:
-    """Graded answers to rows with advantages on them: GRPO's within each group, or reward - `baseline`."""
+    """Graded rollouts to rows with advantages: GRPO's within each group, or reward - `baseline`."""
     algorithm = named_algorithm("grpo") if baseline is None else against_baseline(baseline)
     return algorithm.credit(rollout_items(algorithm, group_rollouts(rollouts), NO_TEXT), {})

@@ -1,4 +1,4 @@
-"""Batches of rollouts that are collected before they are needed: the producer of the online loop, and its permits."""
+"""The producer of the online loop: batches of rollouts collected ahead of training, bounded by permits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from oxrl.types import Backend, Generator
 
 
 class CollectedBatch(NamedTuple):
-    """What a batch took to collect, and the collector's state behind it; its groups wait in the buffer."""
+    """A batch whose groups are in the buffer: what collecting it cost, and the collector's state after it."""
 
     groups: int
     counts: Mapping[str, float]
@@ -26,19 +26,19 @@ class CollectedBatch(NamedTuple):
     after: Mapping[str, Any]
 
 
-class Ready(NamedTuple):
-    """A batch to train on: groups, their age, and what it took to collect them."""
+class ReadyBatch(NamedTuple):
+    """A batch to train on."""
 
     groups: list[Group]
-    version: int
-    produced: CollectedBatch
-    expired: int  # groups of the run so far that grew too old
-    waited: float  # seconds that training stood still for it
+    version: int  # of the weights that will be trained on it
+    collected: CollectedBatch
+    expired: int  # groups of the run so far that were dropped as too old
+    waited: float  # seconds that training waited for it
 
     def costs(self) -> dict[str, float]:
-        seconds, drawn = self.produced.seconds, sum(sampled_tokens(each) for group in self.groups for each in group)
+        seconds, drawn = self.collected.seconds, sum(sampled_tokens(each) for group in self.groups for each in group)
         return {
-            **self.produced.counts,
+            **self.collected.counts,
             "expired_groups": float(self.expired),
             "generate_seconds": seconds,
             "wait_seconds": self.waited,
@@ -47,9 +47,9 @@ class Ready(NamedTuple):
 
 
 class RolloutQueue:
-    """Batches that were collected before they are needed: at most `lag + 1` between the first token and its update.
+    """Batches collected ahead of training, at most `lag + 1` between the first token of a batch and its update.
 
-    `oldest` is how many versions a token may be behind the weights that learn from it; a step makes `updates` of them.
+    `max_age` is how many versions a token may be behind the weights that are trained on it; a step makes `updates`.
     """
 
     def __init__(
@@ -58,50 +58,50 @@ class RolloutQueue:
         generator: Generator,
         *,
         lag: int,
-        oldest: int,
+        max_age: int,
         updates: int,
         shares_weights: bool,
     ) -> None:
         self.manager, self.generator, self.lag = manager, generator, lag
         self.permits = anyio.Semaphore(lag + 1)
-        self.oldest_begun = max(0, oldest - lag * updates)  # it will be older by the lag when its turn comes
-        # Who trains on the weights that the producer speaks with waits until it has used up its permits and rests.
+        self.max_partial_age = max(0, max_age - lag * updates)  # it will be older by the lag when it is trained on
+        # With shared weights, training waits until the producer has used all permits and is idle.
         self.enough = lag + 1 if shares_weights else 1
-        self.to_come = 0
-        self.buffer = ReplayBuffer(max_age=oldest)
+        self.remaining = 0
+        self.buffer = ReplayBuffer(max_age=max_age)
         self.waiting: deque[CollectedBatch] = deque()
         self.arrived = anyio.Event()
 
     async def produce(self) -> None:
-        while self.to_come:
+        while self.remaining:
             await self.permits.acquire()
             started, version = time.monotonic(), self.generator.version
-            groups, counts = await self.manager.collect(version, self.oldest_begun)
+            groups, counts = await self.manager.collect(version, self.max_partial_age)
             self.buffer.add(groups, version)
             self.waiting.append(CollectedBatch(len(groups), counts, time.monotonic() - started, self.manager.state()))
-            self.to_come -= 1
+            self.remaining -= 1
             self.arrived.set()
 
-    async def next(self, backend: Backend) -> Ready:
+    async def next(self, backend: Backend) -> ReadyBatch:
         started = time.monotonic()
-        while len(self.waiting) < self.enough and self.to_come:
+        while len(self.waiting) < self.enough and self.remaining:
             self.arrived = anyio.Event()
             await self.arrived.wait()
-        produced, waited = self.waiting.popleft(), time.monotonic() - started
+        collected, waited = self.waiting.popleft(), time.monotonic() - started
         version = (await backend.get_weights()).version
-        groups = self.buffer.take(produced.groups, version)
+        groups = self.buffer.take(collected.groups, version)
         if not groups:
             raise RuntimeError(
-                f"all {produced.groups} groups of a batch are more than {self.buffer.max_age} versions old: raise lag"
+                f"all {collected.groups} groups of a batch are more than {self.buffer.max_age} versions old: raise lag"
             )
-        return Ready(groups, version, produced, self.buffer.expired, waited)
+        return ReadyBatch(groups, version, collected, self.buffer.expired, waited)
 
     def release(self) -> None:
-        """The engine has confirmed a new version: another batch may be begun."""
+        """Allow another batch to be started: the engine has confirmed a new version."""
         self.permits.release()
 
     def state(self, trained: CollectedBatch) -> dict[str, Any]:
-        """What is collected but not trained on yet, and where to go on collecting; what is in flight is drawn again."""
+        """Batches not trained on yet, and the collector's state; in-flight batches are drawn again."""
         newest = self.waiting[-1] if self.waiting else trained
         waiting = [each._asdict() for each in self.waiting]
         return {"collector": newest.after, "waiting": waiting, "buffer": self.buffer.state()}
@@ -109,20 +109,21 @@ class RolloutQueue:
     async def restore(self, cursor: Mapping[str, Any]) -> None:
         if len(cursor["waiting"]) > self.lag + 1:
             raise ValueError(
-                f"the checkpoint holds {len(cursor['waiting'])} batches that were sampled ahead, and lag={self.lag} "
-                f"has room for {self.lag + 1}: resume with lag {len(cursor['waiting'])} or more"
+                f"the checkpoint holds {len(cursor['waiting'])} batches that were sampled ahead, but lag={self.lag} "
+                f"allows {self.lag + 1}: resume with lag {len(cursor['waiting'])} or more"
             )
         self.manager.restore(cursor["collector"])
         self.buffer.restore(cursor["buffer"])
-        for produced in cursor["waiting"]:  # their permits are taken
+        for collected in cursor["waiting"]:  # each holds a permit
             await self.permits.acquire()
-            self.waiting.append(CollectedBatch(**produced))
+            self.waiting.append(CollectedBatch(**collected))
 
 
 @asynccontextmanager
-async def prefetching(ahead: RolloutQueue, steps: int) -> AsyncIterator[None]:
-    ahead.to_come = steps - len(ahead.waiting)
+async def prefetching(queue: RolloutQueue, steps: int) -> AsyncIterator[None]:
+    """Run the producer for `steps` batches while the block is entered."""
+    queue.remaining = steps - len(queue.waiting)
     async with task_group() as tasks:
-        tasks.start_soon(ahead.produce)
+        tasks.start_soon(queue.produce)
         yield
         tasks.cancel_scope.cancel()

@@ -1,7 +1,6 @@
-"""The live parts of a run, by its config: the backend that trains, and the engine that samples.
+"""Build the backend that trains and the engine that samples from a `RunSpec`.
 
-Both are opened for the length of a block and leave nothing behind. Ranks were started before (`launch`); what is
-sampled and trained is the loops' affair.
+Both are context managers that release everything at the end of the block. `launch` has started the ranks before.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 from oxrl.backends.distributed.queued import QueuedBackend
 from oxrl.concurrency import run_blocking
 from oxrl.config import Config, ConfigError
-from oxrl.loops.online import AsideFn, no_offload, sleeping_engine
+from oxrl.loops.online import OffloadFn, no_offload, sleeping_engine
 from oxrl.models.load import (
     check_tokenizer,
     end_tokens,
@@ -29,20 +28,20 @@ from oxrl.models.load import (
 )
 from oxrl.models.lora import LoraSettings, attach_lora, attach_reference, save_adapter
 from oxrl.run.placement import SHARE, sharding_of
-from oxrl.run.spec import Inputs, algorithm_schedule, follows_by_adapter, lora_of, model_config, other_models
+from oxrl.run.spec import RunSpec, model_config, reference_is_adapter
 from oxrl.types import Generator, ModelConfig, SleepingGenerator
 
 logger = logging.getLogger(__name__)
 
-SERVER_SECONDS = 10.0  # that a server has to say that it is there
+SERVER_SECONDS = 10.0  # for the health check of an external server
 
 
 class Engine(NamedTuple):
-    """What samples, whether it speaks with the trainer's own weights, and how it makes room while that computes."""
+    """A generator, whether it samples from the trainer's own module, and how it frees device memory for training."""
 
     generator: Generator
     shares_weights: bool
-    aside: AsideFn = no_offload
+    offload: OffloadFn = no_offload
 
 
 def load_policy(
@@ -51,35 +50,35 @@ def load_policy(
     seed: int,
     tokenizer: Any,
     *,
-    follower: bool = False,
-    to_spread: bool = False,
+    adapter_reference: bool = False,
+    to_shard: bool = False,
 ) -> Any:
-    """The model that is trained, with its adapter, and with a `follower` of that as reference; alike on every rank."""
-    model = load_model(off_device(config) if to_spread else config)
+    """The model to train, with its adapter and, where asked for, a second adapter as reference; equal on every rank."""
+    model = load_model(off_device(config) if to_shard else config)
     check_tokenizer(model, tokenizer)
     if lora is None:
         return model
     adapted = attach_lora(model, lora, seed=seed)
-    return attach_reference(adapted) if follower else adapted
+    return attach_reference(adapted) if adapter_reference else adapted
 
 
-def load_other(config: ModelConfig, tokenizer: Any, *, to_spread: bool = False) -> Any:
-    """A frozen model to compare with."""
-    model = load_model(off_device(config) if to_spread else config, is_trainable=False)
+def load_other(config: ModelConfig, tokenizer: Any, *, to_shard: bool = False) -> Any:
+    """A frozen model: a reference or a teacher."""
+    model = load_model(off_device(config) if to_shard else config, is_trainable=False)
     check_tokenizer(model, tokenizer)
     return model
 
 
 def off_device(config: ModelConfig) -> ModelConfig:
-    """In the precision of its device, and not on it: its parts will go there, and the whole may not fit."""
+    """In the precision of its device, but on the CPU: shards go to the device, where the whole may not fit."""
     dtype = resolve_dtype(config.dtype, resolve_device(config.device))
     return config._replace(device="cpu", dtype=str(dtype).removeprefix("torch."))
 
 
-def training_settings(config: Config, inputs: Inputs) -> dict[str, Any]:
-    """What every backend is told in the same words."""
-    train = config.train
-    num_steps = inputs.num_steps * (train.iterations * train.mini_batches if inputs.online else 1)
+def training_settings(spec: RunSpec) -> dict[str, Any]:
+    """The optimizer settings that every backend takes."""
+    train = spec.config.train
+    num_steps = spec.num_steps * (train.iterations * train.mini_batches if spec.online else 1)
     return {
         "lr": train.lr,
         "weight_decay": train.weight_decay,
@@ -89,106 +88,107 @@ def training_settings(config: Config, inputs: Inputs) -> dict[str, Any]:
         "num_steps": num_steps,
         "warmup_steps": int(train.warmup_steps_ratio * num_steps),
         "max_grad_norm": train.clip_grad_norm or float("inf"),
-        "heads": sorted({head for each in algorithm_schedule(config).values() for head in each.heads}),
-        "temperature": config.rollout.temperature if inputs.online else 1.0,
+        "heads": sorted({head for each in spec.schedule.values() for head in each.heads}),
+        "temperature": spec.config.rollout.temperature if spec.online else 1.0,
     }
 
 
 @contextmanager
-def open_backend(config: Config, inputs: Inputs) -> Iterator[Any]:
-    """The backend that `run.backend` names, with the model that the config names in it."""
+def open_backend(spec: RunSpec) -> Iterator[Any]:
+    """The backend that `run.backend` names, with the model loaded."""
     from oxrl.backends.forward import HEADS
 
+    config = spec.config
     opened = {"local": _local, "fsdp": _ranked, "deepspeed": _ranked, "ray": _on_ray}[config.run.backend]
-    with opened(config, inputs) as backend:
-        weights = Path(model_config(config).name)
-        if (weights / HEADS).exists():  # a model that was trained with heads goes on with them
+    with opened(spec) as backend:
+        weights = Path(spec.model.name)
+        if (weights / HEADS).exists():  # a value or reward head that was trained before
             backend.load_heads(weights)
-        elsewhere = inputs.online and config.engine != "embedded"
-        if elsewhere and not isinstance(backend, QueuedBackend):
-            # Whoever asks the engine and grades its answers goes on while the trainer computes.
+        separate_engine = spec.online and config.engine != "embedded"
+        if separate_engine and not isinstance(backend, QueuedBackend):
+            # Sampling and grading continue while the trainer computes.
             backend = QueuedBackend(backend, time_limit=10 * config.run.rank_time_limit)
         yield backend
-        if hasattr(backend, "close"):  # not after a failure, when there may be nobody left to tell
+        if hasattr(backend, "close"):  # not after a failure, when ranks may be gone
             backend.close()
 
 
 class Loads(NamedTuple):
-    """How a process gets its models; functions that travel, because every rank calls them."""
+    """Functions that load the models of a run; picklable, because every rank calls them."""
 
     policy: Any
     others: Mapping[str, Any]
 
 
-def loads_of(config: Config, inputs: Inputs, *, to_spread: bool) -> Loads:
-    place = model_config(config)
+def loads_of(spec: RunSpec, *, to_shard: bool) -> Loads:
     others = {
         role: partial(
             load_other,
-            place._replace(name=name, gradient_checkpointing=False),
-            inputs.tokenizer,
-            to_spread=to_spread,
+            spec.model._replace(name=name, gradient_checkpointing=False),
+            spec.tokenizer,
+            to_shard=to_shard,
         )
-        for role, name in other_models(config).items()
+        for role, name in spec.other_models.items()
     }
     policy = partial(
         load_policy,
-        place,
-        lora_of(config),
-        config.run.seed,
-        inputs.tokenizer,
-        follower=follows_by_adapter(config),
-        to_spread=to_spread,
+        spec.model,
+        spec.lora,
+        spec.config.run.seed,
+        spec.tokenizer,
+        adapter_reference=reference_is_adapter(spec.config),
+        to_shard=to_shard,
     )
     return Loads(policy, others)
 
 
 @contextmanager
-def _local(config: Config, inputs: Inputs) -> Iterator[Any]:
+def _local(spec: RunSpec) -> Iterator[Any]:
     from oxrl.backends.local import create_pytorch_backend, write_plain
 
-    loads = loads_of(config, inputs, to_spread=False)
+    loads = loads_of(spec, to_shard=False)
     model = loads.policy()
     backend = create_pytorch_backend(
         model,
         others={role: load() for role, load in loads.others.items()},
         write_model=save_adapter if hasattr(model, "peft_config") else write_plain,
-        **training_settings(config, inputs),
+        **training_settings(spec),
     )
     yield backend
 
 
 @contextmanager
-def _ranked(config: Config, inputs: Inputs) -> Iterator[Any]:
-    """Over the processes that were started for it."""
+def _ranked(spec: RunSpec) -> Iterator[Any]:
+    """Over the ranks that `launch` or torchrun started."""
     from oxrl.backends.distributed.ranked import RankedBackend
     from oxrl.run.launch import join
 
-    yield RankedBackend(join(time_limit=config.run.rank_time_limit), worker_of(config, inputs))
+    yield RankedBackend(join(time_limit=spec.config.run.rank_time_limit), worker_of(spec))
 
 
 @contextmanager
-def _on_ray(config: Config, inputs: Inputs) -> Iterator[Any]:
-    """Over actors; the cluster is there for whoever samples, too."""
+def _on_ray(spec: RunSpec) -> Iterator[Any]:
+    """Over Ray actors, on a cluster that engines use too."""
     from oxrl.backends.distributed.ray import RayRanks, create_ray_backend
     from oxrl.machine.ray_cluster import ray_cluster
 
+    config = spec.config
     run, colocated = config.run, config.inference_engine.colocated
     with ray_cluster(run.ray_address, processes=config.ranks + (0 if colocated else config.replicas)):
         ranks = RayRanks(config.ranks, share=SHARE if colocated else 1.0, time_limit=run.rank_time_limit)
         try:
-            yield create_ray_backend(ranks, worker_of(config, inputs))
+            yield create_ray_backend(ranks, worker_of(spec))
         finally:
             ranks.stop()
 
 
-def worker_of(config: Config, inputs: Inputs) -> Any:
-    """What makes one rank's part of the backend, there."""
+def worker_of(spec: RunSpec) -> Any:
+    """The function that builds one rank's part of the backend, on that rank."""
     from oxrl.backends.distributed import deepspeed, fsdp
     from oxrl.backends.distributed.worker import Settings
 
-    loads = loads_of(config, inputs, to_spread=True)
-    settings = Settings(**training_settings(config, inputs))
+    config, loads = spec.config, loads_of(spec, to_shard=True)
+    settings = Settings(**training_settings(spec))
     if sharding_of(config) == "fsdp":
         return partial(fsdp.build_worker, loads.policy, loads.others, settings)
     sections = config.deepspeed.others, config.deepspeed_ref.others
@@ -197,9 +197,9 @@ def worker_of(config: Config, inputs: Inputs) -> Any:
 
 @asynccontextmanager
 async def open_engine(config: Config, tokenizer: Any, folder: Path, trainer: Any) -> AsyncIterator[Engine]:
-    """The engine that `inference_engine.name` names; `folder` keeps what an engine of its own needs and says.
+    """The engine that `inference_engine.name` names; `folder` holds the model config and logs of a separate engine.
 
-    The embedded one speaks with `trainer.model`; any other has no weights before the first `update_weights`.
+    The embedded engine samples from `trainer.model`; any other has no weights before the first `update_weights`.
     """
     opened = {"embedded": _embedded, "vllm": _vllm, "http": _http}[config.engine]
     async with opened(config, tokenizer, folder / "engine", trainer) as engine:
@@ -216,15 +216,15 @@ async def _embedded(config: Config, tokenizer: Any, folder: Path, trainer: Any) 
 
 @asynccontextmanager
 async def _vllm(config: Config, tokenizer: Any, folder: Path, trainer: Any) -> AsyncIterator[Engine]:
-    """In the trainer's process, in processes of its own, or as actors of the cluster that the trainer is on."""
-    write_shape(config, tokenizer, folder)
+    """In the trainer's process, as server processes, or as Ray actors on the trainer's cluster."""
+    write_model_config(config, tokenizer, folder)
     sleeps = sleeps_beside(config, trainer)
     options = engine_options(config)
     if sleeps:
         options = {"enable_sleep_mode": True, "gpu_memory_utilization": SHARE, **options}
-        await trainer.release_memory()  # which the engine has to find free when it starts
+        await trainer.release_memory()  # vLLM measures free memory when it starts
     elif config.inference_engine.colocated:
-        logger.info("inference_engine.colocated: the engine is beside the trainer, and awake: it sleeps on GPUs only")
+        logger.info("inference_engine.colocated: the engine stays awake beside the trainer: vLLM sleeps on GPUs only")
     common = (config, tokenizer, folder, end_tokens(model_config(config)), options)
     if config.run.backend == "ray":
         opened = _as_actors(*common, trainer)
@@ -237,7 +237,7 @@ async def _vllm(config: Config, tokenizer: Any, folder: Path, trainer: Any) -> A
 
 
 def sleeps_beside(config: Config, trainer: Any) -> bool:
-    """Whether the engine has to leave the trainer's devices to it, and can: vLLM does not sleep on a processor."""
+    """Whether the engine shares the trainer's devices and can sleep meanwhile: vLLM does not sleep on a CPU."""
     if not config.inference_engine.colocated:
         return False
     if config.run.backend == "ray":
@@ -274,8 +274,9 @@ async def _as_servers(
         log_folder=folder,
         limits=Limits(answer=config.run.rank_time_limit),
         end_token_ids=ends,
-        concurrency=config.rollout.slots * config.replicas,  # what waits in an engine would count as its silence
-        **handed_over(config),
+        concurrency=config.rollout.slots
+        * config.replicas,  # requests that wait inside an engine would look like a stalled engine
+        **transfer_options(config),
     ) as generator:
         yield generator
 
@@ -284,7 +285,7 @@ async def _as_servers(
 async def _as_actors(
     config: Config, tokenizer: Any, folder: Path, ends: Sequence[int], options: Mapping[str, Any], trainer: Any
 ) -> AsyncIterator[SleepingGenerator]:
-    """On places of their own, or on the trainer's."""
+    """On their own placement bundles, or on the trainer's."""
     from oxrl.generators.ray import ray_generator
 
     placed = {"places": trainer.ranks.places, "share": SHARE} if config.inference_engine.colocated else {}
@@ -315,18 +316,18 @@ async def _http(config: Config, tokenizer: Any, folder: Path, trainer: Any) -> A
         tokenizer,
         time_limit=config.run.rank_time_limit,
         end_token_ids=end_tokens(model_config(config)),
-        **handed_over(config),
+        **transfer_options(config),
     ) as generator:
         yield Engine(generator, False)
 
 
 def adapter_rank(config: Config) -> int:
-    """Of the adapter that travels alone; 0 where all weights travel."""
+    """The rank of an adapter that is sent alone; 0 where all weights are sent."""
     return config.lora.r if config.lora.enabled and config.inference_engine.adapter else 0
 
 
 def check_servers(config: Config) -> None:
-    """Refuse a run whose servers are not there, before anything is loaded for it."""
+    """Refuse a run whose external servers do not respond, before anything is loaded."""
     from oxrl.generators.connection import Connection, EngineError
 
     for url in config.inference_engine.urls if config.engine == "http" else ():
@@ -335,12 +336,12 @@ def check_servers(config: Config) -> None:
             run_blocking(connection.get, "/health")
         except EngineError as error:
             raise ConfigError(
-                f"inference_engine.urls: nobody is well there: {error}; start the server, or correct the address"
+                f"inference_engine.urls: no healthy server: {error}; start the server, or correct the address"
             ) from error
 
 
-def handed_over(config: Config) -> dict[str, Any]:
-    """How weights reach engines: in a folder that was named or this machine's memory, or over the network."""
+def transfer_options(config: Config) -> dict[str, Any]:
+    """How weights reach engines: files in a given folder or in shared memory, or over the network."""
     folder, transfer = config.inference_engine.folder, config.inference_engine.transfer
     if config.engine == "http" and transfer != "files":
         return {"transfer": transfer}
@@ -348,12 +349,12 @@ def handed_over(config: Config) -> dict[str, Any]:
 
 
 def rollout_devices(config: Config, *, shared: bool = False) -> list[str]:
-    """CUDA_VISIBLE_DEVICES of each replica: behind those that train, or one of these; none where all see all."""
+    """CUDA_VISIBLE_DEVICES of each replica: devices after the training ones, or shared with them; empty for all."""
     first, count = (0, config.replicas) if shared else (config.ranks, config.run.rollout_gpus or 0)
     if shared and count > (here := int(os.environ.get("LOCAL_WORLD_SIZE", config.ranks))):
         raise ConfigError(
-            f"inference_engine.colocated: {count} engines are started on this machine, and {here} ranks train here: "
-            f"set inference_engine.replicas: {here}, or run.backend: ray, which puts them on all machines"
+            f"inference_engine.colocated: {count} engines would start on this machine, but {here} ranks train here: "
+            f"set inference_engine.replicas: {here}, or run.backend: ray, which uses all machines"
         )
     each, visible = config.rollout.tensor_parallel_size, os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = visible.split(",") if visible else [str(number) for number in range(first + count)]
@@ -373,34 +374,34 @@ def as_arguments(options: Mapping[str, Any]) -> list[str]:
     return arguments
 
 
-def write_shape(config: Config, tokenizer: Any, folder: Path) -> None:
-    """What an engine has to know before it gets weights: the model's config and its tokenizer."""
+def write_model_config(config: Config, tokenizer: Any, folder: Path) -> None:
+    """What an engine needs to start without weights: the model's config and its tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     load_model_config(model_config(config)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 def engine_options(config: Config) -> dict[str, Any]:
-    """vLLM's settings: what the config says elsewhere, and whatever stands in `inference_engine` beside its own keys.
+    """vLLM's settings: derived from other sections, and all further keys of `inference_engine`.
 
-    Weights are the trainer's, from the first sync on; none are read before.
+    No weights are read at the start; the first sync sends the trainer's.
     """
-    place = model_config(config)
-    device = resolve_device(place.device)
+    model = model_config(config)
+    device = resolve_device(model.device)
     options: dict[str, Any] = {
         "load_format": "dummy",
-        "dtype": str(resolve_dtype(place.dtype, device)).removeprefix("torch."),
+        "dtype": str(resolve_dtype(model.dtype, device)).removeprefix("torch."),
         "max_num_seqs": config.rollout.slots,
         "tensor_parallel_size": config.rollout.tensor_parallel_size,
         "seed": config.run.seed,
-        "trust_remote_code": place.trust_remote_code,
+        "trust_remote_code": model.trust_remote_code,
     }
     if config.data.max_seq_len is not None:
-        options["max_model_len"] = min(config.data.max_seq_len, _longest(place))
+        options["max_model_len"] = min(config.data.max_seq_len, _max_position(model))
     if device == "cpu":
         options["enforce_eager"] = True
     return options | config.inference_engine.others
 
 
-def _longest(place: ModelConfig) -> int:
-    return int(load_model_config(place).get_text_config().max_position_embeddings)
+def _max_position(model: ModelConfig) -> int:
+    return int(load_model_config(model).get_text_config().max_position_embeddings)

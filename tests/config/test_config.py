@@ -15,7 +15,7 @@ from oxrl.config.checks import contradictions, remarks
 from oxrl.config.reference import fields, generated, json_schema
 from oxrl.config.tasks import task_config, tasks
 from oxrl.rewards import REWARDS
-from oxrl.run.spec import named_mistakes, read_inputs
+from oxrl.run.prepare import config_problems, resolve
 from tests.rows import sums, write_jsonl
 
 ROOT = Path(__file__).parents[2]
@@ -281,7 +281,7 @@ ROWS = {
 def test_without_a_reward_the_rows_tell_and_it_is_said(rows, reward, tmp_path, caplog):
     caplog.set_level("INFO", logger="oxrl")
     data = str(write_jsonl(tmp_path / "rows.jsonl", ROWS[rows]))
-    inputs = read_inputs(config_of(data={"train_files_path": data}, reward={"allow_unsandboxed": True}))
+    inputs = resolve(config_of(data={"train_files_path": data}, reward={"allow_unsandboxed": True}))
     assert inputs.config.reward.reward_func == reward
     assert f"reward: {reward}, because" in caplog.text and "to change it: --reward" in caplog.text
     assert "no algorithm is named, so it is sgrpo" in caplog.text
@@ -292,7 +292,7 @@ def test_without_a_reward_the_rows_tell_and_it_is_said(rows, reward, tmp_path, c
 def test_what_the_rows_do_not_tell_is_asked_for(row, tmp_path):
     data = str(write_jsonl(tmp_path / "rows.jsonl", [row]))
     with pytest.raises(ConfigError, match="sgrpo learns from rewards: set reward.reward_func"):
-        read_inputs(config_of(data={"train_files_path": data}))
+        resolve(config_of(data={"train_files_path": data}))
 
 
 def test_a_dataset_brings_its_reward_before_the_task_does(tmp_path, monkeypatch, caplog):
@@ -303,11 +303,11 @@ def test_a_dataset_brings_its_reward_before_the_task_does(tmp_path, monkeypatch,
     raw = write_jsonl(tmp_path / "raw.jsonl", [{"question": f"{i}?", "answer": f"so: #### {i}"} for i in range(4)])
     prepare("gsm8k", files=[f"train={raw}"], splits=["train"])
     config = check_config({"model": {"name": "tiny"}, "data": {"dataset": "gsm8k"}, "run": {"task": "reasoning"}})
-    assert read_inputs(config).config.reward.reward_func == "gsm8k_reward_func"
+    assert resolve(config).config.reward.reward_func == "gsm8k_reward_func"
     assert "which goes with the dataset gsm8k" in caplog.text
     rows = str(write_jsonl(tmp_path / "rows.jsonl", sums(4)))
     config = config_of(data={"train_files_path": rows}, run={"task": "reasoning"}, rollout={"max_tokens": 8})
-    assert read_inputs(config).config.reward.reward_func == "reasoning_reward_func"
+    assert resolve(config).config.reward.reward_func == "reasoning_reward_func"
     assert "which goes with the task reasoning" in caplog.text
 
 
@@ -449,8 +449,8 @@ def test_the_doors_at_the_root_train_whatever_the_file_says(door, tmp_path, monk
 )
 def test_names_that_cannot_work_together_are_told_without_rows_or_models(sections, message):
     base = {"model": {"name": "tiny"}, "data": {"train_files_path": "rows.jsonl"}}
-    assert any(message in mistake for mistake in named_mistakes(check_config({**base, **sections})))
-    assert named_mistakes(check_config(base)) == []
+    assert any(message in mistake for mistake in config_problems(check_config({**base, **sections})))
+    assert config_problems(check_config(base)) == []
 
 
 def test_what_only_sampling_reads_is_named_where_nothing_samples():

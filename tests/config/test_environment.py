@@ -3,7 +3,7 @@
 from oxrl.config import check_config
 from oxrl.data.prepare import data_dir, prepare
 from oxrl.run.folder import run_folder
-from oxrl.run.spec import read_inputs
+from oxrl.run.prepare import resolve
 from tests.rows import write_jsonl
 
 
@@ -12,7 +12,7 @@ def test_prepared_data_lies_and_is_found_where_the_variable_says(tmp_path, monke
     raw = write_jsonl(tmp_path / "raw.jsonl", [{"question": f"{i}?", "answer": f"so: #### {i}"} for i in range(4)])
     folder = prepare("gsm8k", files=[f"train={raw}"], splits=["train"])
     assert folder == tmp_path / "there" / "gsm8k"
-    inputs = read_inputs(check_config({"model": {"name": "tiny"}, "data": {"dataset": "gsm8k"}}))
+    inputs = resolve(check_config({"model": {"name": "tiny"}, "data": {"dataset": "gsm8k"}}))
     assert [sample.answer for sample in sorted(inputs.source.get_prompts(4), key=lambda each: each.id)] == list("0123")
     monkeypatch.delenv("OXRL_DATA_DIR")
     assert str(data_dir()) == "data"

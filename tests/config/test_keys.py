@@ -29,12 +29,14 @@ from oxrl.generators.connection import EngineError
 from oxrl.models.load import load_model
 from oxrl.rewards import grade
 from oxrl.rollouts.envs import GeneratorClient
-from oxrl.run.build import adapter_rank, engine_options, handed_over, open_engine, worker_of
+from oxrl.run.build import adapter_rank, engine_options, open_engine, transfer_options, worker_of
 from oxrl.run.folder import run_folder
 from oxrl.run.launch import run_ranks
 from oxrl.run.placement import placed, ranks_to_start
-from oxrl.run.spec import chosen_env, chosen_reward, default_reward, model_config
-from oxrl.run.train import _loop_intervals, live_reward, prepare_run, train_prepared
+from oxrl.run.prepare import prepare_run
+from oxrl.run.reward import configured_reward, default_reward, load_reward
+from oxrl.run.spec import environment, model_config
+from oxrl.run.train import loop_intervals, train_spec
 from oxrl.tracking.trackers import Tracker
 from oxrl.types import Generation, GenerationConfig, Message, Rollout, Sample, Turn
 from tests.rollouts.saying import Saying
@@ -77,7 +79,7 @@ class Home:
     def run(self, overrides: tuple[str, ...]) -> Any:
         """A finished run, made once."""
         if overrides not in self.runs:
-            self.runs[overrides] = train_prepared(prepare_run(self.config(overrides), self.fresh()))
+            self.runs[overrides] = train_spec(prepare_run(self.config(overrides), self.fresh()))
         return self.runs[overrides]
 
     @property
@@ -213,7 +215,7 @@ def asked_for(name):
 
 
 def runs_uncaged(config):
-    return "allow_unsandboxed=True" in str(chosen_reward(config).check)
+    return "allow_unsandboxed=True" in str(configured_reward(config).check)
 
 
 def of_config(what):
@@ -221,7 +223,7 @@ def of_config(what):
 
 
 def drawn(run):
-    return [item[0].id if isinstance(item, tuple) else item.id for item in run.inputs.source.get_prompts(8)]
+    return [item[0].id if isinstance(item, tuple) else item.id for item in run.source.get_prompts(8)]
 
 
 def share_of_more(run):
@@ -229,7 +231,7 @@ def share_of_more(run):
 
 
 def text_drawn(run):
-    return sorted(run.inputs.tokenizer.decode(item[0].tokens) for item in run.inputs.source.get_prompts(4))
+    return sorted(run.tokenizer.decode(item[0].tokens) for item in run.source.get_prompts(4))
 
 
 def engine_settings(name):
@@ -255,10 +257,10 @@ def engine_settings(name):
 def turns_of_a_caller(place, overrides):
     """How often somebody who does nothing but call a tool gets to speak."""
     config = place.config(overrides)
-    tokenizer = prepare_run(config, place.fresh()).inputs.tokenizer
+    tokenizer = prepare_run(config, place.fresh()).tokenizer
     call = '<tool_call>{"name": "calculator", "arguments": {"expression": "1+1"}}</tool_call>'
     talk = GeneratorClient(Saying(tokenizer, [call] * 9), Renderer(tokenizer), GenerationConfig(max_new_tokens=99), 7)
-    return len(anyio.run(chosen_env(config), Sample("s", (Message("user", "1 + 1?"),)), talk).turns)
+    return len(anyio.run(environment(config), Sample("s", (Message("user", "1 + 1?"),)), talk).turns)
 
 
 def asked_by_the_judge(place, overrides):
@@ -273,20 +275,20 @@ def asked_by_the_judge(place, overrides):
     turn = Turn((1,), Generation((2,), (-1.0,), "stop", text="It is so."), (Message("assistant", "It is so."),))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(embedded, "EmbeddedGenerator", Noted)
-        judge = live_reward(place.config(overrides))
+        judge = load_reward(place.config(overrides))
     anyio.run(grade, [Rollout(Sample("s", (Message("user", "Is it so?"),)), (turn,))], judge)
     return "Is it short?" in asked[0]
 
 
 OPEN = {section for section in SECTIONS if section_class(section).model_config["extra"] == "allow"}
-num_steps = prepared(lambda run: run.inputs.num_steps)
-size = prepared(lambda run: len(run.inputs.source))
+num_steps = prepared(lambda run: run.num_steps)
+size = prepared(lambda run: len(run.source))
 can_begin = prepared(lambda run: "it can")
 rows_drawn = prepared(drawn)
 
 
 def worker_sections(place, overrides):
-    sections = prepared(lambda run: worker_of(run.config, run.inputs).args[-2:])(place, overrides)
+    sections = prepared(lambda run: worker_of(run).args[-2:])(place, overrides)
     return [section.get("zero_optimization") for section in sections]
 
 
@@ -332,7 +334,7 @@ KEYS = {
     "run.max_restarts": Effect(0, tries_of_a_launch, ROWS, 1),
     "run.trackers": Effect(["tensorboard"], written("tensorboard"), SFT, True),
     "run.tracking_uri": Effect("sqlite:///mine.db", store_of_mlflow, MLFLOW, ["sqlite:///mine.db"]),
-    "train.alg_name": Effect("grpo", prepared(lambda run: run.inputs.online), SFT, True),
+    "train.alg_name": Effect("grpo", prepared(lambda run: run.online), SFT, True),
     "train.alg_params": Effect({"beta": 0.5}, logged("grad_norm"), PAIRS),
     "train.alg_schedule": Effect([{"step": 2, "alg_name": "ipo"}], logged("loss"), PAIRS),
     "train.lr": Effect(3e-3, logged("lr"), SFT),
@@ -346,7 +348,7 @@ KEYS = {
     "train.train_steps_per_epoch": Effect(5, num_steps, SFT, 5),
     "train.train_batch_size_per_gpu": Effect(4, num_steps, ("train.alg_name=sft", *ROWS), 2),
     "train.gradient_accumulation_steps": Effect(2, logged("trained_tokens"), SFT),
-    "train.micro_batch_tokens": Effect(9, prepared(lambda run: _loop_intervals(run)["micro_batch_tokens"]), SFT, 9),
+    "train.micro_batch_tokens": Effect(9, prepared(lambda run: loop_intervals(run)["micro_batch_tokens"]), SFT, 9),
     "train.eval_every": Effect(3, lambda *at: [loss is None for loss in logged("eval_loss")(*at)], VAL),
     "train.patience": Effect(1, logged("step"), (*VAL, "train.lr=1e-30", "train.eval_every=1"), [1, 2]),
     "train.checkpoint_every": Effect(3, checkpoints, LONGER, ["step_0003", "step_0004"]),
@@ -374,7 +376,7 @@ KEYS = {
     "lora.target_modules": Effect(["q_proj"], adapter("target_modules"), LORA, ["q_proj"]),
     "data.dataset": Effect("gsm8k", rows_drawn, ("data.columns={{response: solution}}", *STEPS, "train.alg_name=sft")),
     "data.train_files_path": Effect("{place.more}", rows_drawn, SFT),
-    "data.val_files_path": Effect("{place.more}", prepared(lambda run: len(run.inputs.held_out)), SFT, 4),
+    "data.val_files_path": Effect("{place.more}", prepared(lambda run: len(run.held_out)), SFT, 4),
     "data.train_dnames": Effect(["mine"], of_config(lambda config: list(config.data.train_files)), SFT, ["mine"]),
     "data.train_ratios": Effect({"one": 0.25, "two": 0.75}, prepared(share_of_more), MIXED, 6),
     "data.columns": Effect({"response": "ours"}, prepared(text_drawn), (*SFT, "data.train_files_path={place.renamed}")),
@@ -428,8 +430,8 @@ KEYS = {
     "inference_engine.colocated": Effect(
         True, of_config(lambda config: config.replicas), (*VLLM, "run.backend=ray", "run.training_gpus=2"), 2
     ),
-    "inference_engine.folder": Effect("here", of_config(handed_over), VLLM, {"folder": "here"}),
-    "inference_engine.transfer": Effect("gloo", of_config(handed_over), HTTP, {"transfer": "gloo"}),
+    "inference_engine.folder": Effect("here", of_config(transfer_options), VLLM, {"folder": "here"}),
+    "inference_engine.transfer": Effect("gloo", of_config(transfer_options), HTTP, {"transfer": "gloo"}),
     "inference_engine.gpu_memory_utilization": Effect(0.5, of_config(engine_options), VLLM),
 }  # fmt: skip
 

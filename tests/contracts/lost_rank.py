@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from oxrl.algorithms import algorithm
-from oxrl.backends import ranks as module
+from oxrl.backends.distributed import ranks as module
 from oxrl.backends.distributed.fsdp import FSDPTrainingBackend
 from oxrl.backends.distributed.ranks import RankError
 from oxrl.backends.local import create_pytorch_backend

@@ -21,7 +21,7 @@ from oxrl.data.prepare import DATASETS, find_dataset, prepare, prepare_samples, 
 from oxrl.data.prepare.mbpp import function_under_test
 from oxrl.data.sources import load_samples, read_rows
 from oxrl.rewards.gym import reasoning_gym_score
-from oxrl.run.spec import read_inputs
+from oxrl.run.prepare import resolve
 from oxrl.types import Generation, Message, Rollout, Sample, Turn
 from tests.data.at_hand import CASES, RAW, REAL, case_name, own_rows
 
@@ -339,7 +339,7 @@ def test_what_is_for_evaluation_only_is_not_trained_on(tmp_path):
             check_config({"model": {"name": "tiny"}, "data": {"dataset": name}})
         config = check_config({"model": {"name": "tiny"}, "data": {"train_files_path": str(folder / "test.jsonl")}})
         with pytest.raises(ValueError, match="evaluation only"):
-            read_inputs(config)
+            resolve(config)
 
 
 def test_training_on_a_test_split_is_warned_about(tmp_path, caplog):
@@ -348,7 +348,7 @@ def test_training_on_a_test_split_is_warned_about(tmp_path, caplog):
         caplog.clear()
         path = str(folder / f"{split}.jsonl")
         raw = {"model": {"name": "tiny"}, "train": {"alg_name": "sft"}, "data": {"train_files_path": path}}
-        read_inputs(check_config(raw))
+        resolve(check_config(raw))
         assert ("is the test split of alpaca" in caplog.text) == warned
 
 
@@ -357,10 +357,10 @@ def test_a_config_names_a_dataset_that_was_prepared(tmp_path, monkeypatch):
     prepare("alpaca", files=own_rows("alpaca"))
     raw = {"model": {"name": "tiny"}, "train": {"alg_name": "sft"}, "data": {"dataset": "alpaca"}}
     config = check_config(raw)
-    assert len(read_inputs(config).source) == 4
+    assert len(resolve(config).source) == 4
     (tmp_path / "alpaca" / "train.jsonl").write_text('{"prompt": "Hi", "response": "Ho"}\n')
     with pytest.raises(ValueError, match="not what its card says"):
-        read_inputs(config)
+        resolve(config)
 
 
 def test_a_dataset_is_prepared_when_it_is_first_used(tmp_path, monkeypatch):
@@ -369,7 +369,7 @@ def test_a_dataset_is_prepared_when_it_is_first_used(tmp_path, monkeypatch):
         "model": {"name": "tiny"}, "data": {"dataset": "gym:leg_counting"}, "train": {"alg_name": "grpo"},
         "reward": {"reward_func": "reasoning_gym_score"},
     }  # fmt: skip
-    assert read_inputs(check_config(raw)).online
+    assert resolve(check_config(raw)).online
     before = split_file("gym:leg_counting").stat().st_mtime_ns
     assert split_file("gym:leg_counting").stat().st_mtime_ns == before
     assert split_file("gym:leg_counting", "test") == tmp_path / "new" / "gym-leg_counting" / "test.jsonl"

@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 from oxrl.backends.local import create_pytorch_backend
 from oxrl.cli import app
 from oxrl.config import check_config
-from oxrl.diagnose.plan import Shards, cache_bytes, describe, kept_bytes, model_facts, on_meta, plan_inputs, plan_run
+from oxrl.diagnose.plan import Shards, cache_bytes, describe, kept_bytes, model_facts, on_meta, plan_run, plan_spec
 from oxrl.machine.hardware import Device, Hardware
 from oxrl.models.load import load_model
 from oxrl.models.lora import LoraSettings, attach_lora
-from oxrl.run.spec import read_inputs
+from oxrl.run.prepare import resolve
 from oxrl.run.train import train_run
 from oxrl.types import ModelConfig
 from tests.rows import sums, write_jsonl
@@ -43,7 +43,7 @@ def planned(path, memory=8 * 2**30, shards=None, **sections):
     config = check_config(raw)
     device = Device("cpu", "a processor", memory, memory, bf16=False)
     hardware = Hardware((device,), 2, memory, memory)
-    return plan_inputs(config, read_inputs(config), path.parent / "out", hardware, framework=2**29, shards=shards)
+    return plan_spec(resolve(config, path.parent / "out"), hardware, framework=2**29, shards=shards)
 
 
 @pytest.mark.parametrize("lora", [None, LoraSettings(r=4)])

@@ -11,7 +11,7 @@ from oxrl import evaluate
 from oxrl.cli import app
 from oxrl.data.prepare import prepare
 from oxrl.loops.statistics import confidence_interval
-from oxrl.run.spec import variants_of
+from oxrl.run.reward import reward_variants
 from oxrl.types import Message, Sample
 from tests.rows import write_jsonl
 
@@ -165,9 +165,9 @@ def test_a_prompt_without_room_for_an_answer_is_named(tmp_path):
 
 
 def test_a_reward_has_its_other_variant_behind_it():
-    assert list(variants_of("gsm8k_reward_func", {})) == ["lenient", "strict"]
-    assert list(variants_of("GSM8K-reward-func", {"strict": True})) == ["strict", "lenient"]
-    assert list(variants_of("contains", {})) == [""]
+    assert list(reward_variants("gsm8k_reward_func", {})) == ["lenient", "strict"]
+    assert list(reward_variants("GSM8K-reward-func", {"strict": True})) == ["strict", "lenient"]
+    assert list(reward_variants("contains", {})) == [""]
 
 
 @pytest.mark.parametrize(

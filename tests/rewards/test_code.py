@@ -11,7 +11,7 @@ import pytest
 from oxrl.config import Config
 from oxrl.rewards import check_samples, code, grade, reward
 from oxrl.rewards.code import code_reward_func
-from oxrl.run.spec import chosen_reward
+from oxrl.run.reward import configured_reward
 from tests.clock import no_hang
 from tests.rewards.hostile import ALWAYS_EQUAL, HOSTILE
 from tests.rewards.rollouts import a_sample, said
@@ -235,8 +235,10 @@ def test_leave_to_run_without_a_sandbox_reaches_the_rewards_that_ask_for_it():
     common = {"run": {"experiment_id": "x"}, "model": {"name": "m"}, "data": {"train_files_path": "x.jsonl"}}
     for named in ("code_reward_func", {"code_reward_func": 1.0, "exact_match": 0.5}):
         config = Config.model_validate({**common, "reward": {"reward_func": named, "allow_unsandboxed": True}})
-        assert chosen_reward(config).name.startswith("code_reward_func")
-    alone = chosen_reward(Config.model_validate({**common, "reward": {"reward_func": "code_reward_func"}}))
+        assert configured_reward(config).name.startswith("code_reward_func")
+    alone = configured_reward(Config.model_validate({**common, "reward": {"reward_func": "code_reward_func"}}))
     assert "allow_unsandboxed" not in str(alone.check)
     allowed = {"reward_func": "code_reward_func", "allow_unsandboxed": True}
-    assert "allow_unsandboxed=True" in str(chosen_reward(Config.model_validate({**common, "reward": allowed})).check)
+    assert "allow_unsandboxed=True" in str(
+        configured_reward(Config.model_validate({**common, "reward": allowed})).check
+    )

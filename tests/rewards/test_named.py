@@ -28,7 +28,7 @@ from oxrl.rewards.numbers import claimed_number
 from oxrl.rewards.table import document
 from oxrl.rewards.trial import final_answer, try_reward
 from oxrl.run.checkpoint import best_checkpoint
-from oxrl.run.spec import chosen_reward, named_reward
+from oxrl.run.reward import configured_reward, named_reward
 from oxrl.tracking.metrics import read_metrics
 from oxrl.types import Message, Sample
 from tests.data.at_hand import CASES, case_name, copies_of
@@ -222,7 +222,7 @@ def test_a_reward_with_parameters_is_named_without_regard_to_case():
 def shaped(tmp_path, **section):
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "2+2?", "answer": "4"}])
     raw = {"model": {"name": "tiny"}, "data": {"train_files_path": str(rows)}, "reward": section}
-    return chosen_reward(Config.model_validate(raw))
+    return configured_reward(Config.model_validate(raw))
 
 
 def test_a_config_clamps_and_takes_off_for_length(tmp_path):

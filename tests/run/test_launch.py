@@ -19,7 +19,7 @@ from oxrl.machine.ray_cluster import Bundles
 from oxrl.run.build import rollout_devices, sleeps_beside
 from oxrl.run.launch import run_ranks
 from oxrl.run.placement import placed, ranks_to_start
-from oxrl.run.spec import read_inputs
+from oxrl.run.prepare import resolve
 from oxrl.trainer import Trainer, choose_backend, sections_of
 from tests.engines import need
 from tests.forks import Forked
@@ -275,7 +275,7 @@ def test_more_processes_than_devices_are_refused_at_the_start(tmp_path, monkeypa
 def test_a_step_has_the_rows_of_all_devices(tmp_path):
     config = config_of(tmp_path, run={"backend": "fsdp", "training_gpus": 3}, train={"train_batch_size_per_gpu": 2})
     assert config.batch_size == 6
-    assert read_inputs(config).num_steps == 2  # of twelve rows
+    assert resolve(config).num_steps == 2  # of twelve rows
 
 
 def test_without_a_gpu_a_config_for_several_trains_in_one_process(tmp_path):

@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 from oxrl.cli import app
 from oxrl.config import ConfigError, load_config, load_stages
 from oxrl.run.folder import recorded_stages, resolve_weights
-from oxrl.run.train import prepare_run, run_rl, run_sft, train_prepared, train_run
+from oxrl.run.prepare import prepare_run
+from oxrl.run.train import run_rl, run_sft, train_run, train_spec
 from oxrl.tracking.metrics import read_metrics
 from tests.rows import sums, write_jsonl
 
@@ -278,6 +279,6 @@ def test_a_run_that_went_on_while_another_was_prepared_is_left_alone(tmp_path):
     late = prepare_run(single, tmp_path / "run")
     train_run(single, tmp_path / "run")
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    with pytest.raises(ConfigError, match="went on while this one was prepared"):
-        train_prepared(late)
+    with pytest.raises(ConfigError, match="continued while this one was prepared"):
+        train_spec(late)
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before

@@ -10,7 +10,8 @@ from shutil import copy
 import pytest
 
 from oxrl.config import check_config
-from oxrl.run.train import prepare_run, train_run
+from oxrl.run.prepare import prepare_run
+from oxrl.run.train import train_run
 from oxrl.tracking.trackers import check_trackers, flattened, tracked
 from tests.rows import write_jsonl
 

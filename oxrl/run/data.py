@@ -1,0 +1,146 @@
+"""The data section of a config to the rows or prompts of a run: loaded, rendered, checked, and mixed by ratio."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from oxrl.config import Config, ConfigError
+from oxrl.data.assemble import assemble
+from oxrl.data.buffer import DataBuffer, MixedBuffer
+from oxrl.data.prepare import check_trainable, split_file
+from oxrl.data.prompts import as_prompt
+from oxrl.data.render import Renderer
+from oxrl.data.sources import Loaded, load_samples
+from oxrl.rewards import check_samples
+from oxrl.run.reward import configured_reward
+from oxrl.run.spec import RunSpec, first_algorithm
+from oxrl.types import Algorithm, DataSource, Item, Sample
+
+logger = logging.getLogger(__name__)
+
+
+class RunData(NamedTuple):
+    """What a run trains on: `Sample`s for an online run, else `Item`s."""
+
+    source: DataSource[Any]
+    rows: list[Any]  # all that `source` draws from
+    held_out: list[Any]
+    left_out: int  # rows that could not be read, or are too long
+
+
+def load_train_files(config: Config) -> dict[str, Loaded]:
+    """Samples by dataset name. A named dataset is prepared on first use; one for evaluation only is refused."""
+    data = config.data
+    files = data.train_files if data.dataset is None else {data.dataset: str(split_file(data.dataset))}
+    for path in files.values():
+        check_trainable(path)
+    return {name: _load(config, path) for name, path in files.items()}
+
+
+def _load(config: Config, path: str) -> Loaded:
+    data = config.data
+    return load_samples(path, columns=data.columns, format=data.format, bad_rows=data.bad_rows)
+
+
+def is_online(algorithm: Algorithm, samples: Sequence[Sample]) -> bool:
+    """Whether the run samples its own responses; recorded and scored responses are trained on as they are."""
+    recorded = any(sample.responses or sample.chosen or sample.label is not None for sample in samples)
+    return algorithm.online is not None and not recorded
+
+
+def prepare_data(config: Config, loaded: dict[str, Loaded], tokenizer: Any, *, online: bool) -> RunData:
+    """Rendered and checked; rows that are too long are dropped, cut or refused, as `data.overlong` says."""
+    convert: Callable[..., tuple[list[Any], int]] = _prompts if online else _items
+    parts = {name: convert(config, part, tokenizer, name) for name, part in loaded.items()}
+    held_out: list[Any] = []
+    for name, path in config.data.val_files.items():
+        held_out += convert(config, _load(config, path), tokenizer, f"{name}, held out")[0]
+    rows = [row for part, _ in parts.values() for row in part]
+    if config.batch_size > len(rows):
+        logger.warning("a step of %d rows repeats the %d rows there are", config.batch_size, len(rows))
+    source = _source(config, {name: part for name, (part, _) in parts.items()})
+    return RunData(source, rows, held_out, sum(count for _, count in parts.values()))
+
+
+def _items(config: Config, loaded: Loaded, tokenizer: Any, name: str) -> tuple[list[Item], int]:
+    """Items to train on, and the number of rows that were left out."""
+    data = config.data
+    rendered = assemble(
+        loaded.samples,
+        first_algorithm(config),
+        Renderer(tokenizer, max_len=data.max_seq_len),
+        max_len=data.max_seq_len,
+        overlong=data.overlong,
+        bad_rows=data.bad_rows,
+        track=_progress_bar(f"reading {name}"),
+    )
+    unread = [f"{where}: {reason}" for where, reason in loaded.skipped]
+    logger.info("%s: %s", name, rendered._replace(skipped=[*unread, *rendered.skipped]).describe())
+    return rendered.items, len(unread) + len(rendered.skipped) + rendered.dropped
+
+
+def _prompts(config: Config, loaded: Loaded, tokenizer: Any, name: str) -> tuple[list[Sample], int]:
+    """Prompts that leave room for a response and that the reward can grade, and the number of rows left out."""
+    data, render = config.data, Renderer(tokenizer, max_len=config.data.max_seq_len)
+    room = None if data.max_seq_len is None else data.max_seq_len - config.rollout.max_tokens
+    fitting: list[Sample] = []
+    for sample in map(as_prompt, _progress_bar(f"reading {name}")(loaded.samples)):
+        length = len(render.prompt(sample.messages, tools=sample.tools))
+        if room is None or length <= room:
+            fitting.append(sample)
+        elif data.overlong == "error":
+            raise ConfigError(
+                f"{sample.id}: a prompt of {length} tokens leaves no room for rollout.max_tokens="
+                f"{config.rollout.max_tokens} in data.max_seq_len={data.max_seq_len}"
+            )
+    if not fitting:
+        raise ConfigError(
+            f"{name}: no prompt leaves room for rollout.max_tokens={config.rollout.max_tokens} in "
+            f"data.max_seq_len={data.max_seq_len}: raise the one or lower the other"
+        )
+    if config.reward.reward_func is not None:
+        try:
+            check_samples(configured_reward(config), fitting)
+        except TypeError as error:
+            raise ConfigError(f"reward.params do not suit {config.reward.reward_func}: {error}") from error
+    left_out = len(loaded.samples) - len(fitting)
+    logger.info("%s: %d prompts%s", name, len(fitting), f", {left_out} left out as over-long" if left_out else "")
+    return fitting, left_out + len(loaded.skipped)
+
+
+def _progress_bar(title: str) -> Callable[[Iterable[Sample]], Iterable[Sample]]:
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    return partial(track, description=title, console=console, transient=True, disable=not console.is_terminal)
+
+
+def _source(config: Config, parts: dict[str, list[Any]]) -> DataSource[Any]:
+    buffers = {name: DataBuffer(items, seed=config.run.seed) for name, items in parts.items()}
+    if len(buffers) == 1:
+        return next(iter(buffers.values()))
+    ratios = config.data.train_ratios or {name: float(len(items)) for name, items in parts.items()}
+    return MixedBuffer(buffers, ratios=ratios)
+
+
+def longest_possible_items(spec: RunSpec, vocabulary: int) -> list[Item]:
+    """The longest rows of a run; online, responses of the maximum length to the longest prompts."""
+    from oxrl.loops.memory_warmup import longest_answers
+
+    if not spec.online:
+        return spec.rows
+    config = spec.config
+    return longest_answers(
+        spec.rows,
+        Renderer(spec.tokenizer),
+        spec.algorithm,
+        prompts=config.batch_size,
+        answers=config.rollout.n_samples,
+        max_tokens=config.rollout.max_tokens,
+        vocabulary=vocabulary,
+        enough=config.train.micro_batch_tokens,
+    )

@@ -1,0 +1,217 @@
+"""A `Config` to a `RunSpec`: everything that it names is resolved, read and checked before a weight is loaded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from oxrl.config import Config, ConfigError
+from oxrl.config.checks import contradictions, remarks
+from oxrl.machine.hardware import detect_hardware
+from oxrl.models.load import check_model, load_tokenizer
+from oxrl.run.build import check_servers
+from oxrl.run.checkpoint import latest_checkpoint, read_state
+from oxrl.run.data import is_online, load_train_files, prepare_data
+from oxrl.run.folder import check_resumable, check_writable, record_stages, run_folder, starting_point
+from oxrl.run.placement import placed
+from oxrl.run.reward import check_reward, check_reward_names, check_reward_source, lacks_reward, with_default_reward
+from oxrl.run.spec import (
+    RunSpec,
+    algorithm_schedule,
+    check_engine_settings,
+    environment,
+    first_algorithm,
+    lora_settings,
+    model_config,
+    other_models,
+    rollout_config,
+)
+from oxrl.tracking.trackers import check_trackers
+from oxrl.types import Sample
+
+logger = logging.getLogger(__name__)
+
+
+def prepare_run(config: Config, output: str | Path | None = None, *, resume: bool = False) -> RunSpec:
+    """Resolve a config for training in `output`. Wrong input raises a ValueError that explains it."""
+    folder = run_folder(config, output)
+    resume_from = starting_point(folder, resume)
+    if resume:
+        check_resumable(config, folder / "config.yaml")
+    check_writable(folder)
+    check_trackers(config.run.trackers)
+    spec = resolve(config, output, resume_from=resume_from)
+    if spec.online:
+        check_servers(spec.config)
+    if resume_from is not None:  # rows that changed since are detected here
+        cursor = read_state(resume_from).cursor
+        spec.source.restore(cursor["collector"]["data"] if spec.online else cursor["data"])
+    return spec
+
+
+def prepare_stages(
+    stages: Mapping[str, Config], output: str | Path | None, *, resume: bool = False
+) -> Iterator[RunSpec]:
+    """The stages of a run one after the other; train each before asking for the next, which starts from its weights.
+
+    All stages are checked before the first one is returned. A resumed run continues in its unfinished stage.
+    """
+    if list(stages) == [""]:
+        yield prepare_run(stages[""], output, resume=resume)
+        return
+    home = run_folder(next(iter(stages.values())), output)
+    unfinished = [name for name in stages if not (resume and _is_finished(home / name))]
+    if not unfinished:
+        raise ConfigError(f"the run in {home} is finished; there is nothing to resume")
+    for name in unfinished[1:]:
+        resolve(stages[name], home / name)
+    record_stages(stages, home)
+    source: Path | None = None
+    for name, config in stages.items():
+        if name in unfinished:
+            started = resume and (home / name / "config.yaml").exists()
+            yield prepare_run(starting_from(config, source), home / name, resume=started)
+        source = latest_checkpoint(home / name / "checkpoints")
+
+
+def _is_finished(folder: Path) -> bool:
+    newest = latest_checkpoint(folder / "checkpoints")
+    return newest is not None and bool(read_state(newest).cursor.get("finished"))
+
+
+def starting_from(config: Config, checkpoint: str | Path | None) -> Config:
+    """The same config with a checkpoint as its model."""
+    if checkpoint is None:
+        return config
+    return config.model_copy(update={"model": config.model.model_copy(update={"name": str(checkpoint)})})
+
+
+def resolve(config: Config, output: str | Path | None = None, *, resume_from: Path | None = None) -> RunSpec:
+    """Resolve, read and check all that a config names; nothing is written. Wrong input raises a ValueError."""
+    config = placed(config)
+    _check_keys(config)
+    model = model_config(config)
+    check_model(model)
+    tokenizer = load_tokenizer(model)
+    others = other_models(config)
+    _check_tokenizers(config, others, tokenizer)
+    loaded = load_train_files(config)
+    samples = [sample for part in loaded.values() for sample in part.samples]
+    online = is_online(first_algorithm(config), samples)
+    _announce_algorithm(config, samples)
+    config = _check_online(config, samples) if online else _check_offline(config)
+    schedule = algorithm_schedule(config)
+    _check_schedule(schedule)
+    data = prepare_data(config, loaded, tokenizer, online=online)
+    steps_per_epoch = config.train.train_steps_per_epoch or -(-len(data.rows) // config.batch_size)
+    return RunSpec(
+        config=config,
+        folder=run_folder(config, output),
+        resume_from=resume_from,
+        schedule=schedule,
+        model=model,
+        lora=lora_settings(config),
+        other_models=others,
+        tokenizer=tokenizer,
+        **data._asdict(),
+        num_steps=config.train.total_number_of_epochs * steps_per_epoch,
+        online=online,
+    )
+
+
+def _check_keys(config: Config) -> None:
+    if wrong := contradictions(config):
+        raise ConfigError("\n".join(wrong))
+    for remark in remarks(config):
+        logger.warning("%s", remark)
+    if config.run.training_gpus and config.run.backend == "local" and not detect_hardware().gpus:
+        logger.warning(
+            "run.training_gpus is %d, but this machine has no GPU: training runs on the CPU, in one process unless "
+            "run.backend names another backend",
+            config.run.training_gpus,
+        )
+
+
+def _check_tokenizers(config: Config, others: Mapping[str, str], tokenizer: Any) -> None:
+    for role, name in others.items():
+        check_model(model_config(config)._replace(name=name, revision=None))
+        if load_tokenizer(name).get_vocab() != tokenizer.get_vocab():
+            raise ConfigError(
+                f"the {role} model {name} has another tokenizer than the policy: token ids cannot be compared"
+            )
+
+
+def _announce_algorithm(config: Config, samples: Sequence[Sample]) -> None:
+    """Log the default algorithm where none was chosen; rows with responses are more often meant for SFT."""
+    if "alg_name" in config.train.model_fields_set:
+        return
+    responses = bool(samples and samples[0].messages and samples[0].messages[-1].role == "assistant")
+    hint = (
+        "these rows have responses, which it uses as reference answers; to imitate them"
+        if responses
+        else "to change it"
+    )
+    logger.warning(
+        "no algorithm is set, so %s is used, which learns from the model's own responses; %s: --algorithm sft, or "
+        "train.alg_name", config.train.alg_name, hint,
+    )  # fmt: skip
+
+
+def _check_online(config: Config, samples: Sequence[Sample]) -> Config:
+    """The config with its reward filled in."""
+    config = with_default_reward(config, samples)
+    check_reward(config)
+    _check_reuse(config)
+    rollout_config(config, None)
+    environment(config)
+    check_engine_settings(config)
+    return config
+
+
+def _check_offline(config: Config) -> Config:
+    if any((config.reward.reward_func, config.reward.model, config.reward.judge)):
+        logger.warning("the reward section is not used: these rows have recorded responses with their scores")
+    if config.model.ref_update != "fixed":
+        raise ConfigError(
+            "rows with recorded responses are trained against a fixed reference: set model.ref_update: fixed"
+        )
+    return config
+
+
+def _check_reuse(config: Config) -> None:
+    from oxrl.loops.online import check_reuse
+
+    check_reuse(first_algorithm(config), config.train.iterations * config.train.mini_batches)
+
+
+def _check_schedule(schedule: Mapping[int, Any]) -> None:
+    from oxrl.loops.progress import scheduled
+
+    scheduled(schedule)
+
+
+def config_problems(config: Config) -> list[str]:
+    """What the schema cannot check, and what needs neither rows nor models: names, and combinations of keys."""
+    chosen = first_algorithm(config)
+    checks: list[Callable[[], Any]] = [partial(other_models, config)]
+    if chosen.online is not None:
+        checks += [
+            partial(_check_reuse, config),
+            partial(rollout_config, config, None),
+            partial(check_reward_names, config),
+            partial(check_engine_settings, config),
+        ]
+        if config.rollout.env == "tools" and not config.rollout.tools:
+            checks.append(partial(environment, config))
+        if not lacks_reward(config):
+            checks.append(partial(check_reward_source, config))
+    problems = []
+    for check in checks:
+        try:
+            check()
+        except ValueError as problem:
+            problems.append(str(problem))
+    return problems
