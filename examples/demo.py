@@ -35,7 +35,7 @@ from oxrl import (
     load_tokenizer,
 )
 from oxrl.config import check_config
-from oxrl.loops.evaluate import answer_all, confidence_interval
+from oxrl.loops.evaluate import confidence_interval, sample_and_grade
 from oxrl.rewards.numbers import numbers_in
 from oxrl.run.train import train_run
 from oxrl.tracking.metrics import read_metrics, sparkline
@@ -87,7 +87,7 @@ def ask(weights: str, rows: list[dict[str, str]]) -> list[Rollout]:
     tokenizer = load_tokenizer(weights)
     generator = EmbeddedGenerator(load_model(weights), tokenizer)
     answers = RolloutSampler(generator, Renderer(tokenizer), GenerationConfig(max_new_tokens=24, temperature=0.0))
-    return anyio.run(answer_all, answers, load_samples(rows).samples, is_right)
+    return anyio.run(sample_and_grade, answers, load_samples(rows).samples, is_right)
 
 
 def write_rows(name: str, rows: list[dict[str, str]]) -> str:

@@ -21,7 +21,7 @@ from oxrl.data.prepare import DATASETS, find_dataset, read_card, split_file
 from oxrl.data.prompts import as_prompt
 from oxrl.data.render import Renderer
 from oxrl.data.sources import Source, load_samples
-from oxrl.loops.evaluate import answer_all
+from oxrl.loops.evaluate import sample_and_grade
 from oxrl.loops.statistics import Comparison, Estimate, compare, estimate, pass_at_k
 from oxrl.models.load import check_model, load_model, load_tokenizer
 from oxrl.names import did_you_mean
@@ -357,7 +357,9 @@ async def _answer(
     generator = EmbeddedGenerator(speaker.load(), speaker.tokenizer)
     answers = RolloutSampler(generator, Renderer(speaker.tokenizer), sampling, seed=sampling.seed)
     first, *others = variants
-    rollouts = await answer_all(answers, samples, variants[first], n=n, time_limit=time_limit, tell=tell)
+    rollouts = await sample_and_grade(
+        answers, samples, variants[first], n=n, time_limit=time_limit, on_prompt_done=tell
+    )
     graded = {first: rollouts}
     for other in others:
         bare = [replace(rollout, score=None, error=None) if rollout.turns else rollout for rollout in rollouts]

@@ -1,4 +1,4 @@
-"""Held-out items or prompts to numbers that can be compared between runs: loss and accuracy, or reward."""
+"""Metrics on held-out items or prompts: loss and accuracy, or reward."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from oxrl.rollouts.collect import RolloutSampler
 from oxrl.tensors import correct
 from oxrl.types import Algorithm, Backend, Item, Memory, Read, Rollout, Sample, Status, Term, merge_metrics
 
-_GRADED_AT_ONCE = 8  # prompts; many end together, and programs that wait for a core must not run out of time
+_GRADED_AT_ONCE = 8  # prompts: programs under test that wait for a core would exceed their time limit
 
 
 async def evaluate_offline(
     backend: Backend, algorithm: Algorithm, items: Sequence[Item], budget: int, memory: Memory | None = None
 ) -> dict[str, float]:
-    """The algorithm's loss on `items` without training on them, over all of them at once: `eval_loss`, ..."""
-    # Running means are read from a copy: an evaluation must not move them.
+    """The algorithm's loss over all `items`, without training: `eval_loss`, ..."""
+    # A copy of the running means: an evaluation must not update them.
     credited = await credit_step(backend, algorithm, items, budget, dict(memory or {}))
     counts = count_units(credited)
     sums: dict[str, float] = {}
     reported: list[Mapping[str, Term]] = []
     parts = pack(credited, budget, layout=backend.layout, parallel=backend.parallel)
     batches = [collate(part) for part in parts]
-    said = await backend.logprobs(batches, reads={**algorithm.reads, "correct": Read(correct)})
-    for batch, outputs in zip(batches, said, strict=True):
+    passes = await backend.logprobs(batches, reads={**algorithm.reads, "correct": Read(correct)})
+    for batch, outputs in zip(batches, passes, strict=True):
         losses = algorithm.loss(outputs, batch)
         shares = {name: float(term.total) / counts[term.unit] for name, term in losses.terms.items()}
         for name, share in {"loss": sum(shares.values()), **shares}.items():
@@ -45,16 +45,16 @@ async def evaluate_offline(
 
 
 async def evaluate_online(
-    answers: RolloutSampler, samples: Sequence[Sample], reward: AnyReward | None, *, time_limit: float = 30.0
+    sampler: RolloutSampler, samples: Sequence[Sample], reward: AnyReward | None, *, time_limit: float = 30.0
 ) -> dict[str, float]:
-    """The mean reward of one answer to each held-out prompt, with its 95 % confidence interval: `eval_reward`, ...
+    """The mean reward of one response per held-out prompt, with its 95 % confidence interval: `eval_reward`, ...
 
-    What could not be graded is counted and left out.
+    Responses that could not be graded are counted and left out.
     """
-    rollouts = await answer_all(answers, samples, reward, time_limit=time_limit)
+    rollouts = await sample_and_grade(sampler, samples, reward, time_limit=time_limit)
     graded = [rollout for rollout in rollouts if rollout.score is not None]
     if not graded:
-        raise RuntimeError(f"none of {len(samples)} held-out answers could be graded: {rollouts[0].error}")
+        raise RuntimeError(f"none of {len(samples)} held-out responses could be graded: {rollouts[0].error}")
     rewards = [rollout.score.value for rollout in graded if rollout.score is not None]
     low, high = confidence_interval(rewards)
     return {
@@ -67,29 +67,29 @@ async def evaluate_online(
     }
 
 
-async def answer_all(
-    answers: RolloutSampler,
+async def sample_and_grade(
+    sampler: RolloutSampler,
     samples: Sequence[Sample],
     reward: AnyReward | None,
     *,
     n: int = 1,
     time_limit: float = 30.0,
-    tell: Callable[[], None] = lambda: None,
+    on_prompt_done: Callable[[], None] = lambda: None,
 ) -> list[Rollout]:
-    """`n` graded answers to each prompt, prompt after prompt; `tell` is called when a prompt's are there."""
+    """`n` graded responses to each prompt, in order."""
     groups = [tuple(Rollout(sample, group=at, index=index) for index in range(n)) for at, sample in enumerate(samples)]
 
     graders = anyio.CapacityLimiter(_GRADED_AT_ONCE)
 
-    async def serve(place: int) -> None:
-        while any(rollout.status in (Status.PENDING, Status.ABORTED) for rollout in groups[place]):
-            groups[place] = await answers(groups[place])  # again where somebody else on the engine aborted it
+    async def serve(index: int) -> None:
+        while any(rollout.status in (Status.PENDING, Status.ABORTED) for rollout in groups[index]):
+            groups[index] = await sampler(groups[index])  # again if another user of the engine aborted it
         if reward is not None:
             async with graders:
-                groups[place] = tuple(await grade(groups[place], reward, time_limit=time_limit))
-        tell()
+                groups[index] = tuple(await grade(groups[index], reward, time_limit=time_limit))
+        on_prompt_done()
 
     async with task_group() as tasks:
-        for place in range(len(samples)):
-            tasks.start_soon(serve, place)
+        for index in range(len(samples)):
+            tasks.start_soon(serve, index)
     return [rollout for group in groups for rollout in group]

@@ -1,7 +1,7 @@
-"""The longest rows of a run through one forward and backward before its first step: memory that will run out does now.
+"""Memory warm-up: one forward and backward over the longest rows of a run, so that it runs out of memory at the start.
 
-Nothing of it stays: gradients are dropped, random states are as before, no weight has moved. Where memory does run out,
-here or later, `advice_on_memory` says what to lower.
+It has no effect on training: gradients are dropped, random states restored, weights unchanged. Where memory runs out,
+here or later, `advice_on_memory` reports what to lower.
 """
 
 from __future__ import annotations
@@ -34,33 +34,33 @@ logger = logging.getLogger(__name__)
 
 class MemoryWarmUpBackend(Backend, Protocol):
     def memory_warm_up(self) -> AbstractContextManager[None]:
-        """Inside, memory is as full as in later steps; afterwards all is as it was."""
+        """Inside, memory is as full as in later steps; afterwards the state is restored."""
         ...
 
 
 async def warm_up_memory(
     backend: MemoryWarmUpBackend, algorithm: Algorithm, items: Sequence[Item], budget: int
 ) -> list[Item]:
-    """One micro-batch of the longest `items`, forward and backward; returns what was run, nothing if nothing could be.
+    """Run one micro-batch of the longest `items`, forward and backward; return it, or nothing if none could be run.
 
-    Some items teach nothing by themselves (answers that were all paid alike, say) and then credit refuses them. That
-    they do so in a step is for the step to say.
+    Some items alone have no gradient (a group with equal rewards, say) and credit refuses them; a training step would
+    report that.
     """
     with backend.memory_warm_up():
         try:
-            warned = {"warned_of_one_side": 1.0}  # the longest few say nothing about the labels of a step
+            warned = {"warned_of_one_side": 1.0}  # a few items say nothing about the labels of a step
             credited = await credit_step(backend, algorithm, longest_items(items, budget), budget, warned)
         except ValueError as reason:
-            logger.debug("the longest rows were not tried: %s", reason)
+            logger.debug("no memory warm-up: %s", reason)
             return []
         part = heaviest(credited, budget, backend.layout)
-        # As one batch, not divided over ranks: each of them may meet one as heavy, and runs this one.
+        # As one batch that every rank runs: each of them can get one as large in training.
         await backend.forward_backward([collate(part)], algorithm, count_units(part))
     return part
 
 
 def longest_items(items: Sequence[Item], budget: int) -> list[Item]:
-    """Those with the longest rows, as many as a micro-batch of `budget` tokens can hold."""
+    """The items with the longest rows, as many as fit into a micro-batch of `budget` tokens."""
     chosen: list[Item] = []
     for item in sorted(items, key=lambda item: -max(map(len, item))):
         if computed_tokens(chosen) >= budget:
@@ -85,11 +85,11 @@ def longest_answers(
     vocabulary: int,
     enough: int,
 ) -> list[Item]:
-    """Items of made-up answers, as long as answers may become, to the longest prompts; every second one is paid.
+    """Items of random responses of the maximum length to the longest prompts; every second one has a reward.
 
-    To as many as a step has `prompts`, or fewer if those have `enough` tokens.
+    For up to `prompts` prompts, fewer if those have `enough` tokens.
     """
-    assert algorithm.online is not None, "asked for only where a run samples"
+    assert algorithm.online is not None, "only an online run samples"
     chance = np.random.default_rng(0)
     items: list[Item] = []
     for number, (sample, prompt) in enumerate(islice(cycle(longest_prompts(samples, render, prompts)), prompts)):
@@ -99,7 +99,7 @@ def longest_answers(
         group = [
             Rollout(
                 sample,
-                (Turn(prompt, _made_up(chance.integers(0, vocabulary, max_tokens).tolist())),),
+                (Turn(prompt, _random_generation(chance.integers(0, vocabulary, max_tokens).tolist())),),
                 group=number,
                 index=index,
                 score=Score(reward),
@@ -117,14 +117,14 @@ def longest_prompts(samples: Sequence[Sample], render: Render, count: int) -> li
     return [(sample, tuple(prompt.tolist())) for sample, prompt in longest]
 
 
-def _made_up(tokens: Sequence[int]) -> Generation:
+def _random_generation(tokens: Sequence[int]) -> Generation:
     # A log-prob of 0 is at least the trainer's, so that no ratio of the two can overflow.
     return Generation(tuple(tokens), (0.0,) * len(tokens), "stop")
 
 
 @contextmanager
 def advice_on_memory(advice: str) -> Iterator[None]:
-    """A device that runs out of memory ends the run with `advice`; other failures pass."""
+    """Raise an out-of-memory error again with `advice`; other errors pass unchanged."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -134,7 +134,7 @@ def advice_on_memory(advice: str) -> Iterator[None]:
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """torch has a name for it on a GPU; on a CPU it is a RuntimeError of its allocator."""
+    """torch has an error class for it on a GPU; on a CPU it is a RuntimeError of the allocator."""
     import torch
 
     if isinstance(error, MemoryError | torch.OutOfMemoryError):

@@ -56,18 +56,21 @@ async def run_offline(
     progress = Progress(config, state, log, save)
     if state.cursor:
         source.restore(state.cursor["data"])
-    for step in range(state.step + 1, config.num_steps + 1):
-        async with progress.saved_if_interrupted():
-            pass
-        with anyio.CancelScope(shield=True):  # a cancelled call to a remote backend would leave a step half done
-            current, items = algorithm_at(step), source.get_prompts(config.batch_size)
-            metrics = await train_step(backend, current, items, config.micro_batch_tokens, progress.memory)
-            metrics |= step_warnings(step, algorithm_at, metrics)
-            metrics |= await progress.evaluate(step, partial(evaluate, progress.memory), partial(_eval_loss, current))
-            version = state.version + step - state.step
-            await progress.record(step, metrics, version, {"data": source.state()})
-        if progress.last:
-            break
+    async with progress.failures_annotated():
+        for step in range(state.step + 1, config.num_steps + 1):
+            async with progress.saved_if_interrupted():
+                pass
+            with anyio.CancelScope(shield=True):  # a cancelled call to a remote backend would leave a step half done
+                current, items = algorithm_at(step), source.get_prompts(config.batch_size)
+                metrics = await train_step(backend, current, items, config.micro_batch_tokens, progress.memory)
+                metrics |= step_warnings(step, algorithm_at, metrics)
+                metrics |= await progress.evaluate(
+                    step, partial(evaluate, progress.memory), partial(_eval_loss, current)
+                )
+                version = state.version + step - state.step
+                await progress.record(step, metrics | found, version, {"data": source.state()})
+            if progress.last:
+                break
     return progress.history
 
 

@@ -188,7 +188,7 @@ async def run_online(
     if state.cursor:
         await queue.restore(state.cursor)
     await _sync(backend, generators)
-    async with prefetching(queue, config.num_steps - state.step):
+    async with progress.failures_annotated(), prefetching(queue, config.num_steps - state.step):
         for step in range(state.step + 1, config.num_steps + 1):
             current = algorithm_at(step)
             async with progress.saved_if_interrupted():

@@ -65,6 +65,15 @@ class Progress:
         self.last = False
 
     @asynccontextmanager
+    async def failures_annotated(self) -> AsyncIterator[None]:
+        """Attach the current step to an exception."""
+        try:
+            yield
+        except Exception as error:
+            error.__dict__.setdefault("oxrl_context", {})["step"] = self.reached.step + 1
+            raise
+
+    @asynccontextmanager
     async def saved_if_interrupted(self) -> AsyncIterator[None]:
         """Between two steps nothing is half done: an interrupt here saves what was trained, and is raised again."""
         try:

@@ -1,15 +1,26 @@
-"""Items to one update of the weights: arranged, stamped, credited and counted as a whole step, then run in parts."""
+"""One optimizer step: rows get the log-probs and advantages that the loss needs, then run as micro-batches."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 
 from oxrl.data.pack import collate, count_units, pack
 from oxrl.tracking.metrics import memory_gib
 from oxrl.types import Algorithm, Backend, Batch, Item, Memory, Outputs, Row, TrainFuture
+
+
+@contextmanager
+def annotated(**facts: object) -> Iterator[None]:
+    """Attach what was being processed to an exception, for the failure record; the innermost value is kept."""
+    try:
+        yield
+    except Exception as error:
+        error.__dict__["oxrl_context"] = {**facts, **error.__dict__.get("oxrl_context", {})}
+        raise
 
 
 async def train_step(
@@ -34,14 +45,15 @@ async def update(
     budget: int,
     optimizer_step: Callable[[Backend], TrainFuture[dict[str, float]]] = step_optimizer,
 ) -> dict[str, float]:
-    """New weights from rows that carry all that the loss asks for."""
+    """Forward, backward and optimizer step over rows that carry all that the loss needs."""
     counts = count_units(credited)
     if not counts["token"]:
         raise ValueError(f"none of the {len(credited)} items of this step has a trained token: the loss mask is empty")
     parts = pack(credited, budget, layout=backend.layout, parallel=backend.parallel)
     batches = [collate(part) for part in parts]
-    metrics = await backend.forward_backward(batches, algorithm, counts)
-    metrics |= await optimizer_step(backend)
+    with annotated(batches=batches):
+        metrics = await backend.forward_backward(batches, algorithm, counts)
+        metrics |= await optimizer_step(backend)
     return metrics | {
         "tokens": float(sum(batch.num_tokens for batch in batches)),
         "trained_tokens": counts["token"],
@@ -52,21 +64,22 @@ async def update(
 async def credit_step(
     backend: Backend, algorithm: Algorithm, items: Sequence[Item], budget: int, memory: Memory
 ) -> list[Item]:
-    """The rows of a step as its loss will see them: what the algorithm needs is on them."""
-    arranged = algorithm.arrange(list(items))
-    for which in algorithm.needs:
-        known = which == "sampler" and all("sampler_logprob" in row.streams for item in arranged for row in item)
-        arranged = arranged if known else await stamp(backend, arranged, which, budget)
-    return algorithm.credit(arranged, memory)
+    """The rows of a step with the streams that the algorithm needs: log-probs of other passes, advantages."""
+    with annotated(items=list(items)):
+        arranged = algorithm.arrange(list(items))
+        for which in algorithm.needs:
+            known = which == "sampler" and all("sampler_logprob" in row.streams for item in arranged for row in item)
+            arranged = arranged if known else await stamp(backend, arranged, which, budget)
+        return algorithm.credit(arranged, memory)
 
 
 async def stamp(backend: Backend, items: Sequence[Item], which: str, budget: int) -> list[Item]:
-    """The log-probs of one model's pass on every row, as `ref_logprob` and the like, in the order of `items`."""
+    """Add the log-probs of one model to every row, as the stream `ref_logprob` or similar; the order stays."""
     stamped: dict[int, Item] = {}
     parts = pack(items, budget, layout=backend.layout, parallel=backend.parallel)
     batches = [collate(part) for part in parts]
-    said = await backend.logprobs(batches, "policy" if which == "sampler" else which)
-    for part, batch, outputs in zip(parts, batches, said, strict=True):
+    passes = await backend.logprobs(batches, "policy" if which == "sampler" else which)
+    for part, batch, outputs in zip(parts, batches, passes, strict=True):
         rows = iter(_stamp_rows([row for item in part for row in item], batch, outputs, which))
         for item in part:
             stamped[id(item)] = tuple(next(rows) for _ in item)

@@ -1,8 +1,8 @@
-"""A run's state to a folder and back, to the bit: weights, optimizer, random states, data position, step.
+"""Checkpoints: weights, optimizer, random states, data position and step, restored bit for bit.
 
-`checkpoints/step_0040/` is a folder that plain transformers loads; beside the weights lie `optimizer.safetensors`,
-`rng.safetensors` and `training_state.json`, which has a digest of each file and of itself. It appears under its name
-only when every byte is on the disk, and is read back only while every byte is what it was.
+`checkpoints/step_0040/` is a folder that plain transformers loads, plus `optimizer.safetensors`, `rng.safetensors` and
+`training_state.json`, which has a digest of each file and of itself. The folder gets its name only when all is on the
+disk, and is loaded only if all digests match.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _STEP = re.compile(r"step_(\d+)")
 
 
 class CorruptCheckpointError(ValueError):
-    """A checkpoint whose files are not what was written; the message begins with the file."""
+    """A checkpoint whose files have changed since they were written; the message begins with the file."""
 
 
 async def save_checkpoint(
@@ -68,7 +68,7 @@ async def save_checkpoint(
         if tokenizer is not None:
             tokenizer.save_pretrained(draft)
         save_file(_random_states(), draft / "rng.safetensors")
-        with anyio.CancelScope(shield=True):  # a thread cannot be stopped; engines are looked after meanwhile
+        with anyio.CancelScope(shield=True):  # a thread cannot be cancelled; other tasks run meanwhile
             await in_thread(partial(_seal_and_publish, state, draft, final))
     _prune(root, keep_last, keep)
     return final
@@ -82,7 +82,7 @@ def _seal_and_publish(state: TrainingState, draft: Path, final: Path) -> None:
 
 
 async def load_checkpoint(path: str | Path, backend: Backend) -> TrainingState:
-    """Put `backend` and the random states back to where they were; the caller restores its data from the cursor."""
+    """Restore `backend` and the random states; the caller restores its data from the cursor."""
     from safetensors.torch import load_file
 
     path = Path(path)
@@ -95,16 +95,16 @@ async def load_checkpoint(path: str | Path, backend: Backend) -> TrainingState:
 
 
 def read_state(path: str | Path) -> TrainingState:
-    """What a checkpoint says of itself, without its weights."""
+    """The training state of a checkpoint, without its weights."""
     return _read_record(Path(path))[0]
 
 
 def check_files(path: str | Path) -> None:
-    """Stop, with its name, at a file of a checkpoint that is not what was written."""
+    """Raise at the first file of a checkpoint that has changed since it was written."""
     path = Path(path)
     files = _read_sealed(path).get("files", {})
     if missing := sorted(name for name in files if not (path / name).is_file()):
-        raise CorruptCheckpointError(f"{path / missing[0]} is missing: the checkpoint is not what was written")
+        raise CorruptCheckpointError(f"{path / missing[0]} is missing from the checkpoint")
     now = _digests(path, files)
     for name, digest in files.items():
         if now[name] != digest:
@@ -133,12 +133,12 @@ def _read_sealed(path: Path) -> dict[str, Any]:
 
 
 def _seal(record: Mapping[str, Any]) -> str:
-    as_read = json.loads(json.dumps(record))  # keys that were numbers are words then
+    as_read = json.loads(json.dumps(record))  # JSON turns numeric keys into strings
     return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
 
 
 def _digests(folder: Path, names: Iterable[str] | None = None) -> dict[str, str]:
-    """Of the files in it, by name, side by side: hashing leaves the interpreter to others."""
+    """Digests of the files by name, in threads: hashing releases the GIL."""
     if names is None:
         names = [str(file.relative_to(folder)) for file in sorted(folder.rglob("*")) if file.is_file()]
 
@@ -151,13 +151,13 @@ def _digests(folder: Path, names: Iterable[str] | None = None) -> dict[str, str]
 
 
 def _root(error: BaseException) -> BaseException:
-    """What it came from; a rank's error arrives as the cause of another."""
+    """The first cause; a rank's error arrives as the cause of another one."""
     return error if error.__cause__ is None else _root(error.__cause__)
 
 
 @contextmanager
 def _all_or_nothing(draft: Path, final: Path) -> Iterator[None]:
-    """Of what cannot be written nothing stays, so that there is room again; what was there before stays as it is."""
+    """Remove a draft that could not be written completely, to free its space; earlier checkpoints stay."""
     from safetensors import SafetensorError
 
     try:
@@ -167,9 +167,9 @@ def _all_or_nothing(draft: Path, final: Path) -> Iterator[None]:
         if not isinstance(_root(error), OSError | SafetensorError):
             raise
         before = latest_checkpoint(final.parent)
-        kept = "there is none before it" if before is None else f"{before.name} is whole"
+        kept = "there is no earlier one" if before is None else f"{before.name} is intact"
         raise RuntimeError(
-            f"the checkpoint {final} could not be written: {error}; {kept}. Make room, then go on with --resume"
+            f"the checkpoint {final} could not be written: {error}; {kept}. Free disk space, then use --resume"
         ) from error
 
 
@@ -185,9 +185,9 @@ def latest_checkpoint(root: str | Path) -> Path | None:
 
 
 def intact_checkpoint(root: str | Path) -> Path | None:
-    """The newest finished checkpoint that can be gone on from, None if there is none at all.
+    """The newest finished checkpoint that can be resumed; None if there is none at all.
 
-    Damaged ones that are newer are moved aside with a warning. If all are damaged, it stops and changes nothing.
+    Newer damaged ones are renamed with a warning. If all are damaged, it raises and changes nothing.
     """
     damaged: dict[Path, str] = {}
     for path in reversed(checkpoints(root)):
@@ -197,19 +197,21 @@ def intact_checkpoint(root: str | Path) -> Path | None:
             damaged[path] = str(error)
             continue
         for other, why in damaged.items():
-            aside = Path(root) / f"damaged-{other.name}"
-            shutil.rmtree(aside, ignore_errors=True)
-            other.rename(aside)
-            logger.warning("%s; it was moved to %s, and %s is taken instead", why, aside, path.name)
+            moved = Path(root) / f"damaged-{other.name}"
+            shutil.rmtree(moved, ignore_errors=True)
+            other.rename(moved)
+            logger.warning("%s; it was moved to %s, and %s is used instead", why, moved, path.name)
         return path
     if damaged:
         newest = next(iter(damaged.values()))
-        raise CorruptCheckpointError(f"{newest}, and so is every one before it: bring one back, or start a new run")
+        raise CorruptCheckpointError(
+            f"{newest}, and so is every earlier one: restore one from a backup, or start a new run"
+        )
     return None
 
 
 def best_checkpoint(root: str | Path) -> Path | None:
-    """The checkpoint with the best evaluation, as the newest one remembers it; without evaluations, the newest."""
+    """The checkpoint with the best evaluation, as the newest one records it; without evaluations, the newest."""
     newest = latest_checkpoint(root)
     if newest is None:
         return None
@@ -230,11 +232,11 @@ def _warn_of_differences(then: Mapping[str, Any]) -> None:
     now = environment()
     changed = [f"{name} was {then.get(name)}, is {now[name]}" for name in now if then.get(name) != now[name]]
     if changed:
-        logger.warning("resuming elsewhere, so not bit for bit: %s", "; ".join(changed))
+        logger.warning("resuming in another environment, so not bit for bit: %s", "; ".join(changed))
 
 
 def _publish(draft: Path, final: Path) -> None:
-    """Give the folder its name once its content has reached the disk."""
+    """Rename the draft once its content is on the disk."""
     for file in [*draft.rglob("*"), draft]:
         _flush(file)
     if final.exists():  # an older run's checkpoint of the same step
@@ -252,11 +254,10 @@ def _flush(path: Path) -> None:
 
 
 def _prune(root: Path, keep_last: int, keep: int | None) -> None:
-    """Old checkpoints lose their name before their content, so that a kill in between leaves no half of one."""
+    """Rename old checkpoints before deleting them, so that a kill in between leaves no partial one."""
     for path in checkpoints(root)[: -max(1, keep_last)]:
         if path.name != f"step_{keep or 0:04d}":
-            doomed = root / f"{_UNFINISHED}removed-{path.name}"
-            path.rename(doomed)
+            path.rename(root / f"{_UNFINISHED}removed-{path.name}")
     for leftover in root.glob(f"{_UNFINISHED}*"):
         shutil.rmtree(leftover)
 

@@ -1,6 +1,6 @@
-"""A run or a model to a folder for others: plain weights, tokenizer, and a card that says where it came from.
+"""Export a run or a model to a folder: plain weights, tokenizer, and a model card.
 
-The folder appears under its name only when it is complete. Optimizer, random states and data stay behind.
+The folder gets its name only when it is complete. Optimizer, random states and data are not exported.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from oxrl.types import ModelConfig
 
 
 def merge_run(source: str, output: str | Path, *, dtype: str = "auto") -> Path:
-    """A LoRA adapter (a run's folder, or the adapter's) into its base: plain weights in `output`."""
-    place = resolve_weights(source)
-    if find_model(place).kind != "adapter":
-        raise ValueError(f"{source} has no adapter to merge: its weights are whole already; `oxrl export` writes them")
+    """Merge a LoRA adapter (a run folder, or an adapter folder) into its base: plain weights in `output`."""
+    if find_model(resolve_weights(source)).kind != "adapter":
+        raise ValueError(f"{source} has no adapter to merge; `oxrl export` writes its weights")
     return export_model(source, output, dtype=dtype)
 
 
@@ -37,13 +36,13 @@ def export_model(source: str, output: str | Path, *, adapter: bool = False, dtyp
 
     An adapter is merged into its base, unless it is to stay an `adapter`.
     """
-    place, folder = resolve_weights(source), Path(output)
+    weights, folder = resolve_weights(source), Path(output)
     if folder.exists() and any(folder.iterdir() if folder.is_dir() else [folder]):
         raise ValueError(f"{folder} is not empty: choose another --output")
-    kind = find_model(place).kind
+    kind = find_model(weights).kind
     if adapter and kind != "adapter":
         raise ValueError(f"{source} has no adapter: leave --adapter out to export its weights")
-    settings = ModelConfig(place, dtype=_own_dtype(place) if dtype == "auto" else dtype, device="cpu")
+    settings = ModelConfig(weights, dtype=_stored_dtype(weights) if dtype == "auto" else dtype, device="cpu")
     check_model(settings)
     draft = folder.with_name(f".unfinished-{folder.name}")
     shutil.rmtree(draft, ignore_errors=True)
@@ -55,10 +54,10 @@ def export_model(source: str, output: str | Path, *, adapter: bool = False, dtyp
         save_merged(model, draft)
     else:
         model.save_pretrained(draft)
-    load_tokenizer(place).save_pretrained(draft)
-    if (heads := Path(place) / HEADS).exists():
+    load_tokenizer(weights).save_pretrained(draft)
+    if (heads := Path(weights) / HEADS).exists():
         shutil.copy(heads, draft / HEADS)
-    (draft / "README.md").write_text(_card(source, place), encoding="utf-8")
+    (draft / "README.md").write_text(_card(source, weights), encoding="utf-8")
     if folder.exists():
         folder.rmdir()
     draft.rename(folder)
@@ -66,7 +65,7 @@ def export_model(source: str, output: str | Path, *, adapter: bool = False, dtyp
 
 
 def push_model(folder: str | Path, repository: str, *, private: bool = True) -> str:
-    """Upload a folder that `export_model` wrote; needs HF_TOKEN. Returns the address of what was written."""
+    """Upload a folder that `export_model` wrote; needs HF_TOKEN. Returns the URL of the commit."""
     import httpx
     from huggingface_hub import HfApi, errors, get_token
 
@@ -77,13 +76,13 @@ def push_model(folder: str | Path, repository: str, *, private: bool = True) -> 
         api.create_repo(repository, private=private, exist_ok=True)
         return str(api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Upload by oxrl export"))
     except errors.HFValidationError as error:
-        raise ValueError(f"{repository!r} is no name for a repository: it looks like owner/name") from error
+        raise ValueError(f"{repository!r} is not a repository name: use owner/name") from error
     except (errors.HfHubHTTPError, errors.OfflineModeIsEnabled, httpx.HTTPError) as error:
         raise ValueError(f"{repository} could not be written: {str(error).splitlines()[0]}") from error
 
 
 def fetch_model(name: str) -> Path:
-    """Download a model by its name in the catalogue or its hub id; where it lies now. Pickled weights stay away."""
+    """Download a model by its catalogue name or hub id and return its folder. Pickled weights are not downloaded."""
     import httpx
     from huggingface_hub import errors, snapshot_download
 
@@ -108,21 +107,21 @@ def _hub_id(name: str) -> str:
         return name
 
 
-def _own_dtype(place: str) -> str:
-    """As the weights are stored; an adapter goes with its base."""
-    if not (file := Path(place) / "config.json").is_file():
+def _stored_dtype(weights: str) -> str:
+    """The precision of the stored weights; an adapter uses that of its base."""
+    if not (file := Path(weights) / "config.json").is_file():
         return "auto"
     stored = json.loads(file.read_text(encoding="utf-8"))
     return str(stored.get("dtype") or stored.get("torch_dtype") or "auto")
 
 
-def _card(source: str, place: str) -> str:
-    """What a reader of the model's page wants to know, as far as the run recorded it."""
-    home = Path(place).parents[1] if Path(place).parent.name == "checkpoints" else None
+def _card(source: str, weights: str) -> str:
+    """The model card: how the model was trained, as far as the run recorded it."""
+    home = Path(weights).parents[1] if Path(weights).parent.name == "checkpoints" else None
     lines = [f"# {Path(source).name}", "", f"Exported by oxRL {oxrl.__version__}."]
     if home is not None and (home / "config.yaml").is_file():
         facts = _facts(yaml.safe_load((home / "config.yaml").read_text(encoding="utf-8")))
-        facts |= {"checkpoint": Path(place).name, **_last_numbers(home / "metrics.jsonl", Path(place).name)}
+        facts |= {"checkpoint": Path(weights).name, **_last_metrics(home / "metrics.jsonl", Path(weights).name)}
         lines += ["", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items() if value)]
     return "\n".join([*lines, ""])
 
@@ -139,8 +138,8 @@ def _facts(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _last_numbers(file: Path, checkpoint: str) -> dict[str, str]:
-    """What was measured last up to that checkpoint."""
+def _last_metrics(file: Path, checkpoint: str) -> dict[str, str]:
+    """The last metrics up to that checkpoint."""
     step = int(checkpoint.removeprefix("step_"))
     rows = [row for row in read_metrics(file) if row["step"] <= step]
     return {name: f"{row[name]:.4g}" for row in rows for name in ("reward", "eval_reward", "eval_loss") if name in row}

@@ -1,7 +1,7 @@
-"""A run that fails leaves `failure/` in its folder: all that a person or a program needs to look into it.
+"""The record of a failed run: `failure/` in its folder, with all that is needed to analyse it.
 
-The files and the shape of `signal.json` are described in BUG_REPORTING.md. What a user got wrong is no failure: our
-own ValueErrors say it in words. Whatever goes wrong in here, the failure itself comes through.
+The files and the fields of `signal.json` are described in BUG_REPORTING.md. A user's mistake (a ValueError raised by
+oxRL itself) is not recorded. An error while recording never hides the failure itself.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ SCHEMA = 1
 FOLDER, SIGNAL = "failure", "signal.json"
 PACKAGE = Path(__file__).parents[1]
 METRICS_KEPT = 50
-TELLING_PACKAGES = ("oxrl", "torch", "transformers", "peft", "vllm", "sglang", "ray", "deepspeed", "flash-attn")
+REPORTED_PACKAGES = ("oxrl", "torch", "transformers", "peft", "vllm", "sglang", "ray", "deepspeed", "flash-attn")
 
 
 class Where(NamedTuple):
-    """`Where("oxrl/loops/step.py", 46, "update")`: the innermost place in oxRL."""
+    """`Where("oxrl/loops/step.py", 46, "update")`: the innermost frame in oxRL."""
 
     file: str
     line: int
@@ -47,28 +47,28 @@ class Where(NamedTuple):
 
 @contextmanager
 def failures_recorded(folder: Path, config: Mapping[str, Any]) -> Iterator[None]:
-    """What fails in here is written down in `folder/failure` and goes on; what an earlier try left there moves aside.
+    """Record an exception in `folder/failure` and raise it again; an earlier record is moved to `failure.before`.
 
-    So `failure/` is there if and only if the last try failed.
+    So `failure/` exists if and only if the last attempt failed.
     """
-    _set_aside(folder / FOLDER)
+    _move_earlier(folder / FOLDER)
     try:
         yield
     except Exception as error:
-        if not is_mistake(error):
+        if not is_user_error(error):
             record_failure(folder, config, error)
         raise
 
 
-def _set_aside(place: Path) -> None:
-    if place.exists():
-        before = place.with_name("failure.before")
+def _move_earlier(record: Path) -> None:
+    if record.exists():
+        before = record.with_name("failure.before")
         shutil.rmtree(before, ignore_errors=True)
-        place.rename(before)
+        record.rename(before)
 
 
-def is_mistake(error: Exception) -> bool:
-    """Whether it is the user's: a ValueError that oxRL raised itself, in words."""
+def is_user_error(error: Exception) -> bool:
+    """Whether the input was wrong: a ValueError that oxRL raised itself."""
     return isinstance(error, ValueError) and _raised_here(error)
 
 
@@ -82,8 +82,8 @@ def kind_of(error: Exception) -> Kind:
 
 
 def record_failure(folder: Path, config: Mapping[str, Any], error: Exception) -> None:
-    """Write down what is known, file by file; one that cannot be written is said and left out."""
-    place = folder / FOLDER
+    """Write the record file by file; one that cannot be written is logged and left out."""
+    record = folder / FOLDER
     environments: list[Environment] = []
 
     def environment() -> str:
@@ -91,7 +91,7 @@ def record_failure(folder: Path, config: Mapping[str, Any], error: Exception) ->
         return json.dumps(as_json(environments[0]), indent=1)
 
     def signal() -> str:
-        return json.dumps(signal_of(error, config, environments[0] if environments else None, place), indent=1)
+        return json.dumps(signal_of(error, config, environments[0] if environments else None, record), indent=1)
 
     files: dict[str, Callable[[], str]] = {
         "traceback.txt": lambda: "".join(traceback.format_exception(error)),
@@ -99,49 +99,49 @@ def record_failure(folder: Path, config: Mapping[str, Any], error: Exception) ->
         "metrics.jsonl": lambda: _tail(folder / "metrics.jsonl", METRICS_KEPT),
         "batch.jsonl": lambda: "".join(json.dumps(row) + "\n" for row in suspects(error)),
         "environment.json": environment,
-        SIGNAL: signal,  # the last: where it is, all is
+        SIGNAL: signal,  # last: its presence marks a complete record
     }
     for name, text in files.items():
         try:
-            place.mkdir(parents=True, exist_ok=True)
+            record.mkdir(parents=True, exist_ok=True)
             if content := text():
-                (place / name).write_text(content, encoding="utf-8")
-        except Exception as problem:  # noqa: BLE001 - the failure itself must come through
-            logger.warning("%s of the failure cannot be written: %s", name, problem)
-    if (place / SIGNAL).exists():
-        logger.error("what is known of this failure is in %s; `oxrl report %s` makes a bug report of it", place, folder)
+                (record / name).write_text(content, encoding="utf-8")
+        except Exception as problem:  # noqa: BLE001 - it must not hide the failure itself
+            logger.warning("%s of the failure record cannot be written: %s", name, problem)
+    if (record / SIGNAL).exists():
+        logger.error("this failure is recorded in %s; `oxrl report %s` makes a bug report of it", record, folder)
 
 
 def signal_of(
-    error: Exception, config: Mapping[str, Any], environment: Environment | None, place: Path
+    error: Exception, config: Mapping[str, Any], environment: Environment | None, record: Path
 ) -> dict[str, Any]:
-    """The shape that programs may rely on; it changes only together with `schema`."""
+    """The content of `signal.json`, which programs may rely on; it changes only together with `schema`."""
     where = where_in_oxrl(error)
     packages = environment.packages if environment is not None else {}
-    versions = {name: packages[name].version for name in TELLING_PACKAGES if name in packages}
+    versions = {name: packages[name].version for name in REPORTED_PACKAGES if name in packages}
     return {
         "schema": SCHEMA,
         "kind": kind_of(error),
         "exception": f"{type(error).__module__}.{type(error).__qualname__}",
         "message": str(error),
-        "step": _step(error),
+        "step": _context(error).get("step"),
         "algorithm": config["train"]["alg_name"],
         "model": config["model"]["name"],
         "where": None if where is None else where._asdict(),
         "fingerprint": fingerprint(error),
         "versions": {"python": ".".join(map(str, sys.version_info[:3])), **versions},
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "files": sorted(file.name for file in place.iterdir() if file.name != SIGNAL),
+        "files": sorted(file.name for file in record.iterdir() if file.name != SIGNAL),
     }
 
 
 def fingerprint(error: Exception) -> str:
-    """Equal for equal failures: by kind, place and the words of the message, without its numbers and names."""
+    """Equal for equal failures: by kind, location and the words of the message, without its numbers and names."""
     where = where_in_oxrl(error)
-    place = "" if where is None else f"{where.file}:{where.function}"
+    location = "" if where is None else f"{where.file}:{where.function}"
     words = re.sub(r"\(.*?\)|'[^']*'|\"[^\"]*\"", " ", str(error).partition("\n")[0]).split()
     plain = [word for word in words if re.fullmatch(r"[A-Za-z_-]+[.,:;!]?", word)][:12]
-    return hashlib.sha256("\n".join([kind_of(error), type(error).__name__, place, *plain]).encode()).hexdigest()[:16]
+    return hashlib.sha256("\n".join([kind_of(error), type(error).__name__, location, *plain]).encode()).hexdigest()[:16]
 
 
 def where_in_oxrl(error: BaseException) -> Where | None:
@@ -159,52 +159,29 @@ def _raised_here(error: BaseException) -> bool:
 
 
 def _frames(error: BaseException) -> list[tuple[FrameType, int]]:
-    """With their lines, the innermost first."""
+    """Frames with their line numbers, the innermost first."""
     return list(traceback.walk_tb(_origin(error).__traceback__))[::-1]
 
 
 def _origin(error: BaseException) -> BaseException:
-    """What ran out of memory, behind the advice that was made of it."""
+    """The original error where `advice_on_memory` has replaced it."""
     cause = error.__cause__
     return cause if cause is not None and ran_out_of_memory(cause) else error
 
 
-def _step(error: BaseException) -> int | None:
-    """The step that was under way, as the loop counts it."""
-    for frame, _ in _frames(error):
-        step = frame.f_locals.get("step")
-        if isinstance(step, int) and frame.f_globals.get("__name__", "").startswith("oxrl.loops."):
-            return step
-    return None
+def _context(error: BaseException) -> dict[str, Any]:
+    """What the loop was processing (`oxrl.loops.step.annotated`)."""
+    return getattr(_origin(error), "oxrl_context", {})
 
 
 def suspects(error: BaseException) -> list[dict[str, Any]]:
-    """The rows that were at work, as plain numbers: those that the error names, else the innermost in a frame."""
-    batches: list[Batch] = getattr(error, "batches", [])
-    items: list[Item] = []
-    for frame, _ in _frames(error):
-        if batches or items:
-            break
-        held = list(frame.f_locals.values())
-        batches = [value for value in held if _is_batch(value)][:1] or next(filter(_are_batches, held), [])
-        items = next(filter(_are_items, held), [])
+    """The rows that were being processed, as plain numbers: those that the error names, else all of the step."""
+    context = _context(error)
+    batches: list[Batch] = getattr(error, "batches", context.get("batches", []))
     if batches:
         return [row for batch in batches for row in _rows_of_batch(batch)]
+    items: list[Item] = context.get("items", [])
     return [_plain_row(row) for item in items for row in item]
-
-
-def _is_batch(value: Any) -> bool:
-    """On the CPU: memory of a GPU that failed cannot be read any more."""
-    return isinstance(value, Batch) and value.tokens.device.type == "cpu"
-
-
-def _are_batches(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(map(_is_batch, value))
-
-
-def _are_items(value: Any) -> bool:
-    first = value[0] if isinstance(value, list) and value else None
-    return isinstance(first, tuple) and bool(first) and isinstance(first[0], Row)
 
 
 def _rows_of_batch(batch: Batch) -> list[dict[str, Any]]:
@@ -233,7 +210,7 @@ def _plain_row(row: Row) -> dict[str, Any]:
 
 
 def _numbers(values: Any) -> list[float | str]:
-    """JSON has no NaN and no infinity, and here they are what is looked for: they are written as text."""
+    """JSON has no NaN and no infinity, so they are written as text."""
     return [float(value) if -float("inf") < float(value) < float("inf") else str(float(value)) for value in values]
 
 

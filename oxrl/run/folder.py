@@ -1,4 +1,4 @@
-"""Run folders: where a run goes, whether it can go on there, and what is written beside its checkpoints."""
+"""Run folders: their path, whether a run can start or resume there, and the files beside the checkpoints."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def starting_point(folder: Path, resume: bool) -> Path | None:
             raise ConfigError(f"there is nothing to resume in {folder}: it has no run")
         logger.warning("%s has no checkpoint yet: starting over", folder)
     if not resume and (folder / "metrics.jsonl").exists():
-        raise ConfigError(f"{folder} already holds a run: pass --resume to go on with it, or another --output")
+        raise ConfigError(f"{folder} already has a run: pass --resume to continue it, or another --output")
     return newest
 
 
@@ -42,13 +42,13 @@ def check_writable(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"the run's folder {folder} cannot be made: {error.strerror}") from error
+        raise ConfigError(f"the run folder {folder} cannot be created: {error.strerror}") from error
     if not os.access(folder, os.W_OK):
-        raise ConfigError(f"the run's folder {folder} cannot be written to")
+        raise ConfigError(f"the run folder {folder} is not writable")
 
 
 def check_resumable(config: Config, path: Path) -> None:
-    """Weights of one shape cannot go on in another."""
+    """Refuse a resume with keys that change the shape of the weights or the optimizer state."""
     if not path.exists():
         return
     before = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -63,7 +63,7 @@ def check_resumable(config: Config, path: Path) -> None:
 
 
 def record_config(config: Config, path: Path, *, resuming: bool) -> None:
-    """What a resume will be held against; a change is said aloud."""
+    """Write the config that a resume is compared with; log every change."""
     now = config.model_dump(mode="json")
     if resuming and path.exists():
         before = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -71,14 +71,14 @@ def record_config(config: Config, path: Path, *, resuming: bool) -> None:
             for key, value in keys.items():
                 if (old := before.get(section, {}).get(key)) != value:
                     logger.warning("resuming with another %s.%s: %r instead of %r", section, key, value, old)
-        with suppress(ConfigError):  # of a version with other keys
+        with suppress(ConfigError):  # written by a version with other keys
             if (rows := check_config(before).batch_size) != config.batch_size:
                 logger.warning("resuming with %d rows in a step instead of %d", config.batch_size, rows)
     path.write_text(yaml.safe_dump(now, sort_keys=False), encoding="utf-8")
 
 
 def record_stages(stages: Mapping[str, Config], home: Path) -> None:
-    """So that a run which was interrupted in its first stage knows what comes next."""
+    """Write the configs of all stages, so that a run interrupted in its first stage can be resumed."""
     home.mkdir(parents=True, exist_ok=True)
     dumped = {name: config.model_dump(mode="json") for name, config in stages.items()}
     (home / "stages.yaml").write_text(yaml.safe_dump(dumped, sort_keys=False), encoding="utf-8")
@@ -91,7 +91,7 @@ def recorded_stages(home: Path) -> dict[str, Config]:
 
 
 def resolve_weights(name: str) -> str:
-    """The folder to load for a run folder (its best checkpoint) or anything that `load_model` takes."""
+    """The best checkpoint of a run folder; any other name as it is."""
     home = Path(name)
     if not home.is_dir():
         return name
@@ -102,15 +102,15 @@ def resolve_weights(name: str) -> str:
 
 
 def last_stage(home: Path) -> Path:
-    """Of a run in stages the folder of the last one that has a checkpoint; any other run is its own."""
+    """The folder of the last stage that has a checkpoint; the run folder itself for a run without stages."""
     reached = [home / name for name in STAGES if latest_checkpoint(home / name / "checkpoints") is not None]
     return reached[-1] if (home / "stages.yaml").exists() and reached else home
 
 
 class RolloutLog:
-    """What was said, one line a step in `path`: a digest of all rollouts, and some of them in full.
+    """One line per step in `path`: a digest of all rollouts, and some of them in full.
 
-    On a resumed run, lines of steps that will be done again are dropped.
+    On a resumed run, lines of steps that will be repeated are dropped.
     """
 
     def __init__(self, path: Path, samples: int, *, keep_until: int) -> None:
@@ -123,13 +123,13 @@ class RolloutLog:
         record = {
             "step": step,
             "digest": digest_of(rollouts),
-            "samples": [_told(rollout) for rollout in rollouts[: self.samples]],
+            "samples": [_rollout_record(rollout) for rollout in rollouts[: self.samples]],
         }
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
 
-def _told(rollout: Rollout) -> dict[str, Any]:
+def _rollout_record(rollout: Rollout) -> dict[str, Any]:
     return {
         "id": rollout.id,
         "prompt": rollout.prompt,
@@ -139,12 +139,12 @@ def _told(rollout: Rollout) -> dict[str, Any]:
         "status": rollout.status.value,
         "greedy": rollout.greedy,
         "version": rollout.version,
-        "turns": [_drawn(turn) for turn in rollout.turns],
+        "turns": [_turn_record(turn) for turn in rollout.turns],
     }
 
 
-def _drawn(turn: Turn) -> dict[str, Any]:
-    """Token by token, for whoever asks later how likely the trainer finds them."""
+def _turn_record(turn: Turn) -> dict[str, Any]:
+    """Tokens with the sampler's log-probs, which `oxrl mismatch` compares with the trainer's."""
     generation = turn.generation
     return {
         "prompt_ids": list(turn.prompt_ids),

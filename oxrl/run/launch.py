@@ -1,8 +1,8 @@
-"""One command as several processes, a rank each, watched until all have ended; a run that loses one goes on.
+"""Run one command as several ranks, watch them, and restart a run that lost one.
 
-Rank 0 runs the loop and the others serve it (`backends.ranks`), so what rank 0 says is what the run says. When a rank
-is killed or hangs, all are ended, and the command is run again as if with `--resume`, a few times at most. Ranks end
-with the process that started them, in whatever way that ended. `torchrun` starts ranks that are as good.
+Rank 0 runs the loop and the others serve it (`backends.distributed.ranks`), so rank 0's exit code is that of the run.
+When a rank is killed or hangs, all are ended and the command runs again as with `--resume`, up to `max_restarts` times.
+Ranks end with the process that started them, however it ended. Ranks that `torchrun` starts work the same way.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ logger = logging.getLogger(__name__)
 
 STARTED_BY_US = "OXRL_RANK_OF"
 RESTARTED = "OXRL_RESTARTED"
-LAST_WORDS = 20.0  # seconds that ranks have to end after the first of them did
-LOOK = 0.1
+END_SECONDS = 20.0  # that ranks have to end after the first of them did
+POLL_SECONDS = 0.1
 
 
 class Ended(NamedTuple):
-    """How the processes of one try ended: rank 0's exit code, and the ranks that were lost (killed, or hanging)."""
+    """How the ranks of one attempt ended: rank 0's exit code, and the ranks that were lost (killed, or hanging)."""
 
     code: int
     lost: tuple[str, ...]
@@ -49,22 +49,22 @@ OXRL = (sys.executable, "-m", "oxrl")
 def run_ranks(arguments: Sequence[str], ranks: int, *, max_restarts: int, program: Sequence[str] = OXRL) -> int:
     """`run_ranks(["train", "config.yaml"], 2, max_restarts=3)`: the exit code of `oxrl train config.yaml`."""
     command = [*program, *arguments]
-    ended = _try(command, ranks)
+    ended = _attempt(command, ranks)
     for restart in range(1, max_restarts + 1):
         if not ended.lost:
             break
         logger.warning(
-            "%s: going on from the last checkpoint (restart %d of %d)", "; ".join(ended.lost), restart, max_restarts
+            "%s: resuming from the last checkpoint (restart %d of %d)", "; ".join(ended.lost), restart, max_restarts
         )
-        ended = _try(command, ranks, **{RESTARTED: str(restart)})
+        ended = _attempt(command, ranks, **{RESTARTED: str(restart)})
     if ended.lost:
-        logger.error("%s: given up after %d restarts; go on with --resume", "; ".join(ended.lost), max_restarts)
+        logger.error("%s: giving up after %d restarts; continue with --resume", "; ".join(ended.lost), max_restarts)
         return 1
     return ended.code
 
 
 def restarted(stages: Mapping[str, Config], output: str | Path | None) -> bool:
-    """Whether this process is to go on with a run that lost a rank, if it had begun."""
+    """Whether this process resumes a run that lost a rank after it had started."""
     if RESTARTED not in os.environ:
         return False
     from oxrl.run.folder import run_folder
@@ -73,7 +73,7 @@ def restarted(stages: Mapping[str, Config], output: str | Path | None) -> bool:
     return any((home / name).exists() for name in ("config.yaml", "stages.yaml"))
 
 
-def _try(command: Sequence[str], ranks: int, **more: str) -> Ended:
+def _attempt(command: Sequence[str], ranks: int, **more: str) -> Ended:
     with tempfile.TemporaryDirectory(prefix="oxrl-ranks-") as home:
         return _run(command, ranks, Path(home) / "meeting", more)
 
@@ -82,11 +82,11 @@ def _run(command: Sequence[str], ranks: int, rendezvous: Path, more: Mapping[str
     settings = {
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
-        # They meet in a file and talk on loopback: nobody else can reach them.
+        # The rendezvous is a file and traffic stays on loopback: not reachable from outside.
         MEETING: str(rendezvous),
         "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
         "NCCL_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
-        # For DeepSpeed, which asks for them and uses the group that is there.
+        # DeepSpeed requires them, and then uses the existing process group.
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_ports(1)[0]),
         STARTED_BY_US: str(os.getpid()),
@@ -112,21 +112,21 @@ def _run(command: Sequence[str], ranks: int, rendezvous: Path, more: Mapping[str
 
 
 def _watch(processes: Sequence[subprocess.Popen[bytes]], received: Sequence[int]) -> Ended:
-    """Until rank 0 has ended, or another one in a way that rank 0 cannot go on from.
+    """Wait until rank 0 has ended, or another rank was killed.
 
     After a signal a run is not restarted: rank 0 may die of the signal before it can handle it.
     """
     first, others = processes[0], processes[1:]
     while first.poll() is None and not any(_killed(other) for other in others):
-        time.sleep(LOOK)
-    deadline = time.monotonic() + (0 if received and _killed(first) else LAST_WORDS)
+        time.sleep(POLL_SECONDS)
+    deadline = time.monotonic() + (0 if received and _killed(first) else END_SECONDS)
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-        time.sleep(LOOK)
+        time.sleep(POLL_SECONDS)
     if received:
-        answered = first.returncode is not None and first.returncode >= 0
-        return Ended(first.returncode if answered else 128 + received[0], ())
+        handled = first.returncode is not None and first.returncode >= 0
+        return Ended(first.returncode if handled else 128 + received[0], ())
     lost = []
-    if first.returncode not in (0, 2, 130):  # those are ends of the run itself
+    if first.returncode not in (0, 2, 130):  # finished, wrong input, interrupted
         lost = [f"rank {rank} {how}" for rank, process in enumerate(processes) if (how := _loss(process))]
     return Ended(1 if first.returncode is None else first.returncode, tuple(lost))
 
@@ -137,7 +137,7 @@ def _killed(process: subprocess.Popen[bytes]) -> bool:
 
 def _loss(process: subprocess.Popen[bytes]) -> str:
     if process.poll() is None:
-        return f"did not end within {LAST_WORDS:g} s of the others"
+        return f"did not end within {END_SECONDS:g} s of the others"
     return f"was ended by {signal.Signals(-process.returncode).name}" if process.returncode < 0 else ""
 
 
@@ -156,18 +156,18 @@ def _signals_forwarded_to_first(processes: Sequence[subprocess.Popen[bytes]]) ->
     Yields the signals received so far. `processes` may be filled later.
     """
     received: list[int] = []
-    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's affair
+    if threading.current_thread() is not threading.main_thread():  # only the main thread can set handlers
         yield received
         return
 
-    def pass_on(number: int, _: FrameType | None) -> None:
+    def forward(number: int, _: FrameType | None) -> None:
         if received:
             raise KeyboardInterrupt
         received.append(number)
         if processes:
             processes[0].send_signal(number)
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield received
     finally:
@@ -179,7 +179,7 @@ _JOINED: list[Ranks] = []
 
 
 def join(*, time_limit: float) -> Ranks:
-    """In each of the processes: meet the others, once. All but rank 0 serve here until the run is over, and end."""
+    """Join the other ranks, once per process. All but rank 0 serve here until the run is over, and exit."""
     from oxrl.backends.distributed.ranks import RankError, join_ranks
 
     if _JOINED:
@@ -189,7 +189,7 @@ def join(*, time_limit: float) -> Ranks:
     ranks = join_ranks(time_limit=time_limit)
     _JOINED.append(ranks)
     if ranks.rank:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 answers it
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles it
         try:
             ranks.serve()
         except RankError as lost:
@@ -201,13 +201,13 @@ def join(*, time_limit: float) -> Ranks:
 
 
 def join_others(*, time_limit: float = 600.0) -> None:
-    """Where this process is one of several, as torchrun or `run_ranks` started them; all but rank 0 end in here."""
+    """If this process is a rank that torchrun or `run_ranks` started, join the others; all but rank 0 exit in here."""
     if "RANK" in os.environ:
         join(time_limit=time_limit)
 
 
 def leave(code: int) -> None:
-    """At the end of rank 0: let the others go home. Process groups that lost a member cannot be taken down in order."""
+    """Stop the other ranks at the end of rank 0, and exit: a process group without a member cannot shut down."""
     if _JOINED:
         _JOINED[0].stop()
         _leave(code)

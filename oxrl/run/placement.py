@@ -1,6 +1,6 @@
-"""Where a run goes, from its config and this machine: one process, one process per device, or actors under Ray.
+"""Device placement: one process, one process per device, or Ray actors, from the config and this machine.
 
-What is decided is written into the config, so that a run which is resumed elsewhere says what it was made for.
+The decision is written into the config, so that a run resumed on another machine keeps it.
 """
 
 from __future__ import annotations
@@ -13,17 +13,14 @@ from oxrl.config import Config, ConfigError
 from oxrl.machine.hardware import detect_hardware
 
 Sharding = Literal["fsdp", "deepspeed"]
-SHARE = 0.5  # of a device that trainer and engine share, for each; of its memory, what the engine takes awake
+SHARE = 0.5  # of a device that trainer and engine share: of its compute, and of its memory while the engine is awake
 
 
 def placed(config: Config, gpus: int | None = None) -> Config:
-    """The same config with `run.backend` decided, and the number of devices where they are several.
-
-    For a machine with so many `gpus`; by default this one.
-    """
+    """The config with `run.backend` and the number of devices decided, for `gpus` GPUs (default: this machine's)."""
     gpus = len(detect_hardware().gpus) if gpus is None else gpus
     if config.engine == "vllm" and not gpus and config.inference_engine.name == "auto" and not config.run.ray_address:
-        config = _with(config, "inference_engine", name="embedded")  # what was set apart is not there
+        config = _with(config, "inference_engine", name="embedded")  # the GPUs for rollouts do not exist here
     run = config.run
     wanted = _wanted(config, gpus)
     backend: str = run.backend
@@ -40,7 +37,7 @@ def _with(config: Config, section: str, **decided: Any) -> Config:
 
 
 def _wanted(config: Config, gpus: int) -> int:
-    """Devices that train: as many as were asked for, else all that do not sample."""
+    """Training devices: as many as configured, else all that are not used for rollouts."""
     if config.run.training_gpus is not None:
         return config.run.training_gpus
     if config.model.device != "auto":
@@ -52,15 +49,15 @@ def _check_room(ranks: int, rollout_gpus: int) -> None:
     gpus = len(detect_hardware().gpus)
     if gpus and ranks + rollout_gpus > gpus:
         raise ConfigError(
-            f"run.training_gpus is {ranks} and run.rollout_gpus {rollout_gpus}, and this machine has {gpus} GPUs"
+            f"run.training_gpus is {ranks} and run.rollout_gpus {rollout_gpus}, but this machine has {gpus} GPUs"
         )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if not gpus and ranks > 2 * cores:
-        raise ConfigError(f"run.training_gpus is {ranks}, and this machine has no GPU and {cores} cores: set fewer")
+        raise ConfigError(f"run.training_gpus is {ranks}, but this machine has no GPU and {cores} cores: set fewer")
 
 
 def sharding_of(config: Config) -> Sharding:
-    """What spreads a model over devices: what was asked for, else DeepSpeed where it is installed, else FSDP2."""
+    """The sharding backend: as configured, else DeepSpeed if it is installed, else FSDP2."""
     run = config.run
     if run.backend in ("fsdp", "deepspeed"):
         return run.backend
@@ -70,11 +67,11 @@ def sharding_of(config: Config) -> Sharding:
 
 
 def ranks_to_start(config: Config) -> int:
-    """Processes that this one has to start, because the run needs several and nobody has started them."""
+    """The number of ranks that this process has to start; 0 if it is one itself, or if one process is enough."""
     started = "RANK" in os.environ
     if started and (world := int(os.environ.get("WORLD_SIZE", "1"))) != config.ranks and config.run.backend != "ray":
         raise ConfigError(
-            f"{world} processes were started, and run.training_gpus is {config.run.training_gpus or 1} with "
+            f"{world} processes were started, but run.training_gpus is {config.run.training_gpus or 1} with "
             f"run.backend: {config.run.backend}: both must be the same"
         )
     if started or config.run.backend in ("local", "ray"):

@@ -12,7 +12,7 @@ from oxrl.data.buffer import DataBuffer
 from oxrl.generators.embedded.generator import EmbeddedGenerator
 from oxrl.generators.pool import HTTPGenerator, VLLMEngine
 from oxrl.loops import ahead
-from oxrl.loops.evaluate import answer_all
+from oxrl.loops.evaluate import sample_and_grade
 from oxrl.loops.online import OnlineConfig, run_online
 from oxrl.loops.rollout_queue import RolloutQueue, prefetching
 from oxrl.rollouts.collect import RolloutSampler
@@ -169,7 +169,7 @@ def test_over_sampling_partial_rollouts_and_evaluation_hold_while_training_overl
         return await generate(requests, sampling)
 
     async def evaluate():
-        rollouts = await answer_all(held_out, SAMPLES[:2], small_letters)
+        rollouts = await sample_and_grade(held_out, SAMPLES[:2], small_letters)
         evaluated.extend(rollouts)
         return {"eval_reward": 0.0}
 
@@ -207,7 +207,7 @@ def test_what_others_abort_on_the_engine_is_resumed_in_an_evaluation(vllm_url):
 
     async def go():
         async def evaluate():
-            rollouts.extend(await answer_all(held_out, SAMPLES[:2], small_letters))
+            rollouts.extend(await sample_and_grade(held_out, SAMPLES[:2], small_letters))
 
         await setting.generator.update_weights(Weights(setting.model, 1))
         with holding(8) as hold:
