@@ -68,7 +68,7 @@ async def run_offline(
                     step, partial(evaluate, progress.memory), partial(_eval_loss, current)
                 )
                 version = state.version + step - state.step
-                await progress.record(step, metrics | found, version, {"data": source.state()})
+                await progress.record(step, metrics, version, {"data": source.state()})
             if progress.last:
                 break
     return progress.history
