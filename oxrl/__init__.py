@@ -19,6 +19,8 @@ _HOMES = {
     ),
     "oxrl.algorithms": "ALGORITHMS algorithm",
     "oxrl.backends.local": ("NonFiniteError PyTorchTrainingBackend create_cross_entropy_loss create_pytorch_backend"),
+    "oxrl.backends.distributed.deepspeed": "DeepSpeedTrainingBackend",
+    "oxrl.backends.distributed.fsdp": "FSDPTrainingBackend",
     "oxrl.backends.optimizer": "create_adamw_optimizer create_warmup_cosine_scheduler",
     "oxrl.run.checkpoint": (
         "CorruptCheckpointError best_checkpoint intact_checkpoint latest_checkpoint load_checkpoint save_checkpoint"

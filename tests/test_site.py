@@ -15,7 +15,9 @@ from oxrl.names import import_object
 
 ROOT = Path(__file__).parents[1]
 COMMAND = typer.main.get_command(app)
-document, explanation = (import_object(f"{ROOT}/docs/api_page.py:{name}") for name in ("document", "explanation"))
+document, explanation, stub = (
+    import_object(f"{ROOT}/docs/api_page.py:{name}") for name in ("document", "explanation", "stub")
+)
 ROOT_PAGES = ["README.md", "FAQ.md", "CONTRIBUTING.md", "BUG_REPORTING.md", "AGENTS.md", "benchmarks/README.md"]
 PAGES = sorted([*(ROOT / page for page in ROOT_PAGES), *(ROOT / "docs").glob("*.md")])
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
@@ -104,6 +106,11 @@ def test_whole_configs_on_a_page_load(page, tmp_path):
 def test_the_api_page_is_up_to_date():
     written = (ROOT / "docs" / "api.md").read_text()
     assert written == document(), "run: python docs/api_page.py > docs/api.md"
+
+
+def test_type_checkers_know_every_public_name():
+    written = (ROOT / "oxrl" / "__init__.pyi").read_text()
+    assert written == stub(), "run: python docs/api_page.py --stub > oxrl/__init__.pyi"
 
 
 def test_every_public_name_is_explained():

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from oxrl.algorithms.kl import adaptive_kl as create_adaptive_kl
-from oxrl.algorithms.kl import truncated_kl as create_truncated_kl
+from oxrl.algorithms.kl import adaptive_kl, truncated_kl
 from oxrl.models.load import load_model, load_tokenizer
 from oxrl.models.reference import (
     create_ema_updater,
@@ -80,6 +79,8 @@ from oxrl.rollouts.tools import (
 from oxrl.run.checkpoint import load_checkpoint, save_checkpoint
 from oxrl.tracking.metrics import log_to_console
 from oxrl.tracking.wandb import log_to_wandb
+
+create_adaptive_kl, create_truncated_kl = adaptive_kl, truncated_kl
 
 CATEGORIES: Mapping[str, tuple[Callable[..., Any], ...]] = {
     "inference": (
