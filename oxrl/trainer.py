@@ -1,6 +1,6 @@
-"""`Trainer(model).train(task=...)`: what is not said is chosen for the machine, the model and the task, and told.
+"""`Trainer(model).train(task=...)`: unset options are chosen for the machine, the model and the task, and logged.
 
-A thin door: it writes a `Config`, and everything behind it is public (`tasks`, `plan_spec`, `fitting_batch`,
+A thin layer: it writes a `Config`, and everything below it is public (`tasks`, `plan_spec`, `fitting_batch`,
 `prepare_run`, `train_spec`, `evaluate`, `export_model`).
 """
 
@@ -47,7 +47,7 @@ from oxrl.types import GenerationConfig, Message, ModelConfig
 logger = logging.getLogger(__name__)
 
 LORA_FROM = 7e9  # parameters
-ENOUGH_ON_CPU, MOST_ON_CPU = 1024, 2048  # tokens at once; more of them are no faster there
+ENOUGH_ON_CPU, MOST_ON_CPU = 1024, 2048  # tokens per micro-batch; more are no faster on a CPU
 NAMES = {
     "task": "run.task",
     "algorithm": "train.alg_name",
@@ -57,7 +57,7 @@ NAMES = {
     "steps": "train.train_steps_per_epoch",
     "epochs": "train.total_number_of_epochs",
 }
-"""Short words for keys, besides the keys' own names."""
+"""Short names of keys, besides the keys' own names."""
 
 Sections: TypeAlias = dict[str, dict[str, Any]]
 Rows: TypeAlias = str | Path | Sequence[Mapping[str, Any]]
@@ -65,7 +65,7 @@ RewardLike: TypeAlias = str | Callable[..., Any] | Mapping[str, float]
 
 
 class Choice(NamedTuple):
-    """`Choice("lora.enabled", True, "the model has 7.6 billion parameters")`: what was chosen for the user, and why."""
+    """`Choice("lora.enabled", True, "the model has 7.6 billion parameters")`: a value chosen for the user, and why."""
 
     key: str
     value: Any
@@ -86,36 +86,36 @@ class TrainingResult(NamedTuple):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The last value of each number that was logged."""
+        """The last value of each metric that was logged."""
         return {name: value for row in self.history for name, value in row.items()}
 
     def generate(
         self, prompts: str | Sequence[str], *, max_new_tokens: int = 256, temperature: float = 0.0, seed: int = 0
     ) -> list[str]:
-        """What the trained model answers to each prompt."""
-        asked = [prompts] if isinstance(prompts, str) else list(prompts)
-        speaker, render = open_model(str(self.folder))
-        ids = [render.prompt([Message("user", text)]) for text in asked]
+        """The trained model's response to each prompt."""
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        generator, render = open_model(str(self.folder))
+        ids = [render.prompt([Message("user", text)]) for text in texts]
         sampling = GenerationConfig(max_new_tokens, temperature, seed=seed)
-        return [answer.text for answer in speaker.complete(ids, sampling)]
+        return [generation.text for generation in generator.complete(ids, sampling)]
 
     def evaluate(self, data: Any = None, reward: str | AnyReward | None = None, **rest: Any) -> Evaluation:
-        """`oxrl.evaluate` of the trained model; without `data` on what the run held out, with the run's own reward."""
+        """`oxrl.evaluate` of the trained model; by default on the run's held-out rows with the run's reward."""
         if data is None:
             data = next(iter(self.config.data.val_files.values()), None)
             if data is None:
-                raise ValueError("the run held nothing out: name rows to evaluate on, as in result.evaluate('gsm8k')")
+                raise ValueError("the run has no held-out rows: pass data, as in result.evaluate('gsm8k')")
             own = self.config.reward
             if reward is None and isinstance(own.reward_func, str):
                 reward, rest = own.reward_func, {"params": own.params, **rest}
         return evaluate(self.folder, data, reward, **rest)
 
     def save(self, folder: str | Path, **rest: Any) -> Path:
-        """`export_model`: plain weights, tokenizer and a card, for transformers, vLLM and others."""
+        """`export_model`: plain weights, tokenizer and a model card, for transformers, vLLM and others."""
         return export_model(str(self.folder), folder, **rest)
 
     def push(self, repository: str, *, private: bool = True) -> str:
-        """Save into the run's folder, and upload that to the hub; needs HF_TOKEN."""
+        """Export into the run folder and upload it to the hub; needs HF_TOKEN."""
         folder = self.folder / "export"
         return push_model(folder if folder.exists() else self.save(folder), repository, private=private)
 
@@ -144,15 +144,15 @@ class Trainer:
         resume: bool = False,
         **overrides: Any,
     ) -> TrainingResult:
-        """Check everything, say what was chosen, train, and return what became of it.
+        """Check everything, log what was chosen, train, and return the result.
 
         `data` and `val` are files, hub ids, names from `oxrl data list`, or rows; `reward` a name, a function, or
-        several with weights. `resume` goes on with the run in `output`: by the config that lies there, with what is
-        said here laid over it, as far as that can change in a run.
+        several with weights. `resume` continues the run in `output` with its own config; keywords given here override
+        it, as far as a running experiment allows.
         """
         set_up_process()
         join_others()
-        if not logging.getLogger().handlers:  # a script that did not ask for silence is told what happens
+        if not logging.getLogger().handlers:  # a script without logging of its own
             set_up_logging()
         named = {"task": task, "algorithm": algorithm, "data": data, "val": val, "reward": reward}
         wanted = {**named, "steps": steps, "epochs": epochs, **overrides}
@@ -167,7 +167,7 @@ class Trainer:
         return _result(_trained(spec), spec.config, choices)
 
     def plan(self, task: str | None = None, *, output: str | Path | None = None, **wanted: Any) -> Plan:
-        """What `train` would do and take, told the same words; no weight is loaded."""
+        """What `train` would do, with its memory and time, for the same arguments; no weight is loaded."""
         config, _ = self._chosen({"task": task, **wanted})
         hardware = detect_hardware()
         spec, _ = choose_sizes(resolve(config, output), hardware)
@@ -175,7 +175,7 @@ class Trainer:
 
     def _resume(self, output: str | Path | None, wanted: Mapping[str, Any]) -> TrainingResult:
         if output is None or not (Path(output) / "config.yaml").exists():
-            raise ValueError(f"output names the run to resume, and {output} is none")
+            raise ValueError(f"output must name the run to resume; {output} has no config.yaml")
         sections = self._sections(wanted)
         overrides = [
             f"{section}.{key}={json.dumps(value)}" for section, keys in sections.items() for key, value in keys.items()
@@ -208,7 +208,7 @@ def sections_of(keywords: Mapping[str, Any]) -> Sections:
 
 
 def _placed(name: str, value: Any) -> list[tuple[str, str, Any]]:
-    """Section, key and value of what one keyword says."""
+    """Section, key and value of one keyword."""
     schema = {section: set(field.annotation.model_fields) for section, field in _schema().items()}
     if name in schema and isinstance(value, Mapping) and (name != "reward" or set(value) <= schema[name]):
         return [(name, key, each) for key, each in value.items()]
@@ -226,13 +226,13 @@ def _placed(name: str, value: Any) -> list[tuple[str, str, Any]]:
 
 
 def _schema() -> dict[str, Any]:
-    """Sections that list their keys; those that are open are given whole."""
+    """The sections that list their keys; open ones are passed as a whole."""
     return {name: field for name, field in Config.model_fields.items() if hasattr(field.annotation, "model_fields")}
 
 
 def _which(name: str, homes: Sequence[str], keys: set[str]) -> str:
     if homes:
-        return f"{name} is a key of {' and '.join(homes)}: say which, as in {homes[0]}={{{name!r}: ...}}"
+        return f"{name} is a key of {' and '.join(homes)}: name the section, as in {homes[0]}={{{name!r}: ...}}"
     near = nearest_key(name, [*keys, *NAMES])
     return f"no key of the config is called {name}" + (
         f"; did you mean {near[0]}?" if near else "; docs/configuration.md"
@@ -240,7 +240,7 @@ def _which(name: str, homes: Sequence[str], keys: set[str]) -> str:
 
 
 def _plain(section: str, key: str, value: Any) -> tuple[str, str, Any]:
-    """As a config can hold it: functions by their place, rows by a file, prepared datasets by their key."""
+    """As a config can hold it: functions by import path, rows as a file, prepared datasets by their key."""
     if isinstance(value, Path):
         value = str(value)
     elif key == "reward_func" and callable(value):
@@ -262,7 +262,7 @@ def _rows(given: Any) -> list[Mapping[str, Any]]:
 
 
 def _file_of(rows: Sequence[Mapping[str, Any]]) -> Path:
-    """Rows given in Python are written down, by what they say: a run can be repeated only from what is there."""
+    """Write rows given in Python to a file named by their digest, so that the run can be repeated."""
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     file = data_dir() / "given" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -271,7 +271,7 @@ def _file_of(rows: Sequence[Mapping[str, Any]]) -> Path:
 
 
 def choose_tuning(sections: Sections) -> tuple[Choice, ...]:
-    """All weights, or LoRA for large models; by the parameters that the model's own config leads to."""
+    """All weights, or LoRA for large models, by the parameter count of the model's config."""
     if "enabled" in sections.get("lora", {}):
         return ()
     model = ModelConfig(resolve_weights(str(sections["model"]["name"])), device="cpu")
@@ -284,19 +284,21 @@ def choose_tuning(sections: Sections) -> tuple[Choice, ...]:
 
 
 def choose_backend(sections: Sections) -> tuple[Choice, ...]:
-    """One device where a function was given that lives in this process alone: others could not find it."""
+    """One process where a function of this script was given: other processes cannot import it."""
     backend = sections.get("run", {}).get("backend", "auto")
     if f'"{LIVE}:' not in json.dumps(sections):
         return ()
     if backend in ("fsdp", "deepspeed") and "RANK" not in os.environ:  # those of torchrun all run the script
         raise ConfigError(
-            f"run.backend: {backend} starts processes, which do not know a function of this script: put it into a "
-            "file and give 'FILE.py:FUNCTION', or choose the backend local or ray"
+            f"run.backend: {backend} starts processes that cannot import a function of a script: put it into a "
+            "file and pass 'FILE.py:FUNCTION', or use the backend local or ray"
         )
     if backend != "auto":
         return ()
     return (
-        Choice("run.backend", "local", "a function of this script stays in its process; one in a file could travel"),
+        Choice(
+            "run.backend", "local", "a function of this script cannot be imported by other processes; one in a file can"
+        ),
     )
 
 
@@ -335,9 +337,9 @@ def choose_sizes(spec: RunSpec, hardware: Hardware) -> tuple[RunSpec, tuple[Choi
 
 def _where(config: Config, hardware: Hardware) -> Choice:
     device = chosen_device(resolve_device(config.model.device), hardware)
-    why = f"{device.name or 'the processor'} with {device.free / 2**30:.0f} GiB free"
+    why = f"{device.name or 'the CPU'} with {device.free / 2**30:.0f} GiB free"
     if config.run.backend != "local":
-        share = "all of them" if device.place == "cpu" else "each"  # one processor serves all
+        share = "all of them" if device.place == "cpu" else "each"  # they share one CPU
         return Choice("run.backend", config.run.backend, f"{config.ranks} processes train, {share} on {why}")
     others = len(hardware.gpus) - 1
     return Choice("model.device", device.place, why + (f"; {others} more GPUs stay unused" if others > 0 else ""))
@@ -364,5 +366,5 @@ def _trained(spec: RunSpec) -> RunResult:
 
 
 def _result(run: RunResult, config: Config, choices: Sequence[Choice]) -> TrainingResult:
-    history = run.history or read_metrics(run.folder / "metrics.jsonl")  # a finished run that had nothing left to do
+    history = run.history or read_metrics(run.folder / "metrics.jsonl")  # a finished run had no step left
     return TrainingResult(run.folder, run.checkpoint, history, config, tuple(choices))
