@@ -284,7 +284,7 @@ def test_without_a_reward_the_rows_tell_and_it_is_said(rows, reward, tmp_path, c
     inputs = resolve(config_of(data={"train_files_path": data}, reward={"allow_unsandboxed": True}))
     assert inputs.config.reward.reward_func == reward
     assert f"reward: {reward}, because" in caplog.text and "to change it: --reward" in caplog.text
-    assert "no algorithm is named, so it is sgrpo" in caplog.text
+    assert "so sgrpo is used" in caplog.text
     assert ("these rows have replies" in caplog.text) == (rows == "replies")
 
 
@@ -304,7 +304,7 @@ def test_a_dataset_brings_its_reward_before_the_task_does(tmp_path, monkeypatch,
     prepare("gsm8k", files=[f"train={raw}"], splits=["train"])
     config = check_config({"model": {"name": "tiny"}, "data": {"dataset": "gsm8k"}, "run": {"task": "reasoning"}})
     assert resolve(config).config.reward.reward_func == "gsm8k_reward_func"
-    assert "which goes with the dataset gsm8k" in caplog.text
+    assert "the reward of the dataset gsm8k" in caplog.text
     rows = str(write_jsonl(tmp_path / "rows.jsonl", sums(4)))
     config = config_of(data={"train_files_path": rows}, run={"task": "reasoning"}, rollout={"max_tokens": 8})
     assert resolve(config).config.reward.reward_func == "reasoning_reward_func"
@@ -352,7 +352,7 @@ def test_show_says_everything_and_who_said_it(tmp_path):
     lines = {line.split(":")[0].strip(): line for line in done.stdout.splitlines() if ":" in line}
     assert lines["task"].endswith("# line 3") and lines["dataset"].endswith("# task math")
     assert lines["weight_decay"].endswith("# command line") and "#" not in lines["adam_epsilon"]
-    assert "# reward: gsm8k_reward_func, which goes with the dataset gsm8k" in done.stdout
+    assert "# reward: gsm8k_reward_func, the reward of the dataset gsm8k" in done.stdout
     as_json = json.loads(run("config", "show", file, "--json").stdout)
     assert check_config(as_json) == load_config(file)
     again = load_config(written(tmp_path, done.stdout))
@@ -437,7 +437,7 @@ def test_the_doors_at_the_root_train_whatever_the_file_says(door, tmp_path, monk
         ({"train": {"alg_name": "rlhf"}}, "set reward.model"),
         ({"train": {"alg_name": "kd"}}, "model.teacher"),
         ({"train": {"alg_name": "rloo", "iterations": 2}}, "one optimizer step per batch"),
-        ({"reward": {"model": "x", "judge": "y"}}, "graded by one of them"),
+        ({"reward": {"model": "x", "judge": "y"}}, "reward_func and judge are set"),
         ({"reward": {"reward_func": "exact_mtch"}}, "did you mean exact_match?"),
         ({"reward": {"reward_func": "exact_match", "params": {"nope": 1}}}, "no parameter nope"),
         ({"rollout": {"filter": "nofilter"}}, "nofilter"),

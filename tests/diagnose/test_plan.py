@@ -58,7 +58,7 @@ def test_parameters_are_those_of_the_loaded_model(lora):
 
 def test_what_autograd_keeps_is_counted_as_it_is_kept_in_a_real_pass():
     from oxrl.data.pack import collate
-    from tests.loops.test_rehearse import random_rows
+    from tests.loops.test_memory_warmup import random_rows
 
     module = create_pytorch_backend(load_model(TINY)).module
     weights = {weight.untyped_storage().data_ptr() for weight in module.parameters()}

@@ -12,7 +12,8 @@ from oxrl.data.buffer import DataBuffer
 from oxrl.data.render import Renderer
 from oxrl.data.sources import load_samples
 from oxrl.loops.evaluate import evaluate_offline
-from oxrl.loops.offline import OfflineConfig, SFTTrainingConfig, run_offline, run_sft_training, scheduled
+from oxrl.loops.offline import OfflineConfig, SFTTrainingConfig, run_offline, run_sft_training
+from oxrl.loops.progress import scheduled
 from oxrl.loops.step import train_step
 from oxrl.models.load import load_model, load_tokenizer
 from oxrl.run.checkpoint import best_checkpoint, checkpoints, latest_checkpoint, load_checkpoint, save_checkpoint
@@ -254,7 +255,7 @@ async def test_a_schedule_switches_algorithms_and_says_so(backend, items, caplog
         backend, plan, DataBuffer(scheduled_items), OfflineConfig(5, 2, log_every=100), log=lambda step, metrics: None
     )
     assert [line["step"] for line in history if "algorithm_switched" in line] == [4]
-    assert "step 4: from here on other {'beta': 0.2}" in caplog.text
+    assert "step 4: switching to other {'beta': 0.2}" in caplog.text
 
 
 def test_a_schedule_cannot_change_the_kind_of_rows():

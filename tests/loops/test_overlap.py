@@ -11,7 +11,7 @@ from oxrl.concurrency import task_group
 from oxrl.data.buffer import DataBuffer
 from oxrl.generators.embedded.generator import EmbeddedGenerator
 from oxrl.generators.pool import HTTPGenerator, VLLMEngine
-from oxrl.loops import ahead
+from oxrl.loops import rollout_queue
 from oxrl.loops.evaluate import sample_and_grade
 from oxrl.loops.online import OnlineConfig, run_online
 from oxrl.loops.rollout_queue import RolloutQueue, prefetching
@@ -104,7 +104,7 @@ def numbers(groups):
 def test_batches_are_sampled_and_graded_while_the_trainer_computes(vllm_url, loop, monkeypatch):
     """Each update lasts until the next batch is graded, so only the first one is waited for: 16 rewards of a second."""
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(ahead, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(rollout_queue, "time", SimpleNamespace(monotonic=lambda: clock.now))
 
     async def takes_a_second(rollout):
         await anyio.lowlevel.checkpoint()
@@ -278,8 +278,8 @@ def test_what_was_begun_goes_on_only_if_it_is_young_enough_when_its_turn_comes(o
 
 def test_a_batch_that_begins_now_is_older_by_the_lag_when_it_is_trained_on():
     setting = Setting("grpo")
-    ahead = RolloutQueue(setting.manager(), setting.generator, lag=1, oldest=6, updates=2, shares_weights=False)
-    assert ahead.oldest_begun == 4
+    queue = RolloutQueue(setting.manager(), setting.generator, lag=1, max_age=6, updates=2, shares_weights=False)
+    assert queue.max_partial_age == 4
 
 
 class Counted:
@@ -311,7 +311,7 @@ async def sampled_ahead(batches: RolloutQueue) -> list[int]:
 
 def test_no_more_than_the_lag_and_one_batch_are_sampled_ahead_also_after_a_resume():
     def with_lag(lag):
-        bounds = {"lag": lag, "oldest": 9, "updates": 1, "shares_weights": False}
+        bounds = {"lag": lag, "max_age": 9, "updates": 1, "shares_weights": False}
         return RolloutQueue(Counted(), SimpleNamespace(version=0), **bounds)
 
     async def twice():
