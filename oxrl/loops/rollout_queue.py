@@ -110,7 +110,7 @@ class RolloutQueue:
         if len(cursor["waiting"]) > self.lag + 1:
             raise ValueError(
                 f"the checkpoint holds {len(cursor['waiting'])} batches that were sampled ahead, but lag={self.lag} "
-                f"allows {self.lag + 1}: resume with lag {len(cursor['waiting'])} or more"
+                f"allows {self.lag + 1}: resume with lag {len(cursor['waiting']) - 1} or more"
             )
         self.manager.restore(cursor["collector"])
         self.buffer.restore(cursor["buffer"])

@@ -257,7 +257,7 @@ def test_a_function_of_a_script_keeps_its_run_in_one_process():
     assert choice.value == "local"
     assert choose_backend(sections_of({"reward": "contains"})) == ()
     assert choose_backend(sections_of({"reward": brief, "backend": "ray"})) == (), "the driver is this process"
-    with pytest.raises(ConfigError, match=r"fsdp starts processes, which do not know a function.*FILE.py:FUNCTION"):
+    with pytest.raises(ConfigError, match=r"fsdp starts processes.*FILE.py:FUNCTION"):
         choose_backend(sections_of({"reward": brief, "backend": "fsdp"}))
 
 
@@ -268,7 +268,7 @@ def test_more_processes_than_devices_are_refused_at_the_start(tmp_path, monkeypa
         ranks_to_start(wide)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(ConfigError, match="3 processes were started, and run.training_gpus is 500"):
+    with pytest.raises(ConfigError, match="3 processes .* run.training_gpus is 500"):
         ranks_to_start(wide)
 
 
