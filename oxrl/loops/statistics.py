@@ -106,9 +106,7 @@ def _p(p: float) -> str:
 def compare(first: Sequence[float], second: Sequence[float], *, seed: int = 0) -> Comparison:
     """Compare the rewards of two models; rewards at the same index are of the same prompt."""
     if len(first) != len(second) or not len(first):
-        raise ValueError(
-            f"cannot pair {len(first)} rewards with {len(second)}; evaluate both models on the same rows"
-        )
+        raise ValueError(f"cannot pair {len(first)} rewards with {len(second)}; evaluate both models on the same rows")
     gains = np.asarray(first, dtype=float) - np.asarray(second, dtype=float)
     both = (*first, *second)
     width = max(1.0, max(both) - min(both))
