@@ -73,17 +73,16 @@ def plain_name(name: str) -> str:
     return name.lower().replace("-", "").replace("_", "")
 
 
-def find_name(kind: str, name: str, known: Iterable[str], otherwise: str = "") -> str:
-    """`find_name("algorithm", "Online-DPO", ["online_dpo"]) == "online_dpo"`; an unknown name is a ValueError.
+def find_name(name: str, known: Iterable[str], unknown: str, custom: str = "") -> str:
+    """`find_name("Online-DPO", ["online_dpo"], "no such name") == "online_dpo"`: the spelling in `known`.
 
-    `otherwise` ends the message: what may be given besides the known names.
+    A name that is not there is a ValueError: `unknown`, the nearest name, all known names, and `custom`.
     """
     by_plain_name = {plain_name(each): each for each in known}
     if plain_name(name) not in by_plain_name:
         near = get_close_matches(plain_name(name), by_plain_name, n=1)
         hint = f"; did you mean {by_plain_name[near[0]]}?" if near else "."
-        names = ", ".join(by_plain_name.values())
-        raise ValueError(f"no {kind} is called {name!r}{hint} There are: {names}{otherwise}")
+        raise ValueError(f"{unknown}{hint} There are: {', '.join(by_plain_name.values())}{custom}")
     return by_plain_name[plain_name(name)]
 
 

@@ -82,7 +82,7 @@ def jensen_shannon(
 
 
 def logprob_gradient(logits: Tensor, targets: Tensor, value: Tensor, grad: Tensor) -> Tensor:
-    """d(sum of grad * logprob) / d logits, in place of `logits`: the most used gradient, without autograd."""
+    """d(sum of grad * logprob) / d logits, written into `logits`: the most used gradient, without autograd."""
     log_total = logits.gather(1, targets[:, None]) - value[:, None]
     gradient = logits.sub_(log_total).exp_().mul_(-grad[:, None])
     return gradient.scatter_add_(1, targets[:, None], grad[:, None])

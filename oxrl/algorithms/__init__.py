@@ -34,7 +34,7 @@ def find(name: str) -> Recipe:
 
     if ":" in name:
         return recipe_of(import_object(name))
-    return ALGORITHMS[find_name("algorithm", name, ALGORITHMS)]
+    return ALGORITHMS[find_name(name, ALGORITHMS, f"no algorithm is called {name!r}")]
 
 
 def _check_parameters(recipe: Recipe, given: dict[str, Any]) -> None:

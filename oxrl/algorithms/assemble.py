@@ -13,10 +13,10 @@ from oxrl.types import Item, Message, Render, Row, Sample
 def conversation_items(sample: Sample, render: Render) -> list[Item]:
     """Every assistant turn is trained, each in the context of the turns before it."""
     if not sample.messages or sample.chosen or sample.label is not None or sample.responses:
-        raise ValueError(f"{sample.id}: not a conversation to imitate; give messages, or a prompt with a response")
-    if sample.messages[-1].role != "assistant":
+        raise ValueError(f"{sample.id}: not a conversation to train on; give messages, or a prompt with a response")
+    if (role := sample.messages[-1].role) != "assistant":
         hint = "; to train on the answers, map the column: response=answer" if sample.answer is not None else ""
-        raise ValueError(f"{sample.id}: ends with {sample.messages[-1].role!r}, so there is nothing to imitate{hint}")
+        raise ValueError(f"{sample.id}: ends with {role!r}, so there is no response to train on{hint}")
     return [(row,) for row in render.conversation(sample.messages, id=sample.id, tools=sample.tools)]
 
 

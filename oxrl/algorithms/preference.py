@@ -334,7 +334,7 @@ def tdpo(pairs: Pairs, *, beta: float = 0.1, alpha: float = 0.5, version: int = 
     Version 1 has alpha = 1 and a gradient through kl_w. Zeng et al. 2024, arXiv:2404.11999.
     """
     if version not in (1, 2):
-        raise ValueError(f"version is {version}; tdpo has 1 and 2")
+        raise ValueError(f"version is {version}; tdpo has versions 1 and 2")
     kl_w = at_least_float32(_required(pairs.kl_chosen, "kl_chosen"))
     kl_l = _required(pairs.kl_rejected, "kl_rejected")
     kl = kl_w - kl_l if version == 1 else alpha * (kl_w.detach() - kl_l)

@@ -1,4 +1,4 @@
-"""One line per algorithm."""
+"""The table of algorithms: one line per algorithm."""
 
 from __future__ import annotations
 

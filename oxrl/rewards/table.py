@@ -83,7 +83,7 @@ def reward(name: str, **parameters: Any) -> Reward:
 
 def find_reward(name: str) -> Callable[..., Any]:
     custom = "; a custom one is module:function or file.py:function"
-    return REWARDS[find_name("reward", name, [*REWARDS, *BUILDERS], custom)]
+    return REWARDS[find_name(name, [*REWARDS, *BUILDERS], f"no reward is called {name!r}", custom)]
 
 
 def find_builder(name: str) -> str | None:

@@ -99,8 +99,8 @@ async def test_recorded_rows_without_them_get_those_of_the_policy_before_the_ste
     credited = await credit_step(backend, algorithm("grpo"), rows_of("grpo", 2, 0), 100_000, {})
     assert backend.passes == ["policy"]
     (outputs,) = backend.logprobs([collate(credited)]).value
-    stamped = np.concatenate([row.streams["sampler_logprob"] for item in credited for row in item])
-    np.testing.assert_allclose(stamped, outputs.logprob, rtol=1e-6)
+    recorded = np.concatenate([row.streams["sampler_logprob"] for item in credited for row in item])
+    np.testing.assert_allclose(recorded, outputs.logprob, rtol=1e-6)
 
 
 async def test_a_correction_compares_with_a_pass_of_the_trainer(render):

@@ -544,7 +544,7 @@ def test_the_weights_of_wpo_get_no_gradient():
         ("fdpo", {"divergence": "kl"}, "divergence is 'kl'.*reverse_kl"),
         ("fdpo", {"divergence": "alpha", "alpha": 0.0}, r"alpha is 0.0; give one in \(0, 1\]"),
         ("fdpo", {"divergence": "alpha", "alpha": 1.1}, r"alpha is 1.1"),
-        ("tdpo", {"version": 3}, "version is 3; tdpo has 1 and 2"),
+        ("tdpo", {"version": 3}, "version is 3.*1 and 2"),
     ],
 )
 def test_a_parameter_out_of_range_is_an_error_with_the_range(name, given, message):
