@@ -1,4 +1,4 @@
-"""Names to objects, and the nearest name to one that does not exist.
+"""Names to objects, the nearest name to one that does not exist, and checks of keyword arguments.
 
 An object is named `package.module:name` or `path/to/file.py:name`. A function of a script or a notebook has no such
 path: `import_path_of` keeps it, as `live:name`, while the process lives.
@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 LIVE = "live"
 _LIVE: dict[str, Any] = {}
 
@@ -64,3 +66,46 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
     """`did_you_mean("gpro", ["grpo", "dpo"]) == "; did you mean grpo?"`; `otherwise` where nothing is near."""
     near = get_close_matches(name, list(known), n=1)
     return f"; did you mean {near[0]}?" if near else otherwise
+
+
+def plain_name(name: str) -> str:
+    """`plain_name("Online-DPO") == plain_name("online_dpo")`: lower case, without `-` and `_`."""
+    return name.lower().replace("-", "").replace("_", "")
+
+
+def find_name(name: str, known: Iterable[str], unknown: str, custom: str = "") -> str:
+    """`find_name("Online-DPO", ["online_dpo"], "no such name") == "online_dpo"`: the spelling in `known`.
+
+    A name that is not there is a ValueError: `unknown`, the nearest name, all known names, and `custom`.
+    """
+    by_plain_name = {plain_name(each): each for each in known}
+    if plain_name(name) not in by_plain_name:
+        near = get_close_matches(plain_name(name), by_plain_name, n=1)
+        hint = f"; did you mean {by_plain_name[near[0]]}?" if near else "."
+        raise ValueError(f"{unknown}{hint} There are: {', '.join(by_plain_name.values())}{custom}")
+    return by_plain_name[plain_name(name)]
+
+
+def lookup(parameter: str, name: str, table: Mapping[str, T]) -> T:
+    """Return `table[name]`; an unknown name is a ValueError that lists the known ones."""
+    if name not in table:
+        raise ValueError(f"{parameter} is {name!r}; it must be one of {', '.join(table)}")
+    return table[name]
+
+
+def check_keywords(
+    owner: str,
+    parameters: Mapping[str, inspect.Parameter],
+    given: Mapping[str, Any],
+    check_value: Callable[[str, Any, Any], None],
+) -> None:
+    """Raise ValueError for an unknown or missing keyword; `check_value(name, value, default)` checks the others."""
+    for name, value in given.items():
+        if name not in parameters:
+            hint = did_you_mean(name, parameters, f"; it takes: {', '.join(parameters) or 'none'}")
+            raise ValueError(f"{owner} has no parameter {name}{hint}")
+        if parameters[name].default is not inspect.Parameter.empty:
+            check_value(name, value, parameters[name].default)
+    required = [name for name, parameter in parameters.items() if parameter.default is inspect.Parameter.empty]
+    if missing := [name for name in required if name not in given]:
+        raise ValueError(f"{owner} needs {', '.join(missing)}")

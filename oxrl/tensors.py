@@ -1,7 +1,7 @@
-"""Hidden states to numbers about tokens: the one shift, the chunked vocabulary projection, and statistics of logits.
+"""Hidden states to values per token: the token shift, the chunked vocabulary projection, and statistics of logits.
 
-`token_logprobs` is the only place that knows that position i - 1 predicts token i. The projection never holds more than
-one chunk of logits, forward or backward; a statistic is a function of such a chunk. No model, no config, no I/O.
+The shift, by which position i - 1 predicts token i, is in `token_logprobs` and nowhere else. The projection never holds
+more than one chunk of logits, forward or backward; a statistic is a function of such a chunk. No model, config, or I/O.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Head(NamedTuple):
 
 
 class Other(NamedTuple):
-    """Another model at the same positions, for statistics that compare: its hidden states [N, H'] and its head."""
+    """Another model at the same positions, for statistics of two models: its hidden states [N, H'] and its head."""
 
     hidden: Tensor
     head: Head
@@ -49,7 +49,7 @@ def correct(logits: Tensor, targets: Tensor, _other: Tensor | None = None) -> Te
 
 
 def log_sum_squares(logits: Tensor, _targets: Tensor, _other: Tensor | None = None) -> Tensor:
-    """log of the sum over the vocabulary of p^2: how certain the model was, whatever it said."""
+    """log of the sum over the vocabulary of p^2: the certainty of the distribution, independent of the target."""
     return (2 * logits).logsumexp(-1) - 2 * logits.logsumexp(-1)
 
 
@@ -82,7 +82,7 @@ def jensen_shannon(
 
 
 def logprob_gradient(logits: Tensor, targets: Tensor, value: Tensor, grad: Tensor) -> Tensor:
-    """d(sum of grad * logprob) / d logits, written over `logits`: the one that every step needs, without autograd."""
+    """d(sum of grad * logprob) / d logits, written into `logits`: the most used gradient, without autograd."""
     log_total = logits.gather(1, targets[:, None]) - value[:, None]
     gradient = logits.sub_(log_total).exp_().mul_(-grad[:, None])
     return gradient.scatter_add_(1, targets[:, None], grad[:, None])
@@ -104,8 +104,8 @@ def token_logprobs(
 ) -> dict[str, Tensor]:
     """`logprob` and the named statistics of each masked token, `[T]` each, 0 elsewhere.
 
-    `hidden[i - 1]` predicts `tokens[i]`: this function is where that shift happens, and the only one. A mask never
-    covers the first token of a row, so no row looks into its neighbour. `other.hidden` is `[T, H']` too.
+    `hidden[i - 1]` predicts `tokens[i]`: the shift happens here and nowhere else. A mask never covers the first token
+    of a row, so no row reads the hidden states of its neighbour. `other.hidden` is `[T, H']` too.
     """
     trained = mask.nonzero().squeeze(1)
     wanted = {"logprob": logprob, **statistics}
@@ -131,7 +131,7 @@ def project(
 ) -> tuple[Tensor, ...]:
     """Statistics of `hidden [N, H]` projected on the vocabulary, `[N]` float32 each, chunk by chunk in both directions.
 
-    A chunk's logits take a quarter GiB unless told otherwise; a GPU wants larger products.
+    By default the float32 logits of a chunk take a quarter GiB on CPU and 1 GiB on GPU, which needs larger products.
     """
     chunk = chunk or max(1, (2**26 if hidden.device.type == "cpu" else 2**28) // len(head.weight))
     if other is not None:
@@ -154,25 +154,25 @@ class _Plan(NamedTuple):
         return (slice(start, min(start + self.chunk, total)) for start in range(0, total, self.chunk))
 
     def blocks(self, part: slice, logits: Tensor) -> Iterator[_Block]:
-        """A chunk in pieces so small that what statistics need on the way is small too, and soon used again."""
+        """Split a chunk into blocks, so that the temporaries of statistics are small and their memory is reused."""
         size = -(-self.chunk // 16)
         pieces = torch.split(logits, size)
         others: Sequence[Tensor | None] = [None] * len(pieces)
         if self.other is not None:
             hidden, head = self.other.hidden[part], self.other.head
-            theirs = _scaled_logits(hidden, head.weight, head.bias, head.scale)
-            others = [_capped(piece, head.softcap) for piece in torch.split(theirs, size)]
+            other_logits = _scaled_logits(hidden, head.weight, head.bias, head.scale)
+            others = [_capped(piece, head.softcap) for piece in torch.split(other_logits, size)]
         starts = range(part.start, part.stop, size)
         for start, piece, other in zip(starts, pieces, others, strict=True):
             yield _Block(slice(start, start + len(piece)), piece, other)
 
     def values(self, logits: Tensor, block: _Block) -> list[Tensor]:
         capped = _capped(logits, self.softcap)
-        return [statistic(capped, self.targets[block.place], block.other) for statistic in self.statistics]
+        return [statistic(capped, self.targets[block.positions], block.other) for statistic in self.statistics]
 
 
 class _Block(NamedTuple):
-    place: slice
+    positions: slice  # of the [N] tokens
     logits: Tensor  # scaled, not capped yet
     other: Tensor | None  # the other model's
 
@@ -184,11 +184,11 @@ class _Projection(torch.autograd.Function):
         values = torch.empty(len(plan.statistics), len(hidden), dtype=torch.float32, device=hidden.device)
         matrix = _for_products(weight)
         for part in plan.chunks():
-            # The last chunk is kept: a step that fits into one, as most do, then projects once instead of twice.
-            block = ctx.kept = None  # let go of one chunk before the next is made
+            # The last chunk is kept: a step that fits into one chunk, as most do, projects once instead of twice.
+            block = ctx.kept = None  # free one chunk before the next is computed
             ctx.kept = _scaled_logits(hidden[part], matrix, bias, plan.scale)
             for block in plan.blocks(part, ctx.kept):
-                values[:, block.place] = torch.stack(plan.values(block.logits, block))
+                values[:, block.positions] = torch.stack(plan.values(block.logits, block))
         ctx.save_for_backward(hidden, weight, bias, values)
         return values
 
@@ -205,17 +205,19 @@ class _Projection(torch.autograd.Function):
             scaled = _scaled_logits(hidden[part], matrix, bias, plan.scale) if ctx.kept is None else ctx.kept
             ctx.kept = None
             for block in plan.blocks(part, scaled):
-                # Gradients of raw logits have the scale as a factor, which is cheaper to put on the [S, C] here.
-                _become_gradient(block, plan, values[:, block.place], grads[0][:, block.place] * plan.scale)
+                # Gradients of raw logits have the scale as a factor; applying it to [S, C] here is cheaper.
+                _overwrite_with_gradient(
+                    block, plan, values[:, block.positions], grads[0][:, block.positions] * plan.scale
+                )
             d_logits = scaled.to(matrix.dtype)
-            del scaled, block  # the half-precision copy goes on alone
+            del scaled, block  # only the half-precision copy is needed from here
             if grad_hidden is not None:
                 grad_hidden[part] = (d_logits @ matrix).to(hidden.dtype)
             if grad_weight is not None:
                 _add_product(grad_weight, d_logits.T, hidden[part].to(matrix.dtype))
             if grad_bias is not None:
                 grad_bias += d_logits.sum(0)
-            del d_logits  # before the next chunk is made
+            del d_logits  # before the next chunk is computed
         return (
             grad_hidden,
             grad_weight if grad_weight is None else grad_weight.to(weight.dtype),
@@ -224,10 +226,10 @@ class _Projection(torch.autograd.Function):
         )
 
 
-def _become_gradient(block: _Block, plan: _Plan, values: Tensor, grads: Tensor) -> None:
+def _overwrite_with_gradient(block: _Block, plan: _Plan, values: Tensor, grads: Tensor) -> None:
     """Overwrite the block's logits with d(sum of statistics weighted by `grads [S, C]`) / d(those logits)."""
     if plan.statistics == (logprob,) and plan.softcap is None:
-        logprob_gradient(block.logits, plan.targets[block.place], values[0], grads[0])
+        logprob_gradient(block.logits, plan.targets[block.positions], values[0], grads[0])
         return
     with torch.enable_grad():
         leaf = block.logits.detach().requires_grad_()
@@ -244,14 +246,14 @@ def _capped(logits: Tensor, softcap: float | None) -> Tensor:
 
 
 def _for_products(weight: Tensor) -> Tensor:
-    """Half-precision products on a GPU can return float32; elsewhere the matrix itself is widened, once per pass."""
+    """Half-precision products on a GPU can return float32; on CPU the matrix itself is cast, once per pass."""
     return weight.detach() if weight.is_cuda else weight.detach().float()
 
 
 def _scaled_logits(hidden: Tensor, matrix: Tensor, bias: Tensor | None, scale: float) -> Tensor:
     """`scale * (hidden @ matrix.T + bias)`, accumulated *and* returned in float32.
 
-    Logits in bf16 are wrong in the second digit.
+    bf16 logits are wrong in the second digit.
     """
     if matrix.dtype == torch.float32:
         logits = (hidden.detach().float() * scale) @ matrix.T

@@ -1,4 +1,4 @@
-"""Every example in `registry/examples` loads as it is, and trains for a step on the rows that it names."""
+"""Every example in `registry/examples` loads unchanged, and trains for a step on its data file."""
 
 import json
 import math
@@ -19,7 +19,7 @@ TINY = [
     "model.name=tiny", "train.train_steps_per_epoch=1", "train.total_number_of_epochs=1",
     "train.train_batch_size_per_gpu=2", "rollout.n_samples=2", "rollout.max_tokens=4",
 ]  # fmt: skip
-VARIED = ["reward.reward_func=oxrl.diagnose.verify_model:any_difference"]  # a random model never says the right number
+VARIED = ["reward.reward_func=oxrl.diagnose.verify_model:any_difference"]  # a random model never solves the task
 OWN = {
     "kd": ["model.teacher=tiny"],
     "opd": ["model.teacher=tiny"],
@@ -28,7 +28,7 @@ OWN = {
 
 
 class Recorded:
-    """A source of rows that remembers what was drawn from it."""
+    """A source of rows that records what is drawn from it."""
 
     def __init__(self, source):
         self.source, self.drawn = source, []
@@ -42,7 +42,7 @@ class Recorded:
 
 @pytest.fixture(scope="module")
 def reward_model(tmp_path_factory):
-    """What `rm.yaml` trains and `rlhf.yaml` is graded by."""
+    """The model that `rm.yaml` trains and `rlhf.yaml` uses as its reward."""
     folder = tmp_path_factory.mktemp("rm")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
@@ -52,7 +52,7 @@ def reward_model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def judge(tmp_path_factory):
-    """A model that has learnt to end with a score, whatever it is asked."""
+    """A model trained to generate a score for every prompt."""
     folder = tmp_path_factory.mktemp("judge")
     rows = [{"messages": [{"role": "user", "content": word}, {"role": "assistant", "content": "Score: 7"}]}
             for word in ("yes", "no", "perhaps", "a longer question than that")]  # fmt: skip
@@ -63,13 +63,13 @@ def judge(tmp_path_factory):
     return folder / "run"
 
 
-def test_there_is_one_for_every_algorithm_and_nothing_else():
+def test_there_is_one_example_for_every_algorithm():
     assert {file.stem for file in EXAMPLES.glob("*.yaml")} == set(ALGORITHMS)
 
 
 @pytest.mark.trains
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_it_trains_on_the_rows_that_it_names(name, tmp_path, monkeypatch, request):
+def test_an_example_trains_on_its_data_file(name, tmp_path, monkeypatch, request):
     monkeypatch.chdir(ROOT)
     file = EXAMPLES / f"{name}.yaml"
     as_written = load_config(file)
@@ -91,13 +91,13 @@ def test_it_trains_on_the_rows_that_it_names(name, tmp_path, monkeypatch, reques
 
 
 def assert_from_file(drawn, file, tokenizer):
-    """Each row that was drawn holds the words of the line that it says it comes from."""
+    """Each row that was drawn has the prompt or text of the line in its id."""
     lines = file.read_text().splitlines()
     for item in drawn:
         row = item[0] if isinstance(item, tuple) else item
         where = row.id.split("/")[0].split("~")[0]
         name, _, number = where.partition(":")
         assert name == file.name
-        written = json.loads(lines[int(number) - 1])
-        said = tokenizer.decode(row.tokens) if isinstance(item, tuple) else row.messages[-1].content
-        assert (written.get("prompt") or written["text"]) in said
+        line = json.loads(lines[int(number) - 1])
+        text = tokenizer.decode(row.tokens) if isinstance(item, tuple) else row.messages[-1].content
+        assert (line.get("prompt") or line["text"]) in text

@@ -36,7 +36,7 @@ def np_log_softmax(hidden, weight, bias, temperature=1.0):
 
 
 def np_statistic(name, hidden, weight, bias):
-    """Per trained token: hidden i - 1 speaks about token i."""
+    """Per trained token: hidden i - 1 predicts token i."""
     rows = np.flatnonzero(MASK)
     log_p = np_log_softmax(hidden, weight, bias)[rows - 1]
     log_q = np_log_softmax(OTHER_HIDDEN, OTHER_WEIGHT, 0.0)[rows - 1]
@@ -90,15 +90,15 @@ def test_each_statistic_has_the_gradient_of_its_formula(name, chunk):
     (read(name, leaves, other, chunk)[MASK] * torch.tensor(factors, dtype=torch.float32)).sum().backward()
     for index, leaf in enumerate(leaves):
         arrays = [HIDDEN, WEIGHT, BIAS]
-        for place in [(0,) * leaf.ndim, tuple(size // 2 for size in leaf.shape)]:
+        for index_in_leaf in [(0,) * leaf.ndim, tuple(size // 2 for size in leaf.shape)]:
             sides = []
             for step in (1e-6, -1e-6):
                 moved = arrays[index].copy()
-                moved[place] += step
+                moved[index_in_leaf] += step
                 inputs = [*arrays[:index], moved, *arrays[index + 1 :]]
                 sides.append((np_statistic(name, *inputs) * factors).sum())
             slope = (sides[0] - sides[1]) / 2e-6
-            assert float(leaf.grad[place]) == pytest.approx(slope, abs=2e-4)
+            assert float(leaf.grad[index_in_leaf]) == pytest.approx(slope, abs=2e-4)
 
 
 def test_two_uniform_tokens_have_log_half_each():
@@ -131,7 +131,7 @@ class Watch(TorchDispatchMode):
 
 
 def test_full_logits_never_exist_in_either_direction():
-    """Every tensor that autograd or the projection makes stays below the size of [N, V]."""
+    """Every tensor of autograd or the projection is smaller than [N, V]."""
     n, hidden_size, vocabulary = 512, 4, 1000
     hidden = torch.randn(n, hidden_size, requires_grad=True)
     weight = torch.randn(vocabulary, hidden_size, requires_grad=True)
@@ -143,7 +143,7 @@ def test_full_logits_never_exist_in_either_direction():
 
 
 @pytest.mark.parametrize(("chunk", "products"), [(T, 1), (8, 5)], ids=["one chunk", "three chunks"])
-def test_backward_projects_anew_only_what_was_not_kept(chunk, products):
+def test_backward_recomputes_only_chunks_that_were_not_kept(chunk, products):
     (hidden, weight, bias), _ = tensors()
     with Watch() as watched:
         (values,) = project(hidden, Head(weight, bias), torch.tensor(TOKENS), [t.logprob], chunk=chunk)
@@ -152,7 +152,7 @@ def test_backward_projects_anew_only_what_was_not_kept(chunk, products):
     assert len(logits) == products
 
 
-def test_a_second_backward_through_one_pass_finds_the_same_gradient():
+def test_a_second_backward_through_one_pass_has_the_same_gradient():
     (hidden, weight, bias), _ = tensors()
     (values,) = project(hidden, Head(weight, bias), torch.tensor(TOKENS), [t.logprob], chunk=8)
     first, second = (torch.autograd.grad(values.sum(), [hidden, weight, bias], retain_graph=True) for _ in range(2))
@@ -168,7 +168,7 @@ def test_a_step_without_trained_tokens_gives_zeros():
 @pytest.mark.parametrize("scale", [1.0, 1 / 0.7])
 @pytest.mark.parametrize("chunk", [3, 1000])
 def test_the_written_out_gradient_of_a_head_without_a_cap_is_autograds(chunk, scale):
-    """Only log-probs, at any temperature: what supervised and reinforcement learning run."""
+    """Only log-probs, at any temperature: the path of supervised and reinforcement learning."""
     hidden, weight, bias = (torch.tensor(x, requires_grad=True) for x in (HIDDEN, WEIGHT, BIAS))
     factors = torch.tensor(RNG.normal(size=T))
     logits = scale * (hidden @ weight.T + bias)
@@ -180,6 +180,6 @@ def test_the_written_out_gradient_of_a_head_without_a_cap_is_autograds(chunk, sc
     torch.testing.assert_close(values.double(), naive, atol=1e-5, rtol=1e-5)
     with Watch() as watched:
         (values * factors.float()).sum().backward()
-    assert "aten::_log_softmax" not in {name for name, _ in watched.seen}, "autograd took the detour"
+    assert "aten::_log_softmax" not in {name for name, _ in watched.seen}, "autograd computed the gradient"
     for leaf, gradient in zip(leaves, expected, strict=True):
         torch.testing.assert_close(leaf.grad.double(), gradient, atol=1e-5, rtol=1e-5)

@@ -1,13 +1,11 @@
-"""The table of algorithms, and the door to it. A name is read without regard to case, `-` and `_`."""
+"""The table of algorithms and its lookup by name; case, `-` and `_` in a name are ignored."""
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from oxrl.names import did_you_mean, import_object
+from oxrl.names import check_keywords, find_name, import_object
 
 if TYPE_CHECKING:
     from oxrl.algorithms.recipes import Recipe
@@ -15,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "ALGORITHMS":  # torch comes with it, so only on demand
+    if name == "ALGORITHMS":  # imports torch, so only on demand
         from oxrl.algorithms.table import ALGORITHMS
 
         return ALGORITHMS
@@ -23,7 +21,7 @@ def __getattr__(name: str) -> Any:
 
 
 def algorithm(name: str, **parameters: Any) -> Algorithm:
-    """`algorithm("dpo", beta=0.2)`; `algorithm("my_file.py:my_loss", beta=0.2)` for a loss of one's own."""
+    """`algorithm("dpo", beta=0.2)`; `algorithm("my_file.py:my_loss", beta=0.2)` for a custom loss."""
     recipe = find(name)
     _check_parameters(recipe, parameters)
     defaults = {each: parameter.default for each, parameter in recipe.schema().items()}
@@ -31,34 +29,21 @@ def algorithm(name: str, **parameters: Any) -> Algorithm:
 
 
 def find(name: str) -> Recipe:
-    """The line of the table, or one made of a user's function; an unknown name gets the nearest."""
+    """Return the recipe of the table, or one built from a custom loss; an unknown name is a ValueError."""
     from oxrl.algorithms.table import ALGORITHMS, recipe_of
 
     if ":" in name:
         return recipe_of(import_object(name))
-    known = {_plain(each): each for each in ALGORITHMS}
-    if _plain(name) not in known:
-        near = get_close_matches(_plain(name), known, n=1)
-        hint = f"; did you mean {known[near[0]]}?" if near else "."
-        raise ValueError(f"no algorithm is called {name!r}{hint} There are: {', '.join(ALGORITHMS)}")
-    return ALGORITHMS[known[_plain(name)]]
-
-
-def _plain(name: str) -> str:
-    return name.lower().replace("-", "").replace("_", "")
+    return ALGORITHMS[find_name(name, ALGORITHMS, f"no algorithm is called {name!r}")]
 
 
 def _check_parameters(recipe: Recipe, given: dict[str, Any]) -> None:
     from oxrl.algorithms.ranges import check_value
     from oxrl.algorithms.table import ALGORITHMS
 
-    schema = recipe.schema()
-    strange = () if ALGORITHMS.get(recipe.name) is recipe else recipe.own()  # a user's own names mean what they mean
-    for name, value in given.items():
-        if name not in schema:
-            hint = did_you_mean(name, schema, f"; it takes: {', '.join(schema) or 'none'}")
-            raise ValueError(f"{recipe.name} has no parameter {name}{hint}")
-        if schema[name].default is not inspect.Parameter.empty:
-            check_value(recipe.name, name, value, schema[name].default, ours=name not in strange)
-    if missing := [name for name, p in schema.items() if p.default is inspect.Parameter.empty and name not in given]:
-        raise ValueError(f"{recipe.name} needs {', '.join(missing)}")
+    custom = set() if ALGORITHMS.get(recipe.name) is recipe else recipe.own()  # RANGES does not apply to their names
+
+    def check(name: str, value: Any, default: Any) -> None:
+        check_value(recipe.name, name, value, default, in_range=name not in custom)
+
+    check_keywords(recipe.name, recipe.schema(), given, check)

@@ -1,7 +1,7 @@
-"""A step's groups of rows to the same rows with advantages on them: the formulas of `credit`, rollout by rollout.
+"""The groups of a step to the same rows with advantages as streams: the formulas of `credit`, per rollout.
 
-A rollout counts once, however many rows it became; its rows stay together in one item and carry the same number as
-`rollout`, so that a loss can tell a sequence from a row.
+A rollout counts once, whatever the number of its rows; its rows stay together in one item and have the same scalar
+`rollout`, by which a loss groups rows into sequences.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from oxrl.types import CreditFn, Item, Memory, Row
 
 
 def accepted(function: Callable[..., Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `parameters` that `function` takes by keyword."""
+    """Return those of `parameters` that `function` takes by keyword."""
     return {name: value for name, value in parameters.items() if name in inspect.signature(function).parameters}
 
 
 def rollouts_in(group: Item) -> list[Item]:
-    """The rows of a group by the rollout that they came from, in order."""
+    """Group the rows of an item by rollout, in order."""
     by_rollout: dict[str, list[Row]] = {}
     for row in group:
         by_rollout.setdefault(row.sequence or row.id, []).append(row)
@@ -41,14 +41,14 @@ def group_credit(
     length_penalty: float = 0.0,
     kl_in_reward: float = 0.0,
 ) -> CreditFn:
-    """One advantage per rollout from the rewards of its group, on all that it sampled.
+    """One advantage per rollout from the rewards of its group, the same on all its sampled tokens.
 
-    A rollout's reward is its whole one, wherever it was earned, less `kl_in_reward` times its KL to the reference (the
-    sum of log p - log p_ref over its tokens, as RLOO has it), less DAPO's penalty for the last `overlong_buffer` of
-    `max_length` tokens, plus `length_penalty` times Kimi's preference for short answers (correct: a reward above 0).
-    What `advantage` asks for besides rewards, by name, is a scalar of the group's rows or `step_mean`.
+    A rollout's reward is its total reward, less `kl_in_reward` times its KL to the reference (the sum of
+    log p - log p_ref over its tokens, as in RLOO), less DAPO's penalty for the last `overlong_buffer` of `max_length`
+    tokens, plus `length_penalty` times Kimi's preference for short responses (correct: a reward above 0).
+    Other parameters of `advantage` are filled by name, from the scalars of the group's rows or with `step_mean`.
     """
-    if overlong_buffer:  # refuses a buffer that is no part of max_length, before anything was sampled
+    if overlong_buffer:  # raises for a buffer larger than max_length before anything is sampled
         crediting.soft_overlong_penalty(torch.zeros(1), max_length=max_length, buffer=overlong_buffer)
 
     def reward(rollouts: Sequence[Item]) -> Tensor:
@@ -69,18 +69,18 @@ def group_credit(
         step_mean = float(torch.cat(rewards).mean())
         credited: list[Item] = []
         for rollouts, own in zip(groups, rewards, strict=True):
-            known = {**rollouts[0][0].scalars, "step_mean": step_mean}
-            values = advantage(own, **accepted(advantage, known))
-            credited += [_spread(rows, float(value)) for rows, value in zip(rollouts, values, strict=True)]
+            scalars = {**rollouts[0][0].scalars, "step_mean": step_mean}
+            values = advantage(own, **accepted(advantage, scalars))
+            credited += [_constant_advantage(rows, float(value)) for rows, value in zip(rollouts, values, strict=True)]
         return _numbered(credited)
 
     return credit
 
 
 def step_credit(over_step: Callable[[list[Tensor]], list[Tensor]], *, kl_in_reward: float = 0.0) -> CreditFn:
-    """Advantages per token that depend on the whole step, from rewards on the tokens that earned them.
+    """Advantages per token that depend on the whole step, from rewards per token.
 
-    `kl_in_reward` times log p - log p_ref is taken off at each token.
+    `kl_in_reward` times log p - log p_ref is subtracted at each token.
     """
 
     def shaped(rows: Item) -> Tensor:
@@ -89,13 +89,13 @@ def step_credit(over_step: Callable[[list[Tensor]], list[Tensor]], *, kl_in_rewa
     def credit(items: list[Item], memory: Memory) -> list[Item]:  # noqa: ARG001 - the signature of credit
         rollouts = [rows for group in items for rows in rollouts_in(group)]
         advantages = over_step([shaped(rows) for rows in rollouts])
-        return _numbered([_laid(rows, advantage=each) for rows, each in zip(rollouts, advantages, strict=True)])
+        return _numbered([_with_streams(rows, advantage=each) for rows, each in zip(rollouts, advantages, strict=True)])
 
     return credit
 
 
 def gae_credit(*, gamma: float = 1.0, lam: float = 0.95, kl_in_reward: float = 0.0) -> CreditFn:
-    """GAE over the stamped values; the rows of a rollout are one run of tokens, cut off only at its very end."""
+    """GAE over the recorded values; the rows of a rollout are one sequence, truncated only at its end."""
 
     def credited(rows: Item) -> Item:
         rewards, values, last = _rewards(rows), _stream(rows, "value"), rows[-1].scalars
@@ -105,7 +105,7 @@ def gae_credit(*, gamma: float = 1.0, lam: float = 0.95, kl_in_reward: float = 0
         advantage = crediting.gae(
             rewards, values, ended=bool(last["ended"]), last_value=last["last_value"], gamma=gamma, lam=lam
         )
-        return _laid(rows, advantage=advantage, **{"return": advantage + values})
+        return _with_streams(rows, advantage=advantage, **{"return": advantage + values})
 
     def credit(items: list[Item], memory: Memory) -> list[Item]:  # noqa: ARG001 - the signature of credit
         return _numbered([credited(rows) for group in items for rows in rollouts_in(group)])
@@ -114,7 +114,7 @@ def gae_credit(*, gamma: float = 1.0, lam: float = 0.95, kl_in_reward: float = 0
 
 
 def row_by_row(items: list[Item], memory: Memory) -> list[Item]:  # noqa: ARG001 - the signature of credit
-    """For losses that look at tokens alone: nothing ties the rows of a group together."""
+    """For losses per token without groups: each row is an item."""
     return [(row,) for group in items for row in group]
 
 
@@ -123,42 +123,42 @@ def _trained(rows: Item) -> int:
 
 
 def _stream(rows: Item, name: str) -> Tensor:
-    """What a stream says about the trained tokens of a rollout, rows end to end."""
+    """The values of a stream on the trained tokens of a rollout, rows concatenated."""
     return torch.from_numpy(np.concatenate([row.streams[name][row.mask] for row in rows]))
 
 
 def _rewards(rows: Item) -> Tensor:
-    """Per trained token: as recorded where it was earned, else the whole reward on the last one."""
+    """Per trained token: as recorded, else the total reward on the last one."""
     if "reward" in rows[0].streams:
         return _stream(rows, "reward")
-    return crediting.place(rows[-1].scalars["reward"], torch.ones(_trained(rows), dtype=torch.bool))
+    return crediting.reward_on_last_token(rows[-1].scalars["reward"], torch.ones(_trained(rows), dtype=torch.bool))
 
 
 def _kl(rows: Item) -> Tensor:
-    """Per trained token, from who sampled it to the reference."""
+    """Per trained token, from the sampler to the reference."""
     own = "sampler_logprob" if "sampler_logprob" in rows[0].streams else "policy_logprob"
     return kl.k1(_stream(rows, own), _stream(rows, "ref_logprob"))
 
 
-def _spread(rows: Item, advantage: float) -> Item:
-    return _laid(rows, advantage=torch.full((_trained(rows),), advantage))
+def _constant_advantage(rows: Item, advantage: float) -> Item:
+    return _with_streams(rows, advantage=torch.full((_trained(rows),), advantage))
 
 
-def _laid(rows: Item, **values: Tensor) -> Item:
-    """Numbers for the trained tokens of a rollout, put on its rows as streams.
+def _with_streams(rows: Item, **values: Tensor) -> Item:
+    """Add values of a rollout's trained tokens to its rows, as streams.
 
-    What was sampled live or recorded knows its sampler's log-probs; else the policy of before this step is the sampler.
+    The sampler's log-probs are the recorded ones; without them, the policy before this step is the sampler.
     """
     ends = np.cumsum([int(row.mask.sum()) for row in rows])[:-1]
     parts = {name: np.split(value.numpy(), ends) for name, value in values.items()}
-    laid = []
+    new_rows = []
     for index, row in enumerate(rows):
         sampler = row.streams["sampler_logprob" if "sampler_logprob" in row.streams else "policy_logprob"]
         streams = {name: np.zeros(len(row), dtype=np.float32) for name in parts}
         for name, stream in streams.items():
             stream[row.mask] = parts[name][index]
-        laid.append(replace(row, streams={**row.streams, **streams, "sampler_logprob": sampler}))
-    return tuple(laid)
+        new_rows.append(replace(row, streams={**row.streams, **streams, "sampler_logprob": sampler}))
+    return tuple(new_rows)
 
 
 def _numbered(rollouts: Sequence[Item]) -> list[Item]:

@@ -1,7 +1,7 @@
-"""Rewards to advantages: who gets the credit. Tensors in, float32 tensors out, computed in float64, no gradient.
+"""Rewards to advantages. Tensors in, float32 tensors out, computed in float64, no gradient.
 
-A group is the answers to one prompt, its rewards [G]. A group without variance, a group of one included, teaches
-nothing and gets zeros. Losses and models are elsewhere; a KL in the reward is `kl.shape_rewards_with_kl`.
+A group is the responses to one prompt, its rewards [G]. A group without variance, a group of one included, has zero
+advantages. Losses and models are elsewhere; a KL in the reward is `kl.shape_rewards_with_kl`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ def centre(rewards: Tensor) -> Tensor:
 
 
 def zscore(rewards: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """(r - mean(r)) / (std(r) + eps): GRPO's. Shao et al. 2024, arXiv:2402.03300.
+    """(r - mean(r)) / (std(r) + eps), as in GRPO. Shao et al. 2024, arXiv:2402.03300.
 
-    The paper does not say which std; the sample's (over G - 1) is what TRL and verl take.
+    The paper leaves the std open; this is the sample std (over G - 1), as in TRL and verl.
     """
     return _standardised(_centred(rewards), eps).float()
 
 
 def leave_one_out(rewards: Tensor) -> Tensor:
-    """r_i - mean of the others = (r_i - mean(r)) G / (G - 1). Ahmadian et al. 2024, arXiv:2402.14740 (RLOO)."""
+    """r_i - mean of the other rewards = (r_i - mean(r)) G / (G - 1). Ahmadian et al. 2024, arXiv:2402.14740 (RLOO)."""
     centred = _centred(rewards)
     return (centred * len(centred) / max(len(centred) - 1, 1)).float()
 
@@ -36,21 +36,21 @@ BASELINES = ("step", "group", "none")
 
 
 def against_mean(rewards: Tensor, step_mean: float, *, baseline: str = "step") -> Tensor:
-    """r - baseline: the mean reward of the whole step (one answer per prompt is enough), of the group, or none.
+    """r - baseline: the mean reward of the whole step (one response per prompt is enough), of the group, or none.
 
     Williams 1992, Simple statistical gradient-following algorithms (REINFORCE).
     """
     if baseline not in BASELINES:
-        raise ValueError(f"baseline is {baseline!r}; there are {', '.join(BASELINES)}")
+        raise ValueError(f"baseline is {baseline!r}; it must be one of {', '.join(BASELINES)}")
     if baseline == "group":
         return centre(rewards)
     return (_finite(rewards) - (step_mean if baseline == "step" else 0.0)).float()
 
 
 def max_rl(rewards: Tensor) -> Tensor:
-    """(r - mean(r)) / mean(r): hard prompts count for 1 / success rate; zeros where nothing succeeded.
+    """(r - mean(r)) / mean(r): prompts weighted by 1 / success rate; zeros if all rewards are 0.
 
-    Averages the score over successes alone, less its mean. Tajwar et al. 2026, arXiv:2602.02710, for rewards 0 and 1.
+    The mean score of the successes, less the mean of all. Tajwar et al. 2026, arXiv:2602.02710, for rewards 0 and 1.
     """
     group, centred = _finite(rewards), _centred(rewards)
     if (group < 0).any():
@@ -59,17 +59,17 @@ def max_rl(rewards: Tensor) -> Tensor:
 
 
 def best_against_greedy(rewards: Tensor, greedy_reward: float) -> Tensor:
-    """r - reward of the greedy answer to the same prompt. Li et al. 2023, arXiv:2310.10505 (ReMax)."""
+    """r - reward of the greedy response to the same prompt. Li et al. 2023, arXiv:2310.10505 (ReMax)."""
     return (_finite(rewards) - float(greedy_reward)).float()
 
 
 def global_normalise(advantages: Tensor, *, eps: float = 1e-8) -> Tensor:
-    """`zscore` over a whole step in place of one group; after `centre`, REINFORCE++ with a baseline."""
+    """`zscore` over a whole step instead of one group; after `centre`, REINFORCE++ with a baseline."""
     return zscore(advantages, eps=eps)
 
 
 def reinforce_pp(rewards: Sequence[Tensor], *, gamma: float = 1.0, eps: float = 1e-8) -> list[Tensor]:
-    """Rewards per token of each row (with the KL in them) to returns, normalised over all tokens of the step.
+    """Rewards per token of each row (KL included) to returns, normalised over all tokens of the step.
 
     A_t = sum_{s >= t} gamma^(s - t) r_s, then (A - mean) / std. Hu et al. 2025, arXiv:2501.03262 (REINFORCE++).
     """
@@ -80,7 +80,7 @@ def reinforce_pp(rewards: Sequence[Tensor], *, gamma: float = 1.0, eps: float = 
 
 
 def discounted_returns(rewards: Tensor, *, gamma: float = 1.0) -> Tensor:
-    """sum_{s >= t} gamma^(s - t) r_s over the trained tokens of one row: a last reward reaches every token."""
+    """sum_{s >= t} gamma^(s - t) r_s over the trained tokens of one row."""
     return _discounted_sums(_finite(rewards), gamma).float()
 
 
@@ -96,20 +96,20 @@ def gae(
     """Generalised advantages of one row's trained tokens, [T]; add `values` for the value head's targets.
 
     sum_{s >= t} (gamma lam)^(s - t) d_s, d_t = r_t + gamma V_{t+1} - V_t, where values[t] is V before token t. After
-    the last token V is 0 if the answer ended, `last_value` if it was cut off. Schulman et al. 2015, arXiv:1506.02438.
+    the last token V is 0 if the response ended, else `last_value` (truncated). Schulman et al. 2015, arXiv:1506.02438.
     """
     if rewards.shape != values.shape:
-        raise ValueError(f"gae wants one value per reward; got {tuple(values.shape)} for {tuple(rewards.shape)}")
+        raise ValueError(f"gae needs one value per reward; got {tuple(values.shape)} for {tuple(rewards.shape)}")
     if not ended and last_value is None:
-        raise ValueError("an answer that was cut off needs last_value, the value after its last token, to go on from")
+        raise ValueError("a truncated response needs last_value, the value after its last token, to bootstrap from")
     reward, value = _finite(rewards), _finite(values)
     after = value.roll(-1)
     after[-1:] = 0.0 if ended or last_value is None else float(last_value)
     return _discounted_sums(reward + gamma * after - value, gamma * lam).float()
 
 
-def spread(advantage: float | Tensor, mask: Tensor) -> Tensor:
-    """An advantage to every trained token: one number to all of them, or [K], each to the tokens of its turn."""
+def advantage_per_token(advantage: float | Tensor, mask: Tensor) -> Tensor:
+    """Return the advantage of each trained token: one number for all of them, or [K], one per turn."""
     if isinstance(advantage, float | int) or advantage.ndim == 0:
         return mask.float() * float(advantage)
     turn = _starts(mask).cumsum(0) - 1
@@ -118,11 +118,11 @@ def spread(advantage: float | Tensor, mask: Tensor) -> Tensor:
     return advantages
 
 
-def place(reward: float | Tensor, mask: Tensor) -> Tensor:
-    """A reward to where it was earned: one number on the last trained token, or [K], each on the last of its turn."""
+def reward_on_last_token(reward: float | Tensor, mask: Tensor) -> Tensor:
+    """Return rewards per token: one number on the last trained token, or [K], each on the last token of its turn."""
     ends = _starts(mask.flip(0)).flip(0).nonzero().squeeze(1)
     if not len(ends):
-        raise ValueError("no token of this row is trained, so its reward would land nowhere; leave the row out")
+        raise ValueError("the row has no trained token to put the reward on; leave the row out")
     rewards = mask.new_zeros(len(mask)).float()
     if isinstance(reward, float | int) or reward.ndim == 0:
         rewards[ends[-1]] = float(reward)
@@ -142,7 +142,7 @@ def soft_overlong_penalty(length: Tensor, *, max_length: int, buffer: int) -> Te
 
 
 def length_penalty(length: Tensor, correct: Tensor) -> Tensor:
-    """Shorter is better within a group, and a wrong answer earns nothing by it; add it to the reward, weighed.
+    """A preference for short responses within a group, without gain for wrong ones; add it, weighted, to the reward.
 
     x = 1/2 - (|y| - min) / (max - min) where correct, min(0, x) where not; zeros if all lengths are equal.
     Kimi Team 2025, arXiv:2501.12599.
@@ -161,7 +161,7 @@ def _finite(values: Tensor) -> Tensor:
         )
     if not values.isfinite().all():
         raise ValueError(
-            f"nan or inf among {values.tolist()}; a reward that failed is its rollout's error, not a number"
+            f"nan or inf among {values.tolist()}; record a failed reward as the rollout's error, not as a number"
         )
     return values.detach().double()
 
@@ -171,7 +171,7 @@ def _is_flat(group: Tensor) -> bool:
 
 
 def _centred(rewards: Tensor) -> Tensor:
-    """Exactly 0 for equal rewards: rounding must not become an advantage."""
+    """Exactly 0 for equal rewards: rounding errors must not become advantages."""
     group = _finite(rewards)
     return group.new_zeros(len(group)) if _is_flat(group) else group - group.mean()
 
@@ -185,17 +185,17 @@ def _standardised(centred: Tensor, eps: float) -> Tensor:
 def _discounted_sums(values: Tensor, factor: float) -> Tensor:
     """sum_{s >= t} factor^(s - t) x_s by doubling: after k rounds each entry holds its next 2^k terms.
 
-    log2(T) vector operations and no division, so factor = 1 and factor^T = 0 are both harmless.
+    log2(T) vector operations and no division, so factor = 1 and factor^T = 0 are both safe.
     """
-    sums, reach = values.clone(), 1
-    while reach < len(sums):
-        sums[:-reach] += factor**reach * sums[reach:]
-        reach *= 2
+    sums, offset = values.clone(), 1
+    while offset < len(sums):
+        sums[:-offset] += factor**offset * sums[offset:]
+        offset *= 2
     return sums
 
 
 def _starts(mask: Tensor) -> Tensor:
-    """Where a run of trained tokens, a turn, begins."""
+    """Mark the first token of each turn, a run of trained tokens."""
     before = mask.roll(1)
     before[:1] = False
     return mask & ~before

@@ -1,4 +1,4 @@
-"""The table of algorithms in words, for the command line and the documentation, taken from the functions themselves."""
+"""Descriptions of the algorithms for the command line and the documentation, from their docstrings and signatures."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from oxrl.algorithms.table import ALGORITHMS
 from oxrl.types import Algorithm, AssembleFn
 
 ROWS: dict[AssembleFn, str] = {
-    conversation_items: "chats to imitate (messages, or prompt and response)",
+    conversation_items: "conversations (messages, or prompt and response)",
     text_items: "plain text",
     pair_items: "pairs (prompt, chosen, rejected)",
-    judged_items: "judged replies (prompt, completion, label)",
-    good_items: "groups of scored replies (prompt, responses, rewards)",
-    group_items: "groups of scored replies (prompt, responses, rewards)",
-    group_against_greedy_items: "groups of scored replies (prompt, responses, rewards, greedy_reward)",
+    judged_items: "labelled responses (prompt, completion, label)",
+    good_items: "groups of scored responses (prompt, responses, rewards)",
+    group_items: "groups of scored responses (prompt, responses, rewards)",
+    group_against_greedy_items: "groups of scored responses (prompt, responses, rewards, greedy_reward)",
 }
 
 
 class Card(NamedTuple):
-    """What there is to know about one algorithm."""
+    """The description of one algorithm."""
 
     name: str
     explanation: str
     parameters: dict[str, Any]
-    allowed: dict[str, str]  # parameter -> what it may be, in words
+    allowed: dict[str, str]  # parameter -> description of its range
     rows: str
     needs: list[str]
     example: str
@@ -47,16 +47,16 @@ class Card(NamedTuple):
         return "\n".join(
             [
                 f"{self.name}: {self.explanation}",
-                f"\nlearns from {self.rows}",
-                f"needs {', '.join(self.needs) or 'nothing but the model'}",
+                f"\ntrains on {self.rows}",
+                f"needs {', '.join(self.needs) or 'only the model'}",
                 "\nparameters and their defaults:",
                 *(parameters or ["  none"]),
                 f"\n{self.example}",
             ]
         )
 
-    def in_a_line(self) -> str:
-        """The parameters, for the documentation page."""
+    def parameter_list(self) -> str:
+        """The parameters with defaults and ranges, in one line."""
         each = [f"`{name} = {default!r}`{self._range(name)}" for name, default in self.parameters.items()]
         return ", ".join(each) or "none"
 
@@ -67,56 +67,56 @@ class Card(NamedTuple):
 _WHICH = """\
 ## Which one
 
-| you have | begin with | then |
+| you have | start with | then |
 |---|---|---|
-| good answers | `sft` | `cpt` first, for a field of its own with much plain text |
-| a larger model that knows better | `kd` on its answers, `opd` on the student's own | |
-| pairs, better and worse | `dpo` | `ipo` or `cdpo` for noisy labels; `simpo` or `orpo` save a reference model |
-| thumbs up or down, not in pairs | `kto` | |
-| answers that a program can check | `sgrpo` | see below |
-| people's preferences, and prompts | `rm` on the pairs, then `rlhf` | `online_dpo` |
-| nothing but a strong judge | `rlaif` | |
-| a sampler and a filter, and little patience | `rft` | |
+| good responses | `sft` | `cpt` first, if there is much plain text of the domain |
+| a larger, better model | `kd` on its responses, `opd` on the student's own | |
+| pairs, better and worse | `dpo` | `ipo` or `cdpo` for noisy labels; `simpo` or `orpo` need no reference model |
+| labels good or bad, without pairs | `kto` | |
+| answers that a program can verify | `sgrpo` | see below |
+| human preferences, and prompts | `rm` on the pairs, then `rlhf` | `online_dpo` |
+| only a strong judge | `rlaif` | |
+| a sampler and a filter, and little time | `rft` | |
 
-**SGRPO, CISPO or PPO?** All three learn from their own samples and differ in two places: what an answer is compared
-with, and what happens to tokens whose probability has moved since they were sampled.
+**SGRPO, CISPO or PPO?** All three train on their own samples. They differ in the baseline of a response, and in the
+treatment of tokens whose probability has changed since they were sampled.
 
-- `sgrpo` compares an answer with its group (no second network) and stops the gradient of tokens that moved past the
-  clip. The default: stable, cheap, and on policy (one step per batch of rollouts) it never clips anything.
-- `cispo` keeps the gradient of every token and caps its weight instead. Better where rare words carry the reasoning
-  ("wait", "however") and each batch is used for several steps (`train.iterations`, `train.mini_batches`,
-  `rollout.lag`): these are the tokens that clipping silences first.
-- `ppo` learns a value for every token and so knows *where* an answer went wrong. Worth its second head where answers
-  are long or have several turns, rewards come per turn or per token, and a group per prompt cannot be afforded
-  (`n_samples: 1` works).
+- `sgrpo` compares a response with its group (no second network) and drops the gradient of tokens beyond the clip. The
+  default: stable, cheap, and on-policy (one step per batch of rollouts) nothing is clipped.
+- `cispo` keeps the gradient of every token and caps its weight instead. Better where rare tokens matter for the
+  reasoning ("wait", "however") and each batch is used for several steps (`train.iterations`, `train.mini_batches`,
+  `rollout.lag`): clipping drops these tokens first.
+- `ppo` learns a value for every token, which shows *where* a response went wrong. Worth its value head for long or
+  multi-turn responses, rewards per turn or per token, and where a group per prompt is too expensive (`n_samples: 1`
+  works).
 
-Against length as a way to earn: `dr_grpo`, or `reward.length_penalty`. Against prompts that teach nothing, all right
-or all wrong: `dapo`, which draws others. For mixtures of experts: `gspo`, one ratio per answer."""
+If length is rewarded unintentionally: `dr_grpo`, or `reward.length_penalty`. If all responses to many prompts have the
+same reward: `dapo`, which samples other prompts. For mixtures of experts: `gspo`, one ratio per response."""
 
 FAMILIES = {
-    "imitation": "rows are what the model should say",
-    "pairs": "rows say which of two replies is better",
-    "judged replies": "rows say whether a reply is good",
-    "own samples": "the model answers prompts, rewards say what its answers are worth",
+    "imitation": "supervised training on the rows",
+    "pairs": "each row has a better and a worse response",
+    "judged replies": "each row has a response with a label, good or bad",
+    "own samples": "the model generates responses to prompts, which a reward scores",
 }
 
 
 def families() -> dict[str, dict[str, str]]:
-    """Family -> name -> the first line of its explanation."""
-    told: dict[str, dict[str, str]] = {family: {} for family in FAMILIES}
+    """Return family -> name -> the first line of its explanation."""
+    summaries: dict[str, dict[str, str]] = {family: {} for family in FAMILIES}
     for name, recipe in ALGORITHMS.items():
-        told[_family(algorithm(name))][name] = _explanation(recipe).splitlines()[0]
-    return told
+        summaries[_family(algorithm(name))][name] = _explanation(recipe).splitlines()[0]
+    return summaries
 
 
 def _family(built: Algorithm) -> str:
     if built.online is not None:
         return "own samples"
     kinds: dict[AssembleFn, str] = {pair_items: "pairs", judged_items: "judged replies"}
-    return kinds.get(_plain(built.assemble), "imitation")
+    return kinds.get(_without_partial(built.assemble), "imitation")
 
 
-def _plain(assemble: AssembleFn) -> AssembleFn:
+def _without_partial(assemble: AssembleFn) -> AssembleFn:
     inner: AssembleFn = getattr(assemble, "func", assemble)
     return inner
 
@@ -130,7 +130,7 @@ def explain(name: str) -> Card:
         name=name if ":" in name else recipe.name,
         explanation=_explanation(recipe),
         parameters=parameters,
-        allowed={each: range_of.words for each, range_of in ranges.items() if range_of is not None},
+        allowed={each: range_of.description for each, range_of in ranges.items() if range_of is not None},
         rows=_rows(built),
         needs=_needs(built),
         example=_example(built, name if ":" in name else recipe.name),
@@ -142,19 +142,19 @@ def document() -> str:
     parts = [
         "# Algorithms",
         "Generated by `python -m oxrl.algorithms.describe`; `oxrl algorithms NAME` prints the same.",
-        "In the formulas w is the chosen reply and l the rejected one, h = log p - log ref summed over a reply, s the "
-        "sigmoid, r a ratio of probabilities, A an advantage.",
+        "In the formulas w is the chosen response and l the rejected one, h = log p - log ref summed over a response, "
+        "s the sigmoid, r a ratio of probabilities, A an advantage.",
         _WHICH,
     ]
     for family, names in families().items():
         parts.append(f"## {family.capitalize()}: {FAMILIES[family]}")
         for name in names:
             card = explain(name)
-            needs = ", ".join(card.needs) or "nothing but the model"
+            needs = ", ".join(card.needs) or "only the model"
             parts += [
                 f"### {name}",
                 card.explanation,
-                f"Learns from {card.rows}; needs {needs}. Parameters: {card.in_a_line()}.",
+                f"Trains on {card.rows}; needs {needs}. Parameters: {card.parameter_list()}.",
             ]
     return "\n\n".join(parts) + "\n"
 
@@ -167,15 +167,15 @@ def _explanation(recipe: Recipe) -> str:
 
 
 def _rows(built: Algorithm) -> str:
-    files = ROWS[_plain(built.assemble)]
+    files = ROWS[_without_partial(built.assemble)]
     return files if built.online is None else f"its own samples, or {files}"
 
 
 def _needs(built: Algorithm) -> list[str]:
-    words = {"ref": "a reference model", "teacher": "a teacher (model.teacher)"}
+    models = {"ref": "a reference model", "teacher": "a teacher (model.teacher)"}
     graders = {"reward": "a reward", "reward model": "a reward model", "judge": "a judge", None: ""}
     grader = graders[built.online.reward_source] if built.online is not None else ""
-    needed = [*(words[other] for other in sorted(built.others)), *(f"a {head} head" for head in built.heads)]
+    needed = [*(models[other] for other in sorted(built.others)), *(f"a {head} head" for head in built.heads)]
     return [*needed, *([f"{grader} for its own samples"] if grader else [])]
 
 

@@ -1,8 +1,8 @@
 """Log-probs and advantages of sampled tokens to one loss per token: the policy-gradient family.
 
-Every loss is [T] -> [T], 0 on untrained tokens; whoever knows the whole step sums it and divides once, by the unit
-that the loss names. Also here: how tokens are weighed inside a sequence, weights for the gap between sampler and
-trainer, and the value and entropy terms of PPO. Where advantages come from is `credit`; KL to a reference is `kl`.
+Every loss is [T] -> [T], 0 on untrained tokens; it is summed over the whole step and divided once, by the number of
+its unit. Also here: the weights of tokens inside a sequence, importance weights for the gap between sampler and
+trainer, and the value and entropy terms of PPO. Advantages are in `credit`, KL to a reference is in `kl`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class Policy(NamedTuple):
-    """What a step knows about its sampled tokens, all `[T]`, rows end to end without padding."""
+    """The sampled tokens of a step, all `[T]`, rows concatenated without padding."""
 
     logprob: Tensor  # of the policy in training, with gradient
-    sampler_logprob: Tensor  # of the policy that the ratio is against, when the token was sampled
+    sampler_logprob: Tensor  # of the policy that sampled the token, the denominator of the ratio
     advantage: Tensor
     mask: Tensor  # bool, the trained tokens
     segment: Tensor  # int64, the sequence of each token: 0 to num_sequences - 1
@@ -28,31 +28,31 @@ class Policy(NamedTuple):
 
 
 class Distilled(NamedTuple):
-    """The student's own samples and what a teacher thinks of them, all `[T]`."""
+    """The student's own samples and the teacher's log-probs of them, all `[T]`."""
 
     logprob: Tensor  # of the student in training, with gradient
-    sampler_logprob: Tensor  # of the student when the token was sampled
+    sampler_logprob: Tensor  # of the student that sampled the token
     teacher_logprob: Tensor
     mask: Tensor  # bool, the trained tokens
 
 
 def clipped(policy: Policy, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None) -> Tensor:
-    """PPO's surrogate, with a clip for each side: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A). Unit: token.
+    """PPO's surrogate with two clips: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A). Unit: token.
 
-    r = p / p_sampler. `dual_clip` c also bounds it where A < 0 and r is huge: at most -c A. Schulman et al. 2017,
-    arXiv:1707.06347; c: Ye et al. 2019, arXiv:1912.09729.
+    r = p / p_sampler. `dual_clip` c also bounds the loss where A < 0 and r is large: at most -c A. Schulman et al.
+    2017, arXiv:1707.06347; c: Ye et al. 2019, arXiv:1912.09729.
     """
     advantage = _advantage(policy)
     loss = _surrogate(_exp(_log_ratio(policy)), advantage, clip_low, clip_high)
     if dual_clip is None:
         return loss
     if dual_clip <= 1:
-        raise ValueError(f"dual_clip is {dual_clip}; it bounds the ratio from above, so give a number above 1, as 3")
+        raise ValueError(f"dual_clip is {dual_clip}; it bounds the ratio from above, so give a number above 1")
     return loss.minimum(-dual_clip * advantage).where(advantage < 0, loss)
 
 
 def grpo(policy: Policy, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None) -> Tensor:
-    """`clipped`, averaged inside each sequence first: short answers weigh as much as long ones. Unit: sequence.
+    """`clipped`, averaged within each sequence first: short and long responses have equal weight. Unit: sequence.
 
     1/|o| sum_t -min(r_t A_t, clip(r_t) A_t). Shao et al. 2024, arXiv:2402.03300 (its KL is `kl.kl_penalty_loss`).
     """
@@ -67,7 +67,7 @@ def dr_grpo(
     dual_clip: float | None = None,
     max_length: int = 1024,
 ) -> Tensor:
-    """GRPO with one constant in place of each sequence's length (and, in `credit`, no std). Unit: sequence.
+    """GRPO with a constant instead of each sequence's length (and, in `credit`, no std). Unit: sequence.
 
     1/max_length sum_t -min(r_t A_t, clip(r_t) A_t). Liu et al. 2025, arXiv:2503.20783.
     """
@@ -76,18 +76,18 @@ def dr_grpo(
 
 
 def dapo(policy: Policy, *, clip_low: float = 0.2, clip_high: float = 0.28, dual_clip: float | None = None) -> Tensor:
-    """`clipped` with more room upwards, every token of the step alike. Unit: token.
+    """`clipped` with a larger upper clip, all tokens of the step weighted equally. Unit: token.
 
-    -min(r A, clip(r, 0.8, 1.28) A); its penalty for length is in `credit`. Yu et al. 2025, arXiv:2503.14476.
+    -min(r A, clip(r, 0.8, 1.28) A); its length penalty is in `credit`. Yu et al. 2025, arXiv:2503.14476.
     """
     return clipped(policy, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
 
 
 def gspo(policy: Policy, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Tensor:
-    """GRPO with one ratio per sequence, s = exp(mean_t log r_t), hence its tiny clips. Unit: sequence.
+    """GRPO with one ratio per sequence, s = exp(mean_t log r_t), hence the small clips. Unit: sequence.
 
     1/|y| sum_t -min(s_t A_t, clip(s_t) A_t), s_t = sg[s] p_t / sg[p_t]: the paper's GSPO-token, which has GSPO's value
-    and gradient where A is one number per sequence. Zheng et al. 2025, arXiv:2507.18071.
+    and gradient if A is constant in each sequence. Zheng et al. 2025, arXiv:2507.18071.
     """
     log_ratio = _log_ratio(policy)
     ratio = _exp(_sequence_mean(log_ratio, policy).detach() + (log_ratio - log_ratio.detach()))
@@ -106,17 +106,17 @@ def gmpo(policy: Policy, *, clip_low: float = 0.4, clip_high: float = 0.4) -> Te
 
 
 def cispo(policy: Policy, *, clip_low: float = 1.0, clip_high: float = 4.0) -> Tensor:
-    """REINFORCE weighed by a clipped ratio without gradient, so that no token loses its gradient. Unit: token.
+    """REINFORCE weighted by a clipped ratio without gradient: clipped tokens keep their gradient. Unit: token.
 
     -sg[clip(r, 1 - clip_low, 1 + clip_high)] A log p. MiniMax 2025, arXiv:2506.13585: no lower bound, as here; the
-    upper one it leaves open is Khatri et al. 2025's, arXiv:2510.13786 (a weight of at most 5).
+    upper bound, not given there, is from Khatri et al. 2025, arXiv:2510.13786 (a weight of at most 5).
     """
     weight = _exp(_log_ratio(policy)).clamp(1 - clip_low, 1 + clip_high).detach()
     return weight * reinforce(policy)
 
 
 def reinforce(policy: Policy) -> Tensor:
-    """-A log p: exact for the policy's own fresh samples. Unit: token, or sequence for the sum over each answer."""
+    """-A log p: exact on-policy. Unit: token, or sequence for the sum over each response."""
     return -_advantage(policy) * _trained(policy.logprob, policy.mask)
 
 
@@ -124,50 +124,50 @@ def opd(view: Distilled) -> Tensor:
     """On-policy distillation: policy gradient with the advantage -(log p - log p_teacher) at each token. Unit: token.
 
     r sg[log p - log p_teacher], r = p / p_sampler. Over the sampler's tokens its expectation is the reverse KL to the
-    teacher at that prefix, and so is its gradient's; later tokens are not credited. Lu et al. 2025 (blog), who take
-    the sampler's log p in the advantage: the same on fresh samples. Agarwal et al. 2023, arXiv:2306.13649.
+    teacher at that prefix, and so is its gradient's; later tokens get no credit. Lu et al. 2025 (blog) use the
+    sampler's log p in the advantage: the same on-policy. Agarwal et al. 2023, arXiv:2306.13649.
     """
     ratio = _exp(_gap(view.logprob, view.sampler_logprob, view.mask))
     return ratio * _gap(view.logprob, view.teacher_logprob, view.mask).detach()
 
 
 def ppo_value(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, clip: float = 0.2) -> Tensor:
-    """PPO's value loss: half the squared error, or that of the value held within `clip` of the old one if larger.
+    """PPO's value loss: half the squared error, or that of the value clipped to `clip` around the old one if larger.
 
     max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2. Unit: token. The half and the clip are from
     OpenAI's code, not the paper: Engstrom et al. 2020, arXiv:2005.12729. `clip=math.inf` turns it off.
     """
     value, old, target = (_trained(each, mask) for each in (values, old_values.detach(), returns.detach()))
-    held = value.clamp(old - clip, old + clip)
-    return (value - target).square().maximum((held - target).square()) / 2
+    clipped_value = value.clamp(old - clip, old + clip)
+    return (value - target).square().maximum((clipped_value - target).square()) / 2
 
 
 def entropy_bonus(entropy: Tensor, mask: Tensor, *, entropy_coef: float = 0.01) -> Tensor:
-    """-entropy_coef H: more entropy, less loss. Unit: token. Schulman et al. 2017, arXiv:1707.06347."""
+    """-entropy_coef H. Unit: token. Schulman et al. 2017, arXiv:1707.06347."""
     return -entropy_coef * _trained(entropy, mask)
 
 
 def per_token(losses: Tensor, _policy: Policy) -> Tensor:
-    """Every token alike. With the unit token the mean over tokens, with sequence the mean of each sequence's sum."""
+    """Weight 1 per token: with unit token the mean over tokens, with unit sequence the mean of sequence sums."""
     return losses
 
 
 def per_sequence_mean(losses: Tensor, policy: Policy) -> Tensor:
-    """Each token by 1 / trained tokens of its sequence: with the unit sequence, the mean of each sequence's mean."""
+    """Weight 1 / trained tokens of the sequence: with unit sequence the mean of sequence means."""
     return losses / _lengths(policy.mask, policy.segment, policy.num_sequences, losses)[policy.segment]
 
 
 def fixed_length(losses: Tensor, _policy: Policy, *, max_length: int) -> Tensor:
-    """Each token by 1 / max_length, whatever the length of its sequence; with the unit sequence, Dr. GRPO's."""
+    """Weight 1 / max_length per token, whatever the length of its sequence; with unit sequence, as in Dr. GRPO."""
     if max_length < 1:
-        raise ValueError(f"max_length is {max_length}; give the most tokens an answer can have, at least 1")
+        raise ValueError(f"max_length is {max_length}; give the largest number of tokens of a response, at least 1")
     return losses / max_length
 
 
 def truncated_importance(
     trainer_logprob: Tensor, sampler_logprob: Tensor, mask: Tensor, _segment: Tensor, *, cap: float = 2.0
 ) -> Tensor:
-    """min(p_trainer / p_sampler, cap) per token, to multiply a loss with; no gradient. Yao et al. 2025 (blog, TIS)."""
+    """min(p_trainer / p_sampler, cap) per token, a factor of the loss; no gradient. Yao et al. 2025 (blog, TIS)."""
     log_ratio = _gap(trainer_logprob, sampler_logprob, mask).detach()
     return log_ratio.clamp(max=_log_cap(cap)).exp() * mask
 
@@ -181,7 +181,7 @@ def masked_importance(
     low: float = 0.5,
     high: float = 5.0,
 ) -> Tensor:
-    """p_trainer / p_sampler where it is within [low, high], 0 elsewhere: such tokens are dropped. No gradient.
+    """p_trainer / p_sampler within [low, high], 0 outside: such tokens are dropped. No gradient.
 
     Ling Team 2025, arXiv:2510.18855 (IcePop).
     """
@@ -200,7 +200,7 @@ def sequence_importance(
 ) -> Tensor:
     """min(p_trainer(y) / p_sampler(y), cap), one weight for all tokens of a sequence; no gradient.
 
-    The ratio of whole answers is unbiased but for the cap; `geometric` takes its |y|-th root, as GSPO does.
+    The ratio of whole responses is unbiased except for the cap; `geometric` takes its |y|-th root, as in GSPO.
     """
     log_ratio = _gap(trainer_logprob, sampler_logprob, mask).detach()
     num_sequences = int(segment.max()) + 1 if len(segment) else 0
@@ -211,7 +211,7 @@ def sequence_importance(
 
 
 def _trained(values: Tensor, mask: Tensor) -> Tensor:
-    """Filled, not multiplied: whatever an untrained token holds, nan included, reaches neither value nor gradient."""
+    """Fill untrained tokens with 0, not by multiplication: nan there must reach neither value nor gradient."""
     return at_least_float32(values).masked_fill(~mask, 0.0)
 
 
@@ -220,7 +220,7 @@ def _advantage(policy: Policy) -> Tensor:
 
 
 def _gap(logprob: Tensor, other_logprob: Tensor, mask: Tensor) -> Tensor:
-    """log p - log p_other; the other one is a number, not something to learn."""
+    """log p - log p_other, without gradient of the other."""
     return _trained(logprob, mask) - _trained(other_logprob.detach(), mask)
 
 
@@ -229,7 +229,7 @@ def _log_ratio(policy: Policy) -> Tensor:
 
 
 def _exp(log_ratio: Tensor) -> Tensor:
-    """Capped: exp of more is inf, and inf times the 0 gradient of a clipped branch is nan."""
+    """exp, capped: inf times the 0 gradient of a clipped branch would be nan."""
     return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
 
 
@@ -238,7 +238,7 @@ def _surrogate(ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: flo
 
 
 def _lengths(mask: Tensor, segment: Tensor, num_sequences: int, like: Tensor) -> Tensor:
-    """Trained tokens of each sequence; 1 where there are none, so that it can be divided by."""
+    """Number of trained tokens of each sequence; 1 instead of 0, as a divisor."""
     return like.new_zeros(num_sequences).index_add(0, segment, mask.to(like.dtype)).clamp(min=1.0)
 
 
@@ -250,5 +250,5 @@ def _sequence_mean(values: Tensor, policy: Policy) -> Tensor:
 
 def _log_cap(cap: float) -> float:
     if not cap > 0:
-        raise ValueError(f"cap is {cap}; it is the largest weight a token may get, so give a positive number, as 2")
+        raise ValueError(f"cap is {cap}; it is the largest weight of a token, so give a positive number, such as 2")
     return math.log(cap)

@@ -1,10 +1,10 @@
-"""Losses over what a policy sampled to `Algorithm`s: its own rollouts, or such that were recorded and scored before."""
+"""Losses over sampled tokens to `Algorithm`s, for the policy's own rollouts or for recorded, scored responses."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,17 +15,17 @@ from oxrl.algorithms.assemble import group_items
 from oxrl.algorithms.online import group_of_rollouts, ungraded_group
 from oxrl.algorithms.policy import Distilled, Policy
 from oxrl.algorithms.recipes import Loss, Parameters, Recipe
+from oxrl.names import lookup
 from oxrl.tensors import entropy, reverse_kl
 from oxrl.types import Algorithm, AssembleFn, Batch, CreditFn, Losses, Online, Outputs, Read, Term, Unit
 
-T = TypeVar("T")
 KLTerm: TypeAlias = Callable[[Outputs, Batch, Policy, float], Tensor]
-"""What is known of a batch, and a coefficient -> the penalty per token."""
-BY_ITSELF = Online(group_of_rollouts, min_group_size=1)
+"""(outputs, batch, view, kl_coef) -> the penalty per token."""
+SINGLE_ROLLOUTS = Online(group_of_rollouts, min_group_size=1)
 
 
 def policy_view(outputs: Outputs, batch: Batch) -> Policy:
-    """A sequence is a rollout, whatever the number of its rows."""
+    """The view of a batch; a sequence is a rollout, whatever the number of its rows."""
     rows = torch.arange(batch.num_rows, device=batch.segments.device)
     _, rollout = torch.unique(batch.scalars.get("rollout", rows), return_inverse=True)
     sampler, advantage = batch.streams["sampler_logprob"], batch.streams["advantage"]
@@ -38,8 +38,8 @@ def _regularised(kl_coef: float) -> Callable[..., None]:
     def regularised(
         *, kl_coef: float = default, kl_estimator: str = "k3", entropy_coef: float = 0.0, correction: str = "none"
     ) -> None:
-        """What any policy loss can add: KL to a reference in the loss, a bonus for entropy, and a weight per token for
-        the gap between a sampler and the trainer (`truncated`, `masked` or `sequence` importance)."""
+        """Options of every policy loss: KL to a reference in the loss, an entropy bonus, and importance weights for the
+        gap between sampler and trainer (`truncated`, `masked` or `sequence`)."""
 
     return regularised
 
@@ -86,7 +86,7 @@ def policy_gradient(
     assemble: AssembleFn = group_items,
     online: Online = Online(group_of_rollouts),  # noqa: B008 - immutable
 ) -> Recipe:
-    """A loss per token, with an advantage per group (or step); the KL term is weighed over tokens as the loss is."""
+    """A loss per token, with advantages per group (or step); `weigh` gives the KL term the same token weights."""
 
     def build(name: str, parameters: Parameters) -> Algorithm:
         corrected = _corrected(loss, parameters)
@@ -116,7 +116,7 @@ def policy_gradient(
 
 
 def _needs(parameters: Parameters) -> tuple[str, ...]:
-    """A correction compares the sampler with the trainer of before the step; the exact KL is read inside the pass."""
+    """A correction needs the policy's log-probs before the step; the exact KL is computed in the forward pass."""
     own = "sampler" if parameters["correction"] == "none" else "policy"
     in_loss = parameters["kl_coef"] and parameters["kl_estimator"] != "full"
     return (own, "ref") if in_loss or parameters.get("kl_in_reward") else (own,)
@@ -128,8 +128,8 @@ def _reads(parameters: Parameters) -> dict[str, Read]:
 
 
 def _corrected(loss: Loss, parameters: Parameters) -> Callable[[Policy, Batch], Tensor]:
-    """The loss per token; with a correction its ratio is against the trainer's own policy of before the step."""
-    correct = _chosen(CORRECTIONS, parameters["correction"], "correction")
+    """The loss per token; with a correction its ratio is against the trainer's policy before the step."""
+    correct = lookup("correction", parameters["correction"], CORRECTIONS)
     own = accepted(loss, parameters)
 
     def losses(view: Policy, batch: Batch) -> Tensor:
@@ -146,7 +146,7 @@ def _kl_added(
     parameters: Parameters, weigh: Callable[[Tensor, Policy], Tensor], unit: Unit
 ) -> Callable[[Outputs, Batch, Policy], dict[str, Term]]:
     kl_coef = parameters["kl_coef"]
-    penalty = _chosen(KL_TERMS, parameters["kl_estimator"], "kl_estimator")
+    penalty = lookup("kl_estimator", parameters["kl_estimator"], KL_TERMS)
 
     def terms(outputs: Outputs, batch: Batch, view: Policy) -> dict[str, Term]:
         if not kl_coef:
@@ -165,12 +165,6 @@ def _entropy_term(outputs: Outputs, view: Policy, entropy_coef: float) -> dict[s
         return {}
     bonus = policy.entropy_bonus(outputs.statistics["entropy"], view.mask, entropy_coef=entropy_coef)
     return {"entropy_bonus": Term(bonus.sum(), "token")}
-
-
-def _chosen(table: Mapping[str, T], name: str, parameter: str) -> T:
-    if name not in table:
-        raise ValueError(f"{parameter} is {name!r}; there are {', '.join(table)}")
-    return table[name]
 
 
 def _policy_metrics(view: Policy) -> dict[str, Term]:
@@ -216,14 +210,14 @@ def actor_critic(name: str = "ppo") -> Recipe:
             heads=("value",),
             eval_metric=None,
             parameters=parameters,
-            online=BY_ITSELF,
+            online=SINGLE_ROLLOUTS,
         )
 
     return Recipe(name, ppo, build, also=(policy.clipped, gae_credit))
 
 
 def distilled_policy(name: str = "opd") -> Recipe:
-    """The student's own samples, pulled towards the teacher; rewards are not looked at."""
+    """The student's own samples, trained towards the teacher, without rewards."""
 
     def build(name: str, parameters: Parameters) -> Algorithm:
         def step(outputs: Outputs, batch: Batch) -> Losses:

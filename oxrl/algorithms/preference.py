@@ -1,9 +1,9 @@
 """Log-probs of pairs of responses to one loss per pair: the DPO family, each from its paper.
 
 Every loss is [N] -> [N], and its mean over the pairs of the step is the paper's loss; `aot`, `betadpo` and `drdpo`
-have to see the whole step at once, and `bco` and `betadpo` take a running mean as `baseline`. In the formulas w is the
-chosen response and l the rejected one, log p their summed log-probs, n their lengths, and h = log p - log ref; s is the
-sigmoid. How rows become a `Pairs`, how running means are kept, and the NLL term that some add are not here.
+need all pairs of the step in one call, and `bco` and `betadpo` take a running mean as `baseline`. In the formulas w is
+the chosen response and l the rejected one, log p their summed log-probs, n their lengths, and h = log p - log ref; s is
+the sigmoid. How rows become a `Pairs`, running means, and the NLL term that some add are in `recipes`.
 """
 
 from __future__ import annotations
@@ -11,28 +11,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from hashlib import blake2b
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from oxrl.algorithms.kl import at_least_float32
+from oxrl.names import lookup
 from oxrl.types import IntArray
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-T = TypeVar("T")
-
 NLL_WEIGHT: Mapping[str, float] = {"orpo": 1.0, "cpo": 1.0, "cposimpo": 0.05}
-"""How much of the token-mean NLL of the chosen responses these losses add to their pair term; the others add none."""
+"""The weight of the token-mean NLL of the chosen responses that these losses add; the others add none."""
 
-MAX_EXPONENT = 30.0  # e^30 is 1e13: beyond it the exponential goes on as a straight line, finite and of the right sign
+MAX_EXPONENT = 30.0  # e^30 is 1e13: beyond it the exponential is replaced by its tangent, finite and of the right sign
 
 
 class Pairs(NamedTuple):
     """N pairs, all `[N]`; log-probs are summed over the response's tokens, and lengths count those tokens.
 
-    The fields after the lengths are for the losses that ask for them: rewards for `odpo`; for `tdpo`, KL(ref || policy)
+    The fields after the lengths are for the losses that need them: rewards for `odpo`; for `tdpo`, KL(ref || policy)
     summed over the positions of the response, with gradient; for `wpo`, exp of the mean over the tokens of
     (log p - log of the sum over the vocabulary of p^2), without gradient.
     """
@@ -60,7 +59,7 @@ def dpo(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
 
 
 def ipo(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
-    """DPO with a target for the margin instead of a push without end: (h_w - h_l - 1/(2 beta))^2.
+    """DPO with a finite target for the margin: (h_w - h_l - 1/(2 beta))^2.
 
     beta is the paper's tau. Azar et al. 2023, arXiv:2310.12036; sums as there (TRL takes means over tokens).
     """
@@ -68,7 +67,7 @@ def ipo(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
 
 
 def hinge(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
-    """DPO with SLiC's hinge in place of the logistic: max(0, 1 - beta (h_w - h_l)).
+    """DPO with SLiC's hinge loss instead of the logistic: max(0, 1 - beta (h_w - h_l)).
 
     The form with a reference: Liu et al. 2023, arXiv:2309.06657. SLiC itself (Zhao et al. 2023, arXiv:2305.10425) has
     none, and a margin delta = 1/beta.
@@ -91,14 +90,14 @@ def robust_dpo(pairs: Pairs, *, beta: float = 0.1, label_smoothing: float = 0.1)
     z = beta (h_w - h_l). Its mean over the flips is DPO on clean labels. Chowdhury et al. 2024, arXiv:2403.00409.
     """
     if not 0 <= label_smoothing < 0.5:
-        raise ValueError(f"label_smoothing is {label_smoothing}; robust_dpo needs a share of wrong labels in [0, 0.5)")
+        raise ValueError(f"label_smoothing is {label_smoothing}; robust_dpo needs a flip rate in [0, 0.5)")
     z = beta * _margin(pairs)
     noisy = -(1 - label_smoothing) * _log_sigmoid(z) + label_smoothing * _log_sigmoid(-z)
     return noisy / (1 - 2 * label_smoothing)
 
 
 def exo(pairs: Pairs, *, beta: float = 0.1, label_smoothing: float = 1e-3) -> Tensor:
-    """DPO's KL the other way round: KL from (s(z), s(-z)) to the labels (1 - e, e), z = beta (h_w - h_l).
+    """DPO with the reverse KL: KL from (s(z), s(-z)) to the labels (1 - e, e), z = beta (h_w - h_l).
 
     s(z) (log s(z) - log(1 - e)) + s(-z) (log s(-z) - log e). Ji et al. 2024, arXiv:2402.00856.
     """
@@ -110,7 +109,7 @@ def exo(pairs: Pairs, *, beta: float = 0.1, label_smoothing: float = 1e-3) -> Te
 
 
 def nca(pairs: Pairs, *, beta: float = 0.01) -> Tensor:
-    """Each response is told from noise by itself: -log s(beta h_w) - (log s(-beta h_w) + log s(-beta h_l)) / 2.
+    """Noise-contrastive, each response on its own: -log s(beta h_w) - (log s(-beta h_w) + log s(-beta h_l)) / 2.
 
     Chen et al. 2024, arXiv:2402.05369.
     """
@@ -128,7 +127,7 @@ def sppo(pairs: Pairs, *, beta: float = 0.001) -> Tensor:
 
 
 def apo_zero(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
-    """Chosen up and rejected down, each against the reference: -s(beta h_w) + s(beta h_l).
+    """Raises chosen and lowers rejected, each against the reference: -s(beta h_w) + s(beta h_l).
 
     For chosen responses better than the model's own. D'Oosterlinck et al. 2024, arXiv:2408.06266 (TRL adds 1).
     """
@@ -137,7 +136,7 @@ def apo_zero(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
 
 
 def apo_down(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
-    """Chosen down, and rejected down by more: s(beta h_w) - s(beta (h_w - h_l)).
+    """Lowers chosen, and rejected more: s(beta h_w) - s(beta (h_w - h_l)).
 
     For chosen responses worse than the model's own. D'Oosterlinck et al. 2024, arXiv:2408.06266 (TRL adds 1).
     """
@@ -146,7 +145,7 @@ def apo_down(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
 
 
 def aot(pairs: Pairs, *, beta: float = 0.1, label_smoothing: float = 0.0, paired: bool = True) -> Tensor:
-    """cDPO between quantiles of the step instead of within pairs; value i is about rank i, not about pair i.
+    """cDPO between quantiles of the step instead of within pairs; value i belongs to rank i, not to pair i.
 
     z_i = beta (i-th smallest a - i-th smallest b). Paired: a = log p_w - log p_l, b the same of the reference; not
     paired: a = h_w, b = h_l. Melnyk et al. 2024, arXiv:2406.05882.
@@ -157,7 +156,7 @@ def aot(pairs: Pairs, *, beta: float = 0.1, label_smoothing: float = 0.0, paired
 
 
 def bco(pairs: Pairs, *, beta: float = 0.1, baseline: float = 0.0) -> Tensor:
-    """A classifier of good and bad around the mean reward: -log s(beta (h_w - b)) - log s(-beta (h_l - b)).
+    """Binary classification around the mean reward: -log s(beta (h_w - b)) - log s(-beta (h_l - b)).
 
     b is the running mean of h over all responses, chosen and rejected, so beta b is the paper's delta. Jung et al.
     2024, arXiv:2404.04656.
@@ -167,7 +166,7 @@ def bco(pairs: Pairs, *, beta: float = 0.1, baseline: float = 0.0) -> Tensor:
 
 
 def dpop(pairs: Pairs, *, beta: float = 0.3, lambda_: float = 50.0) -> Tensor:
-    """DPO that also asks chosen not to fall below the reference: -log s(beta (h_w - h_l - lambda max(0, -h_w))).
+    """DPO with a penalty where chosen falls below the reference: -log s(beta (h_w - h_l - lambda max(0, -h_w))).
 
     Pal et al. 2024, arXiv:2402.13228.
     """
@@ -176,7 +175,7 @@ def dpop(pairs: Pairs, *, beta: float = 0.3, lambda_: float = 50.0) -> Tensor:
 
 
 def rdpo(pairs: Pairs, *, beta: float = 0.1, alpha: float = 0.05) -> Tensor:
-    """DPO that learns less from pairs whose chosen is longer: -log s(beta (h_w - h_l) + alpha (n_w - n_l)).
+    """DPO with less gradient where chosen is longer: -log s(beta (h_w - h_l) + alpha (n_w - n_l)).
 
     Park et al. 2024, arXiv:2403.19159.
     """
@@ -185,12 +184,12 @@ def rdpo(pairs: Pairs, *, beta: float = 0.1, alpha: float = 0.05) -> Tensor:
 
 
 def odpo(pairs: Pairs, *, beta: float = 0.1, alpha: float = 1.0) -> Tensor:
-    """DPO with a larger margin for better scored responses: -log s(beta (h_w - h_l) - alpha log(score_w - score_l)).
+    """DPO with an offset by the score difference: -log s(beta (h_w - h_l) - alpha log(score_w - score_l)).
 
-    A pair whose scores do not agree with its order has an offset of log 0: in effect it is not trained. Amini et al.
+    A pair whose scores do not agree with its order has an offset of log 0 and is in effect not trained. Amini et al.
     2024, arXiv:2402.10571.
     """
-    score_w, score_l = _asked(pairs.score_chosen, "score_chosen"), _asked(pairs.score_rejected, "score_rejected")
+    score_w, score_l = _required(pairs.score_chosen, "score_chosen"), _required(pairs.score_rejected, "score_rejected")
     offset = alpha * (at_least_float32(score_w) - score_l).clamp(min=1e-30).log()
     return -_log_sigmoid(beta * _margin(pairs) - offset)
 
@@ -215,16 +214,16 @@ def caldpo(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
 
 
 def wpo(pairs: Pairs, *, beta: float = 0.01) -> Tensor:
-    """DPO weighed by how much both responses could be the policy's own: -w_w w_l log s(beta (h_w - h_l)).
+    """DPO weighted by how likely both responses are under the policy: -w_w w_l log s(beta (h_w - h_l)).
 
     The weights carry no gradient; see `Pairs`. Zhou et al. 2024, arXiv:2406.11827.
     """
-    w_w, w_l = _asked(pairs.weight_chosen, "weight_chosen"), _asked(pairs.weight_rejected, "weight_rejected")
+    w_w, w_l = _required(pairs.weight_chosen, "weight_chosen"), _required(pairs.weight_rejected, "weight_rejected")
     return (at_least_float32(w_w) * w_l).detach() * dpo(pairs, beta=beta)
 
 
 def sampo(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
-    """DPO over equally many tokens: all four sums run over the min(n_w, n_l) tokens that `sample_tokens` picks.
+    """DPO over equally many tokens: all four sums run over min(n_w, n_l) tokens drawn by `sample_tokens`.
 
     Lu et al. 2024, arXiv:2406.10957.
     """
@@ -232,10 +231,10 @@ def sampo(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
 
 
 def betadpo(pairs: Pairs, *, beta: float = 0.1, alpha: float = 0.6, baseline: float = 0.0) -> Tensor:
-    """DPO with beta (1 + alpha (mean of h_w - h_l over the step - b)), at least 0.001, in place of beta.
+    """DPO with beta (1 + alpha (mean of h_w - h_l over the step - b)), at least 0.001, instead of beta.
 
-    b is the running mean of that mean, this step included (the authors keep 0.9 of the old one). As in their code the
-    margins are not scaled by beta, and no pairs are filtered out here. Wu et al. 2024, arXiv:2407.08639.
+    b is the running mean of that mean, this step included (with momentum 0.9, as the authors). As in their code the
+    margins are not scaled by beta; the filtering of pairs is left out. Wu et al. 2024, arXiv:2407.08639.
     """
     margin = _margin(pairs)
     step_beta = (beta * (1 + alpha * (margin.detach().mean() - baseline))).clamp(min=1e-3)
@@ -243,7 +242,7 @@ def betadpo(pairs: Pairs, *, beta: float = 0.1, alpha: float = 0.6, baseline: fl
 
 
 def drdpo(pairs: Pairs, *, beta: float = 0.1, beta_prime: float = 1.0) -> Tensor:
-    """DPO, trusting the pairs with a high loss less: -beta' log mean exp(-DPO / beta'), the mean over the step.
+    """DPO with less weight on pairs with a high loss: -beta' log mean exp(-DPO / beta'), the mean over the step.
 
     One number for the step, repeated for each of its pairs. Wu et al. 2024, arXiv:2407.07880.
     """
@@ -253,9 +252,9 @@ def drdpo(pairs: Pairs, *, beta: float = 0.1, beta_prime: float = 1.0) -> Tensor
 
 
 def chipo(pairs: Pairs, *, beta: float = 0.05, r_max: float = 10.0) -> Tensor:
-    """DPO with phi(u) = u + log u for the log: -log s(clip(beta (phi(e^h_w) - phi(e^h_l)), -2 r_max, 2 r_max)).
+    """DPO with phi(u) = u + log u instead of log u: -log s(clip(beta (phi(e^h_w) - phi(e^h_l)), -2 r_max, 2 r_max)).
 
-    r_max bounds the rewards; its default is ours. Huang et al. 2024, arXiv:2407.13399.
+    r_max bounds the rewards; its default is not from the paper. Huang et al. 2024, arXiv:2407.13399.
     """
     h_w, h_l = _log_ratios(pairs)
     z = beta * (_expm1(h_w) - _expm1(h_l) + h_w - h_l)
@@ -265,7 +264,7 @@ def chipo(pairs: Pairs, *, beta: float = 0.05, r_max: float = 10.0) -> Tensor:
 def focalpo(pairs: Pairs, *, beta: float = 0.1, gamma: float = 0.05) -> Tensor:
     """DPO with less weight on pairs that are ranked wrongly: -s(z)^gamma log s(z), z = beta (h_w - h_l).
 
-    Where log s(z) < -1/gamma the push turns round: above gamma = 1.44 that is so from the start. Liu et al. 2025,
+    Where log s(z) < -1/gamma the gradient changes sign: above gamma = 1.44 already at z = 0. Liu et al. 2025,
     arXiv:2501.06645.
     """
     log_p = _log_sigmoid(beta * _margin(pairs))
@@ -288,13 +287,13 @@ def gpo(pairs: Pairs, *, beta: float = 0.1, function: str = "truncated_quadratic
     f(x): logistic log(1 + e^-x), hinge max(0, 1 - x), squared (x - 1)^2, exponential e^-x, truncated_quadratic
     max(0, 1 - x)^2, savage 1/(1 + e^x)^2. Tang et al. 2024, arXiv:2402.05749.
     """
-    return _picked(MARGIN_LOSSES, function, "function")(beta * _margin(pairs))
+    return lookup("function", function, MARGIN_LOSSES)(beta * _margin(pairs))
 
 
 def hdpo(pairs: Pairs, *, beta: float = 0.1, alpha: float = 0.9) -> Tensor:
-    """DPO with a say on entropy: -log s(beta (alpha (log p_w - log p_l) - (log ref_w - log ref_l))).
+    """DPO with control of the entropy: -log s(beta (alpha (log p_w - log p_l) - (log ref_w - log ref_l))).
 
-    alpha < 1 asks for a sharper policy. Omura et al. 2024, arXiv:2411.07595.
+    alpha < 1 makes the policy sharper. Omura et al. 2024, arXiv:2411.07595.
     """
     return -_log_sigmoid(beta * (alpha * _policy_margin(pairs) - _ref_margin(pairs)))
 
@@ -315,15 +314,15 @@ def fdpo(pairs: Pairs, *, beta: float = 0.1, divergence: str = "reverse_kl", alp
     """
     if not 0 < alpha <= 1:
         raise ValueError(f"alpha is {alpha}; give one in (0, 1]: near 0 is reverse_kl, 1 is forward_kl")
-    slope = _picked(DIVERGENCES, divergence, "divergence")
+    slope = lookup("divergence", divergence, DIVERGENCES)
     h_w, h_l = _log_ratios(pairs)
     return -_log_sigmoid(beta * (slope(h_w, alpha) - slope(h_l, alpha)))
 
 
 def dposhift(pairs: Pairs, *, beta: float = 0.1, lambda_: float = 0.95) -> Tensor:
-    """DPO that counts the rejected response less: -log s(beta (h_w - lambda h_l)).
+    """DPO with less weight on the rejected response: -log s(beta (h_w - lambda h_l)).
 
-    lambda is the paper's f(lambda) when fixed. Yang et al. 2025, arXiv:2502.07599.
+    lambda is the paper's f(lambda), fixed. Yang et al. 2025, arXiv:2502.07599.
     """
     h_w, h_l = _log_ratios(pairs)
     return -_log_sigmoid(beta * (h_w - lambda_ * h_l))
@@ -335,9 +334,9 @@ def tdpo(pairs: Pairs, *, beta: float = 0.1, alpha: float = 0.5, version: int = 
     Version 1 has alpha = 1 and a gradient through kl_w. Zeng et al. 2024, arXiv:2404.11999.
     """
     if version not in (1, 2):
-        raise ValueError(f"version is {version}; tdpo has 1 and 2")
-    kl_w = at_least_float32(_asked(pairs.kl_chosen, "kl_chosen"))
-    kl_l = _asked(pairs.kl_rejected, "kl_rejected")
+        raise ValueError(f"version is {version}; tdpo has versions 1 and 2")
+    kl_w = at_least_float32(_required(pairs.kl_chosen, "kl_chosen"))
+    kl_l = _required(pairs.kl_rejected, "kl_rejected")
     kl = kl_w - kl_l if version == 1 else alpha * (kl_w.detach() - kl_l)
     return -_log_sigmoid(beta * (_margin(pairs) + kl))
 
@@ -362,7 +361,7 @@ def simpo(pairs: Pairs, *, beta: float = 2.0, gamma: float = 1.0) -> Tensor:
 def cposimpo(pairs: Pairs, *, beta: float = 10.0, gamma: float = 5.4) -> Tensor:
     """SimPO plus CPO's NLL (see `NLL_WEIGHT`): -log s(beta (log p_w / n_w - log p_l / n_l) - gamma).
 
-    The authors of CPO in their repository CPO_SIMPO, 2024: defaults and weight from its configuration.
+    From the repository CPO_SIMPO of the authors of CPO, 2024, with its defaults and weight.
     """
     return simpo(pairs, beta=beta, gamma=gamma)
 
@@ -388,24 +387,24 @@ def orpo(pairs: Pairs, *, lambda_: float = 0.1) -> Tensor:
 
 
 def dapo_pairs(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
-    """DPO on pairs that rewards have picked from a group of samples: -log s(beta (h_w - h_l)).
+    """DPO on pairs selected by reward from a group of samples: -log s(beta (h_w - h_l)).
 
-    Not the `dapo` of decoupled clipping.
+    Not `dapo`, which has decoupled clipping.
     """
     return dpo(pairs, beta=beta)
 
 
 def sample_tokens(length: int, wanted: int, row_id: str) -> IntArray:
-    """Which `wanted` of a response's `length` tokens `sampo` sums over, in order: always the same for a row's id."""
+    """Return the sorted indices of `wanted` of `length` tokens, for `sampo`; a function of the row's id."""
     if not 0 <= wanted <= length:
-        raise ValueError(f"row {row_id}: {wanted} tokens are wanted of {length}; ask for 0 to {length}")
+        raise ValueError(f"row {row_id}: {wanted} of {length} tokens wanted; give 0 to {length}")
     seed = int.from_bytes(blake2b(row_id.encode(), digest_size=8).digest(), "little")
-    order = np.random.PCG64(seed).random_raw(length).argsort(kind="stable")  # raw bits never change between versions
+    order = np.random.PCG64(seed).random_raw(length).argsort(kind="stable")  # raw bits are stable across NumPy versions
     return np.sort(order[:wanted])
 
 
 def _log_ratios(pairs: Pairs) -> tuple[Tensor, Tensor]:
-    # one operand in float32 is enough: the other is promoted to it before they are subtracted
+    # one float32 operand is enough: the other is promoted before the subtraction
     return at_least_float32(pairs.chosen) - pairs.ref_chosen, at_least_float32(pairs.rejected) - pairs.ref_rejected
 
 
@@ -443,18 +442,12 @@ def _expm1(x: Tensor) -> Tensor:
 
 
 def _logit(log_q: Tensor) -> Tensor:
-    """log q - log(1 - q); a certain token has no finite odds, so q stays a little below 1."""
+    """log q - log(1 - q); q is kept below 1, where the odds are infinite."""
     log_q = log_q.clamp(max=-1e-6)
     return log_q - (-log_q.expm1()).log()
 
 
-def _asked(field: Tensor | None, name: str) -> Tensor:
+def _required(field: Tensor | None, name: str) -> Tensor:
     if field is None:
-        raise ValueError(f"this loss needs `{name}`, and these pairs have none: fill that field of Pairs")
+        raise ValueError(f"this loss needs `{name}`, which is None; set that field of Pairs")
     return field
-
-
-def _picked(table: Mapping[str, T], name: str, parameter: str) -> T:
-    if name not in table:
-        raise ValueError(f"{parameter} is {name!r}; there are {', '.join(table)}")
-    return table[name]

@@ -1,6 +1,7 @@
-"""What a parameter may be, told by its name: most names mean the same in every loss, and the others say which loss's.
+"""The allowed values of parameters, by name.
 
-Every number is finite, whatever its name. A name that is not here may be any number.
+Most names mean the same in every loss; a key `algorithm.parameter` is for that algorithm alone. All numbers must be
+finite. A name that is not here may be any number.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from oxrl.algorithms.supervised import TEACHER_DIVERGENCES
 class Allowed(NamedTuple):
     """`Allowed("above 0", lambda x: x > 0)`."""
 
-    words: str
+    description: str
     holds: Callable[[Any], bool]
 
 
@@ -82,12 +83,12 @@ RANGES: Mapping[str, Allowed] = {
 
 
 def allowed(algorithm: str, parameter: str) -> Allowed | None:
-    """What `algorithm` takes for `parameter`."""
+    """Return what `algorithm` allows for `parameter`; None: any value of its type."""
     return RANGES.get(f"{algorithm}.{parameter}", RANGES.get(parameter))
 
 
-def check_value(algorithm: str, parameter: str, value: Any, default: Any, *, ours: bool = True) -> None:
-    """Of the kind of its default, finite, and, where it is a parameter of ours, within its range."""
+def check_value(algorithm: str, parameter: str, value: Any, default: Any, *, in_range: bool = True) -> None:
+    """Raise ValueError for a value of another type than its default, not finite, or (`in_range`) out of its range."""
     wanted: tuple[type, ...] = {bool: (bool,), int: (int,), str: (str,)}.get(type(default), (float, int))
     if default is None and value is None:
         return
@@ -95,6 +96,6 @@ def check_value(algorithm: str, parameter: str, value: Any, default: Any, *, our
         raise ValueError(f"{algorithm}: {parameter} must be like its default {default!r}, not {value!r}")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{algorithm}: {parameter} is {value}; give a finite number")
-    range_of = allowed(algorithm, parameter) if ours else None
+    range_of = allowed(algorithm, parameter) if in_range else None
     if range_of is not None and not range_of.holds(value):
-        raise ValueError(f"{algorithm}: {parameter} is {value!r}; it must be {range_of.words}")
+        raise ValueError(f"{algorithm}: {parameter} is {value!r}; it must be {range_of.description}")

@@ -1,6 +1,6 @@
-"""Pure losses to `Algorithm`s: rows become the view that a loss asks for, and its result becomes sums with units.
+"""Pure losses to `Algorithm`s: rows become the view that a loss takes, and its result becomes sums with units.
 
-One adapter per view. A loss's keyword-only signature is its schema, so nothing about it is declared twice.
+One adapter per view. The keyword-only parameters of a loss are its schema, so nothing is declared twice.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from oxrl.algorithms.assemble import (
     group_items,
     judged_items,
     pair_items,
-    text_items,
 )
-from oxrl.algorithms.online import against_reference_reply, good_rollouts, one_row_each
+from oxrl.algorithms.online import against_reference_response, good_rollouts, one_row_each
 from oxrl.algorithms.preference import Pairs, sample_tokens
 from oxrl.algorithms.unpaired import Labelled, kl_baseline
 from oxrl.tensors import forward_kl, log_sum_squares, segment_sums
@@ -56,18 +55,18 @@ Parameters: TypeAlias = dict[str, Any]
 
 
 class Recipe(NamedTuple):
-    """A line of the table: what is shown (`loss`, its docstring and parameters) and how it becomes an `Algorithm`."""
+    """An entry of the table: `loss`, whose docstring and parameters are shown, and `build` for its `Algorithm`."""
 
     name: str
     loss: Callable[..., Any]
     build: Callable[[str, Parameters], Algorithm]
-    also: tuple[Callable[..., Any], ...] = ()  # functions whose keyword-only parameters belong to it too
-    hidden: tuple[str, ...] = ()  # parameters that the adapter fills
-    about: str = ""  # what is to be said before the docstring of `loss`
-    advantage: Callable[..., Any] | None = None  # whose docstring says what A is in that of `loss`
+    also: tuple[Callable[..., Any], ...] = ()  # functions whose keyword-only parameters are added
+    hidden: tuple[str, ...] = ()  # parameters filled by the adapter
+    about: str = ""  # shown before the docstring of `loss`
+    advantage: Callable[..., Any] | None = None  # its docstring defines A in that of `loss`
 
     def own(self) -> set[str]:
-        """The parameters of the loss itself, without those of what is added to it."""
+        """The parameters of the loss itself, without those of `also`."""
         return set(accepted(self.loss, self.schema()))
 
     def schema(self) -> dict[str, inspect.Parameter]:
@@ -119,7 +118,7 @@ def rejection_sampling(name: str) -> Recipe:
 
 
 def pair_view(outputs: Outputs, batch: Batch) -> Pairs:
-    """Sums over each row's trained tokens; rows alternate chosen and rejected."""
+    """Sums over each row's trained tokens; chosen and rejected rows alternate."""
     keep = batch.streams.get("keep", batch.mask)
 
     def sums(stream: Tensor) -> tuple[Tensor, Tensor]:
@@ -158,7 +157,7 @@ def preference(
     name: str | None = None,
     online: Online | None = None,
 ) -> Recipe:
-    """A loss whose pairs do not depend on each other; `nll` adds that much of the chosen replies' NLL."""
+    """A loss over independent pairs; `nll` is the default weight of an added NLL of the chosen responses."""
 
     def build(name: str, parameters: Parameters) -> Algorithm:
         own, nll_weight = accepted(loss, parameters), parameters.get("nll_weight", 0.0)
@@ -178,21 +177,21 @@ def preference(
 
 def _nll_added(default: float) -> Callable[..., None]:
     def also(*, nll_weight: float = default) -> None:
-        """How much of the chosen replies' NLL is added."""
+        """The weight of the added NLL of the chosen responses."""
 
     return also
 
 
 def coupled_preference(loss: Loss, remember: Callable[[Pairs, Memory], float] | None = None) -> Recipe:
-    """A loss in which the pairs of a step depend on each other, written over the whole step's stamped log-probs.
+    """A loss that couples the pairs of a step, computed over the log-probs recorded for the whole step.
 
-    Its derivative with respect to each row's log-prob becomes the row's coefficient, and the weighted sum of log-probs
-    is what is trained: the same gradient, whatever the micro-batches. `remember` turns a running mean into `baseline`.
+    The trained loss is the sum of log-probs weighted by the derivative of the loss with respect to each of them: the
+    same gradient, independent of the micro-batches. `remember` returns a running mean, passed as `baseline`.
     """
 
     def build(name: str, parameters: Parameters) -> Algorithm:
         def credit(items: list[Item], memory: Memory) -> list[Item]:
-            pairs = _stamped_pairs(items)
+            pairs = _recorded_pairs(items)
             given = parameters if remember is None else {**parameters, "baseline": remember(pairs, memory)}
             losses = loss(pairs, **given)
             slopes = torch.autograd.grad(losses.mean(), [pairs.chosen, pairs.rejected])
@@ -217,7 +216,7 @@ def coupled_preference(loss: Loss, remember: Callable[[Pairs, Memory], float] | 
     return Recipe(loss.__name__, loss, build, hidden=("baseline",))
 
 
-def _stamped_pairs(items: Sequence[Item]) -> Pairs:
+def _recorded_pairs(items: Sequence[Item]) -> Pairs:
     def sums(side: int, stream: str) -> Tensor:
         return torch.tensor([float((i[side].streams[stream] * i[side].mask).sum()) for i in items], dtype=torch.float64)
 
@@ -227,7 +226,7 @@ def _stamped_pairs(items: Sequence[Item]) -> Pairs:
 
 
 def running_mean(name: str, value: float, memory: Memory, momentum: float = 0.9) -> float:
-    """Moves `memory[name]` towards `value`; the first value is taken whole."""
+    """Update the exponential moving average `memory[name]` and return it; it starts at the first value."""
     memory[name] = momentum * memory[name] + (1 - momentum) * value if name in memory else value
     return memory[name]
 
@@ -245,7 +244,7 @@ def mean_margin(pairs: Pairs, memory: Memory) -> float:
 
 
 def down_sampled(items: list[Item], memory: Memory) -> list[Item]:  # noqa: ARG001 - the signature of credit
-    """Both replies of a pair count with as many tokens as the shorter one has, drawn by the row's id (SamPO)."""
+    """SamPO: keep as many tokens of each response of a pair as the shorter one has, sampled by row id."""
 
     def kept(row: Row, wanted: int) -> Row:
         trained = np.flatnonzero(row.mask)
@@ -280,31 +279,31 @@ def _with_baseline(items: Sequence[Item], baseline: float) -> list[Item]:
     return [tuple(replace(row, scalars={**row.scalars, "baseline": baseline}) for row in item) for item in items]
 
 
-def _warn_of_one_side(rows: Sequence[Row], memory: Memory) -> None:
-    """Once in a run: what is judged against its contrary needs both in a step."""
+def _warn_if_one_label(rows: Sequence[Row], memory: Memory) -> None:
+    """Warn once per run: the losses compare good with bad responses, so a step needs both."""
     labels = {bool(row.scalars["label"]) for row in rows}
     if len(labels) == 1 and "warned_of_one_side" not in memory:
         memory["warned_of_one_side"] = 1.0
         logger.warning(
-            "all of the %d judged replies of a step are %s, so it cannot tell good from bad; take larger steps, or mix "
-            "the labels",
+            "all %d labelled responses of a step are %s, so good and bad cannot be compared; increase the batch size, "
+            "or mix the labels",
             len(rows),
             "good" if True in labels else "bad",
         )
 
 
 def kto_credit(items: list[Item], memory: Memory) -> list[Item]:
-    """The KL baseline from mismatched rows, once for the step; those rows have then done their part."""
-    strangers = [row for (row,) in items if row.scalars["mismatched"]]
-    judged_rows = [item for item in items if not item[0].scalars["mismatched"]]
-    _warn_of_one_side([row for (row,) in judged_rows], memory)
-    baseline = float(kl_baseline(torch.tensor([_log_ratio(row) for row in strangers])))
-    return _with_baseline(judged_rows, baseline)
+    """Set the KL baseline of the step from the mismatched rows, and drop those rows."""
+    mismatched = [row for (row,) in items if row.scalars["mismatched"]]
+    labelled = [item for item in items if not item[0].scalars["mismatched"]]
+    _warn_if_one_label([row for (row,) in labelled], memory)
+    baseline = float(kl_baseline(torch.tensor([_log_ratio(row) for row in mismatched])))
+    return _with_baseline(labelled, baseline)
 
 
 def bco_credit(items: list[Item], memory: Memory) -> list[Item]:
-    """The running mean of h, half from good replies and half from bad ones."""
-    _warn_of_one_side([row for (row,) in items], memory)
+    """Set the baseline to the running mean of h, half from good responses and half from bad ones."""
+    _warn_if_one_label([row for (row,) in items], memory)
     sides = [[_log_ratio(row) for (row,) in items if bool(row.scalars["label"]) == good] for good in (True, False)]
     for name, values in zip(("mean_good", "mean_bad"), sides, strict=True):
         if values:
@@ -320,5 +319,4 @@ ON_GROUPS: dict[str, Any] = {
     "arrange": best_and_worst,
     "online": Online(one_row_each, needs_variance=True),
 }
-AGAINST_DATA = Online(against_reference_reply, min_group_size=1, reward_source=None)
-TEXT, CHAT = text_items, conversation_items
+AGAINST_DATA = Online(against_reference_response, min_group_size=1, reward_source=None)

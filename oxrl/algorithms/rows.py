@@ -1,7 +1,7 @@
-"""A rollout to trainable rows: what was sampled is trained on as sampled, what the model only saw is masked.
+"""A rollout to trainable rows: sampled tokens are trained as sampled, all others are masked.
 
-A row goes on while the next prompt begins with all that is there; where it does not, because a template rewrites the
-past, a new row begins. Rows of one rollout share its id as their `sequence`. What the rows are worth is `credit`.
+A turn extends the row if its prompt starts with all tokens of the row; otherwise, because the chat template rewrote
+earlier turns, it starts a new row. Rows of one rollout share its id as their `sequence`. Advantages are in `credit`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from oxrl.types import Generation, Rollout, Row, Score, Turn
 
 
 @dataclass(slots=True)
-class _Growing:
-    """A row while its turns are being added."""
+class _RowBuilder:
+    """A row to which turns are appended."""
 
     tokens: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
@@ -25,14 +25,14 @@ class _Growing:
     rewards: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
-    def see(self, tokens: Sequence[int]) -> None:
-        nothing = [0] * len(tokens)
-        self._add(tokens, False, nothing, nothing, nothing)
+    def add_prompt(self, tokens: Sequence[int]) -> None:
+        zeros = [0] * len(tokens)
+        self._extend(tokens, False, zeros, zeros, zeros)
 
-    def say(self, generation: Generation, rewards: Sequence[float]) -> None:
-        self._add(generation.token_ids, True, generation.logprobs, rewards, generation.token_versions)
+    def add_generation(self, generation: Generation, rewards: Sequence[float]) -> None:
+        self._extend(generation.token_ids, True, generation.logprobs, rewards, generation.token_versions)
 
-    def _add(
+    def _extend(
         self,
         tokens: Sequence[int],
         sampled: bool,
@@ -48,18 +48,16 @@ class _Growing:
 
 
 def rows_of(rollout: Rollout) -> list[Row]:
-    """Streams `sampler_logprob`, `sampler_version` and `reward` (where it was earned), scalars `reward` (the whole) and
-    `ended`.
+    """Rows with streams `sampler_logprob`, `sampler_version`, `reward` (per token), scalars `reward` (total), `ended`.
 
-    `ended` says of every row whether the rollout's last generation ended by itself: whoever discounts rewards takes
-    the rows of a rollout as one run of tokens, so only its very end can be cut off. Rows without a sampled token are
-    left out.
+    `ended` is the same for all rows: whether the last generation stopped by itself. Discounted sums run over all rows
+    of a rollout as one sequence, so only its end can be truncated. Rows without a sampled token are left out.
     """
     if rollout.error is not None or rollout.score is None:
         reason = rollout.error or "it has no score"
         raise ValueError(f"rollout {rollout.id} cannot be trained on: {reason}; leave it out")
     rewards = _rewards_per_token(rollout, rollout.score)
-    rows = [row for row in _grown(rollout.turns, rewards) if any(row.mask)]
+    rows = [row for row in _build_rows(rollout.turns, rewards) if any(row.mask)]
     ended = float(bool(rollout.turns) and rollout.generation.finish_reason == "stop")
     return [
         Row(
@@ -79,22 +77,22 @@ def rows_of(rollout: Rollout) -> list[Row]:
 
 
 def ungraded_rows_of(rollout: Rollout) -> list[Row]:
-    """For algorithms that do not look at rewards: all of them are 0."""
+    """For algorithms without rewards: all rewards are 0."""
     return rows_of(replace(rollout, score=Score(0.0)))
 
 
-def _grown(turns: Sequence[Turn], rewards: Sequence[Sequence[float]]) -> list[_Growing]:
-    rows: list[_Growing] = []
-    for turn, earned in zip(turns, rewards, strict=True):
+def _build_rows(turns: Sequence[Turn], rewards: Sequence[Sequence[float]]) -> list[_RowBuilder]:
+    rows: list[_RowBuilder] = []
+    for turn, turn_rewards in zip(turns, rewards, strict=True):
         if not rows or list(turn.prompt_ids[: len(rows[-1].tokens)]) != rows[-1].tokens:
-            rows.append(_Growing())
-        rows[-1].see(turn.prompt_ids[len(rows[-1].tokens) :])
-        rows[-1].say(turn.generation, earned)
+            rows.append(_RowBuilder())
+        rows[-1].add_prompt(turn.prompt_ids[len(rows[-1].tokens) :])
+        rows[-1].add_generation(turn.generation, turn_rewards)
     return rows
 
 
 def _rewards_per_token(rollout: Rollout, score: Score) -> list[list[float]]:
-    """For each turn, a reward for each of its sampled tokens."""
+    """Return, for each turn, a reward for each of its sampled tokens."""
     lengths = [len(turn.generation.token_ids) for turn in rollout.turns]
     for turn, length in zip(rollout.turns, lengths, strict=True):
         if len(turn.generation.logprobs) != length:
@@ -111,7 +109,7 @@ def _rewards_per_token(rollout: Rollout, score: Score) -> list[list[float]]:
     else:
         _check(rollout, score.value, per_turn, len(lengths), "per_turn", "turns")
         if lost := [n for n, (value, length) in enumerate(zip(per_turn, lengths, strict=True)) if value and not length]:
-            raise ValueError(f"rollout {rollout.id}: turn {lost[0]} earned a reward but sampled no token to put it on")
+            raise ValueError(f"rollout {rollout.id}: turn {lost[0]} has a reward but no sampled token to put it on")
     return [[0.0] * (n - 1) + [value] if n else [] for value, n in zip(per_turn, lengths, strict=True)]
 
 

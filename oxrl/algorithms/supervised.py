@@ -1,4 +1,4 @@
-"""Losses that imitate what a row says, a teacher's distribution, or a judge's order."""
+"""Supervised losses: likelihood of the data, distillation from a teacher, ranking of pairs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from oxrl.names import lookup
 from oxrl.tensors import Statistic, forward_kl, jensen_shannon, reverse_kl
 from oxrl.types import Batch, Losses, Outputs, Term
 
@@ -20,7 +21,7 @@ def negative_log_likelihood(outputs: Outputs, batch: Batch) -> Losses:
 
 
 def _accuracy(outputs: Outputs) -> dict[str, Term]:
-    """There when `correct` was asked for, as evaluations do."""
+    """The token accuracy, if the statistic `correct` was computed, as in evaluations."""
     correct = outputs.statistics.get("correct")
     return {} if correct is None else {"token_accuracy": Term(correct.sum(), "token")}
 
@@ -33,12 +34,10 @@ TEACHER_DIVERGENCES: Mapping[str, Callable[[float], Callable[..., Tensor]]] = {
 
 
 def teacher_divergence(*, divergence: str = "forward", temperature: float = 1.0, gjs_beta: float = 0.5) -> Statistic:
-    """Which divergence from the teacher: forward (KL(teacher || model)), reverse, or generalised Jensen-Shannon."""
-    if divergence not in TEACHER_DIVERGENCES:
-        raise ValueError(f"divergence is {divergence!r}; there are {', '.join(TEACHER_DIVERGENCES)}")
+    """The divergence from the teacher: forward (KL(teacher || model)), reverse, or generalised Jensen-Shannon."""
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}; it must be above 0")
-    kind = TEACHER_DIVERGENCES[divergence](gjs_beta)
+    kind = lookup("divergence", divergence, TEACHER_DIVERGENCES)(gjs_beta)
     # Gradients of softened distributions shrink with the square of the temperature: Hinton et al. 2015.
     return lambda logits, targets, other: temperature**2 * kind(logits, targets, other, temperature=temperature)
 
@@ -55,18 +54,18 @@ def distilled(outputs: Outputs, batch: Batch, *, kd_weight: float = 0.5) -> Loss
 
 
 class Scores(NamedTuple):
-    """A scalar head's scores of N pairs, and by how much the chosen one should win."""
+    """A scalar head's scores of N pairs, and the margin by which the chosen score should be higher."""
 
     chosen: Tensor  # [N]
     rejected: Tensor  # [N]
-    margin: Tensor  # [N], 0 where nothing is said
+    margin: Tensor  # [N], 0 if not given
 
 
 def bradley_terry(scores: Scores, *, centre: float = 0.0) -> Tensor:
     """-log s(r_w - r_l - margin) + centre (r_w + r_l)^2: one loss per pair.
 
     Ouyang et al. 2022, arXiv:2203.02155; the margin: Touvron et al. 2023, arXiv:2307.09288; centring, which fixes the
-    score's zero: Eisenstein et al. 2023, arXiv:2312.09244.
+    zero of the scores: Eisenstein et al. 2023, arXiv:2312.09244.
     """
     from torch.nn.functional import logsigmoid
 

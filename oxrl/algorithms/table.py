@@ -1,4 +1,4 @@
-"""One line per algorithm."""
+"""The table of algorithms: one line per algorithm."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ from typing import Any, Literal
 from oxrl.algorithms import credit, policy
 from oxrl.algorithms import preference as p
 from oxrl.algorithms.advantages import step_credit
-from oxrl.algorithms.assemble import group_against_greedy_items, with_mismatched
+from oxrl.algorithms.assemble import conversation_items, group_against_greedy_items, text_items, with_mismatched
 from oxrl.algorithms.online import group_against_greedy, group_of_rollouts
 from oxrl.algorithms.policy import Policy
-from oxrl.algorithms.policy_recipes import BY_ITSELF, actor_critic, distilled_policy, policy_gradient
+from oxrl.algorithms.policy_recipes import SINGLE_ROLLOUTS, actor_critic, distilled_policy, policy_gradient
 from oxrl.algorithms.preference import Pairs
 from oxrl.algorithms.recipes import (
     AGAINST_DATA,
     CERTAINTY,
-    CHAT,
     ON_GROUPS,
     REF_KL,
-    TEXT,
     Recipe,
     bco_credit,
     coupled_preference,
@@ -50,17 +48,17 @@ _GREEDY: dict[str, Any] = {
 }
 _ABOUT = {
     "cpt": "Continued pre-training: SFT over every token of plain text.",
-    "online_dpo": "DPO on the best and the worst of the policy's own answers to a prompt, as the reward ranks them.",
-    "spin": "Self-play: DPO with the data's reply as chosen and the policy's own as rejected (arXiv:2401.01335).",
+    "online_dpo": "DPO on the policy's own responses with the highest and the lowest reward of each prompt.",
+    "spin": "Self-play: DPO with the data's response as chosen and the policy's own as rejected (arXiv:2401.01335).",
     "rlhf": "Reinforcement learning from human feedback: GRPO with a trained reward model.",
     "rlaif": "Reinforcement learning from AI feedback: GRPO with a judge's rewards.",
-    "sgrpo": "Stable GRPO: the clipped surrogate with group advantages, every token of the step alike.",
-    "rloo": "REINFORCE with the mean reward of the other answers to the prompt as baseline.",
+    "sgrpo": "Stable GRPO: the clipped surrogate with group advantages, all tokens of the step weighted equally.",
+    "rloo": "REINFORCE with the mean reward of the other responses to the prompt as baseline.",
     "max_rl": "REINFORCE with (r - mean) / mean over the group: maximum likelihood of success.",
-    "remax": "REINFORCE with the reward of the greedy answer as baseline.",
+    "remax": "REINFORCE with the reward of the greedy response as baseline.",
     "reinforce_pp": "REINFORCE++: the clipped surrogate with rewards normalised over the step.",
 }
-"""What is to be said before a loss's own words, where several algorithms share it."""
+"""Descriptions of algorithms that share a loss with others, shown before the docstring of the loss."""
 
 
 def _feedback(reward_source: Literal["reward model", "judge"]) -> dict[str, Any]:
@@ -68,8 +66,8 @@ def _feedback(reward_source: Literal["reward model", "judge"]) -> dict[str, Any]
 
 
 _TABLE = (
-    imitation("sft", CHAT),
-    imitation("cpt", TEXT),
+    imitation("sft", conversation_items),
+    imitation("cpt", text_items),
     distillation("kd"),
     reward_model("rm"),
     rejection_sampling("rft"),
@@ -103,12 +101,12 @@ _TABLE = (
     policy_gradient(policy.gspo, credit.zscore, "sequence", weigh=policy.per_sequence_mean),
     policy_gradient(policy.gmpo, credit.zscore, "sequence", weigh=policy.per_sequence_mean),
     policy_gradient(policy.cispo, credit.zscore, "token"),
-    policy_gradient(policy.reinforce, credit.against_mean, "sequence", online=BY_ITSELF),
+    policy_gradient(policy.reinforce, credit.against_mean, "sequence", online=SINGLE_ROLLOUTS),
     policy_gradient(policy.reinforce, credit.leave_one_out, "sequence", name="rloo"),
     policy_gradient(policy.reinforce, credit.max_rl, "sequence", name="max_rl"),
     policy_gradient(policy.reinforce, credit.best_against_greedy, "sequence", name="remax", **_GREEDY),
     policy_gradient(
-        policy.clipped, credit.reinforce_pp, "token", name="reinforce_pp", credit_of=step_credit, online=BY_ITSELF
+        policy.clipped, credit.reinforce_pp, "token", name="reinforce_pp", credit_of=step_credit, online=SINGLE_ROLLOUTS
     ),
     actor_critic("ppo"),
     distilled_policy("opd"),
@@ -120,7 +118,7 @@ ALGORITHMS: Mapping[str, Recipe] = {
 
 
 def recipe_of(function: Any) -> Recipe:
-    """A user's loss, told by the view that its first argument asks for."""
+    """Return the recipe of a custom loss, by the annotation of its first argument."""
     hints = typing.get_type_hints(function)
     first = next((hint for name, hint in hints.items() if name != "return"), None)
     if first is Pairs:
@@ -129,5 +127,5 @@ def recipe_of(function: Any) -> Recipe:
         return policy_gradient(function, credit.zscore, "token")
     raise ValueError(
         f"{getattr(function, '__name__', function)}: annotate its first argument with Pairs (a loss per pair) or "
-        "Policy (a loss per token), so that it is known what it wants to see"
+        "Policy (a loss per token), which selects the view that it is called with"
     )

@@ -1,7 +1,7 @@
-"""Log-ratios of responses that were judged one by one, as good or bad, to one loss per response.
+"""Log-ratios of responses with labels good or bad to one loss per response.
 
-Every loss is [N] -> [N]; the baseline it compares with is a number of the whole step, computed before and without
-gradient. How rows become a `Labelled`, and how a running baseline is kept, is not here.
+Every loss is [N] -> [N]; its baseline is a number of the whole step, computed before, without gradient. How rows become
+a `Labelled`, and how a running baseline is kept, is in `recipes`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class Labelled(NamedTuple):
-    """N responses: h = log p - log ref summed over the response, the judgement, and what h is compared with."""
+    """N responses: h = log p - log ref summed over the response, the label, and the baseline of h."""
 
     logratio: Tensor  # [N]
     good: Tensor  # [N] bool
-    baseline: Tensor  # one number, or [N]; it gets no gradient
+    baseline: Tensor  # one number, or [N]; no gradient
 
 
 def kto(
@@ -36,7 +36,7 @@ def kto(
 def bco_unpaired(labelled: Labelled, *, beta: float = 0.1) -> Tensor:
     """A classifier of good and bad around a baseline b: -log s(beta (h - b)) if good, -log s(beta (b - h)) if bad.
 
-    b is the running mean of h (half that of the good, half that of the bad), so beta b is the paper's delta. Without
+    b is the running mean of h (half from the good, half from the bad), so beta b is the paper's delta. Without
     its reweighting by prompts. Jung et al. 2024, arXiv:2404.04656.
     """
     from torch.nn.functional import logsigmoid
@@ -46,7 +46,7 @@ def bco_unpaired(labelled: Labelled, *, beta: float = 0.1) -> Tensor:
 
 
 def kl_baseline(mismatched_logratio: Tensor) -> Tensor:
-    """KTO's z, one number: max(0, mean of h) over responses that were put to prompts they do not belong to."""
+    """KTO's z, one number: max(0, mean of h) over responses paired with the wrong prompts."""
     return at_least_float32(mismatched_logratio.detach()).mean().clamp(min=0)
 
 

@@ -1,7 +1,6 @@
-"""Rewards to what may be said about them: a mean with its interval, pass@k, and whether two models differ.
+"""Statistics of rewards: a mean with its confidence interval, pass@k, and the comparison of two models.
 
-A prompt is the unit throughout: several answers to one prompt are one number, so that they do not count as evidence
-twice. Where rewards come from is not known here.
+The unit is a prompt: the rewards of several responses to one prompt are averaged first, as they are not independent.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Z95 = 1.959964  # of the normal distribution: 95 % lie within
-Z80 = 0.841621  # 80 % lie below: the usual power
-NOISE = 0.05  # a p-value from here on is noise
-FLIPS = 20_000  # sign flips drawn where there are too many to count
+Z95 = 1.959964  # of the normal distribution: 95 % lie within +-Z95
+Z80 = 0.841621  # 80 % lie below Z80: the usual power
+NOISE = 0.05  # the least p-value that counts as noise
+FLIPS = 20_000  # sign flips sampled where there are too many to enumerate
 
 
 class Estimate(NamedTuple):
-    """`Estimate(0.8, 0.49, 0.94)`: a mean and where the truth lies with 95 %."""
+    """`Estimate(0.8, 0.49, 0.94)`: a mean and its 95 % confidence interval."""
 
     mean: float
     low: float
@@ -32,30 +31,30 @@ def estimate(rewards: Sequence[float]) -> Estimate:
 
 
 def confidence_interval(rewards: Sequence[float]) -> tuple[float, float]:
-    """95 %, for rewards from 0 to 1, or as far as they were seen to go beyond.
+    """The 95 % interval of the mean, for rewards from 0 to 1, or in the observed range where that is wider.
 
-    Wilson's interval (1927) with the variance that was seen: for rewards that are 0 or 1 it is his own, for many
-    rewards the normal approximation. As his it adds z²/2 rewards at each end of the range: a few equal ones are no
-    proof.
+    Wilson's interval (1927) with the observed variance: for rewards of 0 or 1 it is Wilson's, for many rewards the
+    normal approximation. Like Wilson's it adds z²/2 rewards at each end of the range, so that a few equal rewards do
+    not give an interval of zero width.
     """
     values = np.asarray(rewards, dtype=float)
     if not len(values):
-        raise ValueError("no reward has no confidence interval")
-    least, most = min(0.0, float(values.min())), max(1.0, float(values.max()))
+        raise ValueError("a confidence interval needs at least one reward")
+    lowest, highest = min(0.0, float(values.min())), max(1.0, float(values.max()))
     count, z2 = len(values), Z95 * Z95
-    centre = (values.sum() + z2 * (least + most) / 2) / (count + z2)
-    half = Z95 / (count + z2) * math.sqrt(count * values.var() + z2 * (most - least) ** 2 / 4)
-    return max(least, float(centre - half)), min(most, float(centre + half))
+    centre = (values.sum() + z2 * (lowest + highest) / 2) / (count + z2)
+    half = Z95 / (count + z2) * math.sqrt(count * values.var() + z2 * (highest - lowest) ** 2 / 4)
+    return max(lowest, float(centre - half)), min(highest, float(centre + half))
 
 
 def pass_at_k(answers: int, solved: int, k: int) -> float:
-    """The chance that one of `k` answers drawn from `answers`, of which `solved` are right, is right.
+    """The probability that at least one of `k` drawn from `answers`, of which `solved` are correct, is correct.
 
     1 - C(n - c, k) / C(n, k), unbiased (Chen et al. 2021, arXiv:2107.03374).
     """
     if not 1 <= k <= answers or not 0 <= solved <= answers:
         raise ValueError(
-            f"pass@{k} of {answers} answers, {solved} of them right: k goes from 1 to the answers there are"
+            f"pass@{k} of {answers} answers, {solved} of them correct: k must be 1 to the number of answers"
         )
     return 1.0 - math.comb(answers - solved, k) / math.comb(answers, k)
 
@@ -68,8 +67,8 @@ class Comparison(NamedTuple):
     rows: int
     better: int
     worse: int
-    rows_needed: int | None  # to see a gain of this size four times in five; None where none was seen
-    in_points: bool  # rewards go from 0 to 1, so that a hundredth is a point
+    rows_needed: int | None  # to detect a gain of this size with 80 % power; None for a gain of 0
+    in_points: bool  # rewards are in [0, 1] and are shown in points, hundredths
 
     @property
     def is_noise(self) -> bool:
@@ -77,23 +76,23 @@ class Comparison(NamedTuple):
 
     def __str__(self) -> str:
         if not self.better and not self.worse:
-            hidden = self._written(self.gain.high)
-            return f"the same reward on all {self.rows} rows; a difference below {hidden} would hardly show"
+            limit = self._with_unit(self.gain.high)
+            return f"the same reward on all {self.rows} rows; a difference below {limit} is unlikely to be detected"
         word = "gain" if self.gain.mean > 0 else "loss" if self.gain.mean < 0 else "no difference:"
         low, high = sorted((-self.gain.low, -self.gain.high)) if word == "loss" else self.gain[1:]
-        told = (
-            f"{word} {self._written(abs(self.gain.mean))} (95%: {self._number(low)} to {self._number(high)}), "
+        text = (
+            f"{word} {self._with_unit(abs(self.gain.mean))} (95%: {self._number(low)} to {self._number(high)}), "
             f"{_p(self.p)}, better on {self.better} rows and worse on {self.worse}: "
         )
         if not self.is_noise:
-            return told + "not noise"
-        told += f"cannot be told from noise with {self.rows} rows"
+            return text + "not noise"
+        text += f"not distinguishable from noise with {self.rows} rows"
         if self.rows_needed is None:
-            return told
-        more = f"about {self.rows_needed:,} rows would be needed to see a {word} of this size"
-        return f"{told}; {more}" if self.rows_needed > self.rows else told
+            return text
+        more = f"about {self.rows_needed:,} rows would be needed to detect a {word} of this size"
+        return f"{text}; {more}" if self.rows_needed > self.rows else text
 
-    def _written(self, value: float) -> str:
+    def _with_unit(self, value: float) -> str:
         return f"{self._number(value)} points" if self.in_points else self._number(value)
 
     def _number(self, value: float) -> str:
@@ -105,14 +104,14 @@ def _p(p: float) -> str:
 
 
 def compare(first: Sequence[float], second: Sequence[float], *, seed: int = 0) -> Comparison:
-    """Whether the first model earns more than the second; place by place they answered the same prompt."""
+    """Compare the rewards of two models; rewards at the same index are of the same prompt."""
     if len(first) != len(second) or not len(first):
-        raise ValueError(f"{len(first)} rewards cannot be paired with {len(second)}")
+        raise ValueError(f"cannot pair {len(first)} rewards with {len(second)}; evaluate both models on the same rows")
     gains = np.asarray(first, dtype=float) - np.asarray(second, dtype=float)
     both = (*first, *second)
-    reach = max(1.0, max(both) - min(both))
+    width = max(1.0, max(both) - min(both))
     return Comparison(
-        gain=_gain_interval(gains, reach),
+        gain=_gain_interval(gains, width),
         p=sign_flip_test(gains.tolist(), seed=seed),
         rows=len(gains),
         better=int((gains > 0).sum()),
@@ -122,47 +121,47 @@ def compare(first: Sequence[float], second: Sequence[float], *, seed: int = 0) -
     )
 
 
-def _gain_interval(gains: NDArray[np.float64], reach: float) -> Estimate:
-    """Agresti and Min (2005): two more rows, half of one at each end and the rest without a difference."""
+def _gain_interval(gains: NDArray[np.float64], width: float) -> Estimate:
+    """Agresti and Min (2005): two added rows, half a row at each end of the range and one without a difference."""
     count = len(gains) + 2
     mean = gains.sum() / count
-    variance = (np.square(gains).sum() + reach * reach) / count - mean * mean
+    variance = (np.square(gains).sum() + width * width) / count - mean * mean
     half = Z95 * math.sqrt(variance / count)
     return Estimate(float(gains.mean()), float(mean - half), float(mean + half))
 
 
 def sign_flip_test(gains: Sequence[float], *, seed: int = 0) -> float:
-    """Two-sided p-value: how often would gains that may as well be losses add up to this much, either way?
+    """Two-sided p-value: how often the sum of gains with random signs is at least as far from 0 as the observed sum.
 
-    Where all gains are of one size, as with rewards of 0 or 1, this is the exact sign test, which is McNemar's; flips
-    are counted out up to 14 of them and drawn beyond that.
+    If all gains are of one size, as with rewards of 0 or 1, this is the exact sign test, which is McNemar's. Up to 14
+    flips are enumerated; more are sampled.
     """
     sizes = np.abs(np.asarray([gain for gain in gains if gain], dtype=float))
     if not len(sizes):
         return 1.0
     if np.allclose(sizes, sizes[0]):
         return sign_test(sum(gain > 0 for gain in gains), sum(gain < 0 for gain in gains))
-    seen = abs(math.fsum(gains)) * (1 - 1e-9)
+    observed = abs(math.fsum(gains)) * (1 - 1e-9)
     if len(sizes) <= 14:
         every = (np.arange(2 ** len(sizes))[:, None] >> np.arange(len(sizes))) & 1
-        return float(np.mean(np.abs((2 * every - 1) @ sizes) >= seen))
-    chance = np.random.default_rng(seed)
-    hits = sum(bool(abs(chance.choice((-1.0, 1.0), len(sizes)) @ sizes) >= seen) for _ in range(FLIPS))
+        return float(np.mean(np.abs((2 * every - 1) @ sizes) >= observed))
+    rng = np.random.default_rng(seed)
+    hits = sum(bool(abs(rng.choice((-1.0, 1.0), len(sizes)) @ sizes) >= observed) for _ in range(FLIPS))
     return (hits + 1) / (FLIPS + 1)
 
 
 def sign_test(better: int, worse: int) -> float:
-    """Two-sided and exact: a fair coin, thrown `better + worse` times, would be this far from even so often."""
-    thrown = better + worse
-    tail = sum(math.comb(thrown, heads) for heads in range(min(better, worse) + 1))
-    p: float = 2 * tail / 2**thrown
+    """Two-sided, exact p-value: how often `better + worse` tosses of a fair coin are at least this far from even."""
+    tosses = better + worse
+    tail = sum(math.comb(tosses, heads) for heads in range(min(better, worse) + 1))
+    p: float = 2 * tail / 2**tosses
     return min(1.0, p)
 
 
 def _rows_needed(gains: NDArray[np.float64]) -> int | None:
-    """For a power of 80 % at 5 %, if gain and spread are as they were seen (Connor 1987)."""
+    """For a power of 80 % at a level of 5 %, with the observed gain and variance (Connor 1987)."""
     mean = float(gains.mean())
     if mean == 0.0:
         return None
-    by_chance, as_seen = math.sqrt(float(np.square(gains).mean())), float(gains.std())
-    return math.ceil(((Z95 * by_chance + Z80 * as_seen) / mean) ** 2)
+    null_std, std = math.sqrt(float(np.square(gains).mean())), float(gains.std())
+    return math.ceil(((Z95 * null_std + Z80 * std) / mean) ** 2)

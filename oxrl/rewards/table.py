@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from functools import partial
 from typing import Any, NamedTuple
 
-from oxrl.names import did_you_mean, import_object
+from oxrl.names import check_keywords, find_name, import_object, plain_name
 from oxrl.rewards.choice import multiple_choice
 from oxrl.rewards.code import code_reward_func
 from oxrl.rewards.exact import contains, exact_match
@@ -70,7 +69,7 @@ def reward(name: str, **parameters: Any) -> Reward:
     """`reward("number_match", tolerance=0.01)`; `reward("my_file.py:my_reward")` for a function of one's own."""
     if builder := find_builder(name):
         build = import_object(builder)
-        _check_parameters(name, build, parameters)
+        check_keywords(name, defaults_of(build), parameters, partial(_check_type, name))
         built: Reward = build(**parameters)
         return built
     function = import_object(name) if ":" in name else find_reward(name)
@@ -78,25 +77,18 @@ def reward(name: str, **parameters: Any) -> Reward:
         return function
     if not callable(function):
         raise ValueError(f"{name} is {function!r}, which is no reward function")
-    _check_parameters(name, function, parameters)
+    check_keywords(name, defaults_of(function), parameters, partial(_check_type, name))
     return as_reward(partial(function, **parameters) if parameters else function)
 
 
 def find_reward(name: str) -> Callable[..., Any]:
-    known = {_plain(each): each for each in [*REWARDS, *BUILDERS]}
-    if _plain(name) not in known:
-        near = get_close_matches(_plain(name), known, n=1)
-        hint = f"; did you mean {known[near[0]]}?" if near else "."
-        raise ValueError(
-            f"no reward is called {name!r}{hint} There are: {', '.join([*REWARDS, *BUILDERS])}; one of your own is "
-            "module:function or file.py:function"
-        )
-    return REWARDS[known[_plain(name)]]
+    custom = "; a custom one is module:function or file.py:function"
+    return REWARDS[find_name(name, [*REWARDS, *BUILDERS], f"no reward is called {name!r}", custom)]
 
 
 def find_builder(name: str) -> str | None:
     """Where a reward is made that holds something; None for plain functions."""
-    return next((place for each, place in BUILDERS.items() if _plain(each) == _plain(name)), None)
+    return next((place for each, place in BUILDERS.items() if plain_name(each) == plain_name(name)), None)
 
 
 def describe_rewards() -> dict[str, RewardCard]:
@@ -123,22 +115,10 @@ def document() -> str:
     return "\n".join(lines)
 
 
-def _plain(name: str) -> str:
-    return name.lower().replace("-", "").replace("_", "")
-
-
-def _check_parameters(name: str, function: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    schema = defaults_of(function)
-    for each, value in given.items():
-        if each not in schema:
-            hint = did_you_mean(each, schema, f"; it takes: {', '.join(schema) or 'none'}")
-            raise ValueError(f"{name} has no parameter {each}{hint}")
-        default = schema[each].default
-        is_number = isinstance(default, float | int) and not isinstance(default, bool)
-        wrong_number = is_number and (not isinstance(value, float | int) or isinstance(value, bool))
-        wrong_bool = isinstance(default, bool) and not isinstance(value, bool)
-        wrong_text = isinstance(default, str) and not isinstance(value, str)
-        if wrong_number or wrong_bool or wrong_text:
-            raise ValueError(f"{name}: {each} must be like its default {default!r}, not {value!r}")
-    if missing := [each for each, p in schema.items() if p.default is p.empty and each not in given]:
-        raise ValueError(f"{name} needs {', '.join(missing)}")
+def _check_type(reward: str, parameter: str, value: Any, default: Any) -> None:
+    is_number = isinstance(default, float | int) and not isinstance(default, bool)
+    wrong_number = is_number and (not isinstance(value, float | int) or isinstance(value, bool))
+    wrong_bool = isinstance(default, bool) and not isinstance(value, bool)
+    wrong_text = isinstance(default, str) and not isinstance(value, str)
+    if wrong_number or wrong_bool or wrong_text:
+        raise ValueError(f"{reward}: {parameter} must be like its default {default!r}, not {value!r}")

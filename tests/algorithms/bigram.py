@@ -1,4 +1,4 @@
-"""A language model small enough to be exact: what comes next depends on the last token alone, in float64."""
+"""A bigram language model in float64: the next token depends on the last token alone."""
 
 import torch
 
@@ -10,25 +10,25 @@ from oxrl.types import ImmediateTrainFuture, Outputs
 
 class Bigram:
     def __init__(self, vocabulary, seed, size=0.5):
-        chance = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed)
         shapes = {"table": (vocabulary, vocabulary), "value": (vocabulary,), "score": (vocabulary,)}
         self.weights = {
-            name: (size * torch.randn(shape, generator=chance, dtype=torch.float64)).requires_grad_()
+            name: (size * torch.randn(shape, generator=generator, dtype=torch.float64)).requires_grad_()
             for name, shape in shapes.items()
         }
 
     def outputs(self, batch, reads, others):
         before, last = batch.tokens.roll(1), batch.tokens[torch.tensor(batch.borders[1:]) - 1]
         logits, mask = self.weights["table"][before], batch.mask.double()
-        theirs = {name: other.weights["table"][before].detach() for name, other in others.items()}
-        statistics = {n: r.statistic(logits, batch.tokens, theirs.get(r.of)) * mask for n, r in reads.items()}
+        other_logits = {name: other.weights["table"][before].detach() for name, other in others.items()}
+        statistics = {n: r.statistic(logits, batch.tokens, other_logits.get(r.of)) * mask for n, r in reads.items()}
         value = self.weights["value"]
         score = segment_sums(self.weights["score"][batch.tokens], batch.segments, batch.num_rows)
         return Outputs(logprob(logits, batch.tokens) * mask, statistics, value[before] * mask, value[last], score)
 
 
 class BigramBackend:
-    """As much of a `Backend` as a step's credit asks for, and the gradient of a step."""
+    """The part of `Backend` that `credit_step` uses, and the gradient of a step."""
 
     layout = "packed"
     parallel = 1

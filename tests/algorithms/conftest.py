@@ -20,17 +20,17 @@ from oxrl.models.load import load_tokenizer
 
 
 def raw_rows(kind, n, seed):
-    """Good replies begin with "yes", bad ones with "no"; what follows is noise of unequal length."""
-    chance = random.Random(seed)
+    """Good responses start with "yes", bad ones with "no"; the rest is noise of unequal length."""
+    rng = random.Random(seed)
 
-    def said(word):
-        return word + " " + "".join(chance.choice("0123456789") for _ in range(chance.randint(1, 9)))
+    def response(word):
+        return word + " " + "".join(rng.choice("0123456789") for _ in range(rng.randint(1, 9)))
 
     rows = []
     for _ in range(n):
-        prompt = "".join(chance.choice("abcdef") for _ in range(chance.randint(2, 12))) + "?"
-        good, bad = said("yes"), said("no")
-        swap, group = chance.random() < 0.5, [good, bad, said("no"), said("yes")]
+        prompt = "".join(rng.choice("abcdef") for _ in range(rng.randint(2, 12))) + "?"
+        good, bad = response("yes"), response("no")
+        swap, group = rng.random() < 0.5, [good, bad, response("no"), response("yes")]
         rows.append(
             {
                 conversation_items: {"prompt": prompt, "response": good},
@@ -52,13 +52,13 @@ def raw_rows(kind, n, seed):
 @pytest.fixture(scope="module")
 def rows_of():
     tokenizer = load_tokenizer("tiny")
-    made = {}
+    cache = {}
 
     def make(name, n, seed):
-        kind = algorithm(name).assemble if name != "rft" else "rft"  # whose rows are groups, some of them left out
-        if (kind, n, seed) not in made:
+        kind = algorithm(name).assemble if name != "rft" else "rft"  # its rows are groups, some of them left out
+        if (kind, n, seed) not in cache:
             samples = load_samples(raw_rows(group_items if kind == "rft" else kind, n, seed)).samples
-            made[kind, n, seed] = assemble(samples, algorithm(name), Renderer(tokenizer)).items
-        return made[kind, n, seed]
+            cache[kind, n, seed] = assemble(samples, algorithm(name), Renderer(tokenizer)).items
+        return cache[kind, n, seed]
 
     return make

@@ -1,4 +1,4 @@
-"""Credit against formulas written as loops, in float64; the traps are rewards that reach too few tokens."""
+"""Advantages against formulas written as loops, in float64; rewards must reach all trained tokens."""
 
 import math
 
@@ -8,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oxrl.algorithms.credit import (
+    advantage_per_token,
     against_mean,
     best_against_greedy,
     centre,
@@ -17,10 +18,9 @@ from oxrl.algorithms.credit import (
     leave_one_out,
     length_penalty,
     max_rl,
-    place,
     reinforce_pp,
+    reward_on_last_token,
     soft_overlong_penalty,
-    spread,
     zscore,
 )
 
@@ -56,7 +56,7 @@ def test_each_has_the_value_of_its_formula(name):
 
 
 @every_group_function
-def test_a_group_without_variance_or_of_one_gets_exactly_nothing(name):
+def test_a_group_without_variance_or_of_one_has_advantages_of_exactly_zero(name):
     function, _ = GROUP_FORMULAS[name]
     for rewards in ([0.1] * 3, [0.7] * 6, [1.0] * 7, [0.0] * 4, [1.0], [0.3], []):
         for dtype in (torch.float64, torch.float32):
@@ -93,9 +93,9 @@ def test_a_baseline_is_the_mean_of_the_step_of_the_group_or_nothing():
     assert against_mean(rewards, 0.75).tolist() == [0.25, -0.75, -0.25, -0.25]
     assert against_mean(rewards, 0.75, baseline="group").tolist() == [0.5, -0.5, 0.0, 0.0]
     assert against_mean(rewards, 0.75, baseline="none").tolist() == rewards.tolist()
-    assert against_mean(torch.tensor([1.0]), 0.75).tolist() == [0.25]  # one answer is enough
+    assert against_mean(torch.tensor([1.0]), 0.75).tolist() == [0.25]  # one response is enough
     with pytest.raises(ValueError, match="step, group, none"):
-        against_mean(rewards, 0.0, baseline="mood")
+        against_mean(rewards, 0.0, baseline="other")
 
 
 def test_max_rl_averages_the_scores_of_successes_less_the_mean_score():
@@ -107,7 +107,7 @@ def test_max_rl_averages_the_scores_of_successes_less_the_mean_score():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_reward_that_is_not_a_number_is_refused(bad):
+def test_a_reward_of_nan_or_inf_is_refused(bad):
     for function, _ in GROUP_FORMULAS.values():
         with pytest.raises(ValueError, match="nan or inf"):
             function(torch.tensor([0.0, bad]))
@@ -135,7 +135,7 @@ def np_returns(rewards, gamma):
 
 
 def np_gae(rewards, values, gamma, lam, after):
-    """Backwards through time, as the paper's recursion has it."""
+    """Backwards through time, the recursion of the paper."""
     advantage, advantages = 0.0, []
     for reward, value in zip(reversed(rewards), reversed(values), strict=True):
         advantage = reward + gamma * after - value + gamma * lam * advantage
@@ -180,7 +180,7 @@ def test_gae_with_lambda_one_is_the_return_less_the_value():
     )
 
 
-def test_everything_is_float32_without_gradient_and_leaves_its_inputs_alone():
+def test_everything_is_float32_without_gradient_and_does_not_change_its_inputs():
     numbers = torch.tensor([3.0, 3.0, 3.0], dtype=torch.float64, requires_grad=True)
     one = torch.tensor([False, True, True])
     results = [
@@ -190,10 +190,10 @@ def test_everything_is_float32_without_gradient_and_leaves_its_inputs_alone():
         discounted_returns(numbers),
         *reinforce_pp([numbers]),
         gae(numbers, numbers, ended=True),
-        spread(1.0, one),
-        spread(numbers[:1], one),
-        place(1.0, one),
-        place(numbers[:1], one),
+        advantage_per_token(1.0, one),
+        advantage_per_token(numbers[:1], one),
+        reward_on_last_token(1.0, one),
+        reward_on_last_token(numbers[:1], one),
         soft_overlong_penalty(numbers.detach(), max_length=4, buffer=2),
         length_penalty(numbers, one),
         length_penalty(numbers * torch.arange(3), one),
@@ -202,8 +202,8 @@ def test_everything_is_float32_without_gradient_and_leaves_its_inputs_alone():
     assert numbers.tolist() == [3.0, 3.0, 3.0] and one.tolist() == [False, True, True]
 
 
-def test_an_answer_that_was_cut_off_wants_the_value_to_go_on_from():
-    with pytest.raises(ValueError, match="cut off"):
+def test_a_truncated_response_needs_the_value_to_bootstrap_from():
+    with pytest.raises(ValueError, match="last_value"):
         gae(torch.zeros(3), torch.zeros(3), ended=False)
     with pytest.raises(ValueError, match="one value per reward"):
         gae(torch.zeros(3), torch.zeros(4), ended=True)
@@ -230,34 +230,35 @@ TURNS = torch.tensor([False, True, True, False, False, True, False, True, True])
 
 
 def test_an_advantage_reaches_every_trained_token_and_no_other():
-    assert spread(-1.5, TURNS).tolist() == [0, -1.5, -1.5, 0, 0, -1.5, 0, -1.5, -1.5]
-    assert torch.equal(spread(torch.tensor(-1.5), TURNS), spread(-1.5, TURNS))
-    assert spread(torch.tensor([1.0, 2.0, 3.0]), TURNS).tolist() == [0, 1, 1, 0, 0, 2, 0, 3, 3]
-    assert spread(2.0, torch.tensor([False, False])).tolist() == [0.0, 0.0]
-    assert spread(torch.zeros(0), torch.tensor([False, False])).tolist() == [0.0, 0.0]
+    assert advantage_per_token(-1.5, TURNS).tolist() == [0, -1.5, -1.5, 0, 0, -1.5, 0, -1.5, -1.5]
+    assert torch.equal(advantage_per_token(torch.tensor(-1.5), TURNS), advantage_per_token(-1.5, TURNS))
+    assert advantage_per_token(torch.tensor([1.0, 2.0, 3.0]), TURNS).tolist() == [0, 1, 1, 0, 0, 2, 0, 3, 3]
+    assert advantage_per_token(2.0, torch.tensor([False, False])).tolist() == [0.0, 0.0]
+    assert advantage_per_token(torch.zeros(0), torch.tensor([False, False])).tolist() == [0.0, 0.0]
 
 
-def test_a_reward_lands_on_the_last_token_of_what_earned_it():
-    assert place(2.0, TURNS).tolist() == [0, 0, 0, 0, 0, 0, 0, 0, 2]
-    assert place(torch.tensor([1.0, 2.0, 3.0]), TURNS).tolist() == [0, 0, 1, 0, 0, 2, 0, 0, 3]
-    assert place(1.0, torch.tensor([False, True, True, False])).tolist() == [0, 0, 1, 0]
+def test_a_reward_is_on_the_last_token_of_its_turn():
+    assert reward_on_last_token(2.0, TURNS).tolist() == [0, 0, 0, 0, 0, 0, 0, 0, 2]
+    assert reward_on_last_token(torch.tensor([1.0, 2.0, 3.0]), TURNS).tolist() == [0, 0, 1, 0, 0, 2, 0, 0, 3]
+    assert reward_on_last_token(1.0, torch.tensor([False, True, True, False])).tolist() == [0, 0, 1, 0]
 
 
 def test_a_reward_on_the_last_token_reaches_all_trained_tokens():
-    returns = discounted_returns(place(1.0, TURNS)[TURNS])
+    returns = discounted_returns(reward_on_last_token(1.0, TURNS)[TURNS])
     assert returns.tolist() == [1.0] * int(TURNS.sum())
-    advantages = gae(place(1.0, TURNS)[TURNS], torch.zeros(int(TURNS.sum())), ended=True)
+    advantages = gae(reward_on_last_token(1.0, TURNS)[TURNS], torch.zeros(int(TURNS.sum())), ended=True)
     assert (advantages > 0).all()
     for good, bad in [centre(torch.tensor([1.0, 0.0])), zscore(torch.tensor([1.0, 0.0]))]:
-        assert (spread(good, TURNS)[TURNS] > 0).all() and (spread(bad, TURNS)[TURNS] < 0).all()
+        assert (advantage_per_token(good, TURNS)[TURNS] > 0).all()
+        assert (advantage_per_token(bad, TURNS)[TURNS] < 0).all()
 
 
-def test_turns_and_their_numbers_must_match_and_a_reward_must_land():
-    for function in (spread, place):
+def test_numbers_must_match_turns_and_a_reward_needs_a_trained_token():
+    for function in (advantage_per_token, reward_on_last_token):
         with pytest.raises(ValueError, match="3 trained turns"):
             function(torch.tensor([1.0, 2.0]), TURNS)
-    with pytest.raises(ValueError, match="land nowhere"):
-        place(1.0, torch.tensor([False, False]))
+    with pytest.raises(ValueError, match="no trained token"):
+        reward_on_last_token(1.0, torch.tensor([False, False]))
 
 
 def test_the_soft_penalty_for_length_is_dapos():

@@ -1,4 +1,4 @@
-"""KL estimators by enumeration: an expectation is a sum over all tokens, weighed by who drew them."""
+"""KL estimators by enumeration: an expectation is a sum over all tokens, weighted by the sampler's probabilities."""
 
 import math
 
@@ -55,7 +55,7 @@ def test_expectation_under_the_policy(estimator, expected):
     np.testing.assert_allclose((torch.tensor(P) * estimator(logprob, ref_logprob)).sum().item(), expected, rtol=1e-9)
 
 
-def test_k3_weighed_by_the_ratio_has_the_value_and_gradient_of_the_reverse_kl_whoever_sampled():
+def test_k3_weighted_by_the_ratio_has_the_value_and_gradient_of_the_reverse_kl_for_any_sampler():
     for sampler in (P, REF, np.exp(log_softmax(RNG.normal(size=7)))):
         logits, logprob, ref_logprob = every_token()
         drawn = torch.tensor(np.log(sampler), requires_grad=True)
@@ -66,7 +66,7 @@ def test_k3_weighed_by_the_ratio_has_the_value_and_gradient_of_the_reverse_kl_wh
         assert for_sampler is None
 
 
-def test_k3_weighed_by_hand_and_at_extremes():
+def test_k3_weighted_by_hand_and_at_extremes():
     log_2, log_3 = math.log(2), math.log(3)
     logprob, ref, sampler = (torch.tensor([x], dtype=torch.float64) for x in (-1.0, -1.0 + log_2, -1.0 - log_3))
     assert k3_weighted(logprob, ref, sampler).item() == pytest.approx(3 * (1 - log_2))
@@ -92,7 +92,7 @@ def test_expected_gradient_on_policy(estimator, expected):
     logits, logprob, ref_logprob = every_token()
     (gradient,) = torch.autograd.grad((torch.tensor(P) * estimator(logprob, ref_logprob)).sum(), logits)
     np.testing.assert_allclose(gradient, expected, atol=1e-12)
-    assert abs(kl_gradient("reverse") - kl_gradient("forward")).max() > 0.05  # so these are three different facts
+    assert abs(kl_gradient("reverse") - kl_gradient("forward")).max() > 0.05  # so that the three cases differ
 
 
 def test_the_gradient_of_forward_k3_is_not_the_forward_kls():
@@ -148,7 +148,7 @@ def test_extremes_stay_finite_and_all_but_k1_are_never_negative(name):
     assert values.isfinite().all() and gradient.isfinite().all()
     assert name == "k1" or (values >= 0).all()
     assert values[0] == 0
-    if "k3" in name:  # ref/p counts as exp(20) at most, and there the pull ends
+    if "k3" in name:  # ref/p is capped at exp(20), where the gradient becomes 0
         np.testing.assert_allclose(values[[3, 5]].detach(), FORMULAS[name](20.0), rtol=1e-6)
         assert gradient[3] == gradient[5] == 0 and gradient[4] != 0
 
@@ -167,7 +167,7 @@ def test_full_passes_through_with_its_gradient():
     assert torch.equal(torch.autograd.grad(full(kl).sum(), kl)[0], torch.ones_like(kl))
 
 
-def test_truncated_kl_holds_each_token_within_its_threshold():
+def test_truncated_kl_clips_each_token_to_its_threshold():
     logprob = torch.tensor([0.0, 0.0, 0.0, 0.0], requires_grad=True)
     ref_logprob = torch.tensor([-3.0, 3.0, -0.5, 0.5])
     values = truncated_kl(1.0)(logprob, ref_logprob)
@@ -178,7 +178,7 @@ def test_truncated_kl_holds_each_token_within_its_threshold():
     assert truncated_kl(0.0625)(logprob, ref_logprob).tolist() == [0.0625, -0.0625, 0.0625, -0.0625]
 
 
-def test_adaptive_kl_counts_a_token_for_less_where_the_reference_was_unsure():
+def test_adaptive_kl_has_less_weight_where_the_reference_probability_is_low():
     ref = torch.tensor([0.5, 0.1, 0.05, 0.01], dtype=torch.float64)
     logprob = torch.full((4,), math.log(0.2), dtype=torch.float64, requires_grad=True)
     ref_logprob = ref.log().requires_grad_()
@@ -187,7 +187,7 @@ def test_adaptive_kl_counts_a_token_for_less_where_the_reference_was_unsure():
     torch.testing.assert_close(values, weight * (math.log(0.2) - ref.log()))
     for_policy, for_ref = torch.autograd.grad(values.sum(), (logprob, ref_logprob))
     torch.testing.assert_close(for_policy, weight)
-    torch.testing.assert_close(for_ref, -weight)  # the estimator's; the weight itself is a number
+    torch.testing.assert_close(for_ref, -weight)  # the estimator's; the weight has no gradient
     torch.testing.assert_close(adaptive_kl()(logprob, ref_logprob), values)
     torch.testing.assert_close(adaptive_kl(0.1, k2)(logprob, ref_logprob), weight * k2(logprob, ref_logprob))
     assert adaptive_kl(1e-3)(logprob, torch.full((4,), -1e4)).isfinite().all()
@@ -196,7 +196,7 @@ def test_adaptive_kl_counts_a_token_for_less_where_the_reference_was_unsure():
 
 
 @pytest.mark.parametrize("make", [lambda: truncated_kl(0.0), lambda: adaptive_kl(0.0), lambda: adaptive_kl(1.5)])
-def test_thresholds_that_make_no_sense_are_refused(make):
+def test_thresholds_out_of_range_are_refused(make):
     with pytest.raises(ValueError, match="threshold"):
         make()
 
@@ -210,7 +210,7 @@ def test_the_coefficient_follows_the_kl_in_proportion_and_within_bounds(observed
     np.testing.assert_allclose(adapt_kl_coef(0.2, observed / 120, target=0.05), expected, rtol=1e-12)
 
 
-def test_the_controller_settles_where_the_kl_meets_its_target():
+def test_the_controller_settles_where_the_kl_reaches_its_target():
     coef = 1.0
     for _ in range(2000):
         coef = adapt_kl_coef(coef, 3.0 / coef, target=6.0)  # a KL that falls as the penalty grows
@@ -243,7 +243,7 @@ def test_kl_in_the_loss_is_a_penalty_on_trained_tokens_only():
     assert kl_penalty(torch.ones(3).bfloat16(), mask).dtype == torch.float32
 
 
-def test_kl_in_the_loss_lets_nothing_through_from_untrained_tokens_or_to_the_reference():
+def test_kl_in_the_loss_ignores_untrained_tokens_and_has_no_gradient_for_the_reference():
     mask = torch.tensor([True, False])
     for spoiled in ([math.nan, 0.0], [0.0, math.nan]):
         logprob = torch.tensor([-1.0, spoiled[0]], requires_grad=True)
@@ -253,11 +253,11 @@ def test_kl_in_the_loss_lets_nothing_through_from_untrained_tokens_or_to_the_ref
         assert losses.tolist() == [0.5, 0.0] and gradients[0].tolist() == [1.0, 0.0] and gradients[1] is None
 
 
-def test_what_the_reference_says_of_untrained_tokens_does_not_matter():
+def test_the_reference_of_untrained_tokens_is_ignored():
     logprob = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
     mask = torch.tensor([True, False, True])
-    rubbish = torch.tensor([-1.5, float("nan"), -2.5])
-    penalty = kl_penalty_loss(logprob, rubbish, mask, kl_coef=1.0)
+    ref_logprob = torch.tensor([-1.5, float("nan"), -2.5])
+    penalty = kl_penalty_loss(logprob, ref_logprob, mask, kl_coef=1.0)
     penalty.sum().backward()
     assert penalty.isfinite().all() and logprob.grad.isfinite().all()
     assert penalty[1] == 0 and logprob.grad[1] == 0

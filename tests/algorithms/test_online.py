@@ -1,4 +1,4 @@
-"""What every algorithm makes of rollouts, up to the gradient of a step on an exact model."""
+"""Every online algorithm from rollouts to the gradient of a step, on an exact model."""
 
 import math
 from dataclasses import replace
@@ -47,7 +47,7 @@ def rollout(index, *turns, reward=0.0, group=0, **others):
 
 
 def a_group(group, rewards=(1.0, 0.0, 0.25)):
-    """Answers of unequal length, one of them cut off, and a greedy one."""
+    """Responses of unequal length, one of them truncated, and a greedy one."""
     answers = [
         rollout(
             index, turn([1, 5, 6, group], 2 + 3 * index, "length" if index == 1 else "stop"), reward=reward, group=group
@@ -61,7 +61,7 @@ def items_of(built, groups, render):
     return [item for group in groups for item in built.online.items(group, render)]
 
 
-def test_every_algorithm_that_samples_says_how_and_no_other_does():
+def test_every_online_algorithm_has_its_sampling_options_and_no_other_does():
     assert {name for name in ALGORITHMS if algorithm(name).online is not None} == set(ONLINE)
     plans = {name: algorithm(name).online for name in ONLINE}
     assert {name for name, plan in plans.items() if plan.greedy} == {"remax"}
@@ -76,7 +76,7 @@ def test_every_algorithm_that_samples_says_how_and_no_other_does():
 
 
 @pytest.mark.parametrize("name", ONLINE)
-async def test_a_step_of_rollouts_has_a_gradient_however_it_is_cut_and_the_greedy_answer_is_not_in_it(name, render):
+async def test_the_gradient_does_not_depend_on_micro_batches_and_leaves_the_greedy_rollout_out(name, render):
     backend, built, groups = BigramBackend(260), algorithm(name), [a_group(0), a_group(1, (0.0, 1.0, 1.0))]
     items = items_of(built, groups, render)
     whole = await backend.step_gradient(items, built)
@@ -85,7 +85,7 @@ async def test_a_step_of_rollouts_has_a_gradient_however_it_is_cut_and_the_greed
 
 
 @pytest.mark.parametrize("name", sorted({*POLICY} - {"ppo"}))
-async def test_fresh_samples_know_their_sampler_so_no_pass_of_the_policy_is_made(name, render):
+async def test_own_samples_have_sampler_logprobs_so_no_pass_of_the_policy_is_needed(name, render):
     backend, built, group = BigramBackend(260), algorithm(name), a_group(0)
     credited = await credit_step(backend, built, items_of(built, [group], render), 1000, {})
     assert "policy" not in backend.passes
@@ -94,13 +94,13 @@ async def test_fresh_samples_know_their_sampler_so_no_pass_of_the_policy_is_made
     assert sampled == [pytest.approx(each) for each in drawn]
 
 
-async def test_recorded_rows_that_do_not_know_it_get_the_policy_of_before_the_step(rows_of):
+async def test_recorded_rows_without_them_get_those_of_the_policy_before_the_step(rows_of):
     backend = BigramBackend(260)
     credited = await credit_step(backend, algorithm("grpo"), rows_of("grpo", 2, 0), 100_000, {})
     assert backend.passes == ["policy"]
     (outputs,) = backend.logprobs([collate(credited)]).value
-    stamped = np.concatenate([row.streams["sampler_logprob"] for item in credited for row in item])
-    np.testing.assert_allclose(stamped, outputs.logprob, rtol=1e-6)
+    recorded = np.concatenate([row.streams["sampler_logprob"] for item in credited for row in item])
+    np.testing.assert_allclose(recorded, outputs.logprob, rtol=1e-6)
 
 
 async def test_a_correction_compares_with_a_pass_of_the_trainer(render):
@@ -111,9 +111,9 @@ async def test_a_correction_compares_with_a_pass_of_the_trainer(render):
 
 
 def in_rows(answer, cuts):
-    """The same answer as turns behind prompts that do not continue each other: what is sampled stays the same.
+    """The same response as turns whose prompts do not continue each other, with the same sampled tokens.
 
-    The model sees one token back, so a new prompt that ends with the same token is the same context to it.
+    The model reads one token back, so a new prompt that ends with the same token is the same context.
     """
     (whole,) = answer.turns
     tokens, logprobs, reason = whole.generation[:3]
@@ -135,16 +135,16 @@ async def test_a_rollout_that_became_several_rows_counts_once(name, render):
     items, items_split = items_of(built, [group], render), items_of(built, [split], render)
     assert (len(items[0]), len(items_split[0])) == (3, 7)
     whole, parts = await backend.step_gradient(items, built), await backend.step_gradient(items_split, built)
-    assert relative_difference(whole, parts) < 1e-6  # stamps are float32
+    assert relative_difference(whole, parts) < 1e-6  # recorded log-probs are float32
     credited = await credit_step(backend, built, items_split, 1000, {})
     assert count_units(credited)["sequence"] == 3
 
 
 @pytest.mark.parametrize("name", sorted({*POLICY} - {"opd", "ppo", "rlhf", "rlaif"}))
-async def test_equal_rewards_teach_nothing(name, render):
+async def test_equal_rewards_have_no_gradient(name, render):
     backend, built = BigramBackend(260), algorithm(name)
     gradient = await backend.step_gradient(items_of(built, [a_group(0, (0.5, 0.5, 0.5))], render), built)
-    if name == "reinforce_pp":  # its rewards are equal, and so are its returns
+    if name == "reinforce_pp":  # equal rewards have equal returns
         assert float(gradient["table"].norm()) < 1e-6
     else:
         assert not gradient["table"].any()
@@ -156,10 +156,10 @@ async def advantages_of(name, group, render, **parameters):
     return [[row.streams["advantage"][row.mask].tolist() for row in item] for item in credited]
 
 
-async def test_remax_compares_each_answer_with_the_greedy_one(render):
+async def test_remax_compares_each_rollout_with_the_greedy_one(render):
     found = await advantages_of("remax", a_group(0), render)
     assert found == [[[0.5] * 2], [[-0.5] * 5], [[-0.25] * 8]]
-    with pytest.raises(ValueError, match="no graded greedy answer"):
+    with pytest.raises(ValueError, match="no graded greedy"):
         algorithm("remax").online.items(a_group(0)[:3], render)
 
 
@@ -180,7 +180,7 @@ async def test_group_credit_is_over_rollouts_and_on_all_of_their_tokens(render):
 
 @pytest.mark.parametrize("name", ["rloo", "reinforce_pp"])
 async def test_the_kl_can_be_part_of_the_reward(name, render):
-    """RLOO: of the whole answer, summed; REINFORCE++: of each token, which then reaches those before it."""
+    """RLOO: summed over the response; REINFORCE++: per token, which reaches the tokens before it."""
     built = algorithm(name, kl_in_reward=0.5)
     assert built.needs == ("sampler", "ref")
     groups = [a_group(0), a_group(1)]
@@ -208,7 +208,7 @@ async def test_penalties_for_length_are_part_of_the_reward(render):
     group = a_group(0, (1.0, 1.0, 0.0))  # 2, 5 and 8 tokens
     overlong = await advantages_of("dr_grpo", group, render, overlong_buffer=4, max_length=8)
     np.testing.assert_allclose([a[0][0] for a in overlong], np.array([1, 0.75, -1]) - 0.25, rtol=1e-6)
-    small = a_group(0, (0.05, 0.0))  # a small reward is one, too: 1/2 for its shortness, -1/2 for the other
+    small = a_group(0, (0.05, 0.0))  # any reward above 0 is correct: 1/2 for the short one, -1/2 for the other
     found = await advantages_of("dr_grpo", small, render, length_penalty=1.0)
     np.testing.assert_allclose([a[0][0] for a in found], [0.525, -0.525], rtol=1e-6)
     short = await advantages_of("dr_grpo", group, render, length_penalty=0.5)
@@ -218,7 +218,7 @@ async def test_penalties_for_length_are_part_of_the_reward(render):
 
 
 @pytest.mark.parametrize("split", [False, True])
-async def test_rewards_earned_on_the_way_reach_the_tokens_before_them_and_no_later_ones(split, render):
+async def test_intermediate_rewards_reach_the_tokens_before_them_and_no_later_ones(split, render):
     answer = in_two_rows(rollout(0, turn([1, 5], 4)))
     per_token = (0.0, 1.0, 0.0, 2.0)
     if not split:
@@ -234,7 +234,7 @@ async def test_rewards_earned_on_the_way_reach_the_tokens_before_them_and_no_lat
 
 
 @pytest.mark.parametrize("reason", ["stop", "length"])
-async def test_ppo_goes_on_from_the_value_only_where_the_answer_was_cut_off(reason, render):
+async def test_ppo_bootstraps_from_the_value_only_for_a_truncated_response(reason, render):
     backend, built = BigramBackend(260), algorithm("ppo", lam=0.5)
     answer = in_two_rows(rollout(0, turn([1, 5], 4, reason), reward=1.0))
     (rows,) = await credit_step(backend, built, items_of(built, [(answer,)], render), 1000, {})
@@ -251,7 +251,7 @@ async def test_ppo_goes_on_from_the_value_only_where_the_answer_was_cut_off(reas
     np.testing.assert_allclose(returned, np.array(expected) + values[:4], rtol=1e-5)
 
 
-def test_pairs_are_the_best_against_the_worst_answer(render):
+def test_pairs_are_the_best_and_the_worst_response(render):
     built, groups = algorithm("online_dpo"), [a_group(0, (0.5, 0.0, 1.0)), a_group(1, (1.0, 1.0, 1.0))]
     ((chosen, rejected),) = built.arrange(items_of(built, groups, render))
     assert (chosen.id, rejected.id) == ("rows:0#0/2", "rows:0#0/1")
@@ -260,7 +260,7 @@ def test_pairs_are_the_best_against_the_worst_answer(render):
         built.online.items((group[0], in_two_rows(group[1])), render)
 
 
-def test_spin_prefers_the_data_to_what_the_policy_says_in_its_place(render):
+def test_spin_prefers_the_data_to_the_policys_own_response(render):
     built, group = algorithm("spin"), [replace(answer, score=None) for answer in a_group(0)[:2]]
     pairs = built.online.items(group, render)
     assert [rejected.id for _, rejected in pairs] == [answer.id for answer in group]
@@ -273,11 +273,11 @@ def test_spin_prefers_the_data_to_what_the_policy_says_in_its_place(render):
     by_answer = replace(group[0], sample=Sample("x", messages=PROMPT[:-1], answer="4"))
     ((chosen, _),) = built.online.items([by_answer], render)
     assert (chosen.tokens == expected.tokens).all()
-    with pytest.raises(ValueError, match="needs the reply"):
+    with pytest.raises(ValueError, match="needs a reference response"):
         built.online.items([replace(group[0], sample=Sample("x", messages=PROMPT[:-1]))], render)
 
 
-def test_rejection_sampling_imitates_what_reaches_the_threshold(render):
+def test_rejection_sampling_trains_on_rollouts_at_or_above_the_threshold(render):
     built = algorithm("rft", threshold=0.25)
     assert [row.id for (row,) in built.online.items(a_group(0), render)] == ["rows:0#0/0", "rows:0#0/2"]
     assert algorithm("rft").online.items(a_group(0, (0.0, 0.5)), render) == []
@@ -301,19 +301,19 @@ async def test_the_largest_gap_between_sampler_and_trainer_is_reported(render):
         assert not total.requires_grad
 
 
-async def test_the_exact_kl_is_that_of_the_whole_vocabulary(render):
+async def test_the_exact_kl_is_over_the_whole_vocabulary(render):
     backend, built = BigramBackend(260), algorithm("sgrpo", kl_coef=0.3, kl_estimator="full")
     assert built.needs == ("sampler",) and built.others == {"ref"}
     credited = await credit_step(backend, built, items_of(built, [a_group(0)], render), 1000, {})
     batch = collate(credited)
     outputs = backend.models["policy"].outputs(batch, built.reads, backend.models)
     before = batch.tokens.roll(1)[batch.mask]
-    ours, theirs = (backend.models[m].weights["table"][before].log_softmax(-1) for m in ("policy", "ref"))
-    expected = 0.3 * (ours.exp() * (ours - theirs)).sum()
+    policy, ref = (backend.models[m].weights["table"][before].log_softmax(-1) for m in ("policy", "ref"))
+    expected = 0.3 * (policy.exp() * (policy - ref)).sum()
     torch.testing.assert_close(built.loss(outputs, batch).terms["kl"].total, expected)
 
 
-async def test_a_recorded_reward_is_that_of_the_last_token(rows_of):
+async def test_a_recorded_reward_is_on_the_last_token(rows_of):
     items = rows_of("reinforce_pp", 1, 0)  # rewards 1, 0, 0, 1
     credited = await credit_step(BigramBackend(260), algorithm("reinforce_pp", gamma=0.5), items, 1000, {})
     lengths = [int(row.mask.sum()) for row in items[0]]
@@ -322,7 +322,7 @@ async def test_a_recorded_reward_is_that_of_the_last_token(rows_of):
     np.testing.assert_allclose(found, (returns - returns.mean()) / returns.std(ddof=1), rtol=1e-5)
 
 
-def test_what_is_not_asked_for_is_off():
+def test_options_are_off_by_default():
     of_groups = {"overlong_buffer": 0, "max_length": 1024, "length_penalty": 0.0, "kl_coef": 0.0, "entropy_coef": 0.0}
     assert of_groups.items() <= algorithm("grpo").parameters.items()
     of_ppo = {"gamma": 1.0, "lam": 0.95, "kl_in_reward": 0.0, "value_coef": 0.1, "value_clip": 0.2}

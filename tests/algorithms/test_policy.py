@@ -35,7 +35,7 @@ SEGMENT = np.repeat(np.arange(len(LENGTHS)), [p + n for p, n in zip(PROMPTS, LEN
 MASK = np.concatenate([[False] * p + [True] * n for p, n in zip(PROMPTS, LENGTHS, strict=True)])
 T = len(MASK)
 SAMPLER = RNG.normal(-2.0, 1.0, T)
-DRIFT = RNG.normal(0, 0.6, len(LENGTHS))[SEGMENT]  # sequences as a whole move too, so that gspo's clip is met
+DRIFT = RNG.normal(0, 0.6, len(LENGTHS))[SEGMENT]  # whole sequences drift too, so that gspo's clip is reached
 LOGPROB = SAMPLER + DRIFT + RNG.normal(0, 0.9, T)
 ADVANTAGE = np.where(np.arange(len(LENGTHS)) % 2 == 0, 1.0, -1.0)[SEGMENT] * (0.5 + RNG.random(len(LENGTHS)))[SEGMENT]
 
@@ -47,7 +47,7 @@ def policy(logprob=LOGPROB, sampler=SAMPLER, advantage=ADVANTAGE, mask=MASK, seg
 
 
 def np_token_clip(r, a, low, high, dual=math.inf):
-    """The surrogate by cases: a good token gains up to 1 + high, a bad one down to 1 - low, and counts up to `dual`."""
+    """The surrogate by cases: A > 0 is clipped at 1 + high; A < 0 at 1 - low, and at `dual` from above."""
     return -a * min(r, 1 + high) if a >= 0 else -a * min(max(r, 1 - low), dual)
 
 
@@ -158,7 +158,7 @@ def test_each_loss_has_the_value_and_gradient_of_its_equation(name):
     assert losses.shape == (T,) and not losses[~MASK].any() and not gradient[~MASK].any()
 
 
-def test_the_inputs_meet_every_branch_of_every_clip():
+def test_the_inputs_reach_every_branch_of_every_clip():
     ratio = np.exp(LOGPROB - SAMPLER)[MASK]
     good = ADVANTAGE[MASK] > 0
     assert (ratio[good] > 1.5).any() and (ratio[good] < 0.8).any() and (abs(ratio[good] - 1) < 0.2).any()
@@ -169,7 +169,7 @@ def test_the_inputs_meet_every_branch_of_every_clip():
 
 
 def two_tokens(ratios, advantage, logprob=-1.0):
-    """One answer of two tokens."""
+    """One response of two tokens."""
     logprobs = np.full(2, logprob)
     return policy(logprobs, logprobs - np.log(ratios), np.full(2, advantage), np.array([True, True]), np.array([0, 0]))
 
@@ -201,7 +201,7 @@ def test_worked_by_hand(loss, parameters, ratios, advantage, expected):
 
 
 @every_name
-def test_on_fresh_samples_every_loss_is_the_policy_gradient_up_to_its_weight(loss):
+def test_on_policy_every_loss_is_the_policy_gradient_up_to_its_weight(loss):
     view = policy(logprob=SAMPLER)
     weight = {"grpo": 1 / np.array(LENGTHS), "dr_grpo": np.full(len(LENGTHS), 1 / 1024)}
     weight["gspo"] = weight["gmpo"] = weight["grpo"]
@@ -217,7 +217,7 @@ def test_zero_advantage_gives_zero_loss_and_gradient(name):
 
 
 @every_loss
-def test_what_untrained_tokens_hold_reaches_nothing(name):
+def test_untrained_tokens_are_ignored(name):
     loss, parameters, *_ = LOSSES[name]
     spoiled = [np.where(MASK, each, np.nan) for each in (LOGPROB, SAMPLER, ADVANTAGE)]
     for clean, other in zip(
@@ -261,7 +261,7 @@ def test_half_precision_inputs_are_widened_before_any_arithmetic(name):
     assert torch.equal(losses, loss(wide, **parameters))
 
 
-def test_the_sampler_and_the_advantage_are_numbers_not_things_to_learn():
+def test_the_sampler_and_the_advantage_get_no_gradient():
     view = policy()
     view = view._replace(sampler_logprob=view.logprob, advantage=view.logprob)
     for loss in NAMED.values():
@@ -311,7 +311,7 @@ def test_gmpo_is_never_further_from_zero_than_grpo_without_clips():
     assert (abs(sums[0]) <= abs(sums[1]) + 1e-12).all()
 
 
-def test_aggregations_weigh_tokens_as_they_say():
+def test_aggregations_weight_tokens_by_their_definition():
     view = policy()
     ones = torch.ones(T, dtype=torch.float64) * view.mask
     assert torch.equal(per_token(ones, view), ones)
@@ -326,7 +326,7 @@ def test_a_sequence_without_trained_tokens_is_harmless():
 
 
 @pytest.mark.parametrize("bad", [{"dual_clip": 1.0}, {"dual_clip": -3.0}])
-def test_a_dual_clip_that_would_undo_the_loss_is_refused(bad):
+def test_a_dual_clip_of_at_most_one_is_refused(bad):
     with pytest.raises(ValueError, match="above 1"):
         clipped(policy(), **bad)
 
@@ -348,7 +348,7 @@ def test_opd_is_the_reverse_kl_to_the_teacher_in_value_and_gradient():
         return (np.exp(log_softmax(logits)) * (log_softmax(logits) - log_softmax(teacher))).sum()
 
     logits = torch.tensor(student, requires_grad=True)
-    everything = Distilled(  # every token once, weighed below by how often the sampler draws it
+    everything = Distilled(  # every token once, weighted below by the sampler's probability
         logits.log_softmax(0),
         torch.tensor(log_softmax(sampler)),
         torch.tensor(log_softmax(teacher)),
@@ -365,7 +365,7 @@ def distilled(logprob, sampler, teacher, mask, dtype=torch.float64):
     return Distilled(tensors[0].requires_grad_(), *tensors[1:], torch.tensor(mask))
 
 
-def test_opd_worked_by_hand_pulls_towards_what_the_teacher_prefers():
+def test_opd_worked_by_hand_favours_tokens_that_the_teacher_prefers():
     view = distilled(
         [-1.0, -3.0, np.nan], [-1.0, -3.0 - math.log(2), np.nan], [-3.0, -1.0, np.nan], [True, True, False]
     )
@@ -401,7 +401,7 @@ def test_the_value_loss_has_the_value_and_gradient_of_its_equation(clip):
     np.testing.assert_allclose(gradient, expected * mask, rtol=1e-6, atol=1e-8)
 
 
-def test_the_value_loss_teaches_the_value_alone():
+def test_the_value_loss_has_a_gradient_for_the_value_alone():
     value, old, target = (torch.tensor([each], requires_grad=True) for each in (1.0, 0.5, 2.0))
     loss = ppo_value(value, old, target, torch.tensor([True]), clip=0.2)
     assert torch.autograd.grad(loss.sum() + 0 * value.sum(), (old, target), allow_unused=True) == (None, None)
@@ -473,7 +473,7 @@ def test_corrections_are_finite_far_away_and_wide_in_half_precision(name):
     torch.testing.assert_close(half, weights_of(correction, *rounded, torch.float32, **parameters))
 
 
-def test_nothing_in_nothing_out():
+def test_empty_inputs_give_empty_losses():
     nothing = np.zeros(0)
     view = Policy(*policy(nothing, nothing, nothing, nothing > 0, np.zeros(1, dtype=int))[:4], torch.zeros(0).long(), 0)
     for loss in NAMED.values():

@@ -1,4 +1,4 @@
-"""How many ranks share a step, and how each cuts its share, changes nothing: in float64, for every algorithm."""
+"""The gradient does not depend on the number of ranks or on their micro-batches: in float64, for every algorithm."""
 
 from itertools import pairwise
 
@@ -31,7 +31,7 @@ async def test_the_gradient_does_not_depend_on_the_number_of_ranks(name, ranks, 
     counts = count_units(credited)
     whole = backend.gradient([collate(credited)], built, counts)
     total = dict.fromkeys(whole, 0.0)
-    ends = [len(credited) * rank**2 // ranks**2 for rank in range(ranks + 1)]  # the last rank has the most to do
+    ends = [len(credited) * rank**2 // ranks**2 for rank in range(ranks + 1)]  # the last rank has the most items
     for rank, (start, end) in enumerate(pairwise(ends)):
         assert start < end
         batches = [collate(part) for part in pack(credited[start:end], 60 + 40 * rank)]
@@ -42,7 +42,7 @@ async def test_the_gradient_does_not_depend_on_the_number_of_ranks(name, ranks, 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "k3_weighted", "full"])
 @pytest.mark.parametrize("correction", ["none", "truncated", "masked", "sequence"])
-async def test_nor_does_it_with_any_estimator_or_correction(estimator, correction, rows_of):
+async def test_nor_on_micro_batches_with_any_estimator_or_correction(estimator, correction, rows_of):
     backend = BigramBackend(260)
     built = algorithm("gspo", kl_coef=0.3, kl_estimator=estimator, correction=correction)
     items = rows_of("gspo", 5, 3)

@@ -1,4 +1,4 @@
-"""Rollouts to rows: every sampled token is trained once, as it was sampled, and nothing else is."""
+"""Rollouts to rows: every sampled token is trained once, as sampled, and no other token is."""
 
 from dataclasses import replace
 
@@ -41,7 +41,7 @@ CONTINUED = (turn([1, 2], [40, 41]), turn([1, 2, 40, 41, 9, 9], [50], first=-3.0
 REWRITTEN = (turn([1, 2], [40, 41]), turn([1, 9, 9], [50], first=-3.0))
 
 
-def test_a_prompt_that_continues_the_row_extends_it_and_what_came_from_outside_is_masked():
+def test_a_prompt_that_continues_the_row_extends_it_and_tokens_that_were_not_sampled_are_masked():
     (row,) = rows_of(rollout(*CONTINUED))
     assert row.tokens.tolist() == [1, 2, 40, 41, 9, 9, 50]
     assert row.mask.tolist() == [False, False, True, True, False, False, True]
@@ -50,15 +50,15 @@ def test_a_prompt_that_continues_the_row_extends_it_and_what_came_from_outside_i
 
 
 def test_every_sampled_token_keeps_the_version_that_drew_it():
-    begun, later = CONTINUED
-    begun = begun._replace(generation=begun.generation.with_versions((4, 5)))
+    earlier, later = CONTINUED
+    earlier = earlier._replace(generation=earlier.generation.with_versions((4, 5)))
     later = later._replace(generation=later.generation._replace(version=6))
-    (row,) = rows_of(rollout(begun, later))
+    (row,) = rows_of(rollout(earlier, later))
     assert numbers(row)["sampler_version"] == [0, 0, 4, 5, 0, 0, 6]
-    assert rollout(begun, later).versions == (4, 5, 6) and rollout(begun, later).version == 4
+    assert rollout(earlier, later).versions == (4, 5, 6) and rollout(earlier, later).version == 4
 
 
-def test_a_prompt_that_does_not_continue_it_begins_a_new_row_of_the_same_sequence():
+def test_a_prompt_that_does_not_continue_it_starts_a_new_row_of_the_same_sequence():
     first, second = rows_of(rollout(*REWRITTEN))
     assert (first.tokens.tolist(), second.tokens.tolist()) == ([1, 2, 40, 41], [1, 9, 9, 50])
     assert (numbers(first)["reward"], numbers(second)["reward"]) == ([0, 0, 0, 0], [0, 0, 0, 1.5])
@@ -75,7 +75,7 @@ def test_the_first_token_of_a_later_turn_may_not_differ_either():
 
 
 @pytest.mark.parametrize("turns", [CONTINUED, REWRITTEN])
-def test_rewards_land_where_they_were_earned(turns):
+def test_rewards_are_on_the_tokens_that_earned_them(turns):
     per_turn = rows_of(rollout(*turns, score=Score(1.0, per_turn=(0.75, 0.25))))
     earned = np.concatenate([row.streams["reward"][row.mask] for row in per_turn])
     assert earned.tolist() == [0.0, 0.75, 0.25]
@@ -90,7 +90,7 @@ def test_rounding_is_no_reason_to_refuse_a_score():
 
 
 @pytest.mark.parametrize(("reason", "ended"), [("stop", 1.0), ("length", 0.0), ("aborted", 0.0)])
-def test_whether_it_ended_is_said_by_the_last_generation_for_every_row(reason, ended):
+def test_ended_is_that_of_the_last_generation_for_every_row(reason, ended):
     rows = rows_of(rollout(turn([1], [40], "length"), turn([2], [50], reason)))
     assert [row.scalars["ended"] for row in rows] == [ended, ended]
 
@@ -114,17 +114,17 @@ def test_rows_without_a_sampled_token_are_left_out_and_the_reward_goes_to_the_la
         (rollout(*CONTINUED, score=Score(1.0, per_turn=(0.25, 0.25))), "adds up to 0.5"),
         (rollout(*CONTINUED, score=Score(1.0, per_turn=(0.5, 0.51))), "adds up to 1.01"),
         (rollout(*CONTINUED, score=Score(0.0, per_turn=(0.01, 0.0))), "adds up to 0.01"),
-        (rollout(turn([1], [2]), turn([1, 2], []), score=Score(1.0, per_turn=(0.5, 0.5))), "turn 1 earned"),
+        (rollout(turn([1], [2]), turn([1, 2], []), score=Score(1.0, per_turn=(0.5, 0.5))), "turn 1 has a reward"),
         (rollout(Turn((1,), Generation((2, 3), (-0.5,), "stop"))), "1 log-probs for 2"),
         (rollout(turn([], [2])), "nothing comes before"),
     ],
 )
-def test_what_cannot_be_trained_on_is_refused_in_words(wrong, message):
+def test_an_invalid_rollout_is_an_error_with_its_reason(wrong, message):
     with pytest.raises(ValueError, match=message):
         rows_of(wrong)
 
 
-def test_where_rewards_are_not_looked_at_there_need_be_none_but_an_error_stays_one():
+def test_ungraded_rows_need_no_score_but_an_error_is_still_raised():
     (row,) = ungraded_rows_of(rollout(turn([1], [2]), score=None))
     assert row.scalars["reward"] == 0.0
     with pytest.raises(ValueError, match="engine"):

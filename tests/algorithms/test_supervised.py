@@ -11,7 +11,7 @@ from oxrl.types import Outputs, Row
 RNG = np.random.default_rng(0)
 ROWS = [Row("a", [1, 2, 3], [False, True, True]), Row("b", [4, 5], [False, True])]
 BATCH = collate([(row,) for row in ROWS])
-LOGPROB = [9.0, -1.0, -2.0, 9.0, -4.0]  # 9 where nothing is trained: it must not be seen
+LOGPROB = [9.0, -1.0, -2.0, 9.0, -4.0]  # 9 on untrained tokens, which must be ignored
 
 
 def outputs(**statistics):
@@ -39,7 +39,7 @@ def test_distillation_mixes_likelihood_and_divergence(weight):
     assert float(losses.metrics["teacher_kl"].total) == pytest.approx(2)
 
 
-def test_distillation_gives_both_halves_by_default():
+def test_distillation_weights_both_terms_equally_by_default():
     losses = distilled(outputs(teacher_kl=[0.0, 2.0, 0.0, 0.0, 0.0]), BATCH)
     assert float(losses.terms["kd"].total) == 1.0
     assert float(losses.terms["nll"].total.detach()) == 3.5
@@ -85,7 +85,7 @@ def test_the_default_divergence_is_the_forward_kl_at_temperature_one():
 @pytest.mark.parametrize(
     ("wrong", "message"), [({"divergence": "up"}, "forward, reverse"), ({"temperature": 0.0}, "above 0")]
 )
-def test_what_is_no_divergence_is_refused(wrong, message):
+def test_an_invalid_divergence_or_temperature_is_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
         teacher_divergence(**wrong)
 
@@ -97,9 +97,9 @@ def test_bradley_terry_has_the_value_and_gradient_of_its_formula():
     z = chosen - rejected - margin
     np.testing.assert_allclose(losses.detach(), np.log1p(np.exp(-z)) + 0.01 * (chosen + rejected) ** 2, rtol=1e-9)
     losses.sum().backward()
-    pull = -1 / (1 + np.exp(z))
-    np.testing.assert_allclose(scores.chosen.grad, pull + 0.02 * (chosen + rejected), rtol=1e-9)
-    np.testing.assert_allclose(scores.rejected.grad, -pull + 0.02 * (chosen + rejected), rtol=1e-9)
+    slope = -1 / (1 + np.exp(z))
+    np.testing.assert_allclose(scores.chosen.grad, slope + 0.02 * (chosen + rejected), rtol=1e-9)
+    np.testing.assert_allclose(scores.rejected.grad, -slope + 0.02 * (chosen + rejected), rtol=1e-9)
 
 
 def test_bradley_terry_by_hand():

@@ -1,4 +1,4 @@
-"""Every algorithm of the table, as a whole: it learns what it should, and how its step is cut changes nothing."""
+"""Every algorithm of the table: it learns from its rows, and the gradient does not depend on micro-batches."""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -23,8 +23,8 @@ from oxrl.types import Losses, ModelConfig, Row
 
 pytestmark = pytest.mark.anyio
 PARAMETERS = {
-    "kd": {"kd_weight": 1.0},  # the rows' own likelihood would pull away from this teacher
-    "discopop": {"tau": 5.0},  # with the paper's 0.05 its gradient at the start points the other way, as published
+    "kd": {"kd_weight": 1.0},  # the likelihood of the rows would lead away from this teacher
+    "discopop": {"tau": 5.0},  # with the paper's 0.05 its gradient at the start has the opposite sign, as published
 }
 
 
@@ -35,7 +35,7 @@ def anyio_backend():
 
 @lru_cache
 def first_model():
-    """One layer of `tiny`, with room for its vocabulary: enough to learn which word begins a reply."""
+    """One layer of `tiny` with its vocabulary: enough to learn the first word of a response."""
     config = load_model_config(ModelConfig("tiny"))
     config.update({"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "head_dim": 8})
     with torch.random.fork_rng():
@@ -48,7 +48,7 @@ def a_model():
 
 
 def a_teacher():
-    """It knows more than the student."""
+    """A sharper distribution than the student's."""
     model = a_model()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -64,7 +64,7 @@ def backend_for(name, **options):
 
 
 async def gradients(backend, built, items, budget):
-    """The gradient of one step, in parts of at most `budget` tokens."""
+    """The gradient of one step, in micro-batches of at most `budget` tokens."""
     credited = await credit_step(backend, built, items, budget, {})
     batches = [collate(part) for part in pack(credited, budget)]
     metrics = await backend.forward_backward(batches, built, count_units(credited))
@@ -102,8 +102,8 @@ def flipped(built):
     return replace(built, loss=loss)
 
 
-async def worth(backend, name, items):
-    """A number that goes up as the algorithm learns what its rows say, on rows that it did not train on."""
+async def progress(backend, name, items):
+    """A metric on held-out rows that increases as the algorithm learns from its rows."""
     built = algorithm(name, **PARAMETERS.get(name, {}))
     if built.assemble in (conversation_items, text_items) or name == "rft":
         scores = await evaluate_offline(backend, built, items, 4000)
@@ -112,11 +112,11 @@ async def worth(backend, name, items):
         return (await evaluate_offline(backend, built, items, 4000))["eval_accuracy"] * 10
     if name == "opd":
         return -abs((await evaluate_offline(backend, built, items, 4000))["eval_teacher_gap"])
-    return await better_by(backend, [row for item in items for row in item])
+    return await margin(backend, [row for item in items for row in item])
 
 
-async def better_by(backend, rows: list[Row]) -> float:
-    """Mean log-prob of the good replies' tokens minus that of the bad ones'."""
+async def margin(backend, rows: list[Row]) -> float:
+    """Mean log-prob per token of the good responses minus that of the bad ones."""
     batch = collate([(replace(row, scalars={}),) for row in rows])
     (outputs,) = await backend.logprobs([batch])
     spans = zip(batch.borders[:-1], batch.borders[1:], strict=True)
@@ -128,23 +128,23 @@ async def better_by(backend, rows: list[Row]) -> float:
 
 @pytest.mark.trains
 @pytest.mark.parametrize("name", ALGORITHMS)
-async def test_an_algorithm_learns_what_its_rows_say_and_the_contrary_with_its_sign_flipped(name, rows_of):
+async def test_an_algorithm_learns_from_its_rows_and_unlearns_with_its_sign_flipped(name, rows_of):
     train, held_out = rows_of(name, 48, 1), rows_of(name, 12, 2)
     gains = []
     for change in (lambda built: built, flipped):
         backend = backend_for(name, lr=3e-3)
         built, memory = change(algorithm(name, **PARAMETERS.get(name, {}))), {}
-        before = await worth(backend, name, held_out)
+        before = await progress(backend, name, held_out)
         for step in range(6):
             items = [train[(8 * step + k) % len(train)] for k in range(8)]
             await train_step(backend, built, items, 4000, memory)
-        gains.append(await worth(backend, name, held_out) - before)
+        gains.append(await progress(backend, name, held_out) - before)
     assert gains[0] > 0.05
     assert gains[1] < 0.02
 
 
-def test_an_evaluation_judges_only_by_a_number_that_falls_as_the_model_learns():
-    """A policy gradient's surrogate and a coupled loss's weighted sum do not: the worst would be kept as the best."""
+def test_the_eval_metric_falls_as_the_model_learns():
+    """The surrogate of a policy gradient and the weighted sum of a coupled loss do not, so neither selects the best."""
     judged = {name: algorithm(name).eval_metric for name in ALGORITHMS}
     coupled = {name for name, by in judged.items() if by == "objective"}
     assert coupled == {"aot", "drdpo", "bco", "betadpo"}
@@ -152,7 +152,7 @@ def test_an_evaluation_judges_only_by_a_number_that_falls_as_the_model_learns():
     assert all(judged[name] == "loss" for name in ("sft", "dpo", "kto", "rm", "kd", "orpo", "rft", "online_dpo"))
 
 
-def test_rejection_sampling_keeps_what_reaches_the_threshold_and_nothing_else(rows_of):
+def test_rejection_sampling_keeps_responses_at_or_above_the_threshold_alone(rows_of):
     rows = [{"prompt": "a?", "responses": ["x", "y", "z"], "rewards": [0.2, 0.5, 0.9]}]
     rows += [{"prompt": "b?", "responses": ["u", "v"], "rewards": [0.0, 0.1]}]
     samples = load_samples(rows).samples
@@ -160,7 +160,7 @@ def test_rejection_sampling_keeps_what_reaches_the_threshold_and_nothing_else(ro
     assert [row.id for (row,) in items] == ["rows:1/1", "rows:1/2"]
 
 
-async def test_a_step_without_differences_is_called_out(rows_of, caplog):
+async def test_a_step_without_variance_in_rewards_is_warned_about(rows_of, caplog):
     from oxrl.data.buffer import DataBuffer
     from oxrl.loops.offline import OfflineConfig, run_offline
 
@@ -173,7 +173,7 @@ async def test_a_step_without_differences_is_called_out(rows_of, caplog):
 
 
 @pytest.mark.parametrize("name", ["kto", "bco_unpaired"])
-def test_a_step_with_only_good_or_only_bad_replies_is_called_out_once(name, caplog):
+def test_a_step_with_only_good_or_only_bad_responses_is_warned_about_once(name, caplog):
     def judged(*labels):
         streams = {"policy_logprob": np.zeros(2, np.float32), "ref_logprob": np.zeros(2, np.float32)}
         scalars = [{"label": label, "mismatched": mismatched} for mismatched in (0.0, 1.0) for label in labels]
@@ -184,7 +184,7 @@ def test_a_step_with_only_good_or_only_bad_replies_is_called_out_once(name, capl
     assert not caplog.text
     for _ in range(3):
         built.credit(judged(0.0), memory)
-    assert caplog.text.count("cannot tell good from bad") == 1
+    assert caplog.text.count("mix the labels") == 1
     assert "bad" in caplog.messages[0]
     built.credit(judged(1.0, 1.0), {})
     assert len(caplog.messages) == 2

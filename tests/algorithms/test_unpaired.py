@@ -1,4 +1,4 @@
-"""KTO and BCO on single judgements against their equations in NumPy, in float64: values and gradients."""
+"""KTO and BCO on labelled responses against their equations in NumPy, in float64: values and gradients."""
 
 from math import log
 

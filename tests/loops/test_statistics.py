@@ -1,4 +1,4 @@
-"""What is said about rewards, held against counting, textbook formulas and chance itself."""
+"""Statistics of rewards against enumeration, textbook formulas and simulation."""
 
 import itertools
 import math
@@ -27,13 +27,13 @@ def test_rewards_of_0_and_1_have_wilsons_interval():
         )
 
 
-def test_rewards_in_between_change_the_interval_little_by_little():
+def test_rewards_between_0_and_1_change_the_interval_continuously():
     low, high = confidence_interval([1.0] * 10 + [0.0] * 10)
     nearly_low, nearly_high = confidence_interval([1.0] * 10 + [0.0] * 9 + [0.01])
     assert (nearly_low, nearly_high) == (pytest.approx(low, abs=2e-3), pytest.approx(high, abs=2e-3))
 
 
-def test_a_few_equal_rewards_are_no_proof():
+def test_a_few_equal_rewards_have_a_wide_interval():
     for worth in (0.0, 0.5, 1.0, -2.0, 7.0):
         few, many = confidence_interval([worth] * 3), confidence_interval([worth] * 300)
         assert few[0] <= worth <= few[1]
@@ -49,17 +49,17 @@ def test_many_rewards_of_any_kind_have_the_normal_interval():
 
 @pytest.mark.parametrize("shares", [(0.9, 0.0, 0.1), (0.8, 0.15, 0.05), (0.1, 0.9, 0.0), (0.3, 0.3, 0.4)])
 @pytest.mark.parametrize("rows", [10, 50])
-def test_intervals_hold_the_truth_about_as_often_as_they_say(shares, rows):
-    chance = np.random.default_rng(1)
+def test_intervals_cover_the_mean_about_95_percent_of_the_time(shares, rows):
+    rng = np.random.default_rng(1)
     truth = shares[1] / 2 + shares[2]
     hits = 0
     for _ in range(1000):
-        low, high = confidence_interval(chance.choice([0.0, 0.5, 1.0], rows, p=shares))
+        low, high = confidence_interval(rng.choice([0.0, 0.5, 1.0], rows, p=shares))
         hits += low <= truth <= high
     assert hits >= 915
 
 
-def test_pass_at_k_is_the_share_of_draws_with_a_right_answer():
+def test_pass_at_k_is_the_share_of_draws_with_a_correct_answer():
     for answers in range(1, 7):
         for right, k in itertools.product(range(answers + 1), range(1, answers + 1)):
             marks = [True] * right + [False] * (answers - right)
@@ -69,24 +69,24 @@ def test_pass_at_k_is_the_share_of_draws_with_a_right_answer():
         pass_at_k(4, 1, 5)
 
 
-def test_the_sign_test_counts_the_throws_of_a_fair_coin():
+def test_the_sign_test_counts_the_tosses_of_a_fair_coin():
     for better, worse in itertools.product(range(6), range(6)):
-        thrown = better + worse
-        if thrown:
-            heads = [sum(throws) for throws in itertools.product((0, 1), repeat=thrown)]
-            as_far = [abs(each - thrown / 2) >= abs(better - thrown / 2) for each in heads]
+        tosses = better + worse
+        if tosses:
+            heads = [sum(each) for each in itertools.product((0, 1), repeat=tosses)]
+            as_far = [abs(each - tosses / 2) >= abs(better - tosses / 2) for each in heads]
             assert sign_test(better, worse) == pytest.approx(sum(as_far) / len(as_far))
     assert sign_test(900, 1100) == pytest.approx(8.5e-6, rel=0.05)  # normal approximation, with continuity correction
 
 
-def test_flips_of_sign_are_counted_out():
+def test_few_sign_flips_are_enumerated():
     gains = [0.5, -0.25, 1.0, 0.0, 0.75, 0.125]
     flipped = [float(np.dot(signs, gains)) for signs in itertools.product((-1, 1), repeat=6)]
     expected = sum(abs(each) >= abs(sum(gains)) for each in flipped) / len(flipped)
     assert sign_flip_test(gains) == pytest.approx(expected)
 
 
-def test_many_flips_are_drawn_and_come_to_the_same():
+def test_many_sign_flips_are_sampled_with_the_same_result():
     gains = [0.4, -0.3, 0.2, 0.1, 0.35, -0.15, 0.05, 0.25, 0.3, -0.1, 0.12, 0.22, -0.17, 0.31, 0.09, -0.21]
     sums = np.zeros(1)
     for gain in gains:
@@ -99,49 +99,49 @@ def test_many_flips_are_drawn_and_come_to_the_same():
 def test_rewards_of_0_and_1_are_compared_by_mcnemars_exact_test():
     # 12 rows won, 3 lost, 25 tied: 2 * P(at most 3 heads of 15)
     first, second = [1.0] * 12 + [0.0] * 3 + [1.0] * 25, [0.0] * 12 + [1.0] * 3 + [1.0] * 25
-    told = compare(first, second)
-    assert told.p == pytest.approx(2 * sum(math.comb(15, i) for i in range(4)) / 2**15)
-    assert (told.better, told.worse, told.rows, told.gain.mean) == (12, 3, 40, pytest.approx(0.225))
-    assert not told.is_noise
+    result = compare(first, second)
+    assert result.p == pytest.approx(2 * sum(math.comb(15, i) for i in range(4)) / 2**15)
+    assert (result.better, result.worse, result.rows, result.gain.mean) == (12, 3, 40, pytest.approx(0.225))
+    assert not result.is_noise
 
 
-def test_equal_models_are_rarely_taken_for_different_ones():
-    chance = np.random.default_rng(2)
+def test_equal_models_are_rarely_reported_as_different():
+    rng = np.random.default_rng(2)
     false_alarms = 0
     for _ in range(1000):
-        told = compare(*(chance.random((2, 60)) < 0.3).astype(float))
-        false_alarms += not told.is_noise
+        result = compare(*(rng.random((2, 60)) < 0.3).astype(float))
+        false_alarms += not result.is_noise
     assert false_alarms <= 60
 
 
-def test_the_rows_that_are_said_to_be_needed_are_enough_four_times_in_five():
-    def signs(count, chance):
-        return chance.choice([1.0, -1.0, 0.0], count, p=[0.15, 0.05, 0.8])
+def test_the_rows_needed_give_a_power_of_80_percent():
+    def signs(count, rng):
+        return rng.choice([1.0, -1.0, 0.0], count, p=[0.15, 0.05, 0.8])
 
     gains = np.array([1.0] * 15 + [-1.0] * 5 + [0.0] * 80)
     needed = compare(np.maximum(gains, 0).tolist(), np.maximum(-gains, 0).tolist()).rows_needed
-    chance, found = np.random.default_rng(3), 0
+    rng, found = np.random.default_rng(3), 0
     for _ in range(400):
-        seen = signs(needed, chance)
+        seen = signs(needed, rng)
         found += sign_test(int((seen > 0).sum()), int((seen < 0).sum())) < 0.05
     assert 0.7 <= found / 400 <= 0.9
 
 
-def test_the_sentence_says_gain_loss_or_noise():
+def test_the_summary_reports_gain_loss_or_noise():
     better, worse = [1.0] * 30 + [0.0] * 10, [0.0] * 40
     assert str(compare(better, worse)).startswith("gain 75.0 points (95%: ")
     assert str(compare(better, worse)).endswith("p < 0.001, better on 30 rows and worse on 0: not noise")
     assert str(compare(worse, better)).startswith("loss 75.0 points (95%: ")
     slight = compare([1.0, 1.0, 0.0] + [0.0] * 97, [0.0, 0.0, 1.0] + [0.0] * 97)
-    assert "cannot be told from noise with 100 rows; about" in str(slight)
-    assert "rows would be needed to see a gain of this size" in str(slight)
+    assert "noise with 100 rows; about" in str(slight)
+    assert "rows would be needed to detect a gain of this size" in str(slight)
     assert "the same reward on all 40 rows" in str(compare(better, better))
     assert str(Comparison(Estimate(0.2, -0.1, 0.5), 0.3, 9, 3, 2, 90, in_points=False)).startswith(
         "gain 0.2 (95%: -0.1 to 0.5)"
     )
 
 
-def test_a_loss_is_a_gain_seen_from_the_other_side():
+def test_swapping_the_models_negates_the_gain():
     first, second = [1.0, 0.5, 0.0, 1.0, 0.25], [0.0, 0.5, 0.5, 0.0, 0.0]
     one, other = compare(first, second), compare(second, first)
     assert one.p == other.p
@@ -152,7 +152,7 @@ def test_a_gain_has_the_interval_of_agresti_and_min():
     # half a row more in each of the four cells of (first right, second right)
     for won, lost, rows in ((12, 3, 40), (0, 0, 25), (1, 0, 3)):
         tied = rows - won - lost
-        told = compare([1.0] * won + [0.0] * (lost + tied), [0.0] * won + [1.0] * lost + [0.0] * tied)
+        result = compare([1.0] * won + [0.0] * (lost + tied), [0.0] * won + [1.0] * lost + [0.0] * tied)
         b, c, n = won + 0.5, lost + 0.5, rows + 2
         half = 1.959964 * math.sqrt(b + c - (b - c) ** 2 / n) / n
-        assert told.gain[1:] == pytest.approx(((b - c) / n - half, (b - c) / n + half))
+        assert result.gain[1:] == pytest.approx(((b - c) / n - half, (b - c) / n + half))

@@ -1,4 +1,4 @@
-"""The door to the table: names, parameters, a user's own loss, and what is shown of it all."""
+"""Algorithms by name: names, parameters, custom losses, and their descriptions."""
 
 import json
 import math
@@ -16,14 +16,14 @@ from oxrl.cli import app
 from oxrl.types import Batch, Outputs, Row
 from tests.rows import write_jsonl
 
-ASKED_FOR = """
+REQUIRED = """
     sft cpt kd rm rft dpo ipo orpo simpo cpo hinge cdpo robust_dpo exo nca sppo apo_zero apo_down aot bco dpop rdpo odpo
     discopop caldpo wpo sampo betadpo alphapo drdpo chipo focalpo gpo hdpo fdpo dposhift cposimpo tdpo kto grpo sgrpo
     dr_grpo dapo gspo cispo gmpo rloo reinforce reinforce_pp ppo online_dpo spin opd dapo_pairs remax rlhf rlaif max_rl
 """.split()
 
 
-@pytest.mark.parametrize("name", ASKED_FOR)
+@pytest.mark.parametrize("name", REQUIRED)
 def test_the_name_is_in_the_table(name):
     assert algorithm(name).name == name
 
@@ -38,7 +38,7 @@ def test_case_and_dashes_do_not_matter(name):
     [
         ("dpoo", {}, "did you mean dpo?"),
         ("dpo", {"betta": 0.1}, "did you mean beta?"),
-        ("dpo", {"warmth": 0.1}, "it takes: beta"),
+        ("dpo", {"momentum": 0.1}, "it takes: beta"),
         ("dpo", {"beta": "high"}, "like its default 0.1"),
         ("aot", {"paired": 1}, "like its default True"),
         ("grpo", {"kl_estimator": "k9", "kl_coef": 0.1}, "k1, k2, k3"),
@@ -47,7 +47,7 @@ def test_case_and_dashes_do_not_matter(name):
         ("fdpo", {"divergence": "forward"}, "reverse_kl, forward_kl, js, alpha"),
         ("gpo", {"function": "sine"}, "logistic, hinge"),
         ("grpo", {"correction": "full"}, "none, truncated, masked, sequence"),
-        ("reinforce", {"baseline": "mood"}, "step, group, none"),
+        ("reinforce", {"baseline": "other"}, "step, group, none"),
         ("tdpo", {"version": 3}, "one of 1, 2"),
         ("dpo", {"beta": -5.0}, "beta is -5.0; it must be above 0"),
         ("dpo", {"beta": 0}, "above 0"),
@@ -72,7 +72,7 @@ def test_case_and_dashes_do_not_matter(name):
         ("json:dumps", {}, "annotate its first argument"),
     ],
 )
-def test_a_mistake_is_answered_with_what_is_allowed(name, parameters, message):
+def test_an_invalid_name_or_value_is_an_error_with_what_is_allowed(name, parameters, message):
     with pytest.raises(ValueError) as caught:
         algorithm(name, **parameters)
     assert message in str(caught.value)
@@ -86,12 +86,12 @@ def test_every_parameter_has_a_range_and_its_default_is_within(name):
         assert declared.default is None or range_of is None or range_of.holds(declared.default)
 
 
-def test_no_range_is_about_a_parameter_that_is_not_there():
+def test_every_range_belongs_to_a_parameter():
     known = {f"{name}.{each}" for name, recipe in ALGORITHMS.items() for each in recipe.schema()}
     assert all(key in known if "." in key else any(k.endswith(f".{key}") for k in known) for key in RANGES)
 
 
-def test_what_is_within_its_range_is_taken_as_it_is():
+def test_a_value_within_its_range_is_kept():
     assert algorithm("simpo", gamma=5.0).parameters["gamma"] == 5.0
     assert algorithm("dpo", beta=1).parameters["beta"] == 1
     assert algorithm("grpo", dual_clip=3.0).parameters["dual_clip"] == 3.0
@@ -119,7 +119,7 @@ def test_parameters_reach_the_loss():
 
 
 @pytest.mark.trains
-def test_a_loss_of_ones_own_works_where_a_name_works(tmp_path):
+def test_a_custom_loss_works_where_a_name_works(tmp_path):
     file = tmp_path / "my_losses.py"
     file.write_text(
         "from oxrl.algorithms.policy import Policy\nfrom oxrl.algorithms.preference import Pairs\n\n"
@@ -133,7 +133,7 @@ def test_a_loss_of_ones_own_works_where_a_name_works(tmp_path):
         algorithm(f"{file}:shifted", shitf=1.0)
     with pytest.raises(ValueError, match="finite"):
         algorithm(f"{file}:shifted", shift=math.nan)
-    assert algorithm(f"{file}:shifted", beta=-2.0).parameters["beta"] == -2.0  # what it means is the user's affair
+    assert algorithm(f"{file}:shifted", beta=-2.0).parameters["beta"] == -2.0  # RANGES does not apply
     with pytest.raises(ValueError, match="at least 0"):
         algorithm(f"{file}:plain", kl_coef=-1.0)
     assert algorithm(f"{file}:plain").needs == ("sampler",)
@@ -145,7 +145,7 @@ def test_a_loss_of_ones_own_works_where_a_name_works(tmp_path):
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_algorithm_explains_itself_with_source_and_example(name):
+def test_every_algorithm_has_a_description_with_an_example(name):
     card = explain(name)
     assert card.explanation
     assert f"alg_name: {name}" in card.example
@@ -153,16 +153,16 @@ def test_every_algorithm_explains_itself_with_source_and_example(name):
     assert all(parameter in text for parameter in card.parameters)
 
 
-def test_the_command_line_lists_and_explains():
+def test_the_command_line_lists_and_describes_algorithms():
     run = CliRunner().invoke
     listed = run(app, ["algorithms"])
     assert all(name in listed.output for name in ALGORITHMS)
-    told = json.loads(run(app, ["algorithms", "--json"]).output)
-    assert told.keys() == ALGORITHMS.keys()
-    assert [told[name]["family"] for name in ("cpt", "dpo", "kto", "spin")] == [
+    listing = json.loads(run(app, ["algorithms", "--json"]).output)
+    assert listing.keys() == ALGORITHMS.keys()
+    assert [listing[name]["family"] for name in ("cpt", "dpo", "kto", "spin")] == [
         "imitation", "pairs", "judged replies", "own samples",
     ]  # fmt: skip
-    assert len({each["summary"] for each in told.values()}) == len(told), "no two are described alike"
+    assert len({each["summary"] for each in listing.values()}) == len(listing), "no two have the same summary"
     card = json.loads(run(app, ["algorithms", "DPO", "--json"]).output)
     assert card["parameters"] == {"beta": 0.1}
     assert card["allowed"] == {"beta": "above 0"}
@@ -175,7 +175,7 @@ def test_the_command_line_lists_and_explains():
 
 
 @pytest.mark.trains
-def test_a_run_switches_algorithms_where_its_config_says(tmp_path):
+def test_a_run_switches_algorithms_at_the_configured_step(tmp_path):
     rows = [{"prompt": f"{i}?", "chosen": "yes", "rejected": "no"} for i in range(8)]
     config = tmp_path / "config.yaml"
     config.write_text(
@@ -190,7 +190,7 @@ def test_a_run_switches_algorithms_where_its_config_says(tmp_path):
     assert [line["step"] for line in lines if "algorithm_switched" in line] == [3]
 
 
-def test_the_documentation_page_is_what_the_functions_say():
+def test_the_documentation_page_is_up_to_date():
     page = Path(__file__).parents[2] / "docs" / "algorithms.md"
     assert page.read_text() == document(), "run: python -m oxrl.algorithms.describe > docs/algorithms.md"
 
@@ -209,13 +209,13 @@ def policy_batch(sampler: float) -> Batch:
     [
         ("none", -1.0, -3.0),
         ("truncated", -1.0, -3.0),  # no gap, no weight
-        ("truncated", -1.0 - np.log(4), -6.0),  # four times as likely for the trainer, held at 2
+        ("truncated", -1.0 - np.log(4), -6.0),  # four times as likely for the trainer, capped at 2
         ("masked", -1.0 - np.log(4), -12.0),
         ("masked", -1.0 - np.log(40), 0.0),  # too far off: dropped
         ("sequence", -1.0 + np.log(4), -0.75),
     ],
 )
-def test_the_gap_between_sampler_and_trainer_is_corrected_as_asked(correction, sampler, expected):
+def test_the_gap_between_sampler_and_trainer_is_corrected(correction, sampler, expected):
     for name in ("grpo", "ppo"):
         built = algorithm(name, correction=correction)
         losses = built.loss(Outputs(torch.tensor([0.0, -1.0]), value=torch.zeros(2)), policy_batch(sampler))
