@@ -19,7 +19,7 @@ from rich.text import Text
 
 from oxrl.algorithms import algorithm
 from oxrl.data.assemble import Assembled, assemble
-from oxrl.data.render import Renderer
+from oxrl.data.render import Renderer, special_tokens
 from oxrl.data.sources import load_samples
 from oxrl.models.load import load_tokenizer
 from oxrl.run.spec import as_prompt, learns_from_samples
@@ -157,8 +157,7 @@ class Piece(NamedTuple):
 def pieces(row: Row, tokenizer: PreTrainedTokenizerBase) -> Iterator[Piece]:
     """The tokens of a row as text, with control characters made visible."""
     ids, mask = row.tokens.tolist(), row.mask.tolist()
-    added = tokenizer.added_tokens_decoder
-    special = {*tokenizer.all_special_ids, *(id for id, token in added.items() if token.special)}
+    special = special_tokens(tokenizer)
     start = 0
     while start < len(ids):
         end, text = _whole_characters(ids, start, tokenizer)
