@@ -31,7 +31,7 @@ _MAX_SHAPES = 8  # templates have one or two; a bound for templates whose output
 
 
 class TemplateError(ValueError):
-    """The assistant's part of a chat template's output cannot be determined; the message has the reason and a remedy."""
+    """The assistant's part of a chat template's output cannot be determined; the message has reason and remedy."""
 
 
 class _Shape(NamedTuple):
@@ -71,9 +71,7 @@ class Renderer:
         trained = [i for i, message in enumerate(messages) if message.role == "assistant" and i >= first_trained]
         if not trained:
             roles = ", ".join(message.role for message in messages[first_trained:]) or "none"
-            raise ValueError(
-                f"{id}: there is no assistant turn to train on (roles: {roles}); add one, or remove the row"
-            )
+            raise ValueError(f"{id}: there is no assistant turn to train on (roles: {roles}); add one or remove it")
         chat = [message.to_dict() for message in messages]
         self._check_content(chat, tools, id)
         rows: list[list[_Turn]] = []
@@ -224,7 +222,8 @@ class Renderer:
         except (JinjaError, TypeError) as error:
             roles = ", ".join(str(message["role"]) for message in chat)
             raise TemplateError(
-                f"the chat template does not accept these messages ({roles}): {error}; change the messages or the template"
+                f"the chat template does not accept these messages ({roles}): {error}; change the messages or the "
+                "template"
             ) from error
         return text
 
@@ -256,8 +255,8 @@ class Renderer:
             completion_ids = self._ids(turn.end + turn.completion)[1:]
             if not self._round_trips(completion_ids, turn, padded=False):
                 raise TemplateError(
-                    f"the tokenizer cannot encode {_short(turn.completion)} after {_short(turn.prompt[-40:])}: it decodes "
-                    f"to {_short(self._decode(completion_ids))}; change how the answer begins, or remove characters "
+                    f"the tokenizer cannot encode {_short(turn.completion)} after {_short(turn.prompt[-40:])}: it "
+                    f"decodes to {_short(self._decode(completion_ids))}; change how the answer begins, or remove characters "
                     "that are not in the vocabulary"
                 )
         if previous_end:
