@@ -256,8 +256,8 @@ class Renderer:
             if not self._round_trips(completion_ids, turn, padded=False):
                 raise TemplateError(
                     f"the tokenizer cannot encode {_short(turn.completion)} after {_short(turn.prompt[-40:])}: it "
-                    f"decodes to {_short(self._decode(completion_ids))}; change how the answer begins, or remove characters "
-                    "that are not in the vocabulary"
+                    f"decodes to {_short(self._decode(completion_ids))}; change how the answer begins, or remove "
+                    "characters that are not in the vocabulary"
                 )
         if previous_end:
             prompt_ids = prompt_ids[prompt_ids.index(self._id(previous_end)) + 1 :]
