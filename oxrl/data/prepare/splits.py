@@ -46,6 +46,5 @@ def without_overlap(splits: Mapping[str, Sequence[Sample]]) -> tuple[dict[str, l
         kept[name] = [sample for sample, key in zip(splits[name], keys, strict=True) if key not in seen]
         removed[name] = len(keys) - len(kept[name])
         seen.update(keys)
-    return {name: kept[name] for name in SPLITS if name in kept}, {
-        name: count for name, count in removed.items() if count
-    }
+    counts = {name: count for name, count in removed.items() if count}
+    return {name: kept[name] for name in SPLITS if name in kept}, counts

@@ -39,9 +39,9 @@ def prepare(
 ) -> Path:
     """Prepare a dataset from the hub, or from local `files` ("FILE" or "SPLIT=FILE"), and return its folder.
 
-    `splits` are those to prepare, by default all; for one file without a split, the split of its rows. `instruction` is
-    appended to each question instead of the dataset's (empty: none); `size` is for tasks of reasoning-gym. The folder is
-    written atomically, and the same rows give the same bytes.
+    `splits` are those to prepare, by default all; for one file without a split, the split of its rows. `instruction`
+    replaces the one that the dataset appends to each question (empty: none); `size` is for tasks of reasoning-gym. The
+    folder is written atomically, and the same rows give the same bytes.
     """
     dataset = find_dataset(name, size)
     folder = Path(output) if output is not None else _folder_of(dataset)
