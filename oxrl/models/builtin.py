@@ -107,7 +107,7 @@ def builtin_named_by(path: str) -> str | None:
 
 
 def build_tiny(folder: Path) -> None:
-    """Write a Llama of 0.5M parameters, the same weights on every machine: uniform draws of numpy's legacy generator."""
+    """Write a Llama of 0.5M parameters, equal on every machine: uniform draws of numpy's legacy generator."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

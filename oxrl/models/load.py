@@ -72,7 +72,7 @@ def load_hf_model(
     revision: str | None = None,
     is_trainable: bool = True,
 ) -> PreTrainedModel:
-    """Load any causal language model that transformers supports; for a LoRA adapter's folder, its base with the adapter."""
+    """Load any causal language model that transformers supports; from an adapter's folder, its base with the adapter."""
     config = ModelConfig(
         name_or_path,
         dtype=dtype,
@@ -110,9 +110,7 @@ def load_hf_tokenizer(
     if source.kind == "gguf":
         from oxrl.models.gguf import load_gguf_tokenizer
 
-        logger.warning(
-            "the tokenizer rebuilt from %s may tokenize rare text differently from the original", source.where
-        )
+        logger.warning("the tokenizer rebuilt from %s may split rare text differently from the original", source.where)
         return load_gguf_tokenizer(Path(source.where))
     where = str(prepare_builtin(source.where)) if source.kind == "builtin" else source.where
     if source.kind != "hub" and not any((Path(where) / file).is_file() for file in TOKENIZER_FILES):
@@ -358,8 +356,8 @@ def _load_weights(source: Source, config: ModelConfig) -> PreTrainedModel:
     )
     if missing := sorted(report["missing_keys"]):
         raise ValueError(
-            f"the weights of {config.name} lack {len(missing)} tensors of {type(model).__name__}, such as {missing[0]}; "
-            f"they would be initialised at random, so the model is refused"
+            f"the weights of {config.name} lack {len(missing)} tensors of {type(model).__name__}, such as "
+            f"{missing[0]}, which would be initialised at random; use complete weights"
         )
     return model
 

@@ -32,9 +32,7 @@ class RewardModel:
 
     model: PreTrainedModel
     head: Tensor | None = None
-    lock: threading.Lock = field(
-        default_factory=threading.Lock
-    )  # groups are graded in threads; one forward pass at a time
+    lock: threading.Lock = field(default_factory=threading.Lock)  # one forward pass at a time: grading runs in threads
 
 
 Scorer: TypeAlias = Callable[[RewardModel, Sequence[Sequence[int]]], list[float]]

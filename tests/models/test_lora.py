@@ -219,7 +219,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 def test_the_adapter_of_a_reference_changes_nothing_else(tmp_path: Path) -> None:
-    """Bit-identical: the policy's logits and gradients, its adapter files, its merged weights, the weights for engines."""
+    """Bit-identical: the policy's logits and gradients, its adapter files, its merged weights, the engine's weights."""
 
     def outputs(folder: Path, *, with_reference: bool) -> dict[str, Any]:
         model = trained(load_model("tiny"))
