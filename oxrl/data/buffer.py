@@ -48,7 +48,7 @@ class DataBuffer(Generic[T]):
         return len(self._items)
 
     def get_prompts(self, n: int) -> list[T]:
-        """Return the next `n` items, of whatever type the buffer holds."""
+        """Return the next `n` items: samples, or rows that stay together."""
         _check_count(n)
         drawn: list[T] = []
         while len(drawn) < n:

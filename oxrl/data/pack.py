@@ -29,7 +29,7 @@ def count_units(items: Sequence[Item]) -> Counts:
 
 
 def _num_sequences(rows: Sequence[Row]) -> int:
-    """Count sequences; a row without a sequence name is one of its own, even if it occurs twice."""
+    """Count sequences; a row without a sequence name counts as one, even if it occurs twice."""
     return len({row.sequence for row in rows if row.sequence}) + sum(not row.sequence for row in rows)
 
 

@@ -230,7 +230,7 @@ def _reader_for(path: Path) -> Reader:
         raise ValueError(f"there is no file {path}{_nearest_file(path)}")
     reader = _reader_by_name(path.name)
     if reader is None:
-        raise ValueError(f"cannot tell how to read {path}: its name must end in one of {', '.join(READERS)}")
+        raise ValueError(f"unknown file type of {path}: its name must end in one of {', '.join(READERS)}")
     return reader
 
 

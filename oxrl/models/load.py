@@ -72,7 +72,7 @@ def load_hf_model(
     revision: str | None = None,
     is_trainable: bool = True,
 ) -> PreTrainedModel:
-    """Load any causal language model that transformers supports; from an adapter's folder, its base with the adapter."""
+    """Load any causal language model of transformers; an adapter's folder gives its base with the adapter."""
     config = ModelConfig(
         name_or_path,
         dtype=dtype,

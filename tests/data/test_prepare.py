@@ -137,10 +137,10 @@ def test_proofs_are_left_out_of_openr1_math():
 
 
 def test_svamp_is_one_question_and_a_plain_number():
-    asked = {str(sample.messages[0].content): sample.answer for sample in all_of("svamp")}
-    assert asked["If 24 nuts are shared by 8 squirrels, How many nuts does each get?"] == "3"
-    assert asked["Ana has 12 apples and eats 5. How many apples are left?"] == "7"
-    assert sorted(map(str, asked.values())) == ["1200", "3", "6.5", "63", "7"]
+    answers = {str(sample.messages[0].content): sample.answer for sample in all_of("svamp")}
+    assert answers["If 24 nuts are shared by 8 squirrels, How many nuts does each get?"] == "3"
+    assert answers["Ana has 12 apples and eats 5. How many apples are left?"] == "7"
+    assert sorted(map(str, answers.values())) == ["1200", "3", "6.5", "63", "7"]
 
 
 def test_the_letter_of_gpqa_is_that_of_the_right_choice():
@@ -243,9 +243,9 @@ def test_hh_rlhf_is_a_dialogue_and_two_replies():
 
 
 def test_hh_rlhf_leaves_out_empty_replies_and_dialogues_that_part_earlier(tmp_path):
-    asked = "\n\nHuman: Hi.\n\nAssistant: "
+    prompt = "\n\nHuman: Hi.\n\nAssistant: "
     pairs = [("", "Go away."), ("Hello.", ""), ("Hello.\n\nAssistant: You?", "Go away."), ("Hello.", "Go away.")]
-    rows = [{"chosen": asked + better, "rejected": asked + worse} for better, worse in pairs]
+    rows = [{"chosen": prompt + better, "rejected": prompt + worse} for better, worse in pairs]
     (tmp_path / "hh.json").write_text(json.dumps(rows))
     samples, card = prepare_samples(DATASETS["hh_rlhf"], [f"train={tmp_path / 'hh.json'}"])
     assert [sample.chosen[0].content for sample in samples["train"]] == ["Hello."]

@@ -35,7 +35,7 @@ def write_lines(path: Path, *rows: str | dict[str, Any]) -> Path:
 
 
 def fresh_python(code: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own, where nothing has been imported yet."""
+    """Run code in a new process, where nothing has been imported yet."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=HANG)
 
@@ -136,7 +136,7 @@ def test_a_lone_surrogate_is_found_and_a_pair_is_accepted(tmp_path: Path, surrog
         ("a.csv", b"a\n\xff\n", "a.csv:2 is not UTF-8"),
         ("a.json", b'[{"a": 1},\n{"a": "\xff"}]', "a.json:2 is not UTF-8"),
         ("a.parquet", "not parquet", "is not a Parquet file"),
-        ("a.txt", "hello", r"cannot tell how to read .*a\.txt.*\.jsonl"),
+        ("a.txt", "hello", r"unknown file type of .*a\.txt.*\.jsonl"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_refused_with_the_reason(
