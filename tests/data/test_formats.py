@@ -217,3 +217,9 @@ def test_a_format_can_be_chosen_and_a_misspelt_one_gets_the_nearest() -> None:
         to_sample(row, format="alpacca")
     with pytest.raises(BadRow, match=r"format 'alpaca' needs the columns instruction \+ output, the row has prompt"):
         to_sample(row, format="alpaca")
+
+
+def test_the_text_of_a_message_joins_its_text_parts() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "image", "text": None}, {"type": "image"}, {"text": "b"}]
+    messages = (Message("user", "Hi"), Message("user", parts), Message("user", []), Message.from_dict({"role": "user"}))
+    assert [message.text for message in messages] == ["Hi", "ab", "", ""]
