@@ -45,14 +45,18 @@ class Message(NamedTuple):
     def to_dict(self) -> dict[str, Any]:
         return {"role": self.role, "content": self.content, **self.extra}
 
+    @property
+    def text(self) -> str:
+        """The content as text: of a list of parts, the text parts joined."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(str(part.get("text") or "") for part in self.content or ())
+
 
 class Conversation(NamedTuple):
     """`Conversation((Message("user", "Hi"), Message("assistant", "Hello!")))`."""
 
     messages: tuple[Message, ...]
-
-    def to_dicts(self) -> list[dict[str, Any]]:
-        return [message.to_dict() for message in self.messages]
 
 
 class ModelConfig(NamedTuple):
@@ -226,8 +230,7 @@ class Rollout:
     @property
     def prompt(self) -> str:
         """What was asked last before the model spoke, as text."""
-        content = self.sample.messages[-1].content if self.sample.messages else ""
-        return content if isinstance(content, str) else "".join(str(part.get("text", "")) for part in content)
+        return self.sample.messages[-1].text if self.sample.messages else ""
 
     @property
     def reward(self) -> float | None:

@@ -1,4 +1,4 @@
-"""Samples to items that fit: rendered by the algorithm's own rule, checked, and held to the length limit."""
+"""Samples to items: rendered by the algorithm, checked, and limited in length."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ BadRows: TypeAlias = Literal["stop", "skip"]
 
 
 class Assembled(NamedTuple):
-    """What will be trained on, and what was left out."""
+    """The items to train on, and counts of what was skipped, dropped and truncated."""
 
     items: list[Item]
     skipped: list[str]  # one reason per sample that could not be rendered
     dropped: int  # items over the length limit
     truncated: int
-    unended: int  # truncated rows that lost their end of turn
+    unended: int  # truncated rows without their end-of-turn token
 
     def describe(self) -> str:
         tokens = sum(len(row) for item in self.items for row in item)
@@ -29,7 +29,7 @@ class Assembled(NamedTuple):
         if self.dropped:
             parts.append(f"{self.dropped} dropped as over-long")
         if self.truncated:
-            parts.append(f"{self.truncated} truncated, {self.unended} of them without their end of turn")
+            parts.append(f"{self.truncated} truncated, {self.unended} of them without their end-of-turn token")
         return "; ".join(parts)
 
 
@@ -43,7 +43,7 @@ def assemble(
     bad_rows: BadRows = "stop",
     track: Callable[[Iterable[Sample]], Iterable[Sample]] = iter,
 ) -> Assembled:
-    """Render every sample; one that cannot be rendered stops the run, or is skipped and counted."""
+    """Render every sample; one that cannot be rendered raises, or is skipped and counted (`bad_rows`)."""
     items: list[Item] = []
     skipped: list[str] = []
     for sample in track(samples):
@@ -51,7 +51,7 @@ def assemble(
             items.extend(algorithm.assemble(sample, render))
         except ValueError as error:
             if bad_rows == "stop":
-                raise ValueError(f"{error} (bad_rows: skip would leave such rows out)") from error
+                raise ValueError(f"{error} (bad_rows: skip leaves such rows out)") from error
             skipped.append(str(error))
     if not items:
         raise ValueError(f"no row is left to train on; the first reason: {skipped[0] if skipped else 'no samples'}")

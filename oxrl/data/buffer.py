@@ -1,6 +1,6 @@
-"""Items become an endless, deterministic, resumable stream: one dataset, or several mixed by ratio.
+"""Endless, deterministic, resumable streams of items: one dataset, or several mixed by ratio.
 
-The buffers know nothing about what they hold; they keep where they are, and nothing else.
+A buffer does not interpret its items; its state is the position in the stream.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class DataBuffer(Generic[T]):
         if not items:
             raise ValueError("a DataBuffer needs at least one item")
         if seed < 0:
-            raise ValueError(f"seed must be 0 or more, not {seed}")
+            raise ValueError(f"seed must be non-negative, got {seed}")
         self._items = list(items)
         self._seed = seed
         self._shuffle = shuffle
@@ -36,25 +36,26 @@ class DataBuffer(Generic[T]):
 
     @property
     def epoch_id(self) -> int:
-        """How many epochs are complete."""
+        """Number of completed epochs."""
         return self._epoch
 
     @property
     def sample_offset(self) -> int:
-        """How many items of the current epoch were handed out; always less than the number of items."""
+        """Number of items drawn in the current epoch; always less than the number of items."""
         return self._offset
 
     def __len__(self) -> int:
         return len(self._items)
 
     def get_prompts(self, n: int) -> list[T]:
+        """Return the next `n` items: samples, or rows that stay together."""
         _check_count(n)
         drawn: list[T] = []
         while len(drawn) < n:
             end = min(self._offset + n - len(drawn), len(self))
             drawn += [self._items[index] for index in self._order[self._offset : end]]
             if end == len(self):
-                self._move_to(self._epoch + 1, 0)
+                self._seek(self._epoch + 1, 0)
             else:
                 self._offset = end
         return drawn
@@ -66,10 +67,10 @@ class DataBuffer(Generic[T]):
         _check_same(self._identity(), state)
         epoch, offset = state.get("epoch_id"), state.get("sample_offset")
         if not (isinstance(epoch, int) and epoch >= 0 and isinstance(offset, int) and 0 <= offset < len(self)):
-            raise ValueError(f"a state cannot be at epoch {epoch!r}, offset {offset!r} of {len(self)} items")
-        self._move_to(epoch, offset)
+            raise ValueError(f"invalid state: epoch_id {epoch!r}, sample_offset {offset!r} for {len(self)} items")
+        self._seek(epoch, offset)
 
-    def _move_to(self, epoch: int, offset: int) -> None:
+    def _seek(self, epoch: int, offset: int) -> None:
         self._epoch, self._offset = epoch, offset
         self._order = self._order_of(epoch)
 
@@ -87,7 +88,7 @@ class DataBuffer(Generic[T]):
 
 
 def _digest_content(value: object, update: Callable[[bytes], None]) -> None:
-    """Feed what a value holds, the same in every run: arrays whole, which `repr` shortens, and no memory addresses."""
+    """Hash a value's content, equal in every run: arrays in full (`repr` shortens them), without memory addresses."""
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
         return
@@ -108,26 +109,24 @@ def _digest_content(value: object, update: Callable[[bytes], None]) -> None:
 
 
 class MixedBuffer(Generic[T]):
-    """`MixedBuffer({"math": a, "chat": b}, ratios={"math": 0.8, "chat": 0.2})`, itself a source like its parts.
+    """`MixedBuffer({"math": a, "chat": b}, ratios={"math": 0.8, "chat": 0.2})`, itself a `DataSource`.
 
-    After any k draws each dataset has had k x ratio of them, off by less than one. For that, draw j of a dataset with
-    ratio r must fall on one of the places floor((j-1)/r) + 1 to ceil(j/r). Tijdeman ("The chairman assignment
-    problem", 1980) proves that this can be done; unit jobs with such windows are then served in time by always taking
-    the earliest deadline. Largest deficit first, the simpler rule, fails when there are many datasets. All integers:
-    nothing drifts, however long the run.
+    Each draw goes to the source with the largest deficit, `ratio * draws - draws of that source`. Every
+    prefix is within about one draw of the ratios. Shares are integers, so rounding errors do not accumulate.
     """
 
     def __init__(self, sources: Mapping[str, DataSource[T]], *, ratios: Mapping[str, float]) -> None:
-        self._sources = dict(sorted(sources.items()))  # the order settles ties, so it must not depend on the caller
+        self._sources = dict(sorted(sources.items()))  # ties go to the first name, whatever the caller's order
         self._shares = _integer_shares(self._sources, ratios)
         self._total = sum(self._shares.values())
         self._drawn = dict.fromkeys(self._sources, 0)
 
     def get_prompts(self, n: int) -> list[T]:
+        """Return the next `n` items of the mixture."""
         _check_count(n)
-        turns = [self._next_turn() for _ in range(n)]
-        items = {name: iter(self._sources[name].get_prompts(count)) for name, count in Counter(turns).items()}
-        return [next(items[name]) for name in turns]
+        names = [self._next_source() for _ in range(n)]
+        items = {name: iter(self._sources[name].get_prompts(count)) for name, count in Counter(names).items()}
+        return [next(items[name]) for name in names]
 
     def state(self) -> dict[str, Any]:
         sources = {name: source.state() for name, source in self._sources.items()}
@@ -139,25 +138,22 @@ class MixedBuffer(Generic[T]):
             source.restore(state["sources"][name])
         self._drawn = {name: int(state["drawn"][name]) for name in self._sources}
 
-    def _next_turn(self) -> str:
-        place = sum(self._drawn.values()) + 1
-        ready = [name for name, share in self._shares.items() if self._drawn[name] * self._total < place * share]
-        name = min(ready, key=self._deadline)
+    def _next_source(self) -> str:
+        draws = sum(self._drawn.values()) + 1
+        deficits = {name: draws * share - self._drawn[name] * self._total for name, share in self._shares.items()}
+        name = max(deficits, key=deficits.__getitem__)
         self._drawn[name] += 1
         return name
-
-    def _deadline(self, name: str) -> int:
-        return -(-(self._drawn[name] + 1) * self._total // self._shares[name])
 
 
 def _integer_shares(sources: Mapping[str, object], ratios: Mapping[str, float]) -> dict[str, int]:
     if set(sources) != set(ratios):
-        raise ValueError(f"ratios must name the datasets {_names(sources)}, they name {_names(ratios)}")
+        raise ValueError(f"ratios must have the keys {_names(sources)} (one per dataset), got {_names(ratios)}")
     wrong = {name: ratio for name, ratio in ratios.items() if not (math.isfinite(ratio) and ratio >= 0)}
     if wrong:
-        raise ValueError(f"ratios must be finite and 0 or more, not {wrong}")
+        raise ValueError(f"ratios must be finite and non-negative, got {wrong}")
     if not any(ratios.values()):
-        raise ValueError("at least one ratio must be more than 0, or nothing is ever drawn")
+        raise ValueError("at least one ratio must be greater than 0")
     exact = {name: Fraction(repr(float(ratios[name]))) for name in sources}  # 0.8 means 4/5, not its nearest float
     scale = math.lcm(*(ratio.denominator for ratio in exact.values()))
     shares = {name: int(ratio * scale) for name, ratio in exact.items()}
@@ -178,6 +174,6 @@ def _check_same(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     for name, value in own.items():
         if state.get(name) != value:
             raise ValueError(
-                f"this state belongs to other data or settings: its {name} is {state.get(name)!r}, here {value!r}; "
-                "resume with the data and settings of the interrupted run, or start afresh"
+                f"the saved state does not match the data or settings: saved {name} {state.get(name)!r}, current "
+                f"{name} {value!r}; resume with the data and settings of the interrupted run, or start a new run"
             )

@@ -1,6 +1,6 @@
-"""Items become items that fit: what happens to rows longer than the model or the memory allows.
+"""Drop, truncate or refuse items that are longer than the length limit.
 
-Nothing is shortened or left out without being counted; packing what fits into batches is done elsewhere.
+Everything that is dropped or truncated is counted. Packing into batches is in `pack`.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ class Fitted(NamedTuple):
     """`Fitted(items, dropped=3, truncated=0, unended=0, examples=["train.jsonl:12 (5321 tokens)"])`."""
 
     items: list[Item]
-    dropped: int  # items left out
-    truncated: int  # rows that were cut and kept
-    unended: int  # of those, rows that lost their last trained token, the end of the turn
-    examples: list[str]  # the first few items that were left out or cut
+    dropped: int  # items over the limit that were removed
+    truncated: int  # rows that were truncated and kept
+    unended: int  # truncated rows without their last trained token, the end of the turn
+    examples: list[str]  # the first few items that were dropped or truncated
 
 
 def fit(items: Sequence[Item], max_len: int, overlong: Overlong = "drop") -> Fitted:
-    """Rows of at most `max_len` tokens; an item is kept whole or not at all."""
+    """Return the items with rows of at most `max_len` tokens; all rows of an item are kept, or none."""
     if overlong not in get_args(Overlong):
         raise ValueError(f"overlong is {overlong!r}; allowed are {', '.join(map(repr, get_args(Overlong)))}")
     if max_len < 2:
-        raise ValueError(f"max_len is {max_len}, but a row needs at least 2 tokens; give a larger max_len")
+        raise ValueError(f"max_len is {max_len}, but a row needs at least 2 tokens; set a larger max_len")
     if not items:
-        raise ValueError("there is nothing to fit; give at least one item")
+        raise ValueError("there are no items to fit; pass at least one")
     kept: list[Item] = []
     dropped = truncated = unended = 0
     examples: list[str] = []
@@ -49,15 +49,15 @@ def fit(items: Sequence[Item], max_len: int, overlong: Overlong = "drop") -> Fit
             )
         if len(examples) < _EXAMPLES:
             examples.append(_describe(item))
-        cut = tuple(_cut(row, max_len) for row in item)
-        if overlong == "drop" or not all(row.mask.any() for row in cut):
+        shortened = tuple(_truncate(row, max_len) for row in item)
+        if overlong == "drop" or not all(row.mask.any() for row in shortened):
             dropped += 1
             continue
-        kept.append(cut)
+        kept.append(shortened)
         truncated += sum(len(row) > max_len for row in item)
         unended += sum(bool(row.mask[max_len:].any()) for row in item)
     if not kept:
-        raise ValueError(_nothing_left(items, max_len))
+        raise ValueError(_all_too_long(items, max_len))
     return Fitted(kept, dropped, truncated, unended, examples)
 
 
@@ -65,7 +65,7 @@ def _length(item: Item) -> int:
     return max(len(row) for row in item)
 
 
-def _cut(row: Row, max_len: int) -> Row:
+def _truncate(row: Row, max_len: int) -> Row:
     if len(row) <= max_len:
         return row
     streams = {name: stream[:max_len] for name, stream in row.streams.items()}
@@ -76,10 +76,10 @@ def _describe(item: Item) -> str:
     return ", ".join(f"{row.id} ({len(row)} tokens)" for row in item)
 
 
-def _nothing_left(items: Sequence[Item], max_len: int) -> str:
+def _all_too_long(items: Sequence[Item], max_len: int) -> str:
     lengths = sorted(map(_length, items))
-    most = lengths[math.ceil(0.95 * len(lengths)) - 1]
+    p95 = lengths[math.ceil(0.95 * len(lengths)) - 1]
     return (
         f"none of {len(items)} items is left at max_len={max_len}: the longest has {lengths[-1]} tokens, the median "
-        f"{statistics.median(lengths):g}; max_len={most} would keep 95% of them"
+        f"{statistics.median(lengths):g}; max_len={p95} would keep 95% of them"
     )

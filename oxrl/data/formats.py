@@ -1,21 +1,21 @@
-"""Raw rows become samples: what a row means is told by the columns it has.
+"""Convert raw rows to samples: the columns of a row determine its format.
 
-`FORMATS` is the table of the ways in which people write chats, instructions, preferences and plain text down, the most
-telling first. A column that a format does not use is kept in `Sample.metadata`. Columns that are there but hold None
-count as absent, because Parquet fills gaps with it. Nothing is tokenised here.
+`FORMATS` is the table of known formats for chats, instructions, preferences and plain text, the most specific first.
+A column that a format does not use is kept in `Sample.metadata`. A column with the value None counts as absent, because
+Parquet fills missing values with it. Nothing is tokenized here.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any, NamedTuple
 
+from oxrl.names import did_you_mean
 from oxrl.types import Message, Sample
 
 Messages = tuple[Message, ...]
@@ -38,15 +38,15 @@ SPEAKER = re.compile(r"\n\n(Human|Assistant):")
 
 
 class RawRow(NamedTuple):
-    """`RawRow("train.jsonl:12", {"prompt": "2+2?", "answer": "4"})`; with an `error` there are no columns."""
+    """`RawRow("train.jsonl:12", {"prompt": "2+2?", "answer": "4"})`; if `error` is set, there are no columns."""
 
     where: str
     columns: Mapping[str, Any]
     error: str = ""
 
 
-class BadRow(ValueError):  # noqa: N818 - it names the row, as its message does
-    """`BadRow("response is empty", "train.jsonl:12")`: a row that cannot become a sample, and why."""
+class BadRow(ValueError):  # noqa: N818 - named after the row
+    """`BadRow("response is empty", "train.jsonl:12")`: a row that cannot be converted, and the reason."""
 
     def __init__(self, reason: str, where: str = "") -> None:
         super().__init__(f"{where}: {reason}" if where else reason)
@@ -55,7 +55,7 @@ class BadRow(ValueError):  # noqa: N818 - it names the row, as its message does
 
 
 class Format(NamedTuple):
-    """`Format((("prompt", "question"), ("answer",)), _prompt_answer)`: one of each group of columns must be there."""
+    """`Format((("prompt", "question"), ("answer",)), _prompt_answer)`: a row needs one column of each group."""
 
     needs: tuple[tuple[str, ...], ...]
     convert: Callable[[_Columns], Sample]
@@ -68,7 +68,7 @@ class Format(NamedTuple):
 
 
 def to_sample(row: RawRow, *, columns: Mapping[str, str] | None = None, format: str | None = None) -> Sample:
-    """One row as a sample whose id is the row's place; `columns` maps our names to theirs."""
+    """Convert one row; the sample's id is `row.where`. `columns` maps our column names to the row's."""
     try:
         if row.error:
             raise BadRow(row.error)
@@ -90,30 +90,26 @@ def _recognise(columns: _Columns) -> str:
         if candidate.fits(columns):
             return name
     known = "; ".join(f"{name}: {candidate}" for name, candidate in FORMATS.items())
-    raise BadRow(f"its columns ({columns}) fit no format ({known}); name yours with columns={{ours: theirs}}")
+    raise BadRow(f"its columns ({columns}) fit no format ({known}); map them with columns={{ours: theirs}}")
 
 
 def _checked_format(name: str, columns: _Columns) -> str:
     if name not in FORMATS:
-        raise ValueError(f"there is no format {name!r}{_nearest(name, FORMATS)}; formats: {', '.join(FORMATS)}")
+        hint = did_you_mean(name, FORMATS)
+        raise ValueError(f"there is no format {name!r}{hint or ';'} formats: {', '.join(FORMATS)}")
     if not FORMATS[name].fits(columns):
         raise BadRow(f"format {name!r} needs the columns {FORMATS[name]}, the row has {columns}")
     return name
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
-    similar = difflib.get_close_matches(name, known, n=1)
-    return f", did you mean {similar[0]!r}?" if similar else ""
-
-
 class _Columns:
-    """The columns of one row under our names. What a format takes is gone from `rest`; what stays is metadata."""
+    """The columns of one row under our names; `rest` has the columns that no format has taken, the metadata."""
 
     def __init__(self, raw: Mapping[str, Any], mapping: Mapping[str, str]) -> None:
         for ours, theirs in mapping.items():
             if ours not in COLUMNS:
                 raise ValueError(
-                    f"columns: {ours!r} is not a name that formats use{_nearest(ours, COLUMNS)}; "
+                    f"columns: {ours!r} is not a column name of any format{did_you_mean(ours, COLUMNS) or ';'} "
                     f"names: {', '.join(sorted(COLUMNS))}"
                 )
             if theirs not in raw:
@@ -122,11 +118,11 @@ class _Columns:
         self._theirs = {name: name for name in raw if name not in mapping.values()} | dict(mapping)
 
     def first(self, *names: str) -> str | None:
-        """The first of these names under which the row holds something."""
+        """Return the first of these columns that has a value."""
         return next((name for name in names if self._get(name) is not None), None)
 
-    def is_there(self, name: str) -> bool:
-        """Whether there is such a column, even if it holds nothing."""
+    def has_column(self, name: str) -> bool:
+        """Return whether the column exists, even if its value is None."""
         return name in self._theirs
 
     def take(self, name: str) -> Any:
@@ -172,8 +168,8 @@ def _prompt_answer(columns: _Columns) -> Sample:
 
 
 def _prompt_only(columns: _Columns) -> Sample:
-    if empty := [name for name in ("response", "completion", "answer") if columns.is_there(name)]:
-        raise BadRow(f"its columns ({columns}) fit no format: where prompts stand alone, leave {empty[0]} out")
+    if empty := [name for name in ("response", "completion", "answer") if columns.has_column(name)]:
+        raise BadRow(f"its columns ({columns}) fit no format: for rows of prompts alone, remove the column {empty[0]}")
     return _sample(columns, _prompt(columns, "prompt", "question"))
 
 
@@ -209,12 +205,12 @@ def _scored(columns: _Columns) -> Sample:
 
 
 def _fork(columns: _Columns, chosen: Messages, rejected: Messages) -> Sample:
-    """Two whole conversations are a prompt as far as they agree, and two replies from there on."""
-    agreed = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))))
-    if not agreed:
-        raise BadRow("chosen and rejected share no prompt: they differ from the first message on")
-    prompt = _checked_prompt(chosen[:agreed])
-    better, worse = _checked_reply(chosen[agreed:], "chosen"), _checked_reply(rejected[agreed:], "rejected")
+    """Split two whole conversations into their common prompt and two replies."""
+    common = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))))
+    if not common:
+        raise BadRow("chosen and rejected share no prompt: their first messages differ")
+    prompt = _checked_prompt(chosen[:common])
+    better, worse = _checked_reply(chosen[common:], "chosen"), _checked_reply(rejected[common:], "rejected")
     return _sample(columns, prompt, chosen=better, rejected=worse)
 
 
@@ -247,10 +243,10 @@ def _prompt(columns: _Columns, *names: str) -> Messages:
     name, value = columns.take_first(*names)
     if name == "instruction" and isinstance(value, str):
         value = "\n\n".join(part for part in (value, _optional_text(columns, "input")) if part)
-    return _checked_prompt(_messages(value, name, lambda text: _said_by_user(text, name)))
+    return _checked_prompt(_messages(value, name, lambda text: _prompt_from_text(text, name)))
 
 
-def _said_by_user(text: str, column: str) -> Messages:
+def _prompt_from_text(text: str, column: str) -> Messages:
     if not SPEAKER.match(text):
         return (Message("user", _filled(text, column)),)
     messages = _dialogue(text)
@@ -259,12 +255,14 @@ def _said_by_user(text: str, column: str) -> Messages:
 
 def _checked_prompt(messages: Messages) -> Messages:
     if not messages or messages[-1].role == "assistant":
-        raise BadRow("the prompt ends with an assistant message: the reply to be learnt or judged is already in it")
+        raise BadRow(
+            "the prompt ends with an assistant message: it must not contain the reply; remove the last message"
+        )
     return messages
 
 
 def _reply(prompt: Messages, column: str, value: Any) -> Messages:
-    """What comes after the prompt; a reply written as the whole conversation is cut where the prompt ends."""
+    """Return the messages after the prompt; if the column repeats the prompt, it is removed."""
     messages = _messages(value, column, lambda text: (Message("assistant", text),))
     return _checked_reply(messages[len(prompt) :] if messages[: len(prompt)] == prompt else messages, column)
 
@@ -287,18 +285,18 @@ def _messages(value: Any, column: str, from_text: Callable[[str], Messages] | No
     return tuple(_message(raw, f"{column}[{position}]") for position, raw in enumerate(value))
 
 
-def _message(raw: Any, place: str) -> Message:
+def _message(raw: Any, name: str) -> Message:
     if not isinstance(raw, Mapping):
-        raise BadRow(f"{place} must be an object with role and content, it is {_kind(raw)}")
-    speaker, said = ("role", "content") if raw.get("role") is not None else ("from", "value")
-    role, content = raw.get(speaker), raw.get(said)
+        raise BadRow(f"{name} must be an object with role and content, it is {_kind(raw)}")
+    role_key, content_key = ("role", "content") if raw.get("role") is not None else ("from", "value")
+    role, content = raw.get(role_key), raw.get(content_key)
     if not isinstance(role, str) or role.lower() not in ROLES:
-        raise BadRow(f"{place} has the role {role!r}; known roles: {', '.join(ROLES)}")
+        raise BadRow(f"{name} has the role {role!r}; known roles: {', '.join(ROLES)}")
     if content is None and not raw.get("tool_calls"):
-        raise BadRow(f"{place} has no {said}")
+        raise BadRow(f"{name} has no {content_key}")
     if not (content is None or isinstance(content, str) or _is_list_of_objects(content)):
-        raise BadRow(f"{place} must have text or a list of parts as {said}, it has {_kind(content)}")
-    extra = {key: value for key, value in raw.items() if key not in (speaker, said)}
+        raise BadRow(f"{name} must have text or a list of parts as {content_key}, it has {_kind(content)}")
+    extra = {key: value for key, value in raw.items() if key not in (role_key, content_key)}
     return Message.from_dict({**extra, "role": ROLES[role.lower()], "content": content})
 
 
@@ -307,7 +305,7 @@ def _dialogue(text: str) -> Messages:
     if before.strip() or not pieces:
         raise BadRow("without a prompt column, text must read '\\n\\nHuman: ...\\n\\nAssistant: ...'")
     turns = zip(pieces[::2], pieces[1::2], strict=True)
-    return tuple(Message(ROLES[speaker.lower()], said.strip()) for speaker, said in turns)
+    return tuple(Message(ROLES[speaker.lower()], text.strip()) for speaker, text in turns)
 
 
 def _with_system(columns: _Columns, messages: Messages) -> Messages:
@@ -326,8 +324,8 @@ def _tools(columns: _Columns) -> tuple[Mapping[str, Any], ...]:
     if isinstance(tools, str) and tools.strip():
         try:
             tools = json.loads(tools)
-        except json.JSONDecodeError as problem:
-            raise BadRow(f"tools is text but not JSON ({problem.msg})") from None
+        except json.JSONDecodeError as error:
+            raise BadRow(f"tools is text but not JSON ({error.msg})") from None
     if not tools:
         return ()
     if not _is_list_of_objects(tools):

@@ -1,4 +1,4 @@
-"""Items (rows that stay together) to batches under a token budget: flat tensors, no padding, nothing left out."""
+"""Items (rows that stay together) to batches under a token budget: flat tensors without padding."""
 
 from __future__ import annotations
 
@@ -14,51 +14,51 @@ if TYPE_CHECKING:
 
 
 def count_units(items: Sequence[Item]) -> Counts:
-    """How many tokens, sequences and pairs of a step are trained: the denominators of its losses.
+    """Count the trained tokens, sequences and pairs of a step: the denominators of its losses.
 
-    Rows of one rollout are one sequence. What has no trained token is no sequence and no pair.
+    Rows of one rollout are one sequence. Rows without a trained token are not counted.
     """
     trained = [[row for row in item if row.mask.any()] for item in items]
     return {
         "token": float(sum(int(row.mask.sum()) for rows in trained for row in rows)),
         "chosen_token": float(sum(int(item[0].mask.sum()) for item in items if len(item) == 2)),
-        "sequence": float(_sequences([row for rows in trained for row in rows])),
+        "sequence": float(_num_sequences([row for rows in trained for row in rows])),
         "pair": float(sum(len(rows) == 2 for rows in trained)),
         "constant": 1.0,
     }
 
 
-def _sequences(rows: Sequence[Row]) -> int:
-    """A row that does not say which sequence it belongs to is one, also where the same row comes twice."""
+def _num_sequences(rows: Sequence[Row]) -> int:
+    """Count sequences; a row without a sequence name counts as one, even if it occurs twice."""
     return len({row.sequence for row in rows if row.sequence}) + sum(not row.sequence for row in rows)
 
 
 def worth_sharing(common: int, length: int) -> bool:
-    """Whether a row of `length` tokens that begins with `common` tokens of another is better run behind that other."""
+    """Return whether a row of `length` tokens should share its first `common` tokens with another row."""
     return common >= max(8, length // 32)
 
 
 def pack(items: Sequence[Item], budget: int, *, layout: Layout = "shared", parallel: int = 1) -> list[list[Item]]:
-    """Divide a step's items into micro-batches of at most `budget` tokens; an item that is larger stands alone.
+    """Divide a step's items into micro-batches of at most `budget` tokens; a larger item gets its own micro-batch.
 
-    First-fit decreasing. Where prompts are shared, items with the same one stay together as far as the budget allows,
-    and a micro-batch pays for it once, for it is computed once. Where `parallel` of them run side by side there are as
-    many, or a multiple, as long as there are items enough, and the largest is as small as it can be.
+    First-fit decreasing. With the layout "shared", items with the same prompt stay together as far as the budget
+    allows, and the prompt counts once per micro-batch, since it is computed once. The number of micro-batches is a
+    multiple of `parallel` (data-parallel ranks) if there are enough items, and the largest is as small as possible.
     """
     parts = _pack(items, budget, layout)
     wanted = min(-(-len(parts) // parallel) * parallel, len(items))
     if len(parts) == wanted:
         return parts
-    parts = _pack(items, _least_budget(items, budget, layout, wanted), layout)
+    parts = _pack(items, _smallest_budget(items, budget, layout, wanted), layout)
     while len(parts) < wanted:
-        place = max((place for place, part in enumerate(parts) if len(part) > 1), key=lambda place: _size(parts[place]))
-        part = parts.pop(place)
+        index = max((i for i, part in enumerate(parts) if len(part) > 1), key=lambda i: _size(parts[i]))
+        part = parts.pop(index)
         parts += [part[::2], part[1::2]]
     return parts
 
 
-def _least_budget(items: Sequence[Item], budget: int, layout: Layout, most: int) -> int:
-    """Which still fills no more than `most` micro-batches: as `budget` itself does."""
+def _smallest_budget(items: Sequence[Item], budget: int, layout: Layout, most: int) -> int:
+    """Return the smallest budget that needs at most `most` micro-batches; `budget` is known to."""
     low, high = 0, min(budget, _size(items) * len(items))
     while high - low > 1:
         middle = (low + high) // 2
@@ -83,20 +83,20 @@ def _pack(items: Sequence[Item], budget: int, layout: Layout) -> list[list[Item]
 
 
 def computed_tokens(items: Sequence[Item]) -> int:
-    """What a micro-batch of all these items would compute where prompts are shared: each prompt once."""
+    """Return the number of tokens computed for a micro-batch with shared prompts, each prompt counted once."""
     prompts = [_prompt(row) for item in items for row in item]
     return sum(len(row) for item in items for row in item) - _num_tokens(prompts) + _num_tokens(set(prompts))
 
 
 class _Part(NamedTuple):
-    """Items of one micro-batch. Their price is what will be computed: each of their prompts once, and all behind."""
+    """Items of one micro-batch. Their cost is the number of computed tokens, each prompt counted once."""
 
     items: list[Item]
     prompts: frozenset[bytes]
-    price: int
+    cost: int
 
-    def price_beside(self, other: _Part) -> int:
-        return self.price + other.price - _num_tokens(self.prompts & other.prompts)
+    def cost_with(self, other: _Part) -> int:
+        return self.cost + other.cost - _num_tokens(self.prompts & other.prompts)
 
 
 def _part(item: Item) -> _Part:
@@ -106,7 +106,7 @@ def _part(item: Item) -> _Part:
 
 
 def _prompt(row: Row) -> bytes:
-    """The tokens before the first trained one; nothing where no other row could make use of them."""
+    """Return the tokens before the first trained one, or nothing if they are too few to share."""
     length = int(row.mask.argmax())
     return row.tokens[:length].tobytes() if worth_sharing(length, len(row)) else b""
 
@@ -117,11 +117,11 @@ def _num_tokens(prompts: Iterable[bytes]) -> int:
 
 def _first_fit(parts: Sequence[_Part], budget: int) -> list[_Part]:
     filled: list[_Part] = []
-    for part in sorted(parts, key=lambda part: -part.price):
-        for index, place in enumerate(filled):
-            price = place.price_beside(part)
-            if price <= budget:
-                filled[index] = _Part(place.items + part.items, place.prompts | part.prompts, price)
+    for part in sorted(parts, key=lambda part: -part.cost):
+        for index, other in enumerate(filled):
+            cost = other.cost_with(part)
+            if cost <= budget:
+                filled[index] = _Part(other.items + part.items, other.prompts | part.prompts, cost)
                 break
         else:
             filled.append(part)
@@ -129,9 +129,9 @@ def _first_fit(parts: Sequence[_Part], budget: int) -> list[_Part]:
 
 
 def _pack_padded(items: Sequence[Item], budget: int) -> list[list[Item]]:
-    """An item's price is its longest row times the rows beside it, and no prompt is shared.
+    """Pack rows of similar length; the cost of a micro-batch is its longest row times the number of rows.
 
-    So rows of like length meet, and each micro-batch closes as soon as the next row would not fit.
+    Items are sorted by length, and a micro-batch is closed as soon as the next item does not fit. No prompt is shared.
     """
     micro_batches: list[list[Item]] = []
     for item in sorted(items, key=lambda item: -max(map(len, item))):
@@ -148,11 +148,11 @@ def _padded_size(items: Sequence[Item]) -> int:
 
 
 def collate(items: Sequence[Item], device: str | torch.device = "cpu") -> Batch:
-    """The rows of `items` end to end. All rows must carry the same streams and scalars."""
+    """Concatenate the rows of `items`. All rows must have the same streams and scalars."""
     import torch
 
     rows = [row for item in items for row in item]
-    _check_alike(rows)
+    _check_same_streams(rows)
     lengths = [len(row) for row in rows]
     arrays = {
         "tokens": np.concatenate([row.tokens for row in rows]),
@@ -171,11 +171,11 @@ def collate(items: Sequence[Item], device: str | torch.device = "cpu") -> Batch:
     )
 
 
-def _check_alike(rows: Sequence[Row]) -> None:
+def _check_same_streams(rows: Sequence[Row]) -> None:
     first = rows[0]
     for row in rows:
         if row.streams.keys() != first.streams.keys() or row.scalars.keys() != first.scalars.keys():
             raise ValueError(
-                f"rows {first.id} and {row.id} carry different streams and cannot share a batch: "
+                f"rows {first.id} and {row.id} have different streams and cannot share a batch: "
                 f"{sorted([*first.streams, *first.scalars])} and {sorted([*row.streams, *row.scalars])}"
             )

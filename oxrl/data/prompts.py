@@ -1,4 +1,4 @@
-"""A text with gaps and rows to fill them become samples. Anything beyond `{name}` is left to `str.format` by hand."""
+"""Fill a prompt template with rows to get samples. Placeholders are `{name}`; anything else is left to the caller."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from oxrl.types import Sample
 
 
 def fill_prompts(template: str, rows: Iterable[Mapping[str, Any]], *, system: str | None = None) -> list[Sample]:
-    """`fill_prompts("What is {a} + {b}?", [{"a": 2, "b": 3, "answer": "5"}])`: each row's prompt, filled in.
+    """`fill_prompts("What is {a} + {b}?", [{"a": 2, "b": 3, "answer": "5"}])`: one sample per row.
 
-    A row's `answer` is the sample's, its other columns are kept in `metadata`. A brace that is meant is doubled.
+    A row's `answer` becomes the sample's, its other columns go to `metadata`. A literal brace is doubled.
     """
-    told = {} if system is None else {"system": system}
-    return load_samples([{**row, "prompt": _filled(template, row, at), **told} for at, row in enumerate(rows)]).samples
+    common = {} if system is None else {"system": system}
+    return load_samples([{**row, "prompt": _fill(template, row, i), **common} for i, row in enumerate(rows)]).samples
 
 
-def _filled(template: str, row: Mapping[str, Any], number: int) -> str:
+def _fill(template: str, row: Mapping[str, Any], number: int) -> str:
     try:
         return template.format_map(row)
     except KeyError as error:
         raise ValueError(
             f"row {number} has no column {error} for the template; it has: {', '.join(row)}. "
-            "A brace that is meant is written twice: {{ and }}"
+            "Write a literal brace twice: {{ and }}"
         ) from error
     except (IndexError, ValueError) as error:
         raise ValueError(
-            f"the template cannot be filled: {error}; gaps are named, as {{question}}, and a brace that is meant is "
-            "written twice: {{ and }}"
+            f"the template cannot be filled: {error}; placeholders have names, as in {{question}}; write a literal "
+            "brace twice: {{ and }}"
         ) from error
 
 

@@ -1,15 +1,15 @@
-"""Chat and text become rows: token ids and a mask over what the model has to say itself.
+"""Render chats and text as rows: token ids and a mask over the tokens that the model has to generate.
 
-Works with any chat template, by comparing what it writes with and without each assistant turn; where that leaves
-open what the assistant says, the conversation is refused with the reason. Rows are not shortened here (see `fit`),
-and images or audio are not turned into tokens.
+Works with any chat template, by comparing its output with and without each assistant turn. If the assistant's tokens
+cannot be determined that way, the conversation is refused with the reason. Rows are not truncated here (see `fit`),
+and images or audio are not tokenized.
 """
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -27,27 +27,27 @@ Tools: TypeAlias = Sequence[Mapping[str, Any]]
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _CALLS = ("tool_calls", "function_call")
 _SENTINEL = "Xq7sentinelXq7"
-_MAX_SHAPES = 8  # templates have one or two; a bound, should one of them write something different every time
+_MAX_SHAPES = 8  # templates have one or two; a bound for templates whose output differs every time
 
 
 class TemplateError(ValueError):
-    """The chat template leaves open what the assistant says; the message has the reason and the way out."""
+    """The assistant's part of a chat template's output cannot be determined; the message has reason and remedy."""
 
 
 class _Shape(NamedTuple):
-    """What a template writes around an assistant's words: `_Shape("", "<|im_end|>\\n", "<|im_end|>", 10)`."""
+    """The template's output around an assistant's content: `_Shape("", "<|im_end|>\\n", "<|im_end|>", 10)`."""
 
     before: str
     after: str
     end: str  # the end-of-turn token
-    end_at: int  # where in `after` that token is over
+    end_at: int  # where that token ends in `after`
 
 
 class _Turn(NamedTuple):
     """`_Turn("<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n", "Hello<|im_end|>", "<|im_end|>")`."""
 
     prompt: str
-    said: str  # ends with the end-of-turn token
+    completion: str  # ends with the end-of-turn token
     end: str
 
 
@@ -67,13 +67,13 @@ class Renderer:
     def conversation(
         self, messages: Sequence[Message], *, id: str, first_trained: int = 0, tools: Tools = ()
     ) -> list[Row]:
-        """One row with most templates; several where a template rewrites earlier turns once later ones are there."""
+        """Return one row with most templates; several if the template rewrites earlier turns once later ones follow."""
         trained = [i for i, message in enumerate(messages) if message.role == "assistant" and i >= first_trained]
         if not trained:
             roles = ", ".join(message.role for message in messages[first_trained:]) or "none"
-            raise ValueError(f"{id}: there is no assistant turn to train on (roles: {roles}); add one, or leave it out")
+            raise ValueError(f"{id}: there is no assistant turn to train on (roles: {roles}); add one or remove it")
         chat = [message.to_dict() for message in messages]
-        self._refuse_unwritable(chat, tools, id)
+        self._check_content(chat, tools, id)
         rows: list[list[_Turn]] = []
         text = ""
         for i in trained:
@@ -85,18 +85,18 @@ class Renderer:
                 rows[-1].append(turn._replace(prompt=turn.prompt[len(text) :]))
             else:
                 rows.append([turn])
-            text = turn.prompt + turn.said
+            text = turn.prompt + turn.completion
         return [self._row(turns, name, id) for turns, name in zip(rows, _names(id, len(rows)), strict=True)]
 
     def text(self, text: str, *, id: str) -> list[Row]:
-        """Plain text to continue; the text of a special token in it is read as that token, as in pre-training."""
+        """Return rows of plain text. The text of a special token is tokenized as that token, as in pre-training."""
         bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         if eos is None:
             raise ValueError(f"{id}: the tokenizer has no eos_token to end a text with; set tokenizer.eos_token")
-        _refuse_broken(text, id)
+        _check_encoding(text, id)
         ids = self._ids(text)
         if not set(ids) - {bos, eos}:
-            raise ValueError(f"{id}: the text is empty; leave it out")
+            raise ValueError(f"{id}: the text is empty; remove the row")
         if self._adds_bos and ids[:1] != [bos]:
             ids = [bos, *ids]
         if ids[-1:] != [eos]:
@@ -108,28 +108,28 @@ class Renderer:
         ]
 
     def prompt(self, messages: Sequence[Message], *, tools: Tools = ()) -> IntArray:
-        """The ids that a generator is given to say the next assistant turn."""
+        """Return the prompt ids from which a generator samples the next assistant turn."""
         chat = [message.to_dict() for message in messages]
-        self._refuse_unwritable(chat, tools, "prompt")
+        self._check_content(chat, tools, "prompt")
         return np.array(self._ids(self._write(chat, tools, generation_prompt=True)), dtype=np.int64)
 
     def _turn(self, chat: Chat, tools: Tools) -> _Turn:
-        """The prompt before the last message of `chat`, and what the assistant says to it."""
+        """Return the prompt before the last message of `chat`, and the assistant's completion."""
         if len(chat) == 1:
             raise TemplateError(
-                "the conversation begins with the assistant, and without a message before it there is no prompt to "
-                "answer; put a system or user message first, or train from a later turn on"
+                "the conversation begins with the assistant, so there is no prompt; put a system or user message "
+                "first, or train from a later turn on"
             )
         prompt = self._write(chat[:-1], tools, generation_prompt=True)
         full = self._write(chat, tools, generation_prompt=False)
         if not prompt or not full.startswith(prompt):
-            raise TemplateError(_disagreement(prompt, full))
+            raise TemplateError(_prefix_mismatch(prompt, full))
         answer, message = full[len(prompt) :], chat[-1]
         shape = self._known_shape(answer, message)
         if shape is None:
             shape = self._probe_shape(chat, tools, prompt)
             end, end_at = self._end_of_turn(answer, shape, calls=any(message.get(key) for key in _CALLS))
-            _refuse_changed(message, prompt, answer[: end_at - len(end)])
+            _check_preserved(message, prompt, answer[: end_at - len(end)])
             if shape not in self._shapes and len(self._shapes) < _MAX_SHAPES:
                 self._shapes.append(shape)
         else:
@@ -137,24 +137,24 @@ class Renderer:
         return _Turn(prompt, answer[:end_at], end)
 
     def _known_shape(self, answer: str, message: Mapping[str, Any]) -> _Shape | None:
-        """A shape seen before that, put around this very content, gives this very answer: no doubt is left then."""
+        """Return the cached shape that reproduces `answer` exactly from the message's content, if there is one."""
         if any(message.get(key) for key in (*_REASONING, *_CALLS)):
             return None
-        content = _plain(message["content"])
+        content = _text(message)
         for shape in self._shapes:
             before = "" if _opening_tag(message) else shape.before
-            for said in (content, content.strip(), before + content, before + content.strip()):
-                if answer == said + shape.after:
+            for completion in (content, content.strip(), before + content, before + content.strip()):
+                if answer == completion + shape.after:
                     return shape
         return None
 
     def _probe_shape(self, chat: Chat, tools: Tools, prompt: str) -> _Shape:
-        """Let the assistant say something else in the same place, to see where its words end."""
+        """Render a sentinel as the assistant's content, to find where the content begins and ends."""
         sentinel = _SENTINEL
         while any(sentinel in text for text in _strings([chat, tools])):
             sentinel += "X"
         kept = {key: value for key, value in chat[-1].items() if key not in (*_REASONING, *_CALLS)}
-        probe = [*chat[:-1], {**kept, "content": _like(chat[-1]["content"], sentinel)}]
+        probe = [*chat[:-1], {**kept, "content": _content_like(chat[-1]["content"], sentinel)}]
         text = self._write(probe, tools, generation_prompt=False)
         if text.count(sentinel) != 1:
             raise TemplateError(
@@ -165,41 +165,41 @@ class Renderer:
         before = before.removeprefix(prompt) if before.startswith(prompt) else ""
         if before.strip() and prompt == self._write(chat[:-1], tools, generation_prompt=False):
             raise TemplateError(
-                f"the chat template ignores add_generation_prompt, so that the model would have to say "
-                f"{_short(before)} itself; let the template write that when add_generation_prompt is set"
+                f"the chat template ignores add_generation_prompt, so the model would have to generate "
+                f"{_short(before)} itself; let the template write it when add_generation_prompt is set"
             )
         end = self._end_token(after, probe, tools, sentinel)
         return _Shape(before, after, end.group(), end.end())
 
     def _end_token(self, after: str, probe: Chat, tools: Tools, sentinel: str) -> re.Match[str]:
-        """The special token in `after` at which the turn is over.
+        """Return the special token in `after` that ends the turn.
 
-        Of several, one that is gone when the conversation goes on ends the conversation and not the turn (Phi); of
-        those that stay, the model has to say the end-of-sequence token, or else the last, to be stopped (Cohere).
+        If there are several, a token that disappears when another message follows ends the conversation, not the turn
+        (Phi). Of the remaining ones it is the end-of-sequence token, or else the last (Cohere).
         """
         ends = list(self._special.finditer(after))
         if not ends:
             raise TemplateError(
-                "the chat template ends an assistant turn without a special token, so that nothing would teach the "
-                "model to stop; let the template write eos_token after each assistant turn"
+                "the chat template ends an assistant turn without a special token, so the model would not learn to "
+                "stop; let the template write eos_token after each assistant turn"
             )
         if len(ends) == 1:
             return ends[0]
-        more = {"role": "user", "content": _like(probe[-1]["content"], "Go on.")}
-        going_on = self._write([*probe, more], tools, generation_prompt=False).partition(sentinel)[2]
-        staying = [end for end in ends if going_on.startswith(after[: end.end()])] or ends[:1]
-        return next((end for end in staying if end.group() == self.tokenizer.eos_token), staying[-1])
+        next_message = {"role": "user", "content": _content_like(probe[-1]["content"], "Go on.")}
+        continued = self._write([*probe, next_message], tools, generation_prompt=False).partition(sentinel)[2]
+        kept = [end for end in ends if continued.startswith(after[: end.end()])] or ends[:1]
+        return next((end for end in kept if end.group() == self.tokenizer.eos_token), kept[-1])
 
     def _end_of_turn(self, answer: str, shape: _Shape, *, calls: bool) -> tuple[str, int]:
-        """The end-of-turn token, and where in `answer` it is over."""
+        """Return the end-of-turn token, and where it ends in `answer`."""
         if answer.endswith(shape.after):
             return shape.end, len(answer) - len(shape.after) + shape.end_at
-        if calls:  # some templates end a tool call with a token of its own
+        if calls:  # some templates end a tool call with a different token
             *_, last = [None, *self._special.finditer(answer)]
             if last and not answer[last.end() :].strip():
                 return last.group(), last.end()
         raise TemplateError(
-            f"the end of the turn cannot be found: the chat template usually ends one with {_short(shape.after)}, but "
+            f"cannot find the end of the turn: the chat template usually ends a turn with {_short(shape.after)}, but "
             f"this one with {_short(answer[-40:])}; use a template that ends every assistant turn the same way"
         )
 
@@ -212,7 +212,7 @@ class Renderer:
                 "`text` instead of messages"
             )
         try:
-            written: str = self.tokenizer.apply_chat_template(
+            text: str = self.tokenizer.apply_chat_template(
                 [dict(message) for message in chat],
                 tools=[dict(tool) for tool in tools] or None,
                 add_generation_prompt=generation_prompt,
@@ -222,68 +222,68 @@ class Renderer:
         except (JinjaError, TypeError) as error:
             roles = ", ".join(str(message["role"]) for message in chat)
             raise TemplateError(
-                f"the chat template does not take these messages ({roles}): {error}; change the messages to what the "
-                "template allows, or the template"
+                f"the chat template does not accept these messages ({roles}): {error}; change the messages or the "
+                "template"
             ) from error
-        return written
+        return text
 
     def _row(self, turns: Sequence[_Turn], name: str, sequence: str) -> Row:
         ids: list[int] = []
         mask: list[bool] = []
-        left = ""
+        previous_end = ""
         for turn in turns:
             try:
-                prompt_ids, said_ids = self._turn_ids(left, turn)
+                prompt_ids, completion_ids = self._turn_ids(previous_end, turn)
             except TemplateError as error:
                 raise TemplateError(f"{name}: {error}") from error
-            ids += prompt_ids + said_ids
-            mask += [False] * len(prompt_ids) + [True] * len(said_ids)
-            left = turn.end
+            ids += prompt_ids + completion_ids
+            mask += [False] * len(prompt_ids) + [True] * len(completion_ids)
+            previous_end = turn.end
         return Row(name, np.array(ids), np.array(mask), sequence=sequence)
 
-    def _turn_ids(self, left: str, turn: _Turn) -> tuple[list[int], list[int]]:
-        """Prompt ids first, then what is said, as when sampling; `left` is the special token before the prompt.
+    def _turn_ids(self, previous_end: str, turn: _Turn) -> tuple[list[int], list[int]]:
+        """Return prompt ids and completion ids, tokenized separately, as in sampling.
 
-        Special tokens keep their sides apart, so that a turn can be tokenised by itself, but not without the one
-        before it: many tokenizers treat the beginning of a text differently.
+        Special tokens separate the text around them, so a turn can be tokenized alone. It is tokenized after
+        `previous_end`, the special token before it, since many tokenizers treat the beginning of a text differently.
         """
-        prompt_ids = self._ids(left + turn.prompt)
-        both = self._ids(left + turn.prompt + turn.said)
-        said_ids = both[len(prompt_ids) :]
-        if both[: len(prompt_ids)] != prompt_ids or not self._reads(said_ids, turn, padded=True):
-            # A token spans prompt and answer, which sampling after the prompt cannot give.
-            said_ids = self._ids(turn.end + turn.said)[1:]
-            if not self._reads(said_ids, turn, padded=False):
+        prompt_ids = self._ids(previous_end + turn.prompt)
+        both = self._ids(previous_end + turn.prompt + turn.completion)
+        completion_ids = both[len(prompt_ids) :]
+        if both[: len(prompt_ids)] != prompt_ids or not self._round_trips(completion_ids, turn, padded=True):
+            # A token spans prompt and completion, which sampling after the prompt cannot produce.
+            completion_ids = self._ids(turn.end + turn.completion)[1:]
+            if not self._round_trips(completion_ids, turn, padded=False):
                 raise TemplateError(
-                    f"the tokenizer cannot write {_short(turn.said)} after {_short(turn.prompt[-40:])}: it reads back "
-                    f"as {_short(self._decode(said_ids))}; change how the answer begins, or characters that are not "
-                    "in the vocabulary"
+                    f"the tokenizer cannot encode {_short(turn.completion)} after {_short(turn.prompt[-40:])}: it "
+                    f"decodes to {_short(self._decode(completion_ids))}; change how the answer begins, or remove "
+                    "characters that are not in the vocabulary"
                 )
-        if left:
-            prompt_ids = prompt_ids[prompt_ids.index(self._id(left)) + 1 :]
-        return prompt_ids, said_ids
+        if previous_end:
+            prompt_ids = prompt_ids[prompt_ids.index(self._id(previous_end)) + 1 :]
+        return prompt_ids, completion_ids
 
-    def _reads(self, said_ids: list[int], turn: _Turn, *, padded: bool) -> bool:
-        """Whether these ids are what is said, to the end, except for Unicode forms that the tokenizer unifies.
+    def _round_trips(self, completion_ids: list[int], turn: _Turn, *, padded: bool) -> bool:
+        """Return whether these ids decode to the completion, up to Unicode normalization by the tokenizer.
 
-        `padded` allows the one space that sentencepiece-like tokenizers put before a text that follows an added token.
+        `padded` allows the one space that SentencePiece-like tokenizers insert after an added token.
         """
         end = self._id(turn.end)
-        if said_ids[-1:] != [end]:
+        if completion_ids[-1:] != [end]:
             return False
-        # Read after a special token, because decoders drop a space at the very beginning.
-        heard = self._added.split(self._decode([end, *said_ids]))
-        meant = self._added.split(turn.end + turn.said)
-        return len(heard) == len(meant) and all(
-            _unified(h) == _unified(m) or (padded and _unified(h) == " " + _unified(m))
-            for h, m in zip(heard, meant, strict=True)
+        # Decoded after a special token, because decoders drop a space at the beginning.
+        decoded = self._added.split(self._decode([end, *completion_ids]))
+        expected = self._added.split(turn.end + turn.completion)
+        return len(decoded) == len(expected) and all(
+            _nfkc(d) == _nfkc(e) or (padded and _nfkc(d) == " " + _nfkc(e))
+            for d, e in zip(decoded, expected, strict=True)
         )
 
-    def _refuse_unwritable(self, chat: Chat, tools: Tools, id: str) -> None:
+    def _check_content(self, chat: Chat, tools: Tools, id: str) -> None:
         named = [(f"message {i} ({message['role']})", message) for i, message in enumerate(chat)]
         for where, value in [*named, ("tools", tools)]:
             for text in _strings(value):
-                _refuse_broken(text, f"{id}: {where}")
+                _check_encoding(text, f"{id}: {where}")
                 if found := self._special.search(text):
                     raise ValueError(
                         f"{id}: {where} contains the text of the special token {found.group()!r}, which would become "
@@ -304,12 +304,11 @@ class Renderer:
 
     @cached_property
     def _special(self) -> re.Pattern[str]:
-        added = {token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special}
-        return _any_of(added | set(self.tokenizer.all_special_tokens))
+        return match_any(special_tokens(self.tokenizer).values())
 
     @cached_property
     def _added(self) -> re.Pattern[str]:
-        return _any_of({token.content for token in self.tokenizer.added_tokens_decoder.values()})
+        return match_any(token.content for token in self.tokenizer.added_tokens_decoder.values())
 
     @cached_property
     def _adds_bos(self) -> bool:
@@ -322,18 +321,18 @@ def tokenize_conversation(
     tokenizer: PreTrainedTokenizerBase,
     max_length: int | None = None,
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """Token ids of one row and its trained spans: `([1, 50, 51, 2], [(2, 4)])`."""
+    """Return the token ids of one row and its trained spans: `([1, 50, 51, 2], [(2, 4)])`."""
     chat = [message if isinstance(message, Message) else Message.from_dict(message) for message in messages]
     rows = Renderer(tokenizer).conversation(chat, id="conversation")
     if len(rows) > 1:
         raise ValueError(
-            f"the chat template rewrites earlier turns, so that this conversation makes {len(rows)} rows; use "
-            "Renderer.conversation, or give one assistant turn at a time"
+            f"the chat template rewrites earlier turns, so this conversation makes {len(rows)} rows; use "
+            "Renderer.conversation, or pass one assistant turn at a time"
         )
     row = rows[0]
     if max_length is not None and len(row) > max_length:
         raise ValueError(
-            f"the conversation has {len(row)} tokens, over max_length={max_length}; shorten it or raise it"
+            f"the conversation has {len(row)} tokens, over max_length={max_length}; shorten it or raise max_length"
         )
     borders = np.flatnonzero(np.diff(np.concatenate(([0], row.mask.astype(np.int8), [0])))).tolist()
     return row.tokens.tolist(), list(zip(borders[::2], borders[1::2], strict=True))
@@ -354,8 +353,15 @@ def compute_loss_mask(num_tokens: int, spans: Sequence[tuple[int, int]]) -> list
     return mask
 
 
-def _any_of(texts: set[str]) -> re.Pattern[str]:
-    longest_first = sorted(texts, key=len, reverse=True)
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """Return every special token by its id: `{259: "<|im_end|>", ...}`."""
+    added = {id: token.content for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return added | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+
+
+def match_any(texts: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern that matches any of these texts, the longest first."""
+    longest_first = sorted(set(texts), key=len, reverse=True)
     return re.compile("(" + ("|".join(map(re.escape, longest_first)) or "(?!)") + ")")
 
 
@@ -364,18 +370,18 @@ def _names(id: str, count: int) -> list[str]:
 
 
 def _split(ids: list[int], size: int) -> list[list[int]]:
-    """Pieces of `size`, the last one shorter; never of one token, which would train nothing."""
+    """Split into pieces of `size`, the last one shorter but never a single token, which would train nothing."""
     starts = list(range(0, len(ids), size))
     if len(starts) > 1 and len(ids) - starts[-1] == 1:
         starts[-1] -= 1
     return [ids[start:end] for start, end in zip(starts, [*starts[1:], len(ids)], strict=True)]
 
 
-def _plain(content: str | list[dict[str, Any]]) -> str:
-    return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
+def _text(message: Mapping[str, Any]) -> str:
+    return Message.from_dict(message).text
 
 
-def _like(content: str | list[dict[str, Any]], text: str) -> str | list[dict[str, Any]]:
+def _content_like(content: str | list[dict[str, Any]], text: str) -> str | list[dict[str, Any]]:
     return text if isinstance(content, str) else [{"type": "text", "text": text}]
 
 
@@ -389,31 +395,32 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(inner)
 
 
-def _refuse_broken(text: str, where: str) -> None:
-    if not text.isascii() and (half := re.search("[\ud800-\udfff]", text)):
-        raise ValueError(f"{where} contains half of a character ({half.group()!r}); repair the encoding of the data")
+def _check_encoding(text: str, where: str) -> None:
+    if not text.isascii() and (surrogate := re.search("[\ud800-\udfff]", text)):
+        raise ValueError(f"{where} contains a lone surrogate ({surrogate.group()!r}); fix the encoding of the data")
 
 
-def _refuse_changed(message: Mapping[str, Any], prompt: str, said: str) -> None:
-    """Whatever the assistant said must be in what is trained, or the model learns something else than the data says."""
+def _check_preserved(message: Mapping[str, Any], prompt: str, completion: str) -> None:
+    """Raise unless everything in the assistant's message is part of the trained text."""
     tag = _opening_tag(message)
-    if tag and prompt.rstrip().endswith(tag):  # the prompt itself begins the answer
-        said = tag + said
-    for part in _spoken(message):
-        if _squeezed(part) not in _squeezed(said):
+    if tag and prompt.rstrip().endswith(tag):  # the prompt already opens the answer
+        completion = tag + completion
+    for part in _assistant_parts(message):
+        if _compact(part) not in _compact(completion):
             raise TemplateError(
-                f"the chat template drops or changes {_short(part)} of the assistant's turn (it wrote {_short(said)}); "
-                "use a template that keeps it, leave it out of the data, or give tool arguments as an object"
+                f"the chat template drops or changes {_short(part)} of the assistant's turn (its output: "
+                f"{_short(completion)}); use a template that keeps it, remove it from the data, or give tool arguments "
+                "as an object"
             )
-    if tag and said.count(tag) > _plain(message["content"]).count(tag):
+    if tag and completion.count(tag) > _text(message).count(tag):
         raise TemplateError(
-            f"the chat template writes a {tag} of its own before that of the answer (it wrote {_short(said)}); give "
-            "the thinking as reasoning_content instead of inside the content"
+            f"the chat template adds another {tag} before the one in the content (its output: {_short(completion)}); "
+            "put the reasoning into reasoning_content instead of content"
         )
 
 
-def _spoken(message: Mapping[str, Any]) -> Iterator[str]:
-    yield _plain(message["content"])
+def _assistant_parts(message: Mapping[str, Any]) -> Iterator[str]:
+    yield _text(message)
     yield from (message[key] for key in _REASONING if isinstance(message.get(key), str))
     for call in [*(message.get("tool_calls") or ()), message.get("function_call") or {}]:
         function = call.get("function", call)
@@ -423,19 +430,19 @@ def _spoken(message: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _opening_tag(message: Mapping[str, Any]) -> str:
-    """The tag that the answer begins with: `"<think>"`, or `""`."""
-    tag = re.match(r"\s*(<\w+>)", _plain(message["content"]))
+    """Return the tag that the content begins with: `"<think>"`, or `""`."""
+    tag = re.match(r"\s*(<\w+>)", _text(message))
     return tag[1] if tag else ""
 
 
-def _squeezed(text: str) -> str:
-    """Without the space around tags and at the ends, which templates lay out anew when they write a thinking part."""
+def _compact(text: str) -> str:
+    """Return the text without whitespace around tags and at the ends, which templates change around reasoning."""
     return re.sub(r"\s*(</?\w+>)\s*", r"\1", text).strip()
 
 
-def _disagreement(prompt: str, full: str) -> str:
+def _prefix_mismatch(prompt: str, full: str) -> str:
     if not prompt:
-        return "the chat template writes nothing before the assistant's turn; put a system or user message first"
+        return "the chat template's output before the assistant's turn is empty; put a system or user message first"
     differences = (i for i, (p, f) in enumerate(zip(prompt, full, strict=False)) if p != f)
     common = next(differences, min(len(prompt), len(full)))
     return (
@@ -446,7 +453,7 @@ def _disagreement(prompt: str, full: str) -> str:
     )
 
 
-def _unified(text: str) -> str:
+def _nfkc(text: str) -> str:
     return text if text.isascii() else unicodedata.normalize("NFKC", text)
 
 

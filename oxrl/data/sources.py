@@ -1,13 +1,12 @@
-"""Files, datasets in memory and hub ids become raw rows, and these become samples.
+"""Read files, datasets in memory and hub datasets as raw rows, and convert them to samples.
 
-A line that cannot be parsed is still a row, one with an `error`: whoever reads the rows decides whether to stop or to
-skip it. What the columns of a row mean is the business of `formats`.
+A line that cannot be parsed is returned as a row with an `error`; the caller decides whether to stop or to skip it. The
+meaning of the columns is defined in `formats`.
 """
 
 from __future__ import annotations
 
 import csv
-import difflib
 import gzip
 import json
 import os
@@ -18,14 +17,15 @@ from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, TypeAlias
 
 from oxrl.data.formats import BadRow, RawRow, recognise, to_sample
+from oxrl.names import did_you_mean
 from oxrl.types import Sample
 
 Rows: TypeAlias = Iterable[Mapping[str, Any]]
 Source: TypeAlias = str | os.PathLike[str] | Rows | Mapping[str, Rows]
 """A path, a hub id (`"owner/name"` or `"owner/name:subset"`), rows in memory, or such rows by split."""
 
-_PERHAPS_HALF = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
-_HALF = re.compile("[\ud800-\udfff]")
+_MAYBE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Loaded(NamedTuple):
@@ -45,10 +45,10 @@ def load_samples(
     limit: int | None = None,
     split: str = "train",
 ) -> Loaded:
-    """Samples of any source; `columns` maps our names to theirs, `split` is as in `read_rows`, `limit` counts samples.
+    """Load the samples of any source, at most `limit`; `columns` maps our column names to the source's.
 
-    Without `format` the first usable row decides, and a later row that reads as another format is a bad one. A bad row
-    stops the load, or is skipped and listed; when every row is bad the load stops anyway.
+    Without `format` the first valid row determines it, and a later row of another format is a bad row. A bad row raises
+    `BadRow`, or is skipped and listed (`bad_rows="skip"`). If no row is valid, ValueError is raised in any case.
     """
     if bad_rows not in ("stop", "skip"):
         raise ValueError(f"bad_rows must be 'stop' or 'skip', not {bad_rows!r}")
@@ -62,7 +62,7 @@ def load_samples(
             sample = to_sample(row, columns=columns, format=format)
             name = format or recognise(row.columns, columns=columns)
             if first_format not in (None, name):
-                raise BadRow(f"it reads as {name!r}, but the rows before it as {first_format!r}", row.where)
+                raise BadRow(f"its format is {name!r}, but that of the rows before it is {first_format!r}", row.where)
         except BadRow as bad:
             if bad_rows == "stop":
                 raise
@@ -79,24 +79,24 @@ def load_samples(
 
 
 def read_rows(source: Source, *, split: str = "train") -> Iterator[RawRow]:
-    """Rows of any source, one at a time. `split` chooses among the splits of a dataset; a file has only one."""
+    """Yield the rows of any source. `split` selects a split of a dataset; it is ignored for files."""
     if isinstance(source, str) and is_hub_id(source):
-        return _some(source, _number(f"{source}:{split}", _load_from_hub(source, split)))
+        return _not_empty(source, _number(f"{source}:{split}", _load_from_hub(source, split)))
     if isinstance(source, str | os.PathLike):
         path = Path(source).expanduser()
-        return _some(str(path), _read_file(path, _reader_for(path)))
+        return _not_empty(str(path), _read_file(path, _reader_for(path)))
     if isinstance(source, Mapping):
         if split not in source:
             raise ValueError(f"there is no split {split!r}; the dataset has: {', '.join(map(str, source))}")
-        return _some(f"split {split!r}", _number(split, source[split]))
+        return _not_empty(f"split {split!r}", _number(split, source[split]))
     if isinstance(source, Iterable):
-        return _some("the dataset in memory", _number("rows", source))
+        return _not_empty("the dataset in memory", _number("rows", source))
     raise ValueError(
         f"cannot read rows from {type(source).__name__}: pass a path, a hub id, a dataset or a list of dicts"
     )
 
 
-def _some(name: str, rows: Iterator[RawRow]) -> Iterator[RawRow]:
+def _not_empty(name: str, rows: Iterator[RawRow]) -> Iterator[RawRow]:
     first = next(rows, None)
     if first is None:
         raise ValueError(f"{name} has no rows")
@@ -111,15 +111,15 @@ def _number(name: str, rows: Iterable[Any]) -> Iterator[RawRow]:
 def _raw_row(where: str, value: Any) -> RawRow:
     if isinstance(value, Mapping):
         return RawRow(where, value)
-    return RawRow(where, {}, f"a row must be an object with named columns, this is a {type(value).__name__}")
+    return RawRow(where, {}, f"a row must be an object with named columns, not a {type(value).__name__}")
 
 
 def _json_rows(named: Iterable[tuple[str, Any]], content: bytes) -> Iterator[RawRow]:
-    """JSON can write half of a character, which nothing behind this can; a look at the text spares most rows."""
-    suspect = _PERHAPS_HALF.search(content) is not None
+    """Reject rows with lone surrogates, which UTF-8 cannot encode; most files need no check per row."""
+    check = _MAYBE_SURROGATE.search(content) is not None
     for where, value in named:
-        if suspect and _HALF.search(json.dumps(value, ensure_ascii=False)):
-            yield RawRow(where, {}, "it holds half of a character (a lone surrogate); repair the encoding of the data")
+        if check and _SURROGATE.search(json.dumps(value, ensure_ascii=False)):
+            yield RawRow(where, {}, "it contains a lone surrogate; fix the encoding of the data")
         else:
             yield _raw_row(where, value)
 
@@ -140,8 +140,8 @@ def _parse_line(where: str, line: bytes) -> RawRow:
         return next(_json_rows([(where, json.loads(line))], line))
     except UnicodeDecodeError:
         return RawRow(where, {}, "the line is not UTF-8")
-    except json.JSONDecodeError as problem:
-        return RawRow(where, {}, f"the line is not JSON ({problem.msg} at character {problem.pos + 1})")
+    except json.JSONDecodeError as error:
+        return RawRow(where, {}, f"the line is not JSON ({error.msg} at character {error.pos + 1})")
 
 
 def _read_json(path: Path) -> Iterator[RawRow]:
@@ -151,13 +151,13 @@ def _read_json(path: Path) -> Iterator[RawRow]:
         return
     try:
         rows = json.loads(content)
-    except json.JSONDecodeError as problem:
+    except json.JSONDecodeError as error:
         raise ValueError(
-            f"{path} is not JSON ({problem.msg} in line {problem.lineno}); "
-            "if it has one object per line, give its name the ending .jsonl"
+            f"{path} is not JSON ({error.msg} in line {error.lineno}); "
+            "if it has one object per line, its name must end in .jsonl"
         ) from None
     if not isinstance(rows, list):
-        raise ValueError(f"{path} must hold a list of objects, it holds a {type(rows).__name__}")
+        raise ValueError(f"{path} must contain a list of objects, it contains a {type(rows).__name__}")
     yield from _json_rows(((f"{path.name}:{number}", row) for number, row in enumerate(rows, 1)), content)
 
 
@@ -169,15 +169,15 @@ def _read_csv(path: Path) -> Iterator[RawRow]:
         try:
             header = next(cells, [])
             if len(set(header)) < len(header):
-                raise ValueError(f"{path} names a column twice in its header: {', '.join(header)}")
+                raise ValueError(f"{path} has a column twice in its header: {', '.join(header)}")
             start = cells.line_num + 1
             for row in cells:
                 if row:
                     yield _csv_row(f"{path.name}:{start}", header, row)
-                start = cells.line_num + 1  # a quoted cell may span lines: a row is known by its first
-        except csv.Error as problem:
+                start = cells.line_num + 1  # a quoted cell may span lines: a row is named by its first line
+        except csv.Error as error:
             raise ValueError(
-                f"{path.name}:{start} cannot be read as CSV ({problem}); mend it, or save the rows as JSONL or Parquet"
+                f"{path.name}:{start} cannot be read as CSV ({error}); fix it, or save the rows as JSONL or Parquet"
             ) from None
 
 
@@ -200,8 +200,8 @@ def _read_parquet(path: Path) -> Iterator[RawRow]:
 
     try:
         file = parquet.ParquetFile(path)
-    except pyarrow.ArrowInvalid as problem:
-        raise ValueError(f"{path} is not a Parquet file ({problem})") from None
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"{path} is not a Parquet file ({error})") from None
     with file:
         yield from _number(path.name, (row for batch in file.iter_batches(1024) for row in batch.to_pylist()))
 
@@ -218,42 +218,41 @@ READERS: dict[str, Reader] = {
 }
 
 
-def _reader_named(name: str) -> Reader | None:
+def _reader_by_name(name: str) -> Reader | None:
     return next((reader for ending, reader in READERS.items() if name.lower().endswith(ending)), None)
 
 
 def _reader_for(path: Path) -> Reader:
     if path.is_dir():
-        files = sorted(file.name for file in path.iterdir() if _reader_named(file.name))
-        raise ValueError(f"{path} is a folder: pass one of its data files ({', '.join(files) or 'it has none'})")
+        files = sorted(file.name for file in path.iterdir() if _reader_by_name(file.name))
+        raise ValueError(f"{path} is a folder: pass one of its data files ({', '.join(files) or 'none found'})")
     if not path.exists():
-        raise ValueError(f"there is no file {path}{_lookalikes(path)}")
-    reader = _reader_named(path.name)
+        raise ValueError(f"there is no file {path}{_nearest_file(path)}")
+    reader = _reader_by_name(path.name)
     if reader is None:
-        raise ValueError(f"cannot tell how to read {path}: its name must end with {', '.join(READERS)}")
+        raise ValueError(f"unknown file type of {path}: its name must end in one of {', '.join(READERS)}")
     return reader
 
 
-def _lookalikes(path: Path) -> str:
+def _nearest_file(path: Path) -> str:
     if not path.parent.is_dir():
         return f", nor a folder {path.parent}"
-    similar = difflib.get_close_matches(path.name, [file.name for file in path.parent.iterdir()])
-    return f"; did you mean {' or '.join(similar)}?" if similar else ""
+    return did_you_mean(path.name, [file.name for file in path.parent.iterdir()])
 
 
 def _read_file(path: Path, reader: Reader) -> Iterator[RawRow]:
     try:
         yield from reader(path)
-    except (EOFError, gzip.BadGzipFile, zlib.error) as problem:
-        raise ValueError(f"{path} is damaged or not gzip at all ({problem})") from None
-    except UnicodeDecodeError as problem:
-        line = problem.object.count(b"\n", 0, problem.start) + 1
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path} is corrupt or not a gzip file ({error})") from None
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
         raise ValueError(f"{path.name}:{line} is not UTF-8; save {path} as UTF-8") from None
 
 
 def is_hub_id(source: str) -> bool:
-    looks_like_one = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:[\w.-]+)?", source)
-    return looks_like_one is not None and _reader_named(source) is None and not Path(source).exists()
+    match = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:[\w.-]+)?", source)
+    return match is not None and _reader_by_name(source) is None and not Path(source).exists()
 
 
 def _load_from_hub(source: str, split: str) -> Iterable[Any]:
@@ -264,13 +263,13 @@ def _load_from_hub(source: str, split: str) -> Iterable[Any]:
         rows: Iterable[Any] = datasets.load_dataset(name, subset or None, split=split)
     except ConnectionError:
         raise ValueError(
-            f"there is no file {source}{_lookalikes(Path(source))}, and the hub cannot be reached to look for "
-            f"a dataset of that name: pass a local file ({', '.join(READERS)})"
+            f"there is no file {source}{_nearest_file(Path(source))}, and the hub cannot be reached to look for "
+            f"a dataset of that name; pass a local file ({', '.join(READERS)})"
         ) from None
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as problem:
-        reason = " ".join(str(problem).split())
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        reason = " ".join(str(error).split())
         raise ValueError(
-            f"the dataset {name!r} could not be loaded from the hub ({reason}); a subset is written "
-            f"'{name}:subset', and a local file is read instead when its path is passed"
+            f"the dataset {name!r} could not be loaded from the hub ({reason}); write a subset as "
+            f"'{name}:subset', or pass the path of a local file"
         ) from None
     return rows

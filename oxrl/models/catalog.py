@@ -1,7 +1,7 @@
-"""The models that oxRL knows by name (`catalog.toml`) to cards and a page of the documentation.
+"""The model catalogue (`catalog.toml`), and the documentation page generated from it.
 
-A model counts as verified if the record of a run of `oxrl models verify` lies in `verified/` and names no problem;
-nothing else can make it so. Loading is left to `load`, verifying to `oxrl.diagnose.verify_model`.
+A model is verified if `verified/` contains a record of `oxrl models verify` for it without problems. Loading is in
+`load`, verification in `oxrl.diagnose.verify_model`.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ class Entry(NamedTuple):
     name: str
     hub: str | None
     billions: float
-    active_billions: float  # that a token passes through; fewer than all in a mixture of experts
-    architecture: str  # the transformers class that it is loaded as
+    active_billions: float  # parameters used per token; fewer than all in a mixture of experts
+    architecture: str  # the transformers class
     tasks: tuple[str, ...]
     template: str  # the family of its chat template
     licence: str
     lora_targets: tuple[str, ...]
-    not_yet: str | None  # why oxRL cannot train it
+    not_yet: str | None  # why oxRL cannot train it yet
 
     @property
     def source(self) -> str:
-        """What `model.name` is set to."""
+        """The value for `model.name`."""
         return self.name if self.hub is None or self.name in BUILTIN_MODELS else self.hub
 
     @property
     def memory(self) -> float:
-        """GB for weights, gradients and optimizer when all of them are trained."""
+        """GB for weights, gradients and optimizer when all weights are trained."""
         return self.billions * BYTES_PER_WEIGHT
 
     @property
@@ -56,7 +56,8 @@ class Entry(NamedTuple):
         needed = f"{self.memory:.2g}" if self.memory < 10 else f"{self.memory:.0f}"
         fits = "fit" if self.strategy == "full" else "do not fit"
         return (
-            f"weights, gradients and optimizer of all of it take {needed} GB and {fits} on a device of {ONE_DEVICE} GB"
+            f"full training takes {needed} GB for weights, gradients and optimizer, which {fits} on a device of "
+            f"{ONE_DEVICE} GB"
         )
 
     @property
@@ -76,23 +77,23 @@ class Entry(NamedTuple):
 
 @cache
 def catalog() -> Mapping[str, Entry]:
-    """Every model by its name, smallest first."""
+    """Return every model by its name, smallest first."""
     raw = _read()
     entries = [_entry(name, fields, raw) for name, fields in raw["models"].items()]
     return MappingProxyType({entry.name: entry for entry in sorted(entries, key=lambda entry: entry.billions)})
 
 
 def find_entry(name: str) -> Entry:
-    """By the catalogue's name or the hub's, without regard to case."""
+    """Return the entry with this catalogue name or hub id, case-insensitive."""
     known = {each.lower(): entry for entry in catalog().values() for each in (entry.hub or entry.name, entry.name)}
     if name.lower() not in known:
         hint = did_you_mean(name.lower(), known, "; `oxrl models list` shows them")
-        raise ValueError(f"there is no model {name} in the catalogue{hint} (a run takes any model, known here or not)")
+        raise ValueError(f"there is no model {name} in the catalogue{hint} (training works with models outside it too)")
     return known[name.lower()]
 
 
 def record_of(name: str) -> dict[str, Any] | None:
-    """What `oxrl models verify` found, if it was run and its record kept."""
+    """Return the record of `oxrl models verify`, or None."""
     file = RECORDS / f"{name}.json"
     if not file.is_file():
         return None
@@ -107,20 +108,20 @@ def as_yaml(config: Mapping[str, Any]) -> str:
 
 
 def document() -> str:
-    """The page `docs/models.md`."""
+    """Return the page `docs/models.md`."""
     lines = [
         "# Models",
         "",
-        "Generated from the catalogue by `python -m oxrl.models.catalog`; `oxrl models show NAME` tells more, and "
-        "`oxrl models config NAME` prints a config to begin with. A run takes any causal language model that "
-        "transformers can load, whether it is listed here or not.",
+        "Generated from the catalogue by `python -m oxrl.models.catalog`; `oxrl models show NAME` prints details, and "
+        "`oxrl models config NAME` prints an example config. Training works with any causal language model that "
+        "transformers can load, listed here or not.",
         "",
-        "- **verified**: `oxrl models verify NAME` was run with these very weights, and its record is in the "
-        "repository: SFT, DPO and GRPO, two steps each, with finite losses, weights that change, sampler and trainer "
-        "that agree, and a checkpoint from which a run goes on to the same end.",
-        "- **config-ready**: its config is checked, and a small random model of the same architecture goes through "
-        "the same in the tests; these weights themselves were not tried.",
-        "- **not yet**: it is known, but oxRL cannot train it; the card says why.",
+        "- **verified**: `oxrl models verify NAME` was run with exactly these weights, and its record is in the "
+        "repository: SFT, DPO and GRPO, two steps each, with finite losses, changed weights, log-probs of sampler and "
+        "trainer that agree, and a resumed run with the same result.",
+        "- **config-ready**: its config is checked, and a small random model of the same architecture passes the "
+        "same checks in the tests; these weights were not tested.",
+        "- **not yet**: oxRL cannot train it yet; `oxrl models show NAME` has the reason.",
         "",
         "| Model | Size | Architecture | Task | Strategy | Template | Licence | Status |",
         "|:---|:---|:---|:---|:---|:---|:---|:---|",
@@ -136,13 +137,13 @@ def _verified_lines(entry: Entry) -> list[str]:
     record = record_of(entry.name)
     if record is None or entry.status != "verified":
         return []
-    used = ", ".join(f"{name} {version}" for name, version in record["environment"].items() if name != "threads")
+    versions = ", ".join(f"{name} {version}" for name, version in record["environment"].items() if name != "threads")
     gap = max(record["grpo"]["logprob_gap"])
     resumed = max(record[algorithm]["resume_gap"] for algorithm in ("sft", "dpo", "grpo"))
     return [
         f"`{entry.name}` was verified on {record['date']} in {record['dtype']}, {record['strategy']} "
-        f"({used}): rows run {record['layout']}, generation in {record['generation']}; sampler and trainer differ by "
-        f"at most {gap:.1e} in a log-prob, a resumed run and an unbroken one by {resumed:.2g} in a logit.",
+        f"({versions}): layout {record['layout']}, generation in {record['generation']}; log-probs of sampler and "
+        f"trainer differ by at most {gap:.1e}, logits of a resumed and an uninterrupted run by {resumed:.2g}.",
         "",
     ]
 

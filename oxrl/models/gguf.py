@@ -1,7 +1,4 @@
-"""A `.gguf` file becomes a plain model in memory: dequantised, trainable and savable like any other.
-
-Writing `.gguf` files is left to the tools made for it.
-"""
+"""Load a `.gguf` file as a plain model: dequantised, trainable, and saved like any other. Writing is not supported."""
 
 from __future__ import annotations
 
@@ -12,34 +9,34 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-DIGITS_APART = ("smollm", "starcoder", "refact", "command-r")
-"""Splitting rules under which every digit stands alone, which shows in the spaces before a number."""
+SINGLE_DIGIT_RULES = ("smollm", "starcoder", "refact", "command-r")
+"""Pre-tokenizers that split every digit, which also changes the spaces before a number."""
 
 
 def load_gguf_model(path: Path, *, dtype: torch.dtype, attn_implementation: str = "sdpa") -> PreTrainedModel:
     """`load_gguf_model(Path("model.Q4_1.gguf"), dtype=torch.float32).save_pretrained("plain")`."""
     import transformers
 
-    # From 5.17 on the model is else marked as quantised, and such a one can be neither trained nor saved.
-    marks = hasattr(transformers, "GgufConfig")
+    # From 5.17 on, the model would be marked as quantised otherwise, and could be neither trained nor saved.
+    has_gguf_config = hasattr(transformers, "GgufConfig")
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
         path.parent,
         gguf_file=path.name,
         dtype=dtype,
         attn_implementation=attn_implementation,
         output_loading_info=True,
-        **({"quantization_config": transformers.GgufConfig(dequantize=True)} if marks else {}),
+        **({"quantization_config": transformers.GgufConfig(dequantize=True)} if has_gguf_config else {}),
     )
     if report["missing_keys"]:
         raise ValueError(f"{path} lacks weights that its architecture has: {', '.join(sorted(report['missing_keys']))}")
-    if hasattr(model.config, "_model_name_or_path"):  # a title, not a place, that would be saved with the model
+    if hasattr(model.config, "_model_name_or_path"):  # a title, not a path; it would be saved with the model
         del model.config._model_name_or_path
     model.config.name_or_path = model.name_or_path = str(path)
     return model
 
 
 def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in the file, with what its readers get wrong put right from the file's own entries."""
+    """Return the tokenizer of the file, with errors of the reader corrected from the file's entries."""
     from gguf import GGUFReader
     from tokenizers.pre_tokenizers import Digits, Sequence
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -52,7 +49,7 @@ def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
         if f"{entry}_token_id" in entries
     }
     backend = read.backend_tokenizer
-    if "pre" in entries and entries["pre"].contents() in DIGITS_APART:
+    if "pre" in entries and entries["pre"].contents() in SINGLE_DIGIT_RULES:
         backend.pre_tokenizer = Sequence([Digits(individual_digits=True), backend.pre_tokenizer])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, chat_template=read.chat_template, clean_up_tokenization_spaces=False, **special

@@ -1,8 +1,8 @@
-"""A model's name becomes a model: a built-in name, a hub id, a local folder, a `.gguf` file or a LoRA adapter's folder.
+"""Load a model by name: a built-in name, a hub id, a local folder, a `.gguf` file or the folder of a LoRA adapter.
 
-`check_model` finds what is wrong with a `ModelConfig` before any weight is read; the loaders apply its dtype, device,
-attention and gradient checkpointing. Only safetensors are loaded, never pickles. Adding adapters is left to `lora`,
-sharding to the backends.
+`check_model` validates a `ModelConfig` before any weight is read; the loaders apply its dtype, device, attention and
+gradient checkpointing. Only safetensors are loaded, never pickles. Adding adapters is in `lora`, sharding in the
+backends.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 
 
 class ModelLoader(Protocol):
-    """What `load_model` calls; `load_hf_model` is one."""
+    """The signature of the function that `load_model` calls, such as `load_hf_model`."""
 
     def __call__(
         self,
@@ -48,7 +48,7 @@ class ModelLoader(Protocol):
 
 
 class TokenizerLoader(Protocol):
-    """What `load_tokenizer` calls; `load_hf_tokenizer` is one."""
+    """The signature of the function that `load_tokenizer` calls, such as `load_hf_tokenizer`."""
 
     def __call__(
         self, name_or_path: str, *, trust_remote_code: bool, revision: str | None
@@ -56,7 +56,7 @@ class TokenizerLoader(Protocol):
 
 
 class Source(NamedTuple):
-    """`Source("gguf", "/models/a.gguf")`: what a model's name turned out to be."""
+    """`Source("gguf", "/models/a.gguf")`: the kind of a model's name, and its path or id."""
 
     kind: Literal["builtin", "folder", "gguf", "adapter", "hub"]
     where: str
@@ -72,7 +72,7 @@ def load_hf_model(
     revision: str | None = None,
     is_trainable: bool = True,
 ) -> PreTrainedModel:
-    """Any causal language model that transformers can load; a LoRA adapter's folder gives its base with it inside."""
+    """Load any causal language model of transformers; an adapter's folder gives its base with the adapter."""
     config = ModelConfig(
         name_or_path,
         dtype=dtype,
@@ -94,7 +94,7 @@ def load_hf_model(
 
 
 def builds_empty() -> bool:
-    """Whether models get no weights here: inside `with torch.device("meta")`, as a backend of slices asks for them."""
+    """Return whether models are built without weights: inside `with torch.device("meta")`, as sharded backends do."""
     import torch
 
     return torch.get_default_device().type == "meta"
@@ -103,27 +103,27 @@ def builds_empty() -> bool:
 def load_hf_tokenizer(
     name_or_path: str, *, trust_remote_code: bool = False, revision: str | None = None
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer beside a model; an adapter's folder without one has its base's."""
+    """Load the tokenizer of a model; for an adapter's folder without one, its base's."""
     from transformers import AutoTokenizer
 
     source = find_model(name_or_path)
     if source.kind == "gguf":
         from oxrl.models.gguf import load_gguf_tokenizer
 
-        logger.warning("the tokenizer rebuilt from %s may split rare text otherwise than the original", source.where)
+        logger.warning("the tokenizer rebuilt from %s may split rare text differently from the original", source.where)
         return load_gguf_tokenizer(Path(source.where))
     where = str(prepare_builtin(source.where)) if source.kind == "builtin" else source.where
     if source.kind != "hub" and not any((Path(where) / file).is_file() for file in TOKENIZER_FILES):
         if source.kind == "adapter":
             return load_hf_tokenizer(adapter_base(where), trust_remote_code=trust_remote_code)
-        raise ValueError(f"{where} has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is in it")
+        raise ValueError(f"{where} has no tokenizer: it contains none of {', '.join(TOKENIZER_FILES)}")
     if source.kind == "hub":
         _hub_config_file(where, revision)
     return AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code, revision=revision or "main")
 
 
 def load_model_config(config: ModelConfig) -> PreTrainedConfig:
-    """The shape of a model, without its weights; an adapter's folder has its base's."""
+    """Load the transformers config of a model, without its weights; for an adapter's folder, its base's."""
     from transformers import AutoConfig
 
     source = find_model(config.name)
@@ -139,7 +139,7 @@ def load_model_config(config: ModelConfig) -> PreTrainedConfig:
 
 
 def end_tokens(config: ModelConfig) -> tuple[int, ...]:
-    """Tokens that end an answer, by the model's own account; its tokenizer may name others."""
+    """Return the end-of-sequence tokens of the model's generation config; its tokenizer may have others."""
     from transformers import GenerationConfig
 
     parsed = load_model_config(config)
@@ -147,7 +147,7 @@ def end_tokens(config: ModelConfig) -> tuple[int, ...]:
     where = str(prepare_builtin(source.where)) if source.kind == "builtin" else source.where
     try:
         ends = GenerationConfig.from_pretrained(where, revision=config.revision or "main").eos_token_id
-    except OSError:  # it has no such file
+    except OSError:  # the model has no generation_config.json
         ends = GenerationConfig.from_model_config(parsed).eos_token_id
     return () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
 
@@ -155,9 +155,9 @@ def end_tokens(config: ModelConfig) -> tuple[int, ...]:
 def load_model(
     config: ModelConfig | str, *, model_loader: ModelLoader = load_hf_model, is_trainable: bool = True
 ) -> PreTrainedModel:
-    """`load_model("tiny")`, or with a `ModelConfig`; in train mode only if it checkpoints gradients.
+    """`load_model("tiny")`, or with a `ModelConfig`; in train mode only with gradient checkpointing.
 
-    `is_trainable=False` freezes it; a LoRA adapter that is trainable leaves its base frozen.
+    `is_trainable=False` freezes it; the base of a trainable LoRA adapter is always frozen.
     """
     config = _as_config(config)
     model = model_loader(
@@ -179,7 +179,7 @@ def load_model(
 def load_tokenizer(
     config: ModelConfig | str, *, tokenizer_loader: TokenizerLoader = load_hf_tokenizer
 ) -> PreTrainedTokenizerBase:
-    """`load_tokenizer("tiny")`; a tokenizer without a token for padding pads with its end-of-text token."""
+    """`load_tokenizer("tiny")`; without a padding token, it pads with its end-of-sequence token."""
     config = _as_config(config)
     tokenizer = tokenizer_loader(config.name, trust_remote_code=config.trust_remote_code, revision=config.revision)
     if tokenizer.pad_token_id is None:
@@ -190,7 +190,7 @@ def load_tokenizer(
 def load_model_and_ref(
     config: ModelConfig | str, *, model_loader: ModelLoader = load_hf_model
 ) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """The model to train, and its frozen twin on weights of its own."""
+    """Return the model to train, and a frozen copy of it."""
     config = _as_config(config)
     model = load_model(config._replace(gradient_checkpointing=False), model_loader=model_loader)
     ref = freeze(copy.deepcopy(model))
@@ -206,15 +206,15 @@ def freeze(model: PreTrainedModel) -> PreTrainedModel:
 def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
     """Recompute activations in the backward pass instead of keeping them.
 
-    transformers does so in train mode only, hence the model is put there. Not the re-entrant kind: it loses gradients
-    where the inputs need none, as behind the frozen embedding of an adapter.
+    transformers does so in train mode only, so the model is put into train mode. The re-entrant variant loses
+    gradients if the inputs need none, as after the frozen embedding of a LoRA model.
     """
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
 
 
 def check_model(config: ModelConfig | str) -> None:
-    """Raise a ValueError in one sentence if this model cannot be loaded so; reads no weights."""
+    """Raise a ValueError if this model cannot be loaded with these settings; reads no weights."""
     config = _as_config(config)
     source = find_model(config.name)
     resolve_dtype(config.dtype, resolve_device(config.device))
@@ -224,14 +224,14 @@ def check_model(config: ModelConfig | str) -> None:
     elif source.kind == "gguf":
         with Path(source.where).open("rb") as file:
             if file.read(4) != b"GGUF":
-                raise ValueError(f"{source.where} is not a GGUF file, whatever its name says")
+                raise ValueError(f"{source.where} is not a GGUF file: its first bytes are not GGUF")
     elif source.kind != "builtin":
         _check_architecture(source, config)
         _check_weights(source, config.revision)
 
 
 def check_tokenizer(model: PreTrainedModel | PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise a ValueError if the tokenizer has a token for which the model has no embedding."""
+    """Raise a ValueError if the tokenizer has a token without an embedding in the model."""
     if hasattr(model, "get_input_embeddings"):
         rows = model.get_input_embeddings().weight.shape[0]
     else:
@@ -245,7 +245,7 @@ def check_tokenizer(model: PreTrainedModel | PreTrainedConfig, tokenizer: PreTra
 
 
 def check_attention(name: str) -> None:
-    """Raise a ValueError unless transformers knows this attention implementation and can run it here."""
+    """Raise a ValueError unless transformers has this attention implementation and its package is installed."""
     from transformers import utils
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -262,12 +262,12 @@ def check_attention(name: str) -> None:
         if not is_available():
             raise ValueError(
                 f"attn_implementation {name!r} needs the package {package} and a CUDA device, and one of them is "
-                f"missing here; use 'sdpa'"
+                f"missing; use 'sdpa'"
             )
 
 
 def resolve_device(name: str) -> str:
-    """`resolve_device("auto")` is "cuda" where there is one, else "cpu"."""
+    """`resolve_device("auto")` is "cuda" if available, else "cpu"."""
     import torch
 
     if name == "auto":
@@ -276,9 +276,9 @@ def resolve_device(name: str) -> str:
     if name != "cpu" and (kind != "cuda" or not (index.isdecimal() or name == "cuda")):
         raise ValueError(f"unknown device {name!r}; allowed: auto, cpu, cuda, cuda:0, cuda:1, ...")
     if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"the device {name!r} was asked for, but torch {torch.__version__} sees no CUDA; use 'auto'")
+        raise ValueError(f"the device {name!r} is not available: torch {torch.__version__} finds no CUDA; use 'auto'")
     if index and int(index) >= torch.cuda.device_count():
-        raise ValueError(f"there is no device {name!r}: torch sees {torch.cuda.device_count()} CUDA device(s)")
+        raise ValueError(f"there is no device {name!r}: torch finds {torch.cuda.device_count()} CUDA device(s)")
     return name
 
 
@@ -295,30 +295,30 @@ def resolve_dtype(name: str, device: str) -> torch.dtype:
 
 
 def find_model(name: str) -> Source:
-    """What kind of thing a model's name means, by looking at the disk only; a ValueError if it can be nothing."""
+    """Return the kind of a model's name, from the local disk only; raise a ValueError if it is none."""
     if name in BUILTIN_MODELS:
         return Source("builtin", name)
     path = Path(name).expanduser()
-    if name and path.is_dir():  # an empty name would be the working folder
+    if name and path.is_dir():  # an empty name would be the working directory
         return Source("adapter" if (path / ADAPTER_CONFIG).is_file() else "folder", str(path))
     if path.is_file():
         if path.suffix == ".gguf":
             return Source("gguf", str(path))
-        raise ValueError(f"the model {name} is a file, but not a .gguf file; give the folder that it is in")
-    looks_like_a_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or path.suffix == ".gguf" or not name
-    neighbours = [entry.name for entry in path.parent.iterdir()] if looks_like_a_path and path.parent.is_dir() else []
+        raise ValueError(f"the model {name} is a file, but not a .gguf file; pass the folder that contains it")
+    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or path.suffix == ".gguf" or not name
+    neighbours = [entry.name for entry in path.parent.iterdir()] if is_path and path.parent.is_dir() else []
     nearest = _nearest(path.name, [*BUILTIN_MODELS, *neighbours])
-    # A bare name so close to a built-in one is a slip of the pen; asking the hub would only take longer.
-    if looks_like_a_path or ("/" not in name and nearest):
+    # A bare name close to a built-in one is taken for a typo; the hub is not queried.
+    if is_path or ("/" not in name and nearest):
         raise ValueError(
-            f"there is no model {name!r}{nearest}; give a built-in name ({', '.join(BUILTIN_MODELS)}), a local folder, "
+            f"there is no model {name!r}{nearest}; use a built-in name ({', '.join(BUILTIN_MODELS)}), a local folder, "
             f"a .gguf file or a hub id"
         )
     return Source("hub", name)
 
 
 def adapter_base(folder: str) -> str:
-    """The base model that an adapter names, also if it names a built-in model by another machine's cache folder."""
+    """Return the base model of an adapter, also if it is a built-in model in another machine's cache folder."""
     base = read_adapter_config(folder).get("base_model_name_or_path")
     if not base:
         raise ValueError(f"the adapter in {folder} does not name its base model; set base_model_name_or_path there")
@@ -344,7 +344,7 @@ def _load_weights(source: Source, config: ModelConfig) -> PreTrainedModel:
 
         return load_gguf_model(Path(source.where), dtype=dtype, attn_implementation=config.attn_implementation)
     if not sys.stderr.isatty():
-        disable_progress_bar()  # a log file is no place for bars
+        disable_progress_bar()  # no progress bars in log files
     model, report = AutoModelForCausalLM.from_pretrained(
         prepare_builtin(source.where) if source.kind == "builtin" else source.where,
         dtype=dtype,
@@ -356,28 +356,28 @@ def _load_weights(source: Source, config: ModelConfig) -> PreTrainedModel:
     )
     if missing := sorted(report["missing_keys"]):
         raise ValueError(
-            f"the weights of {config.name} lack {len(missing)} that {type(model).__name__} has, {missing[0]} for one; "
-            f"they would start random, so the model is refused"
+            f"the weights of {config.name} lack {len(missing)} tensors of {type(model).__name__}, such as "
+            f"{missing[0]}, which would be initialised at random; use complete weights"
         )
     return model
 
 
 def _build_empty(source: Source, config: ModelConfig) -> PreTrainedModel:
-    """The model of `_load_weights` in shape and precision, for whoever fills it from somewhere else."""
+    """Return the model of `_load_weights` without weights; the caller loads them."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if source.kind == "gguf":  # its shape is known by reading it only
+    if source.kind == "gguf":  # its config is known only after reading the file
         with torch.device("cpu"):
             return _load_weights(source, config).to("meta")
     where = prepare_builtin(source.where) if source.kind == "builtin" else source.where
-    own_code = config.trust_remote_code
-    parsed = AutoConfig.from_pretrained(where, revision=config.revision or "main", trust_remote_code=own_code)
+    trusted = config.trust_remote_code
+    parsed = AutoConfig.from_pretrained(where, revision=config.revision or "main", trust_remote_code=trusted)
     return AutoModelForCausalLM.from_config(
         parsed,
         dtype=resolve_dtype(config.dtype, resolve_device(config.device)),
         attn_implementation=config.attn_implementation,
-        trust_remote_code=own_code,
+        trust_remote_code=trusted,
     ).eval()
 
 
@@ -386,27 +386,29 @@ def _check_architecture(source: Source, config: ModelConfig) -> None:
     from transformers import __version__ as version
 
     raw = _read_config(source, config.revision)
-    kind, own_code = raw.get("model_type"), raw.get("auto_map") or {}
-    if own_code and config.trust_remote_code:
+    kind, custom_code = raw.get("model_type"), raw.get("auto_map") or {}
+    if custom_code and config.trust_remote_code:
         return
-    needs_own_code = ValueError(
-        f"the model {config.name} brings code of its own; read that code, and if you trust it set trust_remote_code"
+    needs_trust = ValueError(
+        f"the model {config.name} contains custom code; review it, and if you trust it set trust_remote_code"
     )
     if kind not in CONFIG_MAPPING:
-        if own_code:
-            raise needs_own_code
-        raise ValueError(f"the model {config.name} is of the type {kind!r}, which transformers {version} does not know")
+        if custom_code:
+            raise needs_trust
+        raise ValueError(
+            f"the model {config.name} has the type {kind!r}, which transformers {version} does not support"
+        )
     try:
         parsed = AutoConfig.from_pretrained(source.where, revision=config.revision or "main", trust_remote_code=False)
     except _config_errors() as error:
         raise ValueError(f"the config.json of {config.name} cannot be used: {' '.join(str(error).split())}") from error
-    if type(parsed) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" in own_code:
-        raise needs_own_code
+    if type(parsed) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" in custom_code:
+        raise needs_trust
     is_encoder = type(parsed) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(parsed, "is_decoder", False)
     if type(parsed) not in MODEL_FOR_CAUSAL_LM_MAPPING or is_encoder or getattr(parsed, "is_encoder_decoder", False):
         raise ValueError(
-            f"the model {config.name} is a {kind} model, which does not write text token by token from left to right; "
-            f"a causal language model is needed"
+            f"the model {config.name} is a {kind} model, which is not a causal language model; use a model that "
+            f"transformers loads with AutoModelForCausalLM"
         )
     _check_attention_support(MODEL_FOR_CAUSAL_LM_MAPPING[type(parsed)], config.attn_implementation)
 
@@ -424,14 +426,14 @@ def _check_weights(source: Source, revision: str | None) -> None:
     if not any(has_file(source.where, file, revision=revision) for file in SAFETENSORS):
         raise ValueError(
             f"{source.where} has no weights in safetensors ({' or '.join(SAFETENSORS)}); pickled weights (.bin) can "
-            f"run code when they are read and are not loaded: convert them with save_pretrained"
+            f"run code when they are loaded and are refused: convert them with save_pretrained"
         )
 
 
 def _read_config(source: Source, revision: str | None) -> dict[str, Any]:
     file = _hub_config_file(source.where, revision) if source.kind == "hub" else Path(source.where) / "config.json"
     if not file.is_file():
-        raise ValueError(f"{source.where} is no model folder: there is no config.json in it")
+        raise ValueError(f"{source.where} is not a model folder: it has no config.json")
     try:
         raw: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -446,9 +448,9 @@ def _hub_config_file(name: str, revision: str | None) -> Path:
     try:
         return Path(hf_hub_download(name, "config.json", revision=revision))
     except errors.HFValidationError as error:
-        raise ValueError(f"{name!r} is neither a local folder nor a possible hub id; {known}") from error
+        raise ValueError(f"{name!r} is neither a local folder nor a valid hub id; {known}") from error
     except errors.GatedRepoError as error:
-        raise ValueError(f"the model {name} is gated: ask for access on its page, then run `hf auth login`") from error
+        raise ValueError(f"the model {name} is gated: request access on its page, then run `hf auth login`") from error
     except errors.RevisionNotFoundError as error:
         raise ValueError(f"the model {name} has no revision {revision!r}") from error
     except errors.RepositoryNotFoundError as error:
@@ -456,10 +458,10 @@ def _hub_config_file(name: str, revision: str | None) -> Path:
     except errors.LocalEntryNotFoundError as error:
         raise ValueError(
             f"there is no local model {name}, and the hub cannot be reached to look for one (no network, or offline "
-            f"mode); check the connection and the spelling, or give a local folder; {known}"
+            f"mode); check the connection and the spelling, or use a local folder; {known}"
         ) from error
     except errors.EntryNotFoundError as error:
-        raise ValueError(f"{name} on the hub is no transformers model: it has no config.json") from error
+        raise ValueError(f"{name} on the hub is not a transformers model: it has no config.json") from error
 
 
 def _config_errors() -> tuple[type[Exception], ...]:

@@ -1,16 +1,14 @@
-"""Low-rank adapters: a model becomes the same model with a few trainable weights beside it, and plain again.
+"""LoRA adapters: attach, save, load and merge.
 
-With the adapter switched off the base model speaks, to the bit, so it can serve as the reference of its own training;
-a reference that is to follow the policy is a second adapter over the same base.
-The projection to the vocabulary never gets an adapter. Loading by name is left to `load`.
+With the adapter disabled, the base model computes bit-identical outputs, so it can serve as the reference of its own
+training; a reference that follows the policy is a second adapter over the same base. The projection to the vocabulary
+never gets an adapter. Loading by name is in `load`.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ADAPTER_CONFIG = "adapter_config.json"
-_WHY_NOT_THE_HEAD = "is read as one plain matrix, so an adapter there would be passed by; leave it out"
+_NO_HEAD_ADAPTER = "is used as one plain matrix, so an adapter there would have no effect; leave it out"
 
 
 class LoraSettings(NamedTuple):
@@ -40,9 +38,9 @@ class LoraSettings(NamedTuple):
 
 
 def attach_lora(model: PreTrainedModel, settings: LoraSettings, *, seed: int = 0) -> PeftModel:
-    """Freeze the model and put a trainable adapter into it; it changes nothing until it is trained.
+    """Freeze the model and add a trainable adapter, which has no effect until it is trained.
 
-    The start depends on `seed` only, not on the random numbers that were drawn before.
+    The initial weights depend on `seed` only, not on the global random state.
     """
     import torch
     from peft import LoraConfig, PeftModel, get_peft_model
@@ -61,15 +59,15 @@ def attach_lora(model: PreTrainedModel, settings: LoraSettings, *, seed: int = 0
     )
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        return _in_the_mode_of(model, get_peft_model(model, config))
+        return _with_mode_of(model, get_peft_model(model, config))
 
 
 def attach_reference(model: PeftModel) -> PeftModel:
-    """Put a frozen copy of the adapter beside it, as a reference that can follow it; no other pass will use it."""
+    """Add a frozen copy of the adapter, as a reference that can follow the policy; it is inactive otherwise."""
     import torch
 
     config = copy.deepcopy(model.peft_config[POLICY_ADAPTER])
-    config.lora_dropout = 0.0  # what is compared with drops nothing out
+    config.lora_dropout = 0.0  # a reference has no dropout
     with torch.random.fork_rng(devices=[]):
         model.add_adapter(REFERENCE_ADAPTER, config)
     weights = dict(model.named_parameters())
@@ -77,16 +75,16 @@ def attach_reference(model: PeftModel) -> PeftModel:
         for name, weight in weights.items():
             if (followed := followed_name(name)) is not None:
                 weight.requires_grad_(False).copy_(weights[followed])
-    return _in_the_mode_of(model, model)
+    return _with_mode_of(model, model)
 
 
 def save_adapter(model: PeftModel, folder: str | Path) -> None:
-    """Write the adapter alone, and make sure that it arrived."""
+    """Write the adapter without the base model, and verify that it is complete."""
     write_adapter(model, Path(folder))
 
 
 def load_adapter(base: PreTrainedModel, folder: str | Path, trainable: bool = True) -> PeftModel:
-    """The base model with the adapter of `folder` in it; every weight of the adapter must find its place."""
+    """Return the base model with the adapter of `folder`; every weight of the adapter must match a layer."""
     from peft import PeftModel, get_peft_model_state_dict
     from safetensors import safe_open
 
@@ -94,70 +92,56 @@ def load_adapter(base: PreTrainedModel, folder: str | Path, trainable: bool = Tr
     try:
         model = PeftModel.from_pretrained(base, str(folder), is_trainable=trainable)
     except RuntimeError as error:
-        last_line = str(error).strip().splitlines()[-1].strip()  # there is one for each weight
+        last_line = str(error).strip().splitlines()[-1].strip()  # PEFT reports one line per weight
         raise ValueError(f"the adapter in {folder} does not fit the base model: {last_line}") from error
     with safe_open(Path(folder) / ADAPTER_WEIGHTS, framework="pt") as written:
-        strangers = set(written.keys()) ^ set(get_peft_model_state_dict(model, save_embedding_layers=False))
-    if strangers:
+        unmatched = set(written.keys()) ^ set(get_peft_model_state_dict(model, save_embedding_layers=False))
+    if unmatched:
         raise ValueError(
-            f"the adapter in {folder} does not fit the base model: {len(strangers)} weights have no counterpart, "
-            f"{min(strangers)} for one"
+            f"the adapter in {folder} does not fit the base model: {len(unmatched)} weights have no counterpart, "
+            f"such as {min(unmatched)}"
         )
     if type(model.get_output_embeddings()).__module__.startswith("peft."):
         raise ValueError(
-            f"the adapter in {folder} changes the projection to the vocabulary, but that {_WHY_NOT_THE_HEAD}"
+            f"the adapter in {folder} changes the projection to the vocabulary, but that {_NO_HEAD_ADAPTER}"
         )
-    return _in_the_mode_of(base, model)
+    return _with_mode_of(base, model)
 
 
 def read_adapter_config(folder: str | Path) -> dict[str, Any]:
-    """What `adapter_config.json` says, of a folder that holds a LoRA adapter in safetensors."""
+    """Return `adapter_config.json` of a folder with a LoRA adapter in safetensors."""
     folder = Path(folder)
     if not (folder / ADAPTER_CONFIG).is_file():
-        raise ValueError(f"{folder} holds no adapter: there is no {ADAPTER_CONFIG} in it")
+        raise ValueError(f"{folder} is not an adapter folder: it has no {ADAPTER_CONFIG}")
     try:
         config: dict[str, Any] = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{folder / ADAPTER_CONFIG} is not valid JSON: {error}") from error
     if config.get("peft_type") != "LORA":
-        raise ValueError(f"the adapter in {folder} is of the type {config.get('peft_type')}; only LORA is supported")
+        raise ValueError(f"the adapter in {folder} has the type {config.get('peft_type')}; only LORA is supported")
     if not (folder / ADAPTER_WEIGHTS).is_file():
         raise ValueError(f"the adapter in {folder} has no {ADAPTER_WEIGHTS}; pickled weights (.bin) are not loaded")
     return config
 
 
 def merge_adapter(model: PeftModel) -> PreTrainedModel:
-    """A plain model, on weights of its own, that computes what the adapted one does; the latter stays as it was."""
+    """Return a plain model with the adapter merged into a copy of the weights; `model` is not changed."""
     merged = copy.deepcopy(model).merge_and_unload(safe_merge=True)
     return merged.requires_grad_(True)
 
 
 def save_merged(model: PeftModel, folder: str | Path) -> None:
-    """Plain Hugging Face weights, for whoever does not know about adapters."""
+    """Write the merged model as plain Hugging Face weights."""
     merge_adapter(model).save_pretrained(folder)
 
 
-@contextmanager
-def without_adapter(model: PeftModel) -> Iterator[None]:
-    """`with without_adapter(model): reference = model(...)` computes what the base model would."""
-    trainable = [weight for weight in model.parameters() if weight.requires_grad]
-    try:
-        with model.disable_adapter():
-            yield
-    finally:
-        # PEFT makes whatever it switches on trainable, also what was loaded frozen.
-        model.requires_grad_(False)
-        for weight in trainable:
-            weight.requires_grad_(True)
-
-
 def linear_layer_names(model: PreTrainedModel) -> list[str]:
-    """The last parts of the names of all layers that can get an adapter: `["down_proj", "gate_proj", ...]`."""
+    """Return the last name parts of all layers that can get an adapter: `["down_proj", "gate_proj", ...]`."""
     return sorted({name.rpartition(".")[2] for name in _linear_layers(model)})
 
 
-def _in_the_mode_of(base: PreTrainedModel | PeftModel, model: PeftModel) -> PeftModel:
-    """New modules start in train mode, where dropout is active, whatever the mode of the model they are put into."""
+def _with_mode_of(base: PreTrainedModel | PeftModel, model: PeftModel) -> PeftModel:
+    """Put new modules, which start in train mode with active dropout, into the mode of the base model."""
     return model.train(base.training)
 
 
@@ -179,11 +163,11 @@ def _checked_targets(model: PreTrainedModel, targets: str | tuple[str, ...]) -> 
     head_name = next((name for name, module in model.named_modules() if module is head), "lm_head")
     linear = _linear_layers(model)
     for target in names:
-        if _names(target, head_name):
-            raise ValueError(f"{target} cannot be a LoRA target: it projects to the vocabulary and {_WHY_NOT_THE_HEAD}")
-        if not any(_names(target, name) for name in linear):
+        if _matches(target, head_name):
+            raise ValueError(f"{target} cannot be a LoRA target: it projects to the vocabulary and {_NO_HEAD_ADAPTER}")
+        if not any(_matches(target, name) for name in linear):
             raise ValueError(
-                f"the LoRA target {target} names no linear layer of {type(model).__name__}; "
+                f"the LoRA target {target} matches no linear layer of {type(model).__name__}; "
                 f"use 'all-linear' or some of {', '.join(linear_layer_names(model))}"
             )
     if not names:
@@ -191,5 +175,5 @@ def _checked_targets(model: PreTrainedModel, targets: str | tuple[str, ...]) -> 
     return names
 
 
-def _names(target: str, module: str) -> bool:
+def _matches(target: str, module: str) -> bool:
     return module == target or module.endswith(f".{target}")

@@ -1,4 +1,4 @@
-"""A policy to its reference: a frozen copy, and the ways in which such a copy may follow the policy later."""
+"""The reference of a policy: a frozen copy, and functions that update it from the policy."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def keep_reference(ref: PreTrainedModel, policy: PreTrainedModel) -> PreTrainedModel:  # noqa: ARG001 - one signature
-    """The reference stays what it was."""
+    """Return the reference unchanged."""
     return ref
 
 
 def create_reference_model(
     model: PreTrainedModel, *, ref_model_fn: Callable[[PreTrainedModel], PreTrainedModel] = frozen_copy
 ) -> PreTrainedModel:
-    """What the policy is compared with: by default a frozen copy of it."""
+    """Return the reference of a policy: by default a frozen copy of it."""
     return ref_model_fn(model)
 
 
 def update_reference_model(
     ref: PreTrainedModel, policy: PreTrainedModel, *, update_fn: UpdateFn = keep_reference
 ) -> PreTrainedModel:
-    """The reference after a step of the policy; by default it stays what it was."""
+    """Return the reference after a step of the policy; by default unchanged."""
     return update_fn(ref, policy)
 
 
 def create_ema_updater(decay: float = 0.999) -> UpdateFn:
     """ref <- decay * ref + (1 - decay) * policy, in place."""
     if not 0 <= decay <= 1:
-        raise ValueError(f"decay is {decay}; it is the share of the old reference that stays, 0 to 1")
+        raise ValueError(f"decay is {decay}; it is the share of the old reference that is kept, from 0 to 1")
 
     def update(ref: PreTrainedModel, policy: PreTrainedModel) -> PreTrainedModel:
         import torch
@@ -53,14 +53,14 @@ def create_ema_updater(decay: float = 0.999) -> UpdateFn:
 
 
 def create_periodic_updater(update_every: int = 10) -> UpdateFn:
-    """The policy's weights at every `update_every`-th call, nothing in between."""
+    """Copy the policy's weights at every `update_every`-th call."""
     if update_every < 1:
-        raise ValueError(f"update_every is {update_every}; give 1 or more")
-    take, calls = create_ema_updater(decay=0.0), 0
+        raise ValueError(f"update_every is {update_every}; it must be 1 or more")
+    copy_policy, calls = create_ema_updater(decay=0.0), 0
 
     def update(ref: PreTrainedModel, policy: PreTrainedModel) -> PreTrainedModel:
         nonlocal calls
         calls += 1
-        return take(ref, policy) if calls % update_every == 0 else ref
+        return copy_policy(ref, policy) if calls % update_every == 0 else ref
 
     return update

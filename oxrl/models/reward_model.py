@@ -1,7 +1,7 @@
-"""A reward model as a reward: token rows to the score that its head reads at the last token of each.
+"""A reward model as a reward: token rows to scores, read by the score head at the last token of each row.
 
-Loads what the algorithm `rm` trained (a checkpoint's folder with its heads beside it, full or LoRA) and any sequence
-classifier of transformers with one label. Training one is not done here.
+Loads checkpoints of the algorithm `rm` (full or LoRA, with the heads in the same folder) and any sequence classifier of
+transformers with one label. Training is in the algorithm `rm`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RewardModel:
 
     model: PreTrainedModel
     head: Tensor | None = None
-    lock: threading.Lock = field(default_factory=threading.Lock)  # groups are graded in threads, models are large
+    lock: threading.Lock = field(default_factory=threading.Lock)  # one forward pass at a time: grading runs in threads
 
 
 Scorer: TypeAlias = Callable[[RewardModel, Sequence[Sequence[int]]], list[float]]
@@ -44,11 +44,11 @@ def load_reward_model(config: ModelConfig | str) -> RewardModel:
     config = ModelConfig(config) if isinstance(config, str) else config
     heads = Path(config.name) / HEADS
     if heads.is_file():
-        return _trained_here(config, heads)
-    return RewardModel(_classifier(config))
+        return _load_trained(config, heads)
+    return RewardModel(_load_classifier(config))
 
 
-def _trained_here(config: ModelConfig, heads: Path) -> RewardModel:
+def _load_trained(config: ModelConfig, heads: Path) -> RewardModel:
     from safetensors.torch import load_file
 
     weights = load_file(heads)
@@ -57,28 +57,28 @@ def _trained_here(config: ModelConfig, heads: Path) -> RewardModel:
     model = load_model(config, is_trainable=False)
     text_config = model.config.get_text_config()
     if config.attn_implementation == "sdpa" and getattr(text_config, "attn_logit_softcapping", None):
-        model.set_attn_implementation("eager")  # sdpa would leave out the soft cap on attention scores
+        model.set_attn_implementation("eager")  # sdpa ignores the soft cap on attention scores
     return RewardModel(model, weights[SCORE].to(model.device))
 
 
-def _classifier(config: ModelConfig) -> PreTrainedModel:
+def _load_classifier(config: ModelConfig) -> PreTrainedModel:
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     source, options = find_model(config.name), {"revision": config.revision or "main"}
-    neither = ValueError(
-        f"{config.name} is no reward model: it has neither {HEADS} nor the head of a sequence classifier; train one "
-        f"with the algorithm rm, or give a sequence classifier"
+    not_a_reward_model = ValueError(
+        f"{config.name} is not a reward model: it has neither {HEADS} nor the head of a sequence classifier; train "
+        f"one with the algorithm rm, or use a sequence classifier"
     )
     if source.kind not in ("folder", "hub"):
-        raise neither
+        raise not_a_reward_model
     try:
         parsed = AutoConfig.from_pretrained(source.where, trust_remote_code=config.trust_remote_code, **options)
     except (OSError, ValueError) as error:
-        raise neither from error
+        raise not_a_reward_model from error
     if not any(name.endswith("ForSequenceClassification") for name in parsed.architectures or ()):
-        raise neither
+        raise not_a_reward_model
     if parsed.num_labels != 1:
-        raise ValueError(f"{config.name} tells {parsed.num_labels} classes apart; a reward model has one label")
+        raise ValueError(f"{config.name} classifies into {parsed.num_labels} classes; a reward model has one label")
     device = resolve_device(config.device)
     model = AutoModelForSequenceClassification.from_pretrained(
         source.where,
@@ -92,22 +92,22 @@ def _classifier(config: ModelConfig) -> PreTrainedModel:
 
 
 def score_tokens(reward_model: RewardModel, rows: Sequence[Sequence[int]], *, batch_size: int = 8) -> list[float]:
-    """A score per row, which must end where the answer ends. Rows of like length run side by side."""
+    """Return a score per row; each row must end with the end of the answer. Rows of similar length are batched."""
     if empty := [index for index, row in enumerate(rows) if not len(row)]:
         raise ValueError(f"row {empty[0]} has no tokens to score")
-    # A classifier looks for its last token itself, by what padding looks like: one row at a time leaves no doubt.
+    # A classifier finds the last token by looking for padding; single rows avoid mistakes.
     size = 1 if reward_model.head is None else batch_size
     order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
     scores = [0.0] * len(rows)
     with reward_model.lock:
         for start in range(0, len(order), size):
             chosen = order[start : start + size]
-            for index, score in zip(chosen, _pass(reward_model, [rows[i] for i in chosen]), strict=True):
+            for index, score in zip(chosen, _forward(reward_model, [rows[i] for i in chosen]), strict=True):
                 scores[index] = score
     return scores
 
 
-def _pass(reward_model: RewardModel, rows: Sequence[Sequence[int]]) -> list[float]:
+def _forward(reward_model: RewardModel, rows: Sequence[Sequence[int]]) -> list[float]:
     import torch
 
     model, head = reward_model.model, reward_model.head
@@ -131,20 +131,8 @@ def _body(model: Any) -> Any:
 
 
 def last_turn_tokens(rollout: Rollout) -> list[int]:
-    """All that the policy saw and said, in its own tokens: for a reward model with the policy's tokenizer."""
+    """Return prompt and completion in the policy's tokens, for a reward model with the policy's tokenizer."""
     return rollout.tokens
-
-
-def chat_tokens(tokenizer: PreTrainedTokenizerBase) -> RenderRollout:
-    """The conversation in the reward model's own tokens and template, for one that does not share the policy's."""
-
-    def tokens(rollout: Rollout) -> list[int]:
-        chat = [message.to_dict() for message in rollout.messages]
-        text = tokenizer.apply_chat_template(chat, tokenize=False)
-        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
-
-    return tokens
 
 
 def compute_reward_model_score(
@@ -154,14 +142,14 @@ def compute_reward_model_score(
     scorer: Scorer = score_tokens,
     render: RenderRollout = last_turn_tokens,
 ) -> float:
-    """What the reward model gives for the last turn of one rollout."""
+    """Return the reward model's score of one rollout."""
     return scorer(reward_model, [render(rollout)])[0]
 
 
 def reward_model_reward(
     reward_model: RewardModel, *, scorer: Scorer = score_tokens, render: RenderRollout = last_turn_tokens
 ) -> Reward:
-    """The reward model as a reward; the answers to one prompt are scored together."""
+    """Return the reward model as a reward; the answers to one prompt are scored in one batch."""
 
     @group_reward
     def reward_model_score(rollouts: Sequence[Rollout]) -> list[float]:
@@ -171,10 +159,10 @@ def reward_model_reward(
 
 
 def rm_reward_func(*, model: str, device: str = "auto", dtype: str = "auto", trust_remote_code: bool = False) -> Reward:
-    """What a reward model gives for the conversation: a run of `rm`, or any sequence classifier with one label.
+    """Score of the conversation by a reward model: a run of `rm`, or any sequence classifier with one label.
 
-    The model is loaded when the first answer is graded. It reads the conversation in its own tokens and template, so it
-    need not share the policy's.
+    The model is loaded when the first answer is graded. It uses its own tokenizer and chat template, which may differ
+    from the policy's.
     """
     config = ModelConfig(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     check_model(config)
@@ -194,7 +182,7 @@ def rm_reward_func(*, model: str, device: str = "auto", dtype: str = "auto", tru
 
 
 def conversation_tokens(tokenizer: PreTrainedTokenizerBase) -> RenderRollout:
-    """The conversation as the row that training would make of it: to where the answer ends, and not beyond."""
+    """Render a conversation with this tokenizer as in training: up to the end of the last answer."""
     render = Renderer(tokenizer)
 
     def tokens(rollout: Rollout) -> Sequence[int]:

@@ -32,7 +32,7 @@ def judge_reward(ask: AskFn, *, rubric: str = RUBRIC, scale: tuple[float, float]
 
 def judge_messages(rollout: Rollout, rubric: str, scale: tuple[float, float]) -> list[Message]:
     """What the judge reads: the rubric, the conversation before the answer, the answer, and the reference if any."""
-    asked = "\n\n".join(f"[{message.role}]\n{_inside(_text(message))}" for message in _before_answer(rollout))
+    asked = "\n\n".join(f"[{message.role}]\n{_inside(message.text)}" for message in _before_answer(rollout))
     known = f"\n\n<reference>\n{_inside(rollout.sample.answer)}\n</reference>" if rollout.sample.answer else ""
     answer = _inside(rollout.generation.text)
     return [
@@ -69,9 +69,3 @@ def judged_score(reply: str, scale: tuple[float, float]) -> float:
 def _before_answer(rollout: Rollout) -> tuple[Message, ...]:
     own = sum(len(turn.messages) for turn in rollout.turns[-1:])
     return rollout.messages[: len(rollout.messages) - own]
-
-
-def _text(message: Message) -> str:
-    if isinstance(message.content, str):
-        return message.content
-    return "".join(str(part.get("text", "")) for part in message.content)

@@ -94,16 +94,11 @@ def _sampled(
     if reason not in _REASONS:
         raise ValueError(f"{id}: finish_reason of message {place} is {reason!r}; it is one of {', '.join(_REASONS)}")
     seen = tuple(int(token) for token in recorded.get("prompt_ids") or transcript.prompt_ids)
-    generation = Generation(ids, logprobs, _REASONS[reason], int(recorded.get("version", 0)), _text(chat[place]))
+    generation = Generation(ids, logprobs, _REASONS[reason], int(recorded.get("version", 0)), chat[place].text)
     return seen, generation._replace(text=transcript.plain(transcript.said(generation)))
 
 
 def _tokenized(chat: Sequence[Message], transcript: Transcript, id: str) -> Generation:
     """The last message as the template writes it and the tokenizer reads it."""
     (row,) = transcript.render.conversation(chat, id=id, first_trained=len(chat) - 1, tools=transcript.tools)
-    return Generation(tuple(row.tokens[row.mask].tolist()), (), "stop", text=_text(chat[-1]))
-
-
-def _text(message: Message) -> str:
-    content = message.content
-    return content if isinstance(content, str) else "".join(str(part.get("text", "")) for part in content)
+    return Generation(tuple(row.tokens[row.mask].tolist()), (), "stop", text=chat[-1].text)

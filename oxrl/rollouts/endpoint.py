@@ -323,7 +323,7 @@ def _message(raw: Mapping[str, Any]) -> Message:
     message = Message.from_dict(raw)
     content = message.content
     if not isinstance(content, str) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        message = message._replace(content="".join(str(part.get("text", "")) for part in content))
+        message = message._replace(content=message.text)
     calls = message.extra.get("tool_calls")
     if not isinstance(calls, list):
         return message

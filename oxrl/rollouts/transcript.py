@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from oxrl.data.render import Renderer
+from oxrl.data.render import Renderer, match_any, special_tokens
 from oxrl.types import Generation, Message, Render
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
@@ -136,12 +136,8 @@ class _Chat:
 
     def __init__(self, render: Renderer) -> None:
         self.tokenizer, self.template_kwargs = render.tokenizer, render.template_kwargs
-        added = self.tokenizer.added_tokens_decoder
-        self.special = {id: token.content for id, token in added.items() if token.special}
-        for id, text in zip(self.tokenizer.all_special_ids, self.tokenizer.all_special_tokens, strict=True):
-            self.special[id] = text
-        longest_first = sorted(self.special.values(), key=len, reverse=True)
-        self.special_text = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self.special = special_tokens(self.tokenizer)
+        self.special_text = match_any(self.special.values())
 
     def words(self, generation: Generation) -> tuple[str, str]:
         """What was said, and the special token that it ended with, if it did."""

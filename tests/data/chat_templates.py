@@ -1,4 +1,4 @@
-"""Published chat formats, each written out as a small template of its own, and tokenizers to try them with."""
+"""Published chat formats, each as a small template, and tokenizers to test them with."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Style(NamedTuple):
     eos: str
     bos: str | None = None
     added: tuple[str, ...] = ()
-    rstrip: tuple[str, ...] = ()  # special tokens that swallow the space after them
+    rstrip: tuple[str, ...] = ()  # special tokens that strip the space after them
 
 
 CHATML = Style(
@@ -204,7 +204,7 @@ def wrapped(core: Tokenizer, style: Style) -> PreTrainedTokenizerFast:
 
 
 def byte_level(style: Style, merges: tuple[tuple[str, str], ...] = ()) -> PreTrainedTokenizerFast:
-    """One token per byte, so that no merge hides a mistake, except for those asked for."""
+    """One token per byte, so that no merge hides a mistake, except for `merges`."""
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(merge) for merge in merges)]
     core = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=list(merges)))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -1,11 +1,11 @@
-"""Every dataset on every kind of raw rows, one after the other."""
+"""The fixture `case`: every dataset with each of its sets of raw rows."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.data.at_hand import CASES, Case, case_name, copies_of
+from tests.data.cases import CASES, Case, case_name, copies_of
 
 
 @pytest.fixture(params=CASES, ids=case_name)

@@ -29,7 +29,7 @@ def test_an_item_with_one_long_row_is_dropped_whole_and_counted() -> None:
     assert fitted.examples == ["b (3 tokens), c (5 tokens)"]
 
 
-def test_truncating_cuts_every_stream_and_says_which_rows_lost_their_end() -> None:
+def test_truncating_cuts_every_stream_and_counts_rows_without_their_end() -> None:
     items = [(row("a", 6, 2), row("b", 3, 1)), (row("c", 6, 2, 4),)]
     fitted = fit(items, 4, "truncate")
     assert (fitted.dropped, fitted.truncated, fitted.unended) == (0, 2, 1)
@@ -53,7 +53,7 @@ def test_error_names_the_row_and_its_length() -> None:
         fit([(row("a", 4, 2),), (row("b", 5, 1),)], 4, "error")
 
 
-def test_nothing_left_says_what_would_help() -> None:
+def test_the_error_for_no_items_left_suggests_a_max_len() -> None:
     items = [(row(str(n), n, 1),) for n in range(11, 31)]
     with pytest.raises(ValueError, match=r"none of 20 items .* longest has 30 tokens, the median 20.5; max_len=29 "):
         fit(items, 10)
@@ -73,5 +73,5 @@ def test_settings_that_cannot_work_are_refused() -> None:
         fit([(row("a", 4, 2),)], 4, "cut")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="max_len is 1"):
         fit([(row("a", 4, 2),)], 1)
-    with pytest.raises(ValueError, match="nothing to fit"):
+    with pytest.raises(ValueError, match="no items to fit"):
         fit([], 4)

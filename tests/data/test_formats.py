@@ -177,14 +177,14 @@ def test_every_speaker_of_a_chat_keeps_what_it_carried() -> None:
         ),
     ],
 )
-def test_a_bad_row_is_named_with_its_place_and_reason(raw: dict[str, Any], reason: str) -> None:
+def test_a_bad_row_is_reported_with_its_position_and_reason(raw: dict[str, Any], reason: str) -> None:
     with pytest.raises(BadRow, match=f"^train.jsonl:12: .*{reason}") as caught:
         to_sample(RawRow("train.jsonl:12", raw))
     assert caught.value.where == "train.jsonl:12"
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
-def test_columns_can_be_mapped_and_a_name_that_is_taken_elsewhere_is_kept_as_metadata() -> None:
+def test_columns_can_be_mapped_and_an_unmapped_column_of_the_same_name_is_metadata() -> None:
     raw = {"question": "Hi", "solution": "Hello!", "prompt": "unused", "messages": None}
     sample = to_sample(RawRow("a:1", raw), columns={"prompt": "question", "response": "solution"})
     assert sample.messages == (HI, HELLO)
@@ -198,13 +198,13 @@ def test_a_mapped_column_is_known_by_its_new_name_only() -> None:
     assert to_sample(RawRow("a:1", raw), columns=columns) == Sample("a:1", messages=(HI, HELLO))
 
 
-def test_a_mapping_that_cannot_be_meant_is_refused() -> None:
+def test_an_invalid_mapping_is_refused() -> None:
     row = RawRow("a.jsonl:1", {"question": "Hi", "solution": "Hello!"})
     with pytest.raises(
         BadRow, match=r"a.jsonl:1: columns maps 'prompt' to 'query', but the row has question, solution"
     ):
         to_sample(row, columns={"prompt": "query"})
-    with pytest.raises(ValueError, match="'promt' is not a name that formats use, did you mean 'prompt'"):
+    with pytest.raises(ValueError, match="'promt' is not a column name.*did you mean prompt"):
         to_sample(row, columns={"promt": "question"})
 
 
@@ -213,7 +213,13 @@ def test_a_format_can_be_chosen_and_a_misspelt_one_gets_the_nearest() -> None:
     assert to_sample(row).messages == (HI, HELLO)
     assert to_sample(row, format="prompt_answer").answer == "4"
     assert to_sample(row, format="text").text == "Hi there"
-    with pytest.raises(ValueError, match="there is no format 'alpacca', did you mean 'alpaca'"):
+    with pytest.raises(ValueError, match="there is no format 'alpacca'; did you mean alpaca"):
         to_sample(row, format="alpacca")
     with pytest.raises(BadRow, match=r"format 'alpaca' needs the columns instruction \+ output, the row has prompt"):
         to_sample(row, format="alpaca")
+
+
+def test_the_text_of_a_message_joins_its_text_parts() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "image", "text": None}, {"type": "image"}, {"text": "b"}]
+    messages = (Message("user", "Hi"), Message("user", parts), Message("user", []), Message.from_dict({"role": "user"}))
+    assert [message.text for message in messages] == ["Hi", "ab", "", ""]

@@ -9,16 +9,16 @@ from oxrl.types import Row
 
 
 def row(length, name="r", trained=1, **more):
-    """Its tokens are its own, unless another has the same name."""
+    """Return a row whose tokens depend on its name."""
     tokens = np.random.default_rng([*name.encode()]).integers(0, 1000, length)
     return Row(name, tokens, np.arange(length) >= length - trained, **more)
 
 
 def answer(prompt, length, name="a"):
     """A prompt of 20 tokens, which all rows with the same number share, and `length` trained ones."""
-    asked = np.random.default_rng(prompt).integers(0, 1000, 20)
-    said = row(length, name).tokens
-    return Row(f"{prompt}:{name}", np.concatenate([asked, said]), np.arange(20 + length) >= 20)
+    prompt_ids = np.random.default_rng(prompt).integers(0, 1000, 20)
+    completion_ids = row(length, name).tokens
+    return Row(f"{prompt}:{name}", np.concatenate([prompt_ids, completion_ids]), np.arange(20 + length) >= 20)
 
 
 def names(batches):
@@ -39,18 +39,18 @@ def test_every_item_lands_in_exactly_one_batch_that_keeps_to_the_budget(groups, 
         assert cost <= budget or len(batch) == 1
 
 
-def test_answers_to_one_prompt_meet_in_one_batch_and_pay_for_it_once():
+def test_answers_to_one_prompt_share_a_batch_and_the_prompt_counts_once():
     items = [(answer(prompt, 5, name),) for name in "abcd" for prompt in (1, 2, 3)]
     assert names(pack(items, 40)) == [[f"{prompt}:{name}" for name in "abcd"] for prompt in (1, 2, 3)]
 
 
-def test_a_stranger_does_not_drive_a_group_apart():
-    """Item by item, the stranger would sit down beside the long answer and leave no room for the last short one."""
+def test_an_unrelated_item_does_not_split_a_group():
+    """Packed item by item, the unrelated row would join the long answer and leave no room for the last short one."""
     items = [(answer(1, 30, "a"),), (row(30),), *((answer(1, 2, name),) for name in "bcd")]
     assert names(pack(items, 85)) == [["1:a", "1:b", "1:c", "1:d"], ["r"]]
 
 
-def test_a_group_over_the_budget_is_split_and_each_part_pays_for_the_prompt():
+def test_a_group_over_the_budget_is_split_and_the_prompt_counts_in_each_part():
     items = [(answer(1, 5, name),) for name in "abcdef"]
     assert names(pack(items, 39)) == [["1:a", "1:b", "1:c"], ["1:d", "1:e", "1:f"]]
 
@@ -62,7 +62,7 @@ def test_the_rows_of_a_pair_share_their_prompt_and_may_have_two():
     assert [len(batch) for batch in pack([alike] * 3, 49)] == [2, 1]
 
 
-def test_what_is_too_short_to_be_shared_is_paid_by_every_row():
+def test_prompts_too_short_to_share_count_in_every_row():
     items = [(Row(name, [1, 2, 3, 4, ord(name)], np.arange(5) > 3),) for name in "ab"]
     assert [len(pack(items, budget)) for budget in (9, 10)] == [2, 1]
 
@@ -72,7 +72,7 @@ def test_rows_that_run_padded_share_nothing():
     assert names(pack(items, 50, layout="padded")) == [["1:a", "2:a"], ["1:b", "2:b"]]
 
 
-def test_an_item_over_the_budget_stands_alone():
+def test_an_item_over_the_budget_gets_its_own_micro_batch():
     items = [(answer(1, 50, "a"),), (answer(1, 5, "b"),), (row(3),)]
     assert names(pack(items, 30)) == [["1:a"], ["1:b", "r"]]
 
@@ -116,7 +116,7 @@ def test_a_row_that_comes_twice_in_a_step_counts_twice():
     assert count_units([(row(4, "a"),), (row(4, "a"),)])["sequence"] == 2
 
 
-def test_where_prompts_are_computed_in_every_row_they_are_paid_for_in_every_row():
+def test_unshared_prompts_count_in_every_row():
     items = [(Row(str(i), np.zeros(20), np.arange(20) >= 16),) for i in range(4)]
     assert len(pack(items, 40, layout="shared")) == 1
     assert len(pack(items, 40, layout="packed")) == 2
@@ -138,7 +138,7 @@ def test_a_row_that_cannot_be_trained_is_refused(tokens, mask, reason):
 
 
 @given(lengths, st.integers(10, 100), st.integers(1, 5), st.sampled_from(["packed", "padded", "shared"]))
-def test_side_by_side_nobody_is_without_work_while_there_are_items(groups, budget, parallel, layout):
+def test_every_rank_has_a_micro_batch_while_there_are_items(groups, budget, parallel, layout):
     items = [tuple(row(n, f"{i}.{j}") for j, n in enumerate(group)) for i, group in enumerate(groups)]
     alone, batches = pack(items, budget, layout=layout), pack(items, budget, layout=layout, parallel=parallel)
     assert sorted(item[0].id for batch in batches for item in batch) == sorted(item[0].id for item in items)
@@ -150,7 +150,7 @@ def test_side_by_side_nobody_is_without_work_while_there_are_items(groups, budge
         assert cost <= budget or len(batch) == 1
 
 
-def test_side_by_side_all_have_about_as_much_to_do():
+def test_micro_batches_of_ranks_are_balanced():
     items = [(row(n, str(n)),) for n in (30, 28, 9, 8, 7, 6, 5, 4, 3)]
     for parallel, largest in ((2, 50), (3, 34), (4, 30)):
         batches = pack(items, 1000, layout="packed", parallel=parallel)
@@ -158,11 +158,11 @@ def test_side_by_side_all_have_about_as_much_to_do():
         assert max(sum(len(r) for item in batch for r in item) for batch in batches) <= largest
 
 
-def test_alone_nothing_is_divided_further():
+def test_one_rank_divides_nothing_further():
     items = [(answer(1, 5, name),) for name in "abcdef"]
     assert names(pack(items, 39, parallel=1)) == names(pack(items, 39))
 
 
-def test_side_by_side_small_items_are_divided_though_a_large_one_takes_as_long():
+def test_small_items_are_divided_even_if_a_large_one_dominates():
     items = [(row(n, f"{i}"),) for i, n in enumerate((20, 2, 2, 2))]
     assert sorted(map(len, pack(items, 100, layout="packed", parallel=3))) == [1, 1, 2]

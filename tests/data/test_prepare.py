@@ -1,7 +1,7 @@
-"""Datasets by name: rows in each raw schema become samples, splits that share nothing, and a card that tells the truth.
+"""Datasets by name: rows in each raw schema become samples, splits without overlap, and a correct card.
 
-Five rows per dataset are in `raw/`. With OXRL_TEST_DATA set to a folder of real copies (`at_hand.REAL` names them), the
-first 200 rows of each pass through the same tests. What the samples are worth is in `test_row_to_reward.py`.
+Five rows per dataset are in `raw/`. With OXRL_TEST_DATA set to a folder of real copies (`cases.REAL` names them), the
+first 200 rows of each run through the same tests. Rewards of the samples are tested in `test_row_to_reward.py`.
 """
 
 import gzip
@@ -23,7 +23,7 @@ from oxrl.data.sources import load_samples, read_rows
 from oxrl.rewards.gym import reasoning_gym_score
 from oxrl.run.prepare import resolve
 from oxrl.types import Generation, Message, Rollout, Sample, Turn
-from tests.data.at_hand import CASES, RAW, REAL, case_name, own_rows
+from tests.data.cases import CASES, RAW, REAL, case_name, own_rows
 
 
 def samples_of(name: str, **options: Any) -> dict[str, list[Sample]]:
@@ -36,8 +36,8 @@ def all_of(name: str) -> list[Sample]:
 
 def prompt_of(sample: Sample) -> str:
     replied = sample.messages[-1].role == "assistant"
-    said = [str(message.content) for message in sample.messages[: -1 if replied else None]]
-    return "".join("".join(said).lower().split())
+    texts = [str(message.content) for message in sample.messages[: -1 if replied else None]]
+    return "".join("".join(texts).lower().split())
 
 
 def test_a_prepared_dataset_is_read_back_as_the_samples_it_was_made_of(case, tmp_path):
@@ -52,7 +52,7 @@ def test_a_prepared_dataset_is_read_back_as_the_samples_it_was_made_of(case, tmp
     assert sum(map(len, samples.values())) >= (100 if case.real else 2)
 
 
-def test_the_card_says_what_is_in_the_files(case, tmp_path):
+def test_the_card_describes_the_files(case, tmp_path):
     card = read_card(prepare(case.dataset, files=case.files, output=tmp_path / "out"))
     for split, entry in card["splits"].items():
         content = (tmp_path / "out" / f"{split}.jsonl").read_bytes()
@@ -69,7 +69,7 @@ def test_the_card_says_what_is_in_the_files(case, tmp_path):
     )
 
 
-def test_no_two_splits_ask_the_same(case):
+def test_no_two_splits_share_a_prompt(case):
     splits = list(prepare_samples(find_dataset(case.dataset), case.files)[0].values())
     seen: set[str] = set()
     for samples in splits:
@@ -86,7 +86,7 @@ def test_preparing_twice_makes_the_same_bytes(case, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} <= {"out", "rows", ".out.lock"}  # nothing is left over
 
 
-def test_what_is_said_to_be_verified_on_real_rows_can_be_tested_on_them():
+def test_every_dataset_verified_on_real_rows_has_a_real_case():
     assert {name for name, dataset in DATASETS.items() if dataset.seen_real_rows} == set(REAL)
 
 
@@ -103,7 +103,7 @@ def test_gsm8k_solutions_can_be_imitated_too(tmp_path):
     assert read.samples[0].messages[-1] == Message("assistant", "There are 6*12=72 rolls.\n#### 72")
 
 
-def test_what_train_and_test_both_ask_is_taken_out_of_train_and_counted():
+def test_prompts_in_train_and_test_are_removed_from_train_and_counted():
     samples, card = prepare_samples(DATASETS["gsm8k"], own_rows("gsm8k"))
     assert card["overlap_removed"] == {"train": 1}
     assert not any("4 boxes" in str(sample.messages[0].content) for sample in samples["train"])
@@ -120,7 +120,7 @@ def test_math_answers_are_what_is_in_the_last_box():
     assert [sample.answer for sample in samples["train"]] == [
         r"\frac{1}{2}", r"2\sqrt{2}", r"\{3, 7\}", r"\begin{pmatrix} \frac{1}{2} \end{pmatrix}", "4"
     ]  # fmt: skip
-    assert [entry["reason"] for entry in card["skipped"]] == [r"solution has no \boxed{} with something in it"]
+    assert [entry["reason"] for entry in card["skipped"]] == [r"solution has no \boxed{} with content"]
     assert r"\boxed{}" in str(samples["train"][0].messages[0].content)
 
 
@@ -137,10 +137,10 @@ def test_proofs_are_left_out_of_openr1_math():
 
 
 def test_svamp_is_one_question_and_a_plain_number():
-    asked = {str(sample.messages[0].content): sample.answer for sample in all_of("svamp")}
-    assert asked["If 24 nuts are shared by 8 squirrels, How many nuts does each get?"] == "3"
-    assert asked["Ana has 12 apples and eats 5. How many apples are left?"] == "7"
-    assert sorted(map(str, asked.values())) == ["1200", "3", "6.5", "63", "7"]
+    answers = {str(sample.messages[0].content): sample.answer for sample in all_of("svamp")}
+    assert answers["If 24 nuts are shared by 8 squirrels, How many nuts does each get?"] == "3"
+    assert answers["Ana has 12 apples and eats 5. How many apples are left?"] == "7"
+    assert sorted(map(str, answers.values())) == ["1200", "3", "6.5", "63", "7"]
 
 
 def test_the_letter_of_gpqa_is_that_of_the_right_choice():
@@ -149,7 +149,7 @@ def test_the_letter_of_gpqa_is_that_of_the_right_choice():
     for sample in samples:
         lines = str(sample.messages[0].content).splitlines()
         assert next(line for line in lines if line.startswith(f"{sample.answer}. "))[3:] in right
-    assert len({sample.answer for sample in samples}) > 1  # the right choice is not always in the same place
+    assert len({sample.answer for sample in samples}) > 1  # the right choice is not always at the same position
 
 
 def passes(program: str, metadata: Any) -> bool:
@@ -184,7 +184,7 @@ def test_mbpp_is_divided_by_task_id():
     found = {split: [sample.metadata["task_id"] for sample in each] for split, each in samples.items()}
     assert found == {"train": [700, 900], "validation": [520], "test": [20]}
     assert card["skipped"] == [
-        {"reason": "task ids 1 to 10 are kept for few-shot prompts", "rows": 1, "first": "mbpp.jsonl:1"}
+        {"reason": "task ids 1 to 10 are reserved for few-shot prompts", "rows": 1, "first": "mbpp.jsonl:1"}
     ]
 
 
@@ -243,9 +243,9 @@ def test_hh_rlhf_is_a_dialogue_and_two_replies():
 
 
 def test_hh_rlhf_leaves_out_empty_replies_and_dialogues_that_part_earlier(tmp_path):
-    asked = "\n\nHuman: Hi.\n\nAssistant: "
+    prompt = "\n\nHuman: Hi.\n\nAssistant: "
     pairs = [("", "Go away."), ("Hello.", ""), ("Hello.\n\nAssistant: You?", "Go away."), ("Hello.", "Go away.")]
-    rows = [{"chosen": asked + better, "rejected": asked + worse} for better, worse in pairs]
+    rows = [{"chosen": prompt + better, "rejected": prompt + worse} for better, worse in pairs]
     (tmp_path / "hh.json").write_text(json.dumps(rows))
     samples, card = prepare_samples(DATASETS["hh_rlhf"], [f"train={tmp_path / 'hh.json'}"])
     assert [sample.chosen[0].content for sample in samples["train"]] == ["Hello."]
@@ -259,7 +259,7 @@ def test_oasst_follows_the_best_replies():
     assert [message.content for message in conversations["How do I learn to swim?"].messages] == [
         "How do I learn to swim?", "Take lessons.", "And at home?", "Practise breathing."
     ]  # fmt: skip
-    assert len(conversations) == 4  # nobody answered the fifth
+    assert len(conversations) == 4  # the fifth has no reply
 
 
 def test_oasst_pairs_are_ranked_and_trees_stay_together():
@@ -293,7 +293,7 @@ def test_which_prompts_are_held_out_does_not_depend_on_their_order(tmp_path):
     assert held_out != {f"Say {i}." for i in range(4)}
 
 
-def test_an_instruction_stands_behind_the_question_and_can_be_left_out():
+def test_an_instruction_is_appended_to_the_question_and_can_be_omitted():
     question = "A baker fills 6 trays with 12 rolls each. How many rolls are there?"
     assert samples_of("gsm8k", instruction="")["train"][0].messages == (Message("user", question),)
     assert samples_of("gsm8k", instruction="Be brief.")["train"][0].messages == (
@@ -308,8 +308,8 @@ def test_a_copy_may_be_compressed(tmp_path):
     assert prepare_samples(DATASETS["svamp"], [str(packed)])[0] == samples_of("svamp")
 
 
-def said_of(rollout_text: str, sample: Sample) -> Rollout:
-    return Rollout(sample, (Turn((1,), Generation((2,), (0.0,), "stop", text=rollout_text)),))
+def rollout_of(text: str, sample: Sample) -> Rollout:
+    return Rollout(sample, (Turn((1,), Generation((2,), (0.0,), "stop", text=text)),))
 
 
 def test_tasks_of_reasoning_gym_are_datasets_graded_from_their_file(tmp_path):
@@ -318,18 +318,18 @@ def test_tasks_of_reasoning_gym_are_datasets_graded_from_their_file(tmp_path):
     assert {split: entry["rows"] for split, entry in card["splits"].items()} == {"train": 30, "test": 3}
     assert card["overlap_removed"] == {} and card["reward"] == "reasoning_gym_score"
     for sample in load_samples(folder / "test.jsonl").samples:
-        assert reasoning_gym_score(said_of(str(sample.answer), sample)) == 1.0
-        assert reasoning_gym_score(said_of("no idea", sample)) < 0.1
+        assert reasoning_gym_score(rollout_of(str(sample.answer), sample)) == 1.0
+        assert reasoning_gym_score(rollout_of("no idea", sample)) < 0.1
 
 
-def test_a_task_that_a_file_cannot_hold_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="make the samples in Python"):
+def test_a_task_that_json_cannot_represent_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="create the samples in Python"):
         prepare("gym:arc_agi", size=2, output=tmp_path / "arc")
     with pytest.raises(ValueError, match="no_such_task"):
         prepare("gym:no_such_task", size=2, output=tmp_path / "none")
 
 
-def test_what_is_for_evaluation_only_is_not_trained_on(tmp_path):
+def test_evaluation_only_datasets_are_refused_for_training(tmp_path):
     for name in ("humaneval", "gpqa"):
         folder = prepare(name, files=own_rows(name), output=tmp_path / name)
         assert sorted(read_card(folder)["splits"]) == ["test"]
@@ -359,7 +359,7 @@ def test_a_config_names_a_dataset_that_was_prepared(tmp_path, monkeypatch):
     config = check_config(raw)
     assert len(resolve(config).source) == 4
     (tmp_path / "alpaca" / "train.jsonl").write_text('{"prompt": "Hi", "response": "Ho"}\n')
-    with pytest.raises(ValueError, match="not what its card says"):
+    with pytest.raises(ValueError, match="does not match the hash in its card"):
         resolve(config)
 
 
@@ -375,7 +375,7 @@ def test_a_dataset_is_prepared_when_it_is_first_used(tmp_path, monkeypatch):
     assert split_file("gym:leg_counting", "test") == tmp_path / "new" / "gym-leg_counting" / "test.jsonl"
 
 
-def test_without_network_one_is_told_how_to_pass_a_local_copy(tmp_path):
+def test_without_network_the_error_explains_how_to_pass_a_local_copy(tmp_path):
     for name in ("gsm8k", "oasst"):
         with pytest.raises(ValueError, match=rf"oxrl data prepare {name} --from"):
             prepare(name, output=tmp_path / name)
@@ -388,7 +388,7 @@ def test_rows_through_the_datasets_library_are_those_of_the_file(tmp_path, monke
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    for name in ("gsm8k", "svamp", "dolly"):  # one with splits of its own, two undivided
+    for name in ("gsm8k", "svamp", "dolly"):  # one published with splits, two without
         repository = tmp_path / name
         repository.mkdir()
         for file in own_rows(name):
@@ -409,21 +409,21 @@ def test_dataset_and_files_exclude_each_other():
 
 
 @pytest.mark.parametrize(
-    ("name", "files", "splits", "words"),
+    ("name", "files", "splits", "message"),
     [
-        ("gsm8k", ["rows.jsonl"], [], "say which one rows.jsonl is, as in --from train=rows.jsonl"),
+        ("gsm8k", ["rows.jsonl"], [], "name the split of rows.jsonl, as in --from train=rows.jsonl"),
         ("gsm8k", ["train=no_such.jsonl"], [], "there is no file no_such.jsonl"),
         ("gsm8k", [], ["dev"], "has no split 'dev'; it has: train, test"),
         ("gsm8k", [f"train={RAW / 'alpaca.jsonl'}"], [], "alpaca.jsonl:1: there is no column answer"),
         ("mbpp", [str(RAW / "mbpp.jsonl"), f"test={RAW / 'mbpp.jsonl'}"], [], "of every file, or of none"),
-        ("gym:leg_counting", ["rows.jsonl"], [], "made on the spot"),
+        ("gym:leg_counting", ["rows.jsonl"], [], "leave --from out"),
         ("gsm", [], [], "did you mean gsm8k?"),
     ],
 )
-def test_a_mistake_is_answered_in_words(tmp_path, name, files, splits, words):
+def test_invalid_arguments_are_refused(tmp_path, name, files, splits, message):
     with pytest.raises(ValueError) as caught:
         prepare(name, files=files, splits=splits, output=tmp_path / "out")
-    assert words in str(caught.value)
+    assert message in str(caught.value)
     assert not list(tmp_path.iterdir())
 
 
@@ -438,10 +438,10 @@ def test_a_failed_preparation_leaves_the_earlier_one_as_it_was(tmp_path):
 def test_a_folder_with_other_things_in_it_is_not_replaced(tmp_path):
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "thesis.txt").write_text("years of work")
-    with pytest.raises(ValueError, match="something else than svamp"):
+    with pytest.raises(ValueError, match="something other than svamp"):
         prepare("svamp", files=own_rows("svamp"), output=tmp_path / "precious")
     prepare("alpaca", files=own_rows("alpaca"), output=tmp_path / "alpaca")
-    with pytest.raises(ValueError, match="something else than svamp"):
+    with pytest.raises(ValueError, match="something other than svamp"):
         prepare("svamp", files=own_rows("svamp"), output=tmp_path / "alpaca")
     assert (tmp_path / "precious" / "thesis.txt").read_text() == "years of work"
 
@@ -457,10 +457,10 @@ def run(*arguments: object) -> Any:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def test_the_command_prepares_and_tells(tmp_path):
+def test_the_command_prepares_and_reports(tmp_path):
     files = [part for file in own_rows("gsm8k") for part in ("--from", file)]
-    told = run("data", "prepare", "gsm8k", *files, "--output", tmp_path / "out", "--json")
-    card = json.loads(told.stdout.splitlines()[-1])
+    result = run("data", "prepare", "gsm8k", *files, "--output", tmp_path / "out", "--json")
+    card = json.loads(result.stdout.splitlines()[-1])
     assert card["splits"]["train"]["rows"] == 4 and card["reward"] == "gsm8k_reward_func"
     plain = run("data", "prepare", "gsm8k", *files, "--output", tmp_path / "out", "--split", "test")
     assert "5 rows" in plain.stdout and "on real rows" in plain.stdout
@@ -470,8 +470,8 @@ def test_the_command_prepares_and_tells(tmp_path):
 
 
 def test_the_command_lists_every_dataset():
-    told = json.loads(run("data", "list", "--json").stdout)
-    assert list(told) == list(DATASETS) and told["gpqa"]["evaluation_only"]
+    listed = json.loads(run("data", "list", "--json").stdout)
+    assert list(listed) == list(DATASETS) and listed["gpqa"]["evaluation_only"]
     plain = run("data", "list").stdout
     assert all(name in plain for name in [*DATASETS, "gym:TASK"])
 

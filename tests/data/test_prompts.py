@@ -1,11 +1,11 @@
-"""Templates are filled from rows; what is missing is named."""
+"""Prompt templates are filled from rows; a missing column is named."""
 
 import pytest
 
 from oxrl import fill_prompts
 
 
-def test_gaps_are_filled_and_the_rest_of_the_row_is_kept():
+def test_placeholders_are_filled_and_the_rest_of_the_row_is_kept():
     rows = [{"a": 2, "b": 3, "answer": "5", "level": 1}]
     (sample,) = fill_prompts("As {{json}}: {a} + {b}?", rows, system="Be brief.")
     assert [(message.role, message.content) for message in sample.messages] == [
@@ -17,14 +17,14 @@ def test_gaps_are_filled_and_the_rest_of_the_row_is_kept():
 
 
 @pytest.mark.parametrize(
-    ("template", "complaint"),
+    ("template", "message"),
     [
         ("{a} and {c}", "row 1 has no column 'c' for the template; it has: a"),
-        ("{}", "gaps are named"),
-        ("{a", "a brace that is meant is written twice"),
+        ("{}", "placeholders have names"),
+        ("{a", "literal brace twice"),
     ],
 )
-def test_a_template_that_does_not_fit_is_told(template, complaint):
+def test_a_template_that_does_not_fit_is_refused(template, message):
     rows = [{"a": 1, "c": 2}, {"a": 1}]
-    with pytest.raises(ValueError, match=complaint):
+    with pytest.raises(ValueError, match=message):
         fill_prompts(template, rows)

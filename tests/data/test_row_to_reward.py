@@ -1,4 +1,4 @@
-"""From a raw row to what is trained on and paid for: every dataset prepared, rendered for a chat model, and graded.
+"""From a raw row to trained tokens and rewards: every dataset is prepared, rendered for a chat model, and graded.
 
 The reference answer earns the full reward and a wrong one nothing, by the reward that the dataset names.
 """
@@ -16,20 +16,20 @@ from oxrl.data.render import Renderer
 from oxrl.rewards import BUILDERS, check_samples, grade, reward
 from oxrl.rewards.trial import said, wrong_answers
 from oxrl.types import Item, Sample
-from tests.data.at_hand import CASES, Case, case_name
+from tests.data.cases import CASES, Case, case_name
 from tests.waiting import HANG
 
-SPOKEN = "<|im_start|>assistant\n"
-ENDED = "<|im_end|>"
-AS_ASKED_FOR = {
+ASSISTANT_HEADER = "<|im_start|>assistant\n"
+END_OF_TURN = "<|im_end|>"
+ANSWER_FORMATS = {
     "gsm8k_reward_func": "We work it out.\n#### {}",
     "math_reward_func": "We work it out: $\\boxed{{{}}}$.",
     "reasoning_reward_func": "<think>\nWe work it out.\n</think>\n<answer>\n\\boxed{{{}}}\n</answer>",
     "mcqa_reward_func": "We work it out.\nAnswer: {}",
     "code_reward_func": "Here it is:\n```python\n{}\n```",
 }
-AT_ONCE = 8  # so that no program waits for many others
-GRADED = [case for case in CASES if DATASETS[case.dataset].reward in AS_ASKED_FOR]
+CONCURRENT = 8  # so that no program waits for many others
+GRADED = [case for case in CASES if DATASETS[case.dataset].reward in ANSWER_FORMATS]
 
 
 def samples_of(case: Case) -> list[Sample]:
@@ -40,11 +40,11 @@ def trained_text(item: Item, tokenizer: Any) -> list[str]:
     return [tokenizer.decode(row.tokens[row.mask]).strip() for row in item]
 
 
-def said_last(messages: Any) -> str:
-    return str(messages[-1].content).strip() + ENDED
+def last_text(messages: Any) -> str:
+    return str(messages[-1].content).strip() + END_OF_TURN
 
 
-def test_every_row_is_rendered_for_what_it_is_for(case, smollm2):
+def test_every_row_is_rendered_for_its_algorithm(case, smollm2):
     tokenizer = smollm2[1]
     render = Renderer(tokenizer)
     for sample in samples_of(case):
@@ -55,17 +55,17 @@ def test_every_row_is_rendered_for_what_it_is_for(case, smollm2):
             assert (
                 begin == rejected.mask.argmax() and chosen.tokens[:begin].tolist() == rejected.tokens[:begin].tolist()
             )
-            assert tokenizer.decode(chosen.tokens[:begin]).endswith(SPOKEN)
-            assert trained_text(item, tokenizer) == [said_last(sample.chosen), said_last(sample.rejected)]
-            assert said_last(sample.chosen) != said_last(sample.rejected)
+            assert tokenizer.decode(chosen.tokens[:begin]).endswith(ASSISTANT_HEADER)
+            assert trained_text(item, tokenizer) == [last_text(sample.chosen), last_text(sample.rejected)]
+            assert last_text(sample.chosen) != last_text(sample.rejected)
         elif sample.messages[-1].role == "assistant":
             (item,) = assemble([sample], algorithm("sft"), render).items
             (text,) = trained_text(item, tokenizer)
-            assert text.endswith(said_last(sample.messages))
-            assert text.count(ENDED) == sum(message.role == "assistant" for message in sample.messages)
+            assert text.endswith(last_text(sample.messages))
+            assert text.count(END_OF_TURN) == sum(message.role == "assistant" for message in sample.messages)
         else:
             prompt = tokenizer.decode(render.prompt(sample.messages))
-            assert prompt.endswith(said_last(sample.messages) + "\n" + SPOKEN)
+            assert prompt.endswith(last_text(sample.messages) + "\n" + ASSISTANT_HEADER)
 
 
 def graded(name: str, answers: list[tuple[Sample, str]], **parameters: Any) -> list[float | None]:
@@ -73,8 +73,8 @@ def graded(name: str, answers: list[tuple[Sample, str]], **parameters: Any) -> l
         parameters["timeout"] = HANG
     without_limit = partial(grade, time_limit=HANG)
     earned: list[float | None] = []
-    for start in range(0, len(answers), AT_ONCE):
-        some = [said(*answer) for answer in answers[start : start + AT_ONCE]]
+    for start in range(0, len(answers), CONCURRENT):
+        some = [said(*answer) for answer in answers[start : start + CONCURRENT]]
         rollouts = anyio.run(without_limit, some, reward(name, **parameters))
         assert [rollout.error for rollout in rollouts if rollout.error] == []
         earned += [rollout.reward for rollout in rollouts]
@@ -85,13 +85,13 @@ def graded(name: str, answers: list[tuple[Sample, str]], **parameters: Any) -> l
 def test_the_reference_answer_earns_the_full_reward_and_a_wrong_one_nothing(case):
     samples, name = samples_of(case), str(DATASETS[case.dataset].reward)
     check_samples(reward(name), samples)
-    asked_for = AS_ASKED_FOR[name].format
+    completion_of = ANSWER_FORMATS[name].format
     right = [str(sample.answer or sample.metadata["solution"]) for sample in samples]
     wrong = [wrong_of(sample, answer) for sample, answer in zip(samples, right, strict=True)]
-    for answers, worth in ((right, 1.0), (wrong, 0.0)):
-        completions = [asked_for(answer) for answer in answers]
+    for answers, expected in ((right, 1.0), (wrong, 0.0)):
+        completions = [completion_of(answer) for answer in answers]
         earned = graded(name, list(zip(samples, completions, strict=True)))
-        assert [sample for sample, each in zip(samples, earned, strict=True) if each != worth] == []
+        assert [sample for sample, each in zip(samples, earned, strict=True) if each != expected] == []
 
 
 def wrong_of(sample: Sample, right: str) -> str:
@@ -100,7 +100,7 @@ def wrong_of(sample: Sample, right: str) -> str:
     return wrong_answers(right, ["x^2 + 1", r"\frac{7}{9}"])[0]
 
 
-WORKED = {  # what a row says of its answer besides the answer that was taken from it
+WORKED = {  # the worked solution of a row
     "gsm8k": lambda metadata: metadata["solution"],
     "math": lambda metadata: metadata["solution"],
     "math_hard": lambda metadata: metadata["solution"],
@@ -109,7 +109,7 @@ WORKED = {  # what a row says of its answer besides the answer that was taken fr
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.dataset in WORKED], indirect=True, ids=case_name)
-def test_the_answer_of_a_row_is_what_its_worked_solution_comes_to(case):
+def test_the_answer_of_a_row_is_the_result_of_its_worked_solution(case):
     samples = samples_of(case)
     worked = [(sample, WORKED[case.dataset](sample.metadata)) for sample in samples]
     strictly = graded(str(DATASETS[case.dataset].reward), worked, strict=True)
@@ -117,6 +117,6 @@ def test_the_answer_of_a_row_is_what_its_worked_solution_comes_to(case):
 
 
 def test_every_dataset_that_names_a_reward_is_graded_here():
-    """But for rewards that hold a model, whose opinion has no full score."""
+    """Except for model-based rewards, which have no full score."""
     named = {name for name, dataset in DATASETS.items() if dataset.reward and dataset.reward not in BUILDERS}
     assert named == {case.dataset for case in GRADED}

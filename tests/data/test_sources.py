@@ -35,7 +35,7 @@ def write_lines(path: Path, *rows: str | dict[str, Any]) -> Path:
 
 
 def fresh_python(code: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own, where nothing has been imported yet."""
+    """Run code in a new process, where nothing has been imported yet."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=HANG)
 
@@ -98,7 +98,7 @@ def test_jsonl_is_read_as_it_is_consumed(tmp_path: Path) -> None:
     assert list(rows)[-1].columns == {"late": True}
 
 
-def test_what_cannot_be_parsed_is_a_row_with_an_error_and_reading_goes_on(tmp_path: Path) -> None:
+def test_a_line_that_cannot_be_parsed_is_a_row_with_an_error_and_reading_continues(tmp_path: Path) -> None:
     lines = write(tmp_path / "a.jsonl", b'{"a": 1}\n{"a": \n[1]\n{"a": "\xff"}\n{"a": 2}\n')
     rows = list(read_rows(lines))
     assert [row.columns for row in rows] == [{"a": 1}, {}, {}, {}, {"a": 2}]
@@ -109,16 +109,16 @@ def test_what_cannot_be_parsed_is_a_row_with_an_error_and_reading_goes_on(tmp_pa
     assert cells[2].columns == {"a": "3", "b": "4"}
 
 
-@pytest.mark.parametrize("half", [rb"\ud83d", rb"\uDE00", b"\xed\xa0\xbd"])
-def test_half_of_a_character_is_found_where_it_stands_and_a_whole_one_is_none(tmp_path: Path, half: bytes) -> None:
-    rows = [b'{"a": "\\ud83d\\ude00"}', b'{"a": ["x", {"b": "' + half + b'"}]}']
+@pytest.mark.parametrize("surrogate", [rb"\ud83d", rb"\uDE00", b"\xed\xa0\xbd"])
+def test_a_lone_surrogate_is_found_and_a_pair_is_accepted(tmp_path: Path, surrogate: bytes) -> None:
+    rows = [b'{"a": "\\ud83d\\ude00"}', b'{"a": ["x", {"b": "' + surrogate + b'"}]}']
     for path in (
         write(tmp_path / "a.jsonl", b"\n".join(rows)),
         write(tmp_path / "a.json", b"[" + b",".join(rows) + b"]"),
     ):
         whole, broken = read_rows(path)
         assert (whole.columns, whole.error) == ({"a": "\N{GRINNING FACE}"}, "")
-        assert broken.where == f"{path.name}:2" and "half of a character" in broken.error
+        assert broken.where == f"{path.name}:2" and "lone surrogate" in broken.error
 
 
 @pytest.mark.parametrize(
@@ -129,17 +129,19 @@ def test_half_of_a_character_is_found_where_it_stands_and_a_whole_one_is_none(tm
         ("a.json", "", "has no rows"),
         ("a.json", "[]", "has no rows"),
         ("a.csv", "prompt,answer\n", "has no rows"),
-        ("a.json", '{"a": 1}', "must hold a list of objects, it holds a dict"),
+        ("a.json", '{"a": 1}', "must contain a list of objects, it contains a dict"),
         ("a.json", jsonl(ROWS), r"is not JSON .*line 2.*\.jsonl"),
-        ("a.csv", "a,a\n1,2\n", "names a column twice"),
+        ("a.csv", "a,a\n1,2\n", "has a column twice"),
         ("a.csv", 'a,b\n1,2\n"open,3\n4,5\n', "a.csv:3 cannot be read as CSV"),
         ("a.csv", b"a\n\xff\n", "a.csv:2 is not UTF-8"),
         ("a.json", b'[{"a": 1},\n{"a": "\xff"}]', "a.json:2 is not UTF-8"),
         ("a.parquet", "not parquet", "is not a Parquet file"),
-        ("a.txt", "hello", r"cannot tell how to read .*a\.txt.*\.jsonl"),
+        ("a.txt", "hello", r"unknown file type of .*a\.txt.*\.jsonl"),
     ],
 )
-def test_a_file_that_cannot_be_read_says_why(tmp_path: Path, name: str, content: str | bytes, message: str) -> None:
+def test_a_file_that_cannot_be_read_is_refused_with_the_reason(
+    tmp_path: Path, name: str, content: str | bytes, message: str
+) -> None:
     path = write(tmp_path / name, content)
     with pytest.raises(ValueError, match=message):
         list(read_rows(path))
@@ -150,7 +152,7 @@ def test_a_damaged_archive_is_named(tmp_path: Path) -> None:
     for content in (whole[:-12], b"plain text"):
         path = tmp_path / "a.jsonl.gz"
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"a\.jsonl\.gz is damaged"):
+        with pytest.raises(ValueError, match=r"a\.jsonl\.gz is corrupt"):
             list(read_rows(path))
 
 
@@ -164,14 +166,14 @@ def test_a_missing_file_gets_the_nearest_names(tmp_path: Path) -> None:
         read_rows(str(tmp_path))
 
 
-def test_what_is_no_source_is_refused() -> None:
+def test_other_types_of_source_are_refused() -> None:
     with pytest.raises(ValueError, match="cannot read rows from int"):
         read_rows(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="has no rows"):
         list(read_rows([]))
 
 
-def test_loading_names_samples_by_their_place(tmp_path: Path) -> None:
+def test_sample_ids_are_file_and_line(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "train.jsonl", {"text": "one"}, "\n", {"text": "two"}, {"text": "three"})
     loaded = load_samples(path)
     assert loaded.samples == [
@@ -207,7 +209,7 @@ def test_a_bad_row_stops_the_load_unless_it_is_to_be_skipped(tmp_path: Path) -> 
     assert [where for where, _ in loaded.skipped] == ["a.jsonl:2", "a.jsonl:3", "a.jsonl:4"]
     assert [reason for _, reason in loaded.skipped[1:]] == [
         "text is empty",
-        "it reads as 'prompt_answer', but the rows before it as 'text'",
+        "its format is 'prompt_answer', but that of the rows before it is 'text'",
     ]
 
 
@@ -220,9 +222,9 @@ def test_a_load_without_a_single_good_row_stops_even_when_skipping(tmp_path: Pat
 
 def test_mistakes_in_the_call_are_never_skipped() -> None:
     rows = [{"text": "one"}]
-    with pytest.raises(ValueError, match="there is no format 'txt', did you mean 'text'"):
+    with pytest.raises(ValueError, match="there is no format 'txt'; did you mean text"):
         load_samples(rows, format="txt", bad_rows="skip")
-    with pytest.raises(ValueError, match="'txt' is not a name that formats use"):
+    with pytest.raises(ValueError, match="'txt' is not a column name"):
         load_samples(rows, columns={"txt": "text"}, bad_rows="skip")
     with pytest.raises(ValueError, match="bad_rows must be 'stop' or 'skip', not 'ignore'"):
         load_samples(rows, bad_rows="ignore")  # type: ignore[arg-type]

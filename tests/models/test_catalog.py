@@ -1,4 +1,4 @@
-"""The catalogue tells the truth: every entry has a config that loads, and a status that a file stands behind."""
+"""Every entry of the catalogue has a config that loads, and a status that a record confirms."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ def test_it_is_in_the_catalogue(name):
 
 
 @pytest.mark.parametrize("name", catalog())
-def test_its_config_loads_and_trains_it_as_the_card_says(name, tmp_path):
+def test_its_config_loads_with_the_strategy_of_the_card(name, tmp_path):
     entry = catalog()[name]
     file = tmp_path / "config.yaml"
     file.write_text(as_yaml(example_config(entry)))
@@ -50,7 +50,7 @@ def test_its_config_loads_and_trains_it_as_the_card_says(name, tmp_path):
     assert samples == (config.reward.reward_func is not None)
 
 
-def test_what_cannot_be_trained_is_exactly_what_is_no_causal_language_model():
+def test_exactly_the_models_that_are_not_causal_language_models_cannot_be_trained():
     loadable = set(MODEL_FOR_CAUSAL_LM_MAPPING._model_mapping.values())
     for entry in catalog().values():
         assert (entry.not_yet is None) == (entry.architecture in loadable), entry.name
@@ -75,7 +75,7 @@ def test_the_page_is_current():
     assert page.read_text() == document(), "run: python -m oxrl.models.catalog > docs/models.md"
 
 
-def test_list_and_show_say_the_same_as_the_catalogue():
+def test_list_and_show_print_the_catalogue():
     listed = json.loads(run("models", "list", "--json").stdout)
     assert listed.keys() == catalog().keys()
     assert listed["tiny"]["status"] == "verified"
@@ -84,11 +84,11 @@ def test_list_and_show_say_the_same_as_the_catalogue():
     assert "not yet" in next(line for line in lines if line.startswith("qwen2-audio"))
     shown = json.loads(run("models", "show", "Qwen/Qwen3-0.6B", "--json").stdout)
     assert shown == {**listed["qwen3-0.6b"], "record": None}
-    told = run("models", "show", "tiny").stdout
-    assert "LlamaForCausalLM" in told and "logprob_gap" in told
+    output = run("models", "show", "tiny").stdout
+    assert "LlamaForCausalLM" in output and "logprob_gap" in output
 
 
-def test_config_prints_what_train_takes():
+def test_config_prints_a_valid_config():
     done = run("models", "config", "phi-4")
     config = check_config(yaml.safe_load(done.stdout))
     assert config.model.name == "microsoft/phi-4"
@@ -111,12 +111,12 @@ def test_verify_writes_its_record(tmp_path):
     [
         (["show", "qwen3-0.6"], "did you mean qwen3-0.6b?"),
         (["config", "gpt-4"], "no model gpt-4"),
-        (["verify", "qwen2-audio-7b-instruct"], "audio is not turned into tokens"),
+        (["verify", "qwen2-audio-7b-instruct"], "audio is not supported"),
         (["verify", "qwen3-0.6b", "--model", "tiny"], "this is not qwen3-0.6b"),
         (["verify", "tiny", "--model", "/nowhere"], "nowhere"),
     ],
 )
-def test_wrong_input_is_answered_in_words(arguments, message, tmp_path):
+def test_wrong_input_is_refused(arguments, message, tmp_path):
     done = run("models", *arguments, *(["--output", tmp_path / "x.json"] if arguments[0] == "verify" else []))
     assert done.exit_code == 2, done.output
     assert message in done.output

@@ -63,7 +63,7 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
 
 
 def layer_runs_per_step(model: Any) -> int:
-    """How often the first attention layer runs in one forward and backward pass."""
+    """Return how often the first attention layer runs in one forward and backward pass."""
     runs: list[int] = []
     layer = next(module for name, module in model.named_modules() if name.endswith("layers.0.self_attn"))
     handle = layer.register_forward_hook(lambda *_: runs.append(1))
@@ -141,7 +141,7 @@ def test_an_adapter_learns_the_same_with_gradient_checkpointing(attach_first: bo
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
-def test_the_reference_is_a_frozen_twin_on_weights_of_its_own() -> None:
+def test_the_reference_is_a_frozen_copy() -> None:
     model, ref = load_model_and_ref(ModelConfig("tiny", gradient_checkpointing=True))
     with torch.no_grad():
         before = ref(IDS).logits
@@ -161,22 +161,22 @@ def test_a_frozen_model_has_nothing_to_train() -> None:
     assert not any(weight.requires_grad for weight in model.parameters())
 
 
-def test_another_loader_takes_the_place_of_the_usual_ones(tiny_model: Any, tiny: tuple[Any, Any]) -> None:
-    asked: dict[str, Any] = {}
+def test_the_loaders_can_be_replaced(tiny_model: Any, tiny: tuple[Any, Any]) -> None:
+    received: dict[str, Any] = {}
 
-    def own_loader(name_or_path: str, dtype: str, device: str, attn_implementation: str, **rest: Any) -> Any:
-        asked.update(name=name_or_path, dtype=dtype, device=device, attention=attn_implementation, **rest)
+    def custom_loader(name_or_path: str, dtype: str, device: str, attn_implementation: str, **rest: Any) -> Any:
+        received.update(name=name_or_path, dtype=dtype, device=device, attention=attn_implementation, **rest)
         return tiny_model
 
-    def own_tokenizer_loader(name_or_path: str, **rest: Any) -> Any:
-        asked.update(tokenizer=name_or_path)
+    def custom_tokenizer_loader(name_or_path: str, **rest: Any) -> Any:
+        received.update(tokenizer=name_or_path)
         return tiny[1]
 
     config = ModelConfig("s3://mine", dtype="float16", gradient_checkpointing=True, revision="v2")
-    assert load_model(config, model_loader=own_loader) is tiny_model
+    assert load_model(config, model_loader=custom_loader) is tiny_model
     assert tiny_model.is_gradient_checkpointing
-    assert load_tokenizer(config, tokenizer_loader=own_tokenizer_loader) is tiny[1]
-    assert asked == {
+    assert load_tokenizer(config, tokenizer_loader=custom_tokenizer_loader) is tiny[1]
+    assert received == {
         "name": "s3://mine",
         "dtype": "float16",
         "device": "auto",
@@ -196,10 +196,10 @@ def test_a_tokenizer_without_padding_pads_with_its_end_token(tiny_folder: Path) 
     assert load_tokenizer(str(tiny_folder)).pad_token == "<|im_end|>"
 
 
-def test_a_folder_without_tokenizer_says_so(tiny_folder: Path) -> None:
+def test_a_folder_without_tokenizer_is_refused(tiny_folder: Path) -> None:
     for file in tiny_folder.glob("tokenizer*"):
         file.unlink()
-    with pytest.raises(ValueError, match=r"has no tokenizer: none of tokenizer\.json"):
+    with pytest.raises(ValueError, match=r"has no tokenizer: it contains none of tokenizer\.json"):
         load_tokenizer(str(tiny_folder))
 
 
@@ -314,7 +314,7 @@ def test_a_gguf_file_becomes_a_plain_trainable_model(tiny_model: Any, tiny: tupl
     assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|bos|>", "<|im_end|>")
 
 
-def test_a_quantised_gguf_file_is_unpacked_into_the_asked_dtype(
+def test_a_quantised_gguf_file_is_loaded_in_the_requested_dtype(
     tiny_model: Any, tiny: tuple[Any, Any], tmp_path: Path
 ) -> None:
     write_gguf(tiny_model, tiny[1], tmp_path / "small.gguf", quantised=True)
@@ -334,7 +334,7 @@ REFUSED = {
     "weights.gguf": r"there is no model 'weights.gguf'",
     "someone/model": r"no local model someone/model, and the hub cannot be reached.*no network, or offline.*tiny",
     "HuggingFaceTB/SmolLM2-135M-Instruct": r"cannot be reached.*did you mean 'smollm2-135m'",
-    "bad name!": r"'bad name!' is neither a local folder nor a possible hub id",
+    "bad name!": r"'bad name!' is neither a local folder nor a valid hub id",
 }
 
 
@@ -347,7 +347,7 @@ def test_a_missing_model_is_refused_in_one_sentence(name: str) -> None:
         load_tokenizer(name)
 
 
-def test_a_missing_folder_is_answered_with_its_neighbour(tiny_folder: Path) -> None:
+def test_a_missing_folder_gets_the_nearest_name(tiny_folder: Path) -> None:
     with pytest.raises(ValueError, match="did you mean 'tiny'"):
         check_model(str(tiny_folder.with_name("tinny")))
 
@@ -363,18 +363,18 @@ WRONG_SETTINGS = {
         "attn_implementation": "flash_attention_2"
     },
     r"'flash_attention_3' needs the package flash-attn-3": {"attn_implementation": "flash_attention_3"},
-    r"device 'cuda' was asked for, but torch .* sees no CUDA; use 'auto'": {"device": "cuda"},
+    r"device 'cuda' is not available: torch .* finds no CUDA; use 'auto'": {"device": "cuda"},
     r"unknown device 'gpu'; allowed: auto, cpu, cuda": {"device": "gpu"},
 }
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="some of these settings are right where there is CUDA")
-@pytest.mark.parametrize("sentence", WRONG_SETTINGS)
-def test_a_wrong_setting_is_refused_before_anything_is_loaded(sentence: str) -> None:
-    config = ModelConfig("tiny", **WRONG_SETTINGS[sentence])  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=sentence):
+@pytest.mark.skipif(torch.cuda.is_available(), reason="some of these settings are valid with CUDA")
+@pytest.mark.parametrize("message", WRONG_SETTINGS)
+def test_a_wrong_setting_is_refused_before_anything_is_loaded(message: str) -> None:
+    config = ModelConfig("tiny", **WRONG_SETTINGS[message])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=message):
         check_model(config)
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match=message):
         load_model(config)
 
 
@@ -399,7 +399,7 @@ SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "v
     ids=["bert", "t5", "bart"],
 )
 def test_a_model_that_is_not_autoregressive_is_refused(config: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=rf"is a {config.model_type} model, which does not write text token by token"):
+    with pytest.raises(ValueError, match=rf"is a {config.model_type} model, which is not a causal language model"):
         check_model(save_config(tmp_path, config))
 
 
@@ -429,30 +429,30 @@ def test_pickled_weights_are_refused(tiny_model: Any, tmp_path: Path) -> None:
 def test_weights_that_would_start_random_are_refused(tiny_folder: Path) -> None:
     settings = json.loads((tiny_folder / "config.json").read_text())
     (tiny_folder / "config.json").write_text(json.dumps({**settings, "num_hidden_layers": 3}))
-    with pytest.raises(ValueError, match=r"lack 9 that LlamaForCausalLM has, model\.layers\.2\..* for one"):
+    with pytest.raises(ValueError, match=r"lack 9 tensors of LlamaForCausalLM, such as model\.layers\.2\."):
         load_model(str(tiny_folder))
 
 
-def test_code_that_a_model_brings_runs_only_if_it_is_trusted(tiny_folder: Path) -> None:
+def test_custom_code_of_a_model_runs_only_if_it_is_trusted(tiny_folder: Path) -> None:
     settings = json.loads((tiny_folder / "config.json").read_text())
-    code = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
-    (tiny_folder / "config.json").write_text(json.dumps({**settings, "model_type": "own", "auto_map": code}))
-    (tiny_folder / "own.py").write_text(
+    code = {"AutoConfig": "custom.CustomConfig", "AutoModelForCausalLM": "custom.CustomModel"}
+    (tiny_folder / "config.json").write_text(json.dumps({**settings, "model_type": "custom", "auto_map": code}))
+    (tiny_folder / "custom.py").write_text(
         "from transformers import LlamaConfig, LlamaForCausalLM\n"
-        "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
-        "class OwnModel(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+        "class CustomConfig(LlamaConfig):\n    model_type = 'custom'\n"
+        "class CustomModel(LlamaForCausalLM):\n    config_class = CustomConfig\n"
     )
-    with pytest.raises(ValueError, match=r"brings code of its own.*set trust_remote_code"):
+    with pytest.raises(ValueError, match=r"contains custom code.*set trust_remote_code"):
         check_model(str(tiny_folder))
     trusted = ModelConfig(str(tiny_folder), trust_remote_code=True)
     check_model(trusted)
-    assert type(load_model(trusted)).__name__ == "OwnModel"
+    assert type(load_model(trusted)).__name__ == "CustomModel"
 
 
 UNREADABLE = {
     "{": r"config\.json is not valid JSON",
-    "{}": r"is of the type None, which transformers .* does not know",
-    '{"model_type": "llamma"}': r"is of the type 'llamma', which transformers .* does not know",
+    "{}": r"has the type None, which transformers .* does not support",
+    '{"model_type": "llamma"}': r"has the type 'llamma', which transformers .* does not support",
     '{"model_type": "llama", "hidden_size": "wide"}': r"the config\.json of .* cannot be used: .*hidden_size",
 }
 
@@ -465,13 +465,13 @@ def test_an_unreadable_config_is_refused_in_one_sentence(text: str, tiny_folder:
     assert "\n" not in str(refused.value)
 
 
-def test_files_that_are_no_models_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"is no model folder: there is no config\.json in it"):
+def test_files_that_are_not_models_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"is not a model folder: it has no config\.json"):
         check_model(str(tmp_path))
     (tmp_path / "fake.gguf").write_bytes(b"PK\x03\x04")
     with pytest.raises(ValueError, match="is not a GGUF file"):
         check_model(str(tmp_path / "fake.gguf"))
-    with pytest.raises(ValueError, match=r"is a file, but not a \.gguf file; give the folder"):
+    with pytest.raises(ValueError, match=r"is a file, but not a \.gguf file; pass the folder"):
         check_model(__file__)
 
 
@@ -488,7 +488,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_has_rows_is_refused(
         check_tokenizer(tiny_model, smollm2[1])
 
 
-def test_the_real_model_loads_in_the_dtype_that_was_asked_for(smollm2: tuple[Any, Any]) -> None:
+def test_the_real_model_loads_in_the_requested_dtype(smollm2: tuple[Any, Any]) -> None:
     config, tokenizer = smollm2
     model = load_model(config._replace(dtype="bfloat16"))
     assert model.dtype == torch.bfloat16
@@ -498,18 +498,18 @@ def test_the_real_model_loads_in_the_dtype_that_was_asked_for(smollm2: tuple[Any
 
 
 COMMIT = "0" * 39 + "1"
-REFUSALS = {"gated": (403, "GatedRepo"), "nobody": (404, "RepoNotFound"), "old": (404, "RevisionNotFound")}
+REFUSALS = {"gated": (403, "GatedRepo"), "missing": (404, "RepoNotFound"), "old": (404, "RevisionNotFound")}
 
 
 class FakeHub(Quiet):
-    """Serves `someone/tiny` out of the cache folder, and every refusal of a hub; `asked` has the paths and tokens."""
+    """Serves `someone/tiny` from the cache folder, and every error of a hub; `requested` has the paths and tokens."""
 
     def do_GET(self) -> None:
-        self.server.asked.append((self.path, self.headers.get("authorization")))  # type: ignore[attr-defined]
+        self.server.requested.append((self.path, self.headers.get("authorization")))  # type: ignore[attr-defined]
         parts = self.path.partition("?")[0].strip("/").split("/")
         if parts[0] == "api":
-            about: Any = [] if "tree" in parts else {"id": "someone/tiny", "sha": COMMIT, "siblings": []}
-            return self.reply(200, about)
+            reply: Any = [] if "tree" in parts else {"id": "someone/tiny", "sha": COMMIT, "siblings": []}
+            return self.reply(200, reply)
         if parts[0] in REFUSALS:
             status, reason = REFUSALS[parts[0]]
             return self.reply(status, X_Error_Code=reason)
@@ -536,27 +536,27 @@ def refusal(name, **settings):
     except ValueError as error:
         return str(error)
 
-said = {name: refusal(name) for name in ("nobody/model", "gated/model", "pickler/model")}
-said["old/model"] = refusal("old/model", revision="v1")
-said["parameters"] = load_model("someone/tiny").num_parameters()
-said["tokens"] = load_tokenizer("someone/tiny").encode("A")
-print(json.dumps(said))
+results = {name: refusal(name) for name in ("missing/model", "gated/model", "pickler/model")}
+results["old/model"] = refusal("old/model", revision="v1")
+results["parameters"] = load_model("someone/tiny").num_parameters()
+results["tokens"] = load_tokenizer("someone/tiny").encode("A")
+print(json.dumps(results))
 """
-    with serving(FakeHub, asked=[]) as hub:
+    with serving(FakeHub, requested=[]) as hub:
         environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
         environment["HF_TOKEN"] = "hf_of_a_test"
         ran = subprocess.run(
             [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG
         )
     assert ran.returncode == 0, ran.stderr
-    said = json.loads(ran.stdout)
-    assert said["parameters"] == load_model("tiny").num_parameters()
-    assert said["tokens"] == [65]
-    assert said["nobody/model"].startswith("there is no model nobody/model on the hub, or it is private")
-    assert said["gated/model"] == "the model gated/model is gated: ask for access on its page, then run `hf auth login`"
-    assert said["pickler/model"].startswith("pickler/model has no weights in safetensors")
-    assert said["old/model"] == "the model old/model has no revision 'v1'"
-    assert ("/old/model/resolve/v1/config.json", "Bearer hf_of_a_test") in hub.asked
+    results = json.loads(ran.stdout)
+    assert results["parameters"] == load_model("tiny").num_parameters()
+    assert results["tokens"] == [65]
+    assert results["missing/model"].startswith("there is no model missing/model on the hub, or it is private")
+    assert "is gated: request access on its page, then run `hf auth login`" in results["gated/model"]
+    assert results["pickler/model"].startswith("pickler/model has no weights in safetensors")
+    assert results["old/model"] == "the model old/model has no revision 'v1'"
+    assert ("/old/model/resolve/v1/config.json", "Bearer hf_of_a_test") in hub.requested
 
 
 def test_load_hf_model_takes_plain_arguments() -> None:

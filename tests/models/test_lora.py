@@ -23,7 +23,6 @@ from oxrl.models.lora import (
     merge_adapter,
     save_adapter,
     save_merged,
-    without_adapter,
 )
 from oxrl.types import ModelConfig
 from oxrl.weights.checkpoint_names import followed_name, plain_weights
@@ -38,7 +37,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def trained(model: Any, *, dropout: float = 0.0) -> Any:
-    """An adapter that has learned something; without training it adds nothing."""
+    """Return a model with a trained adapter; an untrained one has no effect."""
     adapted = attach_lora(model, LoraSettings(r=4, dropout=dropout))
     optimizer = torch.optim.SGD([weight for weight in adapted.parameters() if weight.requires_grad], lr=1.0)
     for _ in range(3):
@@ -48,7 +47,7 @@ def trained(model: Any, *, dropout: float = 0.0) -> Any:
     return adapted
 
 
-def test_only_the_adapter_is_trainable_and_it_starts_as_nothing(tiny_model: Any) -> None:
+def test_only_the_adapter_is_trainable_and_it_has_no_effect_at_first(tiny_model: Any) -> None:
     before = logits(tiny_model)
     model = attach_lora(tiny_model, LoraSettings(r=4, alpha=8))
     trainable = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
@@ -88,53 +87,17 @@ def test_dropout_is_active_in_train_mode_only(tiny_model: Any) -> None:
     for name, weight in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight, std=0.1)
-    assert torch.equal(logits(model), logits(model))  # the mode in which the base came
+    assert torch.equal(logits(model), logits(model))  # the mode of the base
     model.train()
     assert not torch.equal(logits(model), logits(model))
     model.eval()
     assert torch.equal(logits(model), logits(model))
 
 
-def test_a_loaded_adapter_drops_nothing_out_until_it_is_trained(tiny_model: Any, tmp_path: Path) -> None:
+def test_a_loaded_adapter_has_no_dropout_until_it_is_trained(tiny_model: Any, tmp_path: Path) -> None:
     save_adapter(trained(tiny_model, dropout=0.5), tmp_path)
     model = load_adapter(load_model("tiny"), tmp_path)
     assert torch.equal(logits(model), logits(model))
-
-
-def test_without_its_adapter_the_model_is_the_base_to_the_bit(tiny_model: Any) -> None:
-    base = logits(load_model("tiny"))
-    model = trained(tiny_model)
-    adapted = logits(model)
-    assert not torch.equal(adapted, base)
-    with without_adapter(model):
-        assert torch.equal(logits(model), base)
-    assert torch.equal(logits(model), adapted)
-
-
-def test_switching_the_adapter_off_between_forward_and_backward_changes_no_gradient(tiny_model: Any) -> None:
-    model = trained(tiny_model)
-
-    def gradients(look_at_the_reference: bool) -> list[torch.Tensor]:
-        model.zero_grad()
-        loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
-        if look_at_the_reference:
-            with without_adapter(model):
-                logits(model)
-        loss.backward()
-        return [weight.grad.clone() for weight in model.parameters() if weight.requires_grad]
-
-    plain, interrupted = gradients(False), gradients(True)
-    assert len(plain) == len(interrupted) == 28
-    assert all(torch.equal(a, b) for a, b in zip(plain, interrupted, strict=True))
-
-
-def test_a_frozen_adapter_stays_frozen_when_it_is_switched_off_and_on(tiny_model: Any, tmp_path: Path) -> None:
-    save_adapter(trained(tiny_model), tmp_path)
-    model = load_adapter(load_model("tiny"), tmp_path, trainable=False)
-    with pytest.raises(KeyError), without_adapter(model):
-        raise KeyError
-    assert not any(weight.requires_grad for weight in model.parameters())
-    assert not torch.equal(logits(model), logits(load_model("tiny")))
 
 
 def test_a_saved_adapter_comes_back_and_names_its_base(tiny_model: Any, tmp_path: Path) -> None:
@@ -149,7 +112,7 @@ def test_a_saved_adapter_comes_back_and_names_its_base(tiny_model: Any, tmp_path
     assert base == str(prepare_builtin("tiny"))
 
 
-def test_an_adapter_that_would_be_saved_empty_is_noticed(tiny_model: Any, tmp_path: Path) -> None:
+def test_an_incomplete_saved_adapter_is_detected(tiny_model: Any, tmp_path: Path) -> None:
     model = trained(tiny_model)
     apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, LlamaDecoderLayer))
     with pytest.raises(RuntimeError, match=r"has \d+ of the model's 28 adapter weights; is a layer wrapped"):
@@ -205,22 +168,25 @@ def test_only_the_named_layers_get_an_adapter(tiny_model: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "sentence"),
+    ("settings", "message"),
     [
         (LoraSettings(target_modules=("q_proj", "lm_head")), "lm_head cannot be a LoRA target: it projects to the voc"),
         (LoraSettings(target_modules="lm_head"), "lm_head cannot be a LoRA target"),
-        (LoraSettings(target_modules=("q_proj", "query")), "target query names no linear.*" + ", ".join(LLAMA_LAYERS)),
+        (
+            LoraSettings(target_modules=("q_proj", "query")),
+            "target query matches no linear.*" + ", ".join(LLAMA_LAYERS),
+        ),
         (
             LoraSettings(target_modules=("embed_tokens",)),
-            "embed_tokens names no linear layer of LlamaForCausalLM",
+            "embed_tokens matches no linear layer of LlamaForCausalLM",
         ),
         (LoraSettings(target_modules=()), "LoRA needs targets: 'all-linear' or some of down_proj"),
         (LoraSettings(r=0), "LoRA needs r >= 1"),
         (LoraSettings(dropout=1.0), "0 <= dropout < 1"),
     ],
 )
-def test_wrong_settings_are_refused(tiny_model: Any, settings: LoraSettings, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
+def test_wrong_settings_are_refused(tiny_model: Any, settings: LoraSettings, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         attach_lora(tiny_model, settings)
 
 
@@ -252,10 +218,10 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
-def test_nobody_notices_the_adapter_of_a_reference(tmp_path: Path) -> None:
-    """To the bit: what the policy says and learns, the files of its adapter, its merged weights, what engines get."""
+def test_the_adapter_of_a_reference_changes_nothing_else(tmp_path: Path) -> None:
+    """Bit-identical: the policy's logits and gradients, its adapter files, its merged weights, the engine's weights."""
 
-    def seen(folder: Path, *, with_reference: bool) -> dict[str, Any]:
+    def outputs(folder: Path, *, with_reference: bool) -> dict[str, Any]:
         model = trained(load_model("tiny"))
         if with_reference:
             attach_reference(model)
@@ -264,14 +230,14 @@ def test_nobody_notices_the_adapter_of_a_reference(tmp_path: Path) -> None:
                     torch.nn.init.normal_(weight)
         model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
         save_adapter(model, folder)
-        with without_adapter(model):
+        with model.disable_adapter():
             base = logits(model)
         weights = {"logits": logits(model), "base": base, **dict(plain_weights(model))}
         weights |= {f"merged {name}": weight for name, weight in merge_adapter(model).named_parameters()}
         return weights | {name: weight.grad for name, weight in model.named_parameters() if weight.requires_grad}
 
-    alone = seen(tmp_path / "alone", with_reference=False)
-    beside = seen(tmp_path / "beside", with_reference=True)
+    alone = outputs(tmp_path / "alone", with_reference=False)
+    beside = outputs(tmp_path / "beside", with_reference=True)
     assert alone.keys() == beside.keys() and sum("lora_" in name for name in alone) == 28
     for name, value in alone.items():
         assert torch.equal(value, beside[name]), name
@@ -299,14 +265,14 @@ def test_an_adapter_on_the_vocabulary_projection_is_refused(tiny_model: Any, tmp
 
 
 def test_folders_without_a_lora_adapter_in_safetensors_are_refused(tiny_model: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"holds no adapter: there is no adapter_config\.json"):
+    with pytest.raises(ValueError, match=r"is not an adapter folder: it has no adapter_config\.json"):
         load_adapter(tiny_model, tmp_path)
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     (tmp_path / "adapter_model.bin").touch()
     with pytest.raises(ValueError, match=r"no adapter_model\.safetensors; pickled weights \(\.bin\) are not loaded"):
         load_adapter(tiny_model, tmp_path)
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "PREFIX_TUNING"}')
-    with pytest.raises(ValueError, match="of the type PREFIX_TUNING; only LORA"):
+    with pytest.raises(ValueError, match="has the type PREFIX_TUNING; only LORA"):
         load_adapter(tiny_model, tmp_path)
     (tmp_path / "adapter_config.json").write_text("{")
     with pytest.raises(ValueError, match="is not valid JSON"):

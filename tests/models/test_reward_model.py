@@ -18,8 +18,8 @@ from oxrl.models.load import load_model, load_tokenizer
 from oxrl.models.lora import LoraSettings, attach_lora, save_adapter
 from oxrl.models.reward_model import (
     HEADS,
-    chat_tokens,
     compute_reward_model_score,
+    conversation_tokens,
     load_reward_model,
     reward_model_reward,
     score_tokens,
@@ -59,7 +59,7 @@ async def _scores(backend, items):
 
 @pytest.fixture(scope="module")
 def trained(items, tmp_path_factory):
-    """A reward model trained by `rm` for a few steps: its folder, and what its trainer says of the rows."""
+    """A reward model trained by `rm` for a few steps: its folder, and the scores of its trainer."""
     folder = tmp_path_factory.mktemp("rm")
     backend = create_pytorch_backend(load_model("tiny"), heads=("score",), lr=3e-3)
     anyio.run(_train, backend, items, 12)
@@ -79,7 +79,7 @@ def rollout_of(tokenizer, prompt, text, index=0):
 def test_it_gives_the_scores_that_the_trainer_gives(trained, items):
     folder, expected = trained
     assert HEADS == WRITTEN_HEADS
-    assert max(expected) - min(expected) > 0.5, "scores that are all alike would agree with anything"
+    assert max(expected) - min(expected) > 0.5, "equal scores would make this test pass for any order"
     rows = [row.tokens.tolist() for row in rows_of(items)]
     model = load_reward_model(str(folder))
     assert score_tokens(model, rows) == pytest.approx(expected, abs=1e-5)
@@ -112,14 +112,14 @@ def test_rollouts_are_scored_at_their_last_token_and_the_better_answer_gets_more
     assert compute_reward_model_score(model, good) == pytest.approx(expected[0], abs=1e-5)
 
 
-def test_the_scorer_and_the_rendering_can_be_others(trained, tokenizer):
+def test_scorer_and_rendering_can_be_replaced(trained, tokenizer):
     model = load_reward_model(str(trained[0]))
     rollout = rollout_of(tokenizer, "1 or 2?", "yes")
     assert compute_reward_model_score(model, rollout, scorer=lambda _, rows: [len(rows[0])]) == len(rollout.tokens)
-    ids = chat_tokens(tokenizer)(rollout)
-    assert ids[: len(rollout.tokens)] == rollout.tokens
-    own = compute_reward_model_score(model, rollout, render=chat_tokens(tokenizer))
-    assert own == pytest.approx(score_tokens(model, [ids])[0])
+    render = conversation_tokens(tokenizer)
+    assert render(rollout) == rollout.tokens
+    score = compute_reward_model_score(model, rollout, render=lambda each: [*render(each), 7])
+    assert score == pytest.approx(score_tokens(model, [[*rollout.tokens, 7]])[0])
 
 
 def test_a_rollout_without_tokens_is_not_graded(trained):
@@ -147,16 +147,16 @@ def test_a_sequence_classifier_is_a_reward_model(tmp_path):
     assert score_tokens(model, rows) == pytest.approx(expected, abs=1e-6)
 
 
-def test_what_is_no_reward_model_is_refused_with_the_remedy(tmp_path, trained):
-    with pytest.raises(ValueError, match="tiny is no reward model.*algorithm rm"):
+def test_other_models_are_refused_with_the_remedy(tmp_path, trained):
+    with pytest.raises(ValueError, match="tiny is not a reward model.*algorithm rm"):
         load_reward_model("tiny")
-    with pytest.raises(ValueError, match="is no reward model"):
+    with pytest.raises(ValueError, match="is not a reward model"):
         load_reward_model(str(tmp_path))
     a_classifier(tmp_path, labels=3)
     with pytest.raises(ValueError, match="3 classes"):
         load_reward_model(str(tmp_path))
     load_model("tiny").save_pretrained(tmp_path / "plain")
-    with pytest.raises(ValueError, match="is no reward model"):
+    with pytest.raises(ValueError, match="is not a reward model"):
         load_reward_model(str(tmp_path / "plain"))
 
 

@@ -47,7 +47,8 @@ def test_a_text_a_chat_and_ids_are_all_prompts(model, tiny):
     tokenizer = tiny[1]
     written = apply_chat_template(tokenizer, CHAT)
     ids = Renderer(tokenizer).prompt(CHAT.messages)
-    answers = batch_generate(model, tokenizer, [written, CHAT, CHAT.to_dicts(), ids], CONFIG._replace(temperature=0))
+    dicts = [message.to_dict() for message in CHAT.messages]
+    answers = batch_generate(model, tokenizer, [written, CHAT, dicts, ids], CONFIG._replace(temperature=0))
     assert len({answer.token_ids for answer in answers}) == 1
     assert generate(model, tokenizer, CHAT, CONFIG).token_ids == generate(model, tokenizer, written, CONFIG).token_ids
     assert generate(model, tokenizer, "12", CONFIG).token_ids != generate(model, tokenizer, "13", CONFIG).token_ids

@@ -1,4 +1,4 @@
-"""The rewards that recipes name: on answers as models write them, and on rows of datasets (`tests/data/at_hand.py`)."""
+"""The rewards that recipes name: on answers as models write them, and on rows of datasets (`tests/data/cases.py`)."""
 
 import json
 from dataclasses import replace
@@ -31,7 +31,7 @@ from oxrl.run.checkpoint import best_checkpoint
 from oxrl.run.reward import configured_reward, named_reward
 from oxrl.tracking.metrics import read_metrics
 from oxrl.types import Message, Sample
-from tests.data.at_hand import CASES, case_name, copies_of
+from tests.data.cases import CASES, case_name, copies_of
 from tests.rewards.rollouts import said
 from tests.rows import write_jsonl
 

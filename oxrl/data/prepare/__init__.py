@@ -1,7 +1,7 @@
-"""Datasets by name: raw rows become JSONL of our own columns, split so that train and test share nothing, with a card.
+"""Datasets by name: raw rows converted to JSONL, with splits that do not overlap, and a card that describes them.
 
-`prepare` does it; `split_file` does it on first use. A file that is already in one of the known formats (prompt and
-response, preferences, ...) needs none of this: `load_samples` reads it as it is.
+`prepare` does this explicitly, `split_file` on first use. A file that is already in a known format (prompt and
+response, preferences, ...) needs no preparation: `load_samples` reads it.
 """
 
 from oxrl.data.prepare.build import check_splits, prepare_samples

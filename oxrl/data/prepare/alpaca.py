@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from oxrl.data.prepare.recipe import Dataset, Raw, asked, text_of
+from oxrl.data.prepare.recipe import Dataset, Raw, text_of, user_prompt
 from oxrl.types import Message, Sample
 
 
 def convert(row: Raw) -> list[Sample]:
-    prompt = asked(text_of(row, "instruction"), str(row.get("input") or "").strip())
+    prompt = user_prompt(text_of(row, "instruction"), str(row.get("input") or "").strip())
     return [Sample("", (*prompt, Message("assistant", text_of(row, "output"))))]
 
 

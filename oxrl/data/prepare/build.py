@@ -1,4 +1,4 @@
-"""Raw rows into the samples of each split: converted, divided, without overlap, and counted."""
+"""Convert raw rows to the samples of each split, remove overlap between splits, and count what was skipped."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from typing import Any
 
 from oxrl.data.formats import BadRow
 from oxrl.data.prepare.recipe import SPLITS, Dataset
-from oxrl.data.prepare.sources import Origin, from_files, from_its_source
-from oxrl.data.prepare.splits import SEED, divided, without_overlap
+from oxrl.data.prepare.sources import Origin, from_files, from_source
+from oxrl.data.prepare.splits import SEED, split_by_prompt, without_overlap
 from oxrl.types import Message, Sample
 
 
 def prepare_samples(
     dataset: Dataset, files: Sequence[str] = (), splits: Sequence[str] = (), instruction: str | None = None
 ) -> tuple[dict[str, list[Sample]], dict[str, Any]]:
-    """The samples of each split, and what the card says about them."""
+    """Return the samples of each split, and the card that describes them."""
     check_splits(dataset, splits)
     wanted = list(splits) or list(_splits_of(dataset))
-    origin = from_files(_named(dataset, files, splits)) if files else from_its_source(dataset)
+    origin = from_files(_assign_splits(dataset, files, splits)) if files else from_source(dataset)
     found, division, skipped = _read(dataset, origin)
     compared = len(found) > 1
     found, overlap = without_overlap(found)
     text = dataset.instruction if instruction is None else instruction
-    samples = {name: [_instructed(each, text) for each in found[name]] for name in wanted if found.get(name)}
+    samples = {name: [_with_instruction(each, text) for each in found[name]] for name in wanted if found.get(name)}
     if not samples:
         raise ValueError(f"{dataset.name}: there are no rows for {' or '.join(wanted)}, only for {', '.join(found)}")
     card = {
         "name": dataset.name,
         "summary": dataset.summary,
-        "source": origin.told,
+        "source": origin.description,
         "licence": dataset.licence,
         "verified": "on real rows" if dataset.seen_real_rows else "schema only",
         "evaluation_only": dataset.evaluation_only,
@@ -53,19 +53,19 @@ def _splits_of(dataset: Dataset) -> list[str]:
 def check_splits(dataset: Dataset, splits: Iterable[str]) -> None:
     for split in splits:
         if split == "train" and dataset.evaluation_only:
-            raise ValueError(only_for_evaluation(dataset.name))
+            raise ValueError(evaluation_only_message(dataset.name))
         if split not in _splits_of(dataset):
             raise ValueError(f"{dataset.name} has no split {split!r}; it has: {', '.join(_splits_of(dataset))}")
 
 
-def only_for_evaluation(name: str) -> str:
-    return f"{name} is for evaluation only: what was trained on it says nothing when measured with it"
+def evaluation_only_message(name: str) -> str:
+    return f"{name} is for evaluation only: a model trained on it cannot be evaluated with it"
 
 
-def _named(dataset: Dataset, files: Sequence[str], splits: Sequence[str]) -> list[tuple[str | None, Path]]:
-    """Each file with its split; None where its rows are divided here."""
-    if dataset.made is not None:
-        raise ValueError(f"{dataset.name} is made on the spot: there is no file to read it from")
+def _assign_splits(dataset: Dataset, files: Sequence[str], splits: Sequence[str]) -> list[tuple[str | None, Path]]:
+    """Return each file with its split; None if its rows are split here."""
+    if dataset.generate is not None:
+        raise ValueError(f"{dataset.name} is generated and cannot be read from a file; leave --from out")
     named: list[tuple[str | None, Path]] = []
     for file in files:
         split, equals, path = file.partition("=")
@@ -80,7 +80,7 @@ def _named(dataset: Dataset, files: Sequence[str], splits: Sequence[str]) -> lis
             named.append((None, Path(file)))
         else:
             raise ValueError(
-                f"{dataset.name} comes in the splits {', '.join(dataset.splits)}: say which one {file} is, as in "
+                f"{dataset.name} has the splits {', '.join(dataset.splits)}: name the split of {file}, as in "
                 f"--from train={file}"
             )
     if len({split is None for split, _ in named}) > 1:
@@ -89,7 +89,7 @@ def _named(dataset: Dataset, files: Sequence[str], splits: Sequence[str]) -> lis
 
 
 def _read(dataset: Dataset, origin: Origin) -> tuple[dict[str, list[Sample]], str, list[dict[str, Any]]]:
-    """Samples by split, how they were divided, and what was left out and why."""
+    """Return the samples by split, how they were split, and the skipped rows by reason."""
     found: dict[str | None, list[Sample]] = {}
     reasons: Counter[str] = Counter()
     first: dict[str, str] = {}
@@ -109,21 +109,21 @@ def _read(dataset: Dataset, origin: Origin) -> tuple[dict[str, list[Sample]], st
         reason, rows = reasons.most_common(1)[0]
         raise ValueError(
             f"none of the {reasons.total()} rows can be used as {dataset.name}; the first, {first[reason]}: {reason} "
-            f"({rows} times). Is this its raw format?"
+            f"({rows} times); check that the file is in the raw format of {dataset.name}"
         )
     skipped = [{"reason": reason, "rows": rows, "first": first[reason]} for reason, rows in sorted(reasons.items())]
-    undivided = found.pop(None, None)
-    if undivided is not None:
-        words = f"a test split of {dataset.held_out:.0%} of the prompts, drawn with seed {SEED}"
-        return divided(undivided, dataset), words, skipped
+    unsplit = found.pop(None, None)
+    if unsplit is not None:
+        division = f"a test split of {dataset.held_out:.0%} of the prompts, drawn with seed {SEED}"
+        return split_by_prompt(unsplit, dataset), division, skipped
     by_rule = dataset.split_of is not None and any(part.split is None for part in origin.parts)
     return {str(name): rows for name, rows in found.items()}, "by row" if by_rule else origin.division, skipped
 
 
-def _instructed(sample: Sample, instruction: str) -> Sample:
-    """The instruction goes behind what the user said last."""
+def _with_instruction(sample: Sample, instruction: str) -> Sample:
+    """Return the sample with the instruction appended to its last user message."""
     if not instruction:
         return sample
-    place = max(index for index, message in enumerate(sample.messages) if message.role == "user")
-    asked = Message("user", f"{sample.messages[place].content}\n\n{instruction}")
-    return replace(sample, messages=(*sample.messages[:place], asked, *sample.messages[place + 1 :]))
+    last = max(index for index, message in enumerate(sample.messages) if message.role == "user")
+    prompt = Message("user", f"{sample.messages[last].content}\n\n{instruction}")
+    return replace(sample, messages=(*sample.messages[:last], prompt, *sample.messages[last + 1 :]))

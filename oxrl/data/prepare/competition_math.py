@@ -3,7 +3,7 @@ r"""MATH: competition problems whose solutions have the answer in a `\boxed{}`; 
 from __future__ import annotations
 
 from oxrl.data.formats import BadRow
-from oxrl.data.prepare.recipe import Dataset, Raw, asked, known, text_of
+from oxrl.data.prepare.recipe import Dataset, Raw, known, text_of, user_prompt
 from oxrl.rewards.mathematics import boxed
 from oxrl.types import Sample
 
@@ -12,9 +12,9 @@ def convert(row: Raw) -> list[Sample]:
     solution = text_of(row, "solution")
     answer = boxed(solution)
     if not answer:
-        raise BadRow(r"solution has no \boxed{} with something in it")
+        raise BadRow(r"solution has no \boxed{} with content")
     metadata = {**known(row, "level", "type"), "solution": solution}
-    return [Sample("", asked(text_of(row, "problem")), answer=answer, metadata=metadata)]
+    return [Sample("", user_prompt(text_of(row, "problem")), answer=answer, metadata=metadata)]
 
 
 def convert_hard(row: Raw) -> list[Sample]:

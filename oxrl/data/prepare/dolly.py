@@ -1,13 +1,13 @@
-"""Dolly: instructions, some with a text that they are about, and a reply to each, all written by people."""
+"""Dolly: instructions, some with a context, and a reply to each, all written by people."""
 
 from __future__ import annotations
 
-from oxrl.data.prepare.recipe import Dataset, Raw, asked, known, text_of
+from oxrl.data.prepare.recipe import Dataset, Raw, known, text_of, user_prompt
 from oxrl.types import Message, Sample
 
 
 def convert(row: Raw) -> list[Sample]:
-    prompt = asked(text_of(row, "instruction"), str(row.get("context") or "").strip())
+    prompt = user_prompt(text_of(row, "instruction"), str(row.get("context") or "").strip())
     return [Sample("", (*prompt, Message("assistant", text_of(row, "response"))), metadata=known(row, "category"))]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 from oxrl.data.formats import BadRow
-from oxrl.data.prepare.recipe import Dataset, Raw, asked, known, text_of
+from oxrl.data.prepare.recipe import Dataset, Raw, known, text_of, user_prompt
 from oxrl.types import Sample
 
 LETTERS = "ABCD"
@@ -19,7 +19,7 @@ def convert(row: Raw) -> list[Sample]:
     choices.sort(key=lambda choice: hashlib.sha256(f"{question}\n{choice}".encode()).digest())
     shown = "\n".join(f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices, strict=True))
     metadata = {"choices": choices, **known(row, "Record ID", "High-level domain", "Subdomain")}
-    return [Sample("", asked(question, shown), answer=LETTERS[choices.index(right)], metadata=metadata)]
+    return [Sample("", user_prompt(question, shown), answer=LETTERS[choices.index(right)], metadata=metadata)]
 
 
 GPQA = Dataset(
@@ -29,7 +29,7 @@ GPQA = Dataset(
     convert=convert,
     hub="Idavidrein/gpqa:gpqa_diamond",
     splits={"test": "train"},
-    elsewhere="github.com/idavidrein/gpqa, gpqa_diamond.csv (the hub asks to log in and to agree to its terms)",
+    elsewhere="github.com/idavidrein/gpqa, gpqa_diamond.csv (the hub requires a login and its terms to be accepted)",
     reward="mcqa_reward_func",
     instruction="Reason step by step, then end with `Answer: ` and the letter of the right choice.",
 )

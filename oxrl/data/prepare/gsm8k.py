@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 
 from oxrl.data.formats import BadRow
-from oxrl.data.prepare.recipe import Dataset, Raw, asked, text_of
+from oxrl.data.prepare.recipe import Dataset, Raw, text_of, user_prompt
 from oxrl.types import Sample
 
-_CALCULATOR = re.compile(r"<<[^<>]*>>")  # notes for a calculator, as in "48/2 = <<48/2=24>>24"
+_CALCULATOR = re.compile(r"<<[^<>]*>>")  # calculator annotations, as in "48/2 = <<48/2=24>>24"
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
@@ -19,7 +19,7 @@ def convert(row: Raw) -> list[Sample]:
     if not marker or not _NUMBER.fullmatch(number):
         raise BadRow("answer does not end with '#### ' and a number")
     solution = _CALCULATOR.sub("", worked)
-    return [Sample("", asked(text_of(row, "question")), answer=number, metadata={"solution": solution})]
+    return [Sample("", user_prompt(text_of(row, "question")), answer=number, metadata={"solution": solution})]
 
 
 GSM8K = Dataset(

@@ -1,4 +1,4 @@
-"""Tasks of reasoning-gym (an extra) by name: rows made on the spot from a seed, graded by the task's own scorer."""
+"""Tasks of reasoning-gym (an extra) by name: rows generated from a seed, graded by the task's scorer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 from importlib import import_module
 
 from oxrl.data.formats import BadRow
-from oxrl.data.prepare.recipe import Dataset, Raw, asked
+from oxrl.data.prepare.recipe import Dataset, Raw, user_prompt
 from oxrl.rewards.gym import reasoning_gym_samples
 from oxrl.types import Sample
 
@@ -17,13 +17,13 @@ SEEDS = {"train": 0, "test": 10**9}  # row i of seed s is row 0 of seed s + i: t
 
 
 def gym_dataset(task: str, size: int) -> Dataset:
-    """`gym_dataset("leg_counting", 1000)`: as many rows to train on, and a tenth of them to test with."""
+    """`gym_dataset("leg_counting", 1000)`: 1000 rows for training and a tenth as many for testing."""
     return Dataset(
         name=PREFIX + task,
         summary=f"reasoning-gym's task {task}",
         licence="Apache-2.0",
         convert=convert,
-        made=partial(rows, task, size),
+        generate=partial(rows, task, size),
         reward="reasoning_gym_score",
         seen_real_rows=True,
     )
@@ -37,13 +37,13 @@ def rows(task: str, size: int, split: str) -> Iterator[Raw]:
 
 def convert(row: Raw) -> list[Sample]:
     task, entry, answer = row["reasoning_gym_task"], row["reasoning_gym_entry"], row["answer"]
-    written = json.loads(json.dumps(entry, default=_cannot_be_written))
+    written = json.loads(json.dumps(entry, default=_refuse_value))
     score = import_module("reasoning_gym").get_score_answer_fn(task)
     if answer is not None and score(answer, entry) != score(answer, written):
-        raise BadRow("its scorer reads the task differently once it was written to a file; make the samples in Python")
+        raise BadRow("the score changes after the task is written to JSON; create the samples in Python")
     metadata = {"reasoning_gym_task": task, "reasoning_gym_entry": written}
-    return [Sample("", asked(str(row["question"])), answer=answer, metadata=metadata)]
+    return [Sample("", user_prompt(str(row["question"])), answer=answer, metadata=metadata)]
 
 
-def _cannot_be_written(value: object) -> None:
-    raise BadRow(f"it holds a {type(value).__name__}, which JSON has no word for; make the samples in Python")
+def _refuse_value(value: object) -> None:
+    raise BadRow(f"it contains a {type(value).__name__}, which JSON cannot represent; create the samples in Python")

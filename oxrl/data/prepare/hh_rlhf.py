@@ -1,4 +1,4 @@
-"""HH-RLHF: pairs of dialogues that agree up to their last reply. They hold offensive text by design."""
+"""HH-RLHF: pairs of dialogues that agree up to their last reply. They contain offensive text by design."""
 
 from __future__ import annotations
 

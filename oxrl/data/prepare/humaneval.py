@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 from oxrl.data.formats import BadRow
-from oxrl.data.prepare.recipe import Dataset, Raw, asked, text_of
+from oxrl.data.prepare.recipe import Dataset, Raw, text_of, user_prompt
 from oxrl.types import Sample
 
 
@@ -13,7 +13,7 @@ def convert(row: Raw) -> list[Sample]:
     name = text_of(row, "entry_point")
     prompt, solution, test = (str(row.get(key) or "") for key in ("prompt", "canonical_solution", "test"))
     try:
-        given, check = given_code(prompt, name), the_check(test)
+        given, check = given_code(prompt, name), check_function(test)
     except SyntaxError:
         raise BadRow("prompt or test is not Python") from None
     tests = assertions(check, name)
@@ -25,11 +25,11 @@ def convert(row: Raw) -> list[Sample]:
         "task_id": row.get("task_id"),
         "solution": prompt + solution,
     }
-    return [Sample("", asked("Complete this function.", f"```python\n{prompt.strip()}\n```"), metadata=metadata)]
+    return [Sample("", user_prompt("Complete this function.", f"```python\n{prompt.strip()}\n```"), metadata=metadata)]
 
 
 def given_code(prompt: str, name: str) -> str:
-    """What stands in the prompt before the function: imports, and other functions that the tests may call."""
+    """Return the prompt's code without the function: imports, and other functions that the tests may call."""
     return "\n".join(
         ast.unparse(node)
         for node in ast.parse(prompt).body
@@ -37,7 +37,7 @@ def given_code(prompt: str, name: str) -> str:
     )
 
 
-def the_check(test: str) -> ast.FunctionDef:
+def check_function(test: str) -> ast.FunctionDef:
     functions = [node for node in ast.parse(test).body if isinstance(node, ast.FunctionDef) and node.name == "check"]
     if len(functions) != 1:
         raise BadRow("test defines no function check(candidate)")
@@ -45,20 +45,20 @@ def the_check(test: str) -> ast.FunctionDef:
 
 
 def assertions(check: ast.FunctionDef, name: str) -> list[str]:
-    """The assertions of a check about the function by its name; none if there is more to it, such as a loop.
+    """Return the assertions of a check with the function's name; none if it has other statements, such as a loop.
 
-    An assertion that does not mention the function (`assert True`) would pay any program, so it is no test.
+    An assertion that does not mention the function (`assert True`) passes for any program and is left out.
     """
     candidate = check.args.args[0].arg
     statements = [node for node in check.body if not _is_text(node)]
     if not all(isinstance(node, ast.Assert) for node in statements):
         return []
-    about = [node for node in statements if any(_is_name(part, candidate) for part in ast.walk(node))]
-    for node in about:
+    relevant = [node for node in statements if any(_is_name(part, candidate) for part in ast.walk(node))]
+    for node in relevant:
         for part in ast.walk(node):
             if isinstance(part, ast.Name) and part.id == candidate:
                 part.id = name
-    return [ast.unparse(node) for node in about]
+    return [ast.unparse(node) for node in relevant]
 
 
 def _is_text(node: ast.stmt) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 from oxrl.data.formats import BadRow
-from oxrl.data.prepare.recipe import Dataset, Raw, asked, text_of, texts_of
+from oxrl.data.prepare.recipe import Dataset, Raw, text_of, texts_of, user_prompt
 from oxrl.rewards.sandbox import names_of_program
 from oxrl.types import Sample
 
@@ -19,11 +19,11 @@ def convert(row: Raw) -> list[Sample]:
     lines = [*texts_of(row, "test_imports"), *str(row.get("test_setup_code") or "").splitlines()]
     setup = "\n".join(line.rstrip() for line in lines)
     try:
-        strange = set(names_of_program(tests, setup)) - functions_of(code).keys()
+        missing = set(names_of_program(tests, setup)) - functions_of(code).keys()
     except SyntaxError:
         raise BadRow("test_list or its setup is not Python") from None
-    if strange:
-        raise BadRow(f"the tests use {min(strange)}, which is no function and only there inside the solution")
+    if missing:
+        raise BadRow(f"the tests use {min(missing)}, which is not a function and is defined only in the solution")
     metadata = {
         "tests": tests,
         "setup": setup,
@@ -32,7 +32,7 @@ def convert(row: Raw) -> list[Sample]:
         "solution": code,
     }
     shown = f"The function begins with `{signature}` and must pass tests such as\n\n```python\n{tests[0]}\n```"
-    return [Sample("", asked(text_of(row, "text", "prompt"), shown), metadata=metadata)]
+    return [Sample("", user_prompt(text_of(row, "text", "prompt"), shown), metadata=metadata)]
 
 
 def function_under_test(code: str, test: str) -> tuple[str, str]:
@@ -53,12 +53,12 @@ def functions_of(code: str) -> dict[str, ast.FunctionDef]:
 
 
 def split_of(row: Raw) -> str:
-    """As the paper divides the task ids."""
+    """Return the split of a task id, as in the paper."""
     task = row.get("task_id")
     if not isinstance(task, int):
-        raise BadRow("task_id must be a number: it says which split the row belongs to")
+        raise BadRow("task_id must be a number: it determines the split")
     if task <= 10:
-        raise BadRow("task ids 1 to 10 are kept for few-shot prompts")
+        raise BadRow("task ids 1 to 10 are reserved for few-shot prompts")
     return "test" if task <= 510 else "validation" if task <= 600 else "train"
 
 

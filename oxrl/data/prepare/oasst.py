@@ -14,7 +14,7 @@ _ROLES = {"prompter": "user", "assistant": "assistant"}
 
 
 def convert(row: Raw) -> list[Sample]:
-    """The conversation along the best replies; of several follow-ups the first that was answered."""
+    """Return the conversation along the best replies; of several follow-ups, the first with a reply."""
     messages, node = [_message(_root(row))], _root(row)
     while replies := _replies(node):
         best = min(replies, key=_rank)
@@ -24,15 +24,15 @@ def convert(row: Raw) -> list[Sample]:
             return [Sample("", tuple(messages), metadata=_about(row))]
         node = answered[0]
         messages.append(_message(node))
-    raise BadRow("nobody answered the prompt")
+    raise BadRow("the prompt has no reply")
 
 
 def convert_pairs(row: Raw) -> list[Sample]:
-    """Every two ranked replies to the same message."""
+    """Return every pair of ranked replies to the same message."""
     root = _root(row)
     pairs = [
         Sample("", prompt, chosen=(_message(better),), rejected=(_message(worse),), metadata=_about(row))
-        for prompt, replies in _asked_for_replies(root, (_message(root),))
+        for prompt, replies in _prompts_with_replies(root, (_message(root),))
         for better, worse in combinations(sorted((each for each in replies if _ranked(each)), key=_rank), 2)
         if better["text"] != worse["text"]
     ]
@@ -41,12 +41,12 @@ def convert_pairs(row: Raw) -> list[Sample]:
     return pairs
 
 
-def _asked_for_replies(node: Raw, path: tuple[Message, ...]) -> Iterator[tuple[tuple[Message, ...], list[Raw]]]:
+def _prompts_with_replies(node: Raw, path: tuple[Message, ...]) -> Iterator[tuple[tuple[Message, ...], list[Raw]]]:
     replies = _replies(node)
     yield path, replies
     for reply in replies:
         for follow in _replies(reply):
-            yield from _asked_for_replies(follow, (*path, _message(reply), _message(follow)))
+            yield from _prompts_with_replies(follow, (*path, _message(reply), _message(follow)))
 
 
 def _root(row: Raw) -> Raw:

@@ -1,9 +1,9 @@
-"""OpenR1-Math: problems with answers that can be checked; the recorded chains of thought are left out."""
+"""OpenR1-Math: problems with verifiable answers; the recorded chains of thought are not used."""
 
 from __future__ import annotations
 
 from oxrl.data.formats import BadRow
-from oxrl.data.prepare.recipe import Dataset, Raw, asked, known, text_of
+from oxrl.data.prepare.recipe import Dataset, Raw, known, text_of, user_prompt
 from oxrl.types import Sample
 
 _NO_ANSWER = {"proof", "notfound"}
@@ -12,9 +12,9 @@ _NO_ANSWER = {"proof", "notfound"}
 def convert(row: Raw) -> list[Sample]:
     answer = text_of(row, "answer")
     if answer.lower() in _NO_ANSWER:
-        raise BadRow("there is no answer to check (a proof, or it was not found)")
+        raise BadRow("there is no answer to verify (a proof, or no answer was found)")
     metadata = known(row, "solution", "problem_type", "source", "uuid")
-    return [Sample("", asked(text_of(row, "problem")), answer=answer, metadata=metadata)]
+    return [Sample("", user_prompt(text_of(row, "problem")), answer=answer, metadata=metadata)]
 
 
 OPENR1_MATH = Dataset(

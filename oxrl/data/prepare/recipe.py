@@ -1,4 +1,4 @@
-"""What is known about a dataset, and the few words that its conversions from raw rows share."""
+"""The description of a dataset, and helpers that its conversions from raw rows share."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ SPLITS = ("train", "validation", "test")
 class Dataset(NamedTuple):
     """`Dataset("gsm8k", "grade-school word problems", "MIT", convert, hub="openai/gsm8k:main")`.
 
-    `convert` turns one raw row into samples, none of which has an id yet, or raises `BadRow` with the reason why the
-    row is left out. Undivided rows are divided by `split_of`, or a share `held_out` of their prompts becomes the test
+    `convert` turns one raw row into samples without ids, or raises `BadRow` with the reason why the row is skipped.
+    Rows published without splits are split by `split_of`, or a share `held_out` of their prompts becomes the test
     split.
     """
 
@@ -27,14 +27,14 @@ class Dataset(NamedTuple):
     convert: Callable[[Raw], list[Sample]]
     hub: str | None = None  # "owner/name" or "owner/name:subset"
     splits: Mapping[str, str] = {"train": "train", "test": "test"}  # ours -> the hub's, or a file in its repository
-    elsewhere: str = ""  # where raw files can be had
-    made: Callable[[str], Iterable[Raw]] | None = None  # rows of a split that are made on the spot
+    elsewhere: str = ""  # where raw files can be downloaded
+    generate: Callable[[str], Iterable[Raw]] | None = None  # yields the rows of a split, if there is no file
     split_of: Callable[[Raw], str] | None = None
     held_out: float = 0.0
-    group: Callable[[Sample], str] | None = None  # what stays together when a test split is drawn; default the prompt
-    reward: str | None = None  # the reward that fits
-    instruction: str = ""  # put behind the question
-    seen_real_rows: bool = False  # whether the conversion was run on real rows, or only on ones in the same schema
+    group: Callable[[Sample], str] | None = None  # samples of a group go to the same split; default: the prompt
+    reward: str | None = None  # the name of a suitable reward
+    instruction: str = ""  # appended to the question
+    seen_real_rows: bool = False  # whether the conversion was tested on real rows, or only on rows in the same schema
 
     @property
     def evaluation_only(self) -> bool:
@@ -42,7 +42,7 @@ class Dataset(NamedTuple):
 
 
 def text_of(row: Raw, *names: str) -> str:
-    """The first of these columns that the row has; it must hold text."""
+    """Return the first of these columns that has a value; it must be text."""
     name = next((name for name in names if row.get(name) is not None), None)
     if name is None:
         raise BadRow(f"there is no column {' or '.join(names)}")
@@ -50,12 +50,12 @@ def text_of(row: Raw, *names: str) -> str:
         raise BadRow(f"{name} must be text, it is a {type(row[name]).__name__}")
     if not row[name].strip():
         raise BadRow(f"{name} is empty")
-    said: str = row[name].strip()
-    return said
+    text: str = row[name].strip()
+    return text
 
 
 def texts_of(row: Raw, name: str) -> list[str]:
-    """A column that holds a list of texts; without the column the list is empty."""
+    """Return a column with a list of texts; an empty list if there is no such column."""
     value = row.get(name)
     if value is None:
         return []
@@ -64,11 +64,11 @@ def texts_of(row: Raw, name: str) -> list[str]:
     return list(value)
 
 
-def asked(*parts: str) -> tuple[Message, ...]:
-    """One user message; what is empty is left out, the rest is kept apart by blank lines."""
+def user_prompt(*parts: str) -> tuple[Message, ...]:
+    """Return one user message: the parts that are not empty, separated by blank lines."""
     return (Message("user", "\n\n".join(part for part in parts if part)),)
 
 
 def known(row: Raw, *names: str) -> dict[str, Any]:
-    """Those of the columns that hold something, to be kept as metadata."""
+    """Return those of the columns that have a value, for the metadata."""
     return {name: row[name] for name in names if row.get(name) is not None}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from oxrl.data.formats import BadRow
-from oxrl.data.prepare.recipe import Dataset, Raw, asked, known, text_of
+from oxrl.data.prepare.recipe import Dataset, Raw, known, text_of, user_prompt
 from oxrl.types import Message, Sample
 
 
@@ -15,7 +15,7 @@ def convert(row: Raw) -> list[Sample]:
         Sample(
             "",
             (
-                *asked(instruction, str(instance.get("input") or "").strip()),
+                *user_prompt(instruction, str(instance.get("input") or "").strip()),
                 Message("assistant", text_of(instance, "output")),
             ),
             metadata=known(row, "id", "name"),

@@ -1,4 +1,4 @@
-"""Where raw rows come from: local copies, the hub through `datasets`, or a task that makes them on the spot."""
+"""Sources of raw rows: local copies, the hub through `datasets`, or a task that generates them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from oxrl.data.sources import read_rows
 
 
 class Part(NamedTuple):
-    """Rows of one split, or undivided ones (`split` is None)."""
+    """Rows of one split, or rows without a split (`split` is None)."""
 
     split: str | None
     rows: Iterator[RawRow]
 
 
 class Origin(NamedTuple):
-    """`Origin([Part("train", rows)], {"hub": "openai/gsm8k:main", ...})`: rows, and what the card says of them."""
+    """`Origin([Part("train", rows)], {"hub": "openai/gsm8k:main", ...})`: rows, and their source for the card."""
 
     parts: list[Part]
-    told: dict[str, Any]
+    description: dict[str, Any]
     division: str = "as published"
 
 
@@ -39,24 +39,24 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def from_its_source(dataset: Dataset) -> Origin:
-    """All splits, whichever are wanted: only so can it be said that they do not overlap."""
-    if dataset.made is not None:
-        parts = [Part(split, _numbered(f"{dataset.name}:{split}", dataset.made(split))) for split in dataset.splits]
+def from_source(dataset: Dataset) -> Origin:
+    """Load all splits, even if only some are needed: overlap can only be removed if all are known."""
+    if dataset.generate is not None:
+        parts = [Part(split, _numbered(f"{dataset.name}:{split}", dataset.generate(split))) for split in dataset.splits]
         return Origin(parts, {"made by": dataset.summary}, "each split from a seed of its own")
     if dataset.hub is None:
-        raise ValueError(f"{dataset.name} is not on the hub; {local_copy(dataset)}")
+        raise ValueError(f"{dataset.name} is not on the hub; {local_copy_hint(dataset)}")
     parts, revision = _from_hub(dataset, dataset.hub)
     if dataset.held_out and "test" not in dataset.splits:
         parts = [part._replace(split=None) for part in parts]
     return Origin(parts, {"hub": dataset.hub, "splits": list(dataset.splits.values()), "revision": revision})
 
 
-def local_copy(dataset: Dataset) -> str:
-    place = f" ({dataset.elsewhere})" if dataset.elsewhere else ""
-    one_file_will_do = dataset.evaluation_only or dataset.held_out or dataset.split_of
-    example = "FILE" if one_file_will_do else "train=FILE --from test=FILE"
-    return f"pass a local copy in the raw format{place}: oxrl data prepare {dataset.name} --from {example}"
+def local_copy_hint(dataset: Dataset) -> str:
+    location = f" ({dataset.elsewhere})" if dataset.elsewhere else ""
+    one_file = dataset.evaluation_only or dataset.held_out or dataset.split_of
+    example = "FILE" if one_file else "train=FILE --from test=FILE"
+    return f"pass a local copy in the raw format{location}: oxrl data prepare {dataset.name} --from {example}"
 
 
 def _numbered(name: str, rows: Any) -> Iterator[RawRow]:
@@ -64,7 +64,7 @@ def _numbered(name: str, rows: Any) -> Iterator[RawRow]:
 
 
 def _from_hub(dataset: Dataset, hub: str) -> tuple[list[Part], str]:
-    """All rows are loaded here, so that what can fail fails here."""
+    """Download and load all rows, so that errors are raised here."""
     import datasets
 
     name, _, subset = hub.partition(":")
@@ -74,15 +74,15 @@ def _from_hub(dataset: Dataset, hub: str) -> tuple[list[Part], str]:
         builder = datasets.load_dataset_builder(name, subset or None)
         builder.download_and_prepare()
         loaded = {ours: (theirs, builder.as_dataset(split=theirs)) for ours, theirs in dataset.splits.items()}
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as problem:
-        reason = " ".join(str(problem).split())
-        raise ValueError(f"{name} could not be had from the hub ({reason}); {local_copy(dataset)}") from None
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{name} could not be loaded from the hub ({reason}); {local_copy_hint(dataset)}") from None
     parts = [Part(ours, _numbered(f"{hub}:{theirs}", rows)) for ours, (theirs, rows) in loaded.items()]
     return parts, str(builder.hash)
 
 
 def _files_from_hub(name: str, splits: Mapping[str, str]) -> tuple[list[Part], str]:
-    """Files that `datasets` cannot put into a table; the folder of a download is named after its commit."""
+    """Download files that `datasets` cannot load as a table; the folder of a download is named after its commit."""
     from huggingface_hub import hf_hub_download
 
     paths = {ours: Path(hf_hub_download(name, theirs, repo_type="dataset")) for ours, theirs in splits.items()}

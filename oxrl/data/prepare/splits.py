@@ -1,4 +1,4 @@
-"""Rows into splits that share no prompt. What a prompt is: all that is said before the reply, however it is spaced."""
+"""Splits without common prompts. A prompt is all messages before the reply, regardless of case and whitespace."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ SEED = 0
 
 
 def prompt_key(sample: Sample) -> str:
-    """Two samples with the same key ask the same: case, spacing and the system's words do not count."""
+    """Return a key that is equal for equal prompts: case, whitespace and system messages are ignored."""
     replied = sample.messages and sample.messages[-1].role == "assistant"
     prompt = sample.messages[:-1] if replied else sample.messages
-    said = "\n".join(f"{message.role}: {message.content}" for message in prompt if message.role != "system")
-    return " ".join(unicodedata.normalize("NFKC", said).casefold().split())
+    text = "\n".join(f"{message.role}: {message.content}" for message in prompt if message.role != "system")
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
-def divided(samples: Sequence[Sample], dataset: Dataset) -> dict[str, list[Sample]]:
-    """A share `held_out` of the groups becomes the test split: which ones depends on the seed and their content alone.
+def split_by_prompt(samples: Sequence[Sample], dataset: Dataset) -> dict[str, list[Sample]]:
+    """Assign a share `held_out` of the groups to the test split; the choice depends only on the seed and their content.
 
-    At least one group is held out, and at least one is left to train on.
+    Each split gets at least one group.
     """
     group = dataset.group or prompt_key
     groups = {group(sample) for sample in samples}
-    by_lot = sorted(groups, key=lambda each: hashlib.sha256(f"{SEED}:{each}".encode()).digest())
-    wanted = min(max(1, round(dataset.held_out * len(by_lot))), len(by_lot) - 1)
-    held_out = set(by_lot[:wanted])
+    shuffled = sorted(groups, key=lambda each: hashlib.sha256(f"{SEED}:{each}".encode()).digest())
+    num_held_out = min(max(1, round(dataset.held_out * len(shuffled))), len(shuffled) - 1)
+    held_out = set(shuffled[:num_held_out])
     return {
         "train": [sample for sample in samples if group(sample) not in held_out],
         "test": [sample for sample in samples if group(sample) in held_out],
@@ -37,13 +37,14 @@ def divided(samples: Sequence[Sample], dataset: Dataset) -> dict[str, list[Sampl
 
 
 def without_overlap(splits: Mapping[str, Sequence[Sample]]) -> tuple[dict[str, list[Sample]], dict[str, int]]:
-    """The splits without what a later one of `SPLITS` asks too, and how many samples each lost so."""
+    """Remove the prompts that also occur in a later split of `SPLITS`; return the splits and the removed counts."""
     kept: dict[str, list[Sample]] = {}
-    lost: dict[str, int] = {}
-    taken: set[str] = set()
+    removed: dict[str, int] = {}
+    seen: set[str] = set()
     for name in reversed([name for name in SPLITS if name in splits]):
         keys = [prompt_key(sample) for sample in splits[name]]
-        kept[name] = [sample for sample, key in zip(splits[name], keys, strict=True) if key not in taken]
-        lost[name] = len(keys) - len(kept[name])
-        taken.update(keys)
-    return {name: kept[name] for name in SPLITS if name in kept}, {name: count for name, count in lost.items() if count}
+        kept[name] = [sample for sample, key in zip(splits[name], keys, strict=True) if key not in seen]
+        removed[name] = len(keys) - len(kept[name])
+        seen.update(keys)
+    counts = {name: count for name, count in removed.items() if count}
+    return {name: kept[name] for name in SPLITS if name in kept}, counts

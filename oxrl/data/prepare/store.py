@@ -1,4 +1,4 @@
-"""Prepared datasets as folders: JSONL of our own columns per split, and a card. They appear whole or not at all."""
+"""Prepared datasets as folders: one JSONL file per split, and a card. A folder is written atomically."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from oxrl.data.formats import SPEAKER, RawRow, to_sample
-from oxrl.data.prepare.build import check_splits, only_for_evaluation, prepare_samples
+from oxrl.data.prepare.build import check_splits, evaluation_only_message, prepare_samples
 from oxrl.data.prepare.recipe import Dataset
-from oxrl.data.prepare.sources import local_copy, sha256_of
+from oxrl.data.prepare.sources import local_copy_hint, sha256_of
 from oxrl.data.prepare.table import find_dataset
 from oxrl.types import Sample
 
@@ -39,15 +39,15 @@ def prepare(
 ) -> Path:
     """Prepare a dataset from the hub, or from local `files` ("FILE" or "SPLIT=FILE"), and return its folder.
 
-    `splits` are those to prepare, by default all; with one undivided file, the one that it is. `instruction` stands
-    behind each question instead of the dataset's own (an empty one: nothing does); `size` is for reasoning-gym's tasks.
-    The folder appears whole or not at all, and the same rows make the same bytes.
+    `splits` are those to prepare, by default all; for one file without a split, the split of its rows. `instruction`
+    replaces the one that the dataset appends to each question (empty: none); `size` is for tasks of reasoning-gym. The
+    folder is written atomically, and the same rows give the same bytes.
     """
     dataset = find_dataset(name, size)
     folder = Path(output) if output is not None else _folder_of(dataset)
     _check_replaceable(folder, dataset)
     samples, card = prepare_samples(dataset, files, splits, instruction)
-    with _alone(folder):
+    with _locked(folder):
         _write(folder, dataset, samples, card)
     return folder
 
@@ -57,8 +57,8 @@ def _folder_of(dataset: Dataset) -> Path:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """One process at a time; several ranks of a run may want the same dataset."""
+def _locked(folder: Path) -> Iterator[None]:
+    """Allow one process at a time; several ranks of a run may prepare the same dataset."""
     from filelock import FileLock
 
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -70,21 +70,21 @@ def _check_replaceable(folder: Path, dataset: Dataset) -> None:
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not (folder / CARD).is_file() or read_card(folder).get("name") != dataset.name:
-        raise ValueError(f"{folder} holds something else than {dataset.name}: choose another folder with --output")
+        raise ValueError(f"{folder} contains something other than {dataset.name}; choose another folder with --output")
 
 
 def _write(folder: Path, dataset: Dataset, samples: Mapping[str, Sequence[Sample]], card: dict[str, Any]) -> None:
-    """Into a folder beside the final one, which then takes its place."""
+    """Write to a temporary folder next to `folder`, then replace it."""
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
-        fresh, old = Path(scratch) / "new", Path(scratch) / "old"
-        fresh.mkdir()
-        card["splits"] = {split: _write_split(fresh / f"{split}.jsonl", each) for split, each in samples.items()}
-        (fresh / CARD).write_text(json.dumps(card, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        new, old = Path(scratch) / "new", Path(scratch) / "old"
+        new.mkdir()
+        card["splits"] = {split: _write_split(new / f"{split}.jsonl", each) for split, each in samples.items()}
+        (new / CARD).write_text(json.dumps(card, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         if folder.exists():
             folder.rename(old)
-        fresh.rename(folder)
-    told = ", ".join(f"{split} {len(each)}" for split, each in samples.items())
-    logger.info("%s: %s rows in %s", dataset.name, told, folder)
+        new.rename(folder)
+    counts = ", ".join(f"{split} {len(each)}" for split, each in samples.items())
+    logger.info("%s: %s rows in %s", dataset.name, counts, folder)
 
 
 def _write_split(path: Path, samples: Sequence[Sample]) -> dict[str, Any]:
@@ -99,12 +99,13 @@ def _write_split(path: Path, samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def _columns(sample: Sample) -> dict[str, Any]:
-    """The columns that `load_samples` reads as this sample; a lone question is plain text."""
-    said = [message.to_dict() for message in sample.messages]
+    """Return the columns that `load_samples` converts to this sample; a single user message is plain text."""
+    messages = [message.to_dict() for message in sample.messages]
     if sample.messages[-1].role == "assistant":
-        return {"messages": said, **sample.metadata}
-    lone = len(said) == 1 and isinstance(said[0]["content"], str) and not SPEAKER.match(said[0]["content"])
-    columns: dict[str, Any] = {"prompt": said[0]["content"] if lone else said}
+        return {"messages": messages, **sample.metadata}
+    content = messages[0]["content"]
+    is_text = len(messages) == 1 and isinstance(content, str) and not SPEAKER.match(content)
+    columns: dict[str, Any] = {"prompt": content if is_text else messages}
     if sample.chosen:
         columns["chosen"] = [message.to_dict() for message in sample.chosen]
         columns["rejected"] = [message.to_dict() for message in sample.rejected]
@@ -119,36 +120,36 @@ def read_card(folder: Path) -> dict[str, Any]:
 
 
 def split_file(name: str, split: str = "train") -> Path:
-    """The file of a split below `data_dir()`, prepared now if it was not before; one that was changed is refused."""
+    """Return the file of a split in `data_dir()`, prepared on first use; a file that was changed is refused."""
     dataset = find_dataset(name)
     check_splits(dataset, [split])
     folder = _folder_of(dataset)
-    with _alone(folder):
+    with _locked(folder):
         if not (folder / CARD).is_file():
             _check_replaceable(folder, dataset)
             logger.info("preparing %s in %s", name, folder)
             _write(folder, dataset, *prepare_samples(dataset))
     entry = read_card(folder)["splits"].get(split)
     if entry is None:
-        raise ValueError(f"{folder} was prepared without the split {split!r}; {local_copy(dataset)}")
+        raise ValueError(f"{folder} was prepared without the split {split!r}; {local_copy_hint(dataset)}")
     path = folder / str(entry["file"])
     if sha256_of(path) != entry["sha256"]:
         raise ValueError(
-            f"{path} is not what its card says it is: prepare it again (oxrl data prepare {name}), or name the file in "
-            "data.train_files_path"
+            f"{path} does not match the hash in its card: prepare it again (oxrl data prepare {name}), or set "
+            "data.train_files_path to the file"
         )
     return path
 
 
 def check_trainable(path: str) -> None:
-    """A file that lies beside a card of ours: one for evaluation only is refused, a test split is warned about."""
-    card = Path(path).parent / CARD
-    if not Path(path).is_file() or not card.is_file():
+    """Check a file with a card next to it: raise if it is for evaluation only, warn if it is a test split."""
+    card_file = Path(path).parent / CARD
+    if not Path(path).is_file() or not card_file.is_file():
         return
-    told = json.loads(card.read_text(encoding="utf-8"))
-    if not isinstance(told, dict) or "splits" not in told:
+    card = json.loads(card_file.read_text(encoding="utf-8"))
+    if not isinstance(card, dict) or "splits" not in card:
         return
-    if told.get("evaluation_only"):
-        raise ValueError(only_for_evaluation(told["name"]))
-    if Path(path).name == told["splits"].get("test", {}).get("file"):
-        logger.warning("%s is the test split of %s: measuring with it will say nothing afterwards", path, told["name"])
+    if card.get("evaluation_only"):
+        raise ValueError(evaluation_only_message(card["name"]))
+    if Path(path).name == card["splits"].get("test", {}).get("file"):
+        logger.warning("%s is the test split of %s: do not evaluate with it after training on it", path, card["name"])

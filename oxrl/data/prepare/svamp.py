@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from oxrl.data.formats import BadRow
-from oxrl.data.prepare.recipe import Dataset, Raw, asked, known, text_of
+from oxrl.data.prepare.recipe import Dataset, Raw, known, text_of, user_prompt
 from oxrl.types import Sample
 
 
@@ -13,7 +13,7 @@ def convert(row: Raw) -> list[Sample]:
     body, question = text_of(row, "Body"), text_of(row, "Question")
     joined = f"{body} {question}" if body[-1] in ".?!" else f"{body}, {question}"
     metadata = known(row, "Equation", "Type", "ID")
-    return [Sample("", asked(joined), answer=_number(row.get("Answer")), metadata=metadata)]
+    return [Sample("", user_prompt(joined), answer=_number(row.get("Answer")), metadata=metadata)]
 
 
 def _number(answer: object) -> str:

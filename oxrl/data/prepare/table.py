@@ -36,6 +36,6 @@ def find_dataset(name: str, size: int = 1000) -> Dataset:
         hint = did_you_mean(name, DATASETS, ".")
         raise ValueError(
             f"no dataset is called {name!r}{hint} There are: {', '.join(DATASETS)}, and {PREFIX}TASK for a task of "
-            "reasoning-gym; a file of your own goes into data.train_files_path"
+            "reasoning-gym; set data.train_files_path for a custom file"
         )
     return DATASETS[name]

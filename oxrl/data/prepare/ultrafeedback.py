@@ -1,14 +1,14 @@
-"""UltraFeedback, binarised: prompts for whoever samples, and pairs of a better and a worse reply."""
+"""UltraFeedback, binarised: prompts, and pairs of a better and a worse reply."""
 
 from __future__ import annotations
 
 from oxrl.data.formats import BadRow, RawRow, to_sample
-from oxrl.data.prepare.recipe import Dataset, Raw, asked, known, text_of
+from oxrl.data.prepare.recipe import Dataset, Raw, known, text_of, user_prompt
 from oxrl.types import Sample
 
 
 def convert(row: Raw) -> list[Sample]:
-    return [Sample("", asked(text_of(row, "prompt")), metadata=known(row, "prompt_id"))]
+    return [Sample("", user_prompt(text_of(row, "prompt")), metadata=known(row, "prompt_id"))]
 
 
 def convert_pairs(row: Raw) -> list[Sample]:

@@ -1,7 +1,7 @@
-"""The raw rows of each dataset: five of our own in `raw/`, in the format of the real ones, for every run.
+"""Raw rows of each dataset: five in `raw/`, in the format of the real ones, for every test run.
 
-Where the environment variable OXRL_TEST_DATA names a folder with copies of the real rows, the first 200 rows of each
-file pass through the same tests as well. Our own rows reach every line of the code that those reach.
+If the environment variable OXRL_TEST_DATA names a folder with copies of the real rows, the same tests run on the first
+200 rows of each file too. The rows in `raw/` cover every line of code that the real rows cover.
 """
 
 import gzip
@@ -49,7 +49,7 @@ def case_name(case: Case) -> str:
 
 
 def copies_of(case: Case, folder: Path) -> Case:
-    """Real rows: the first 200 of each file, in files in `folder`. Our own: as they are."""
+    """Return the case with the first 200 rows of each real file copied to `folder`; other cases unchanged."""
     if not case.real:
         return case
     assert FOLDER is not None
