@@ -14,7 +14,7 @@ from oxrl.rewards.code import code_reward_func
 from oxrl.run.spec import chosen_reward
 from tests.clock import no_hang
 from tests.rewards.hostile import ALWAYS_EQUAL, HOSTILE
-from tests.rewards.rollouts import a_sample, said
+from tests.rewards.rollouts import a_rollout, a_sample
 from tests.rewards.sandbox.children import children
 from tests.waiting import EXPIRES, HANG
 
@@ -35,7 +35,7 @@ def by_cpu_time(monkeypatch):
 
 def worth(program, tests=TESTS, *, setup="", entry_point=None, prompt="Add.", fenced=True, **options):
     text = f"Here it is:\n```python\n{program}\n```\nDone." if fenced else program
-    rollout = said(text, prompt=prompt, tests=tests, setup=setup, entry_point=entry_point)
+    rollout = a_rollout(text, prompt=prompt, tests=tests, setup=setup, entry_point=entry_point)
     return code_reward_func(rollout, **{"timeout": HANG, **options})
 
 
@@ -208,7 +208,7 @@ def test_several_programs_are_graded_at_once_and_each_gets_its_own_worth():
 
 def test_a_group_is_graded_by_name_and_what_cannot_be_graded_has_a_reason():
     texts = [RIGHT, "def add(a, b): return 0", "def add(a, b): return add"]
-    rollouts = [said(text, tests=TESTS, setup="", entry_point=None, index=i) for i, text in enumerate(texts)]
+    rollouts = [a_rollout(text, tests=TESTS, setup="", entry_point=None, index=i) for i, text in enumerate(texts)]
     graded = anyio.run(partial(grade, rollouts, reward("code_reward_func", timeout=HANG), time_limit=HANG))
     assert [rollout.reward for rollout in graded] == [1.0, 0.0, None]
     assert "cannot be compared outside" in graded[2].error

@@ -16,7 +16,7 @@ from oxrl.rewards.numbers import last_number, number_match, numbers_in
 from oxrl.rewards.pattern import regex_match, tag_format
 from oxrl.types import Score
 from tests.clock import no_hang
-from tests.rewards.rollouts import a_sample, said
+from tests.rewards.rollouts import a_rollout, a_sample
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ from tests.rewards.rollouts import a_sample, said
     ],
 )
 def test_the_answer_is_what_comes_behind_the_thoughts(text, answer):
-    assert answer_text(said(text)) == answer
+    assert answer_text(a_rollout(text)) == answer
 
 
 @pytest.mark.parametrize(
@@ -51,16 +51,16 @@ def test_the_answer_is_what_comes_behind_the_thoughts(text, answer):
     ],
 )
 def test_exact_match(text, answer, options, worth):
-    assert exact_match(said(text, answer), **options) == worth
+    assert exact_match(a_rollout(text, answer), **options) == worth
 
 
 def test_contains_wants_whole_words():
-    assert contains(said("It is Paris, of course", "paris")) == 1.0
-    assert contains(said("comparison", "paris")) == 0.0
-    assert contains(said("comparison", "paris"), whole_words=False) == 1.0
-    assert contains(said("It is Paris", "paris"), ignore_case=False) == 0.0
-    assert contains(said("it costs $5.", "$5")) == 1.0
-    assert contains(said("", "paris")) == 0.0
+    assert contains(a_rollout("It is Paris, of course", "paris")) == 1.0
+    assert contains(a_rollout("comparison", "paris")) == 0.0
+    assert contains(a_rollout("comparison", "paris"), whole_words=False) == 1.0
+    assert contains(a_rollout("It is Paris", "paris"), ignore_case=False) == 0.0
+    assert contains(a_rollout("it costs $5.", "$5")) == 1.0
+    assert contains(a_rollout("", "paris")) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -126,13 +126,13 @@ def test_no_text_breaks_the_readers(text):
     ],
 )
 def test_number_match(text, answer, worth):
-    assert number_match(said(text, answer)) == worth
+    assert number_match(a_rollout(text, answer)) == worth
 
 
 def test_a_tolerance_is_a_share_of_the_answer():
-    assert number_match(said("0.33", "1/3"), tolerance=0.02) == 1.0
-    assert number_match(said("0.30", "1/3"), tolerance=0.02) == 0.0
-    assert number_match(said("0.001", "0"), tolerance=0.5) == 0.0
+    assert number_match(a_rollout("0.33", "1/3"), tolerance=0.02) == 1.0
+    assert number_match(a_rollout("0.30", "1/3"), tolerance=0.02) == 0.0
+    assert number_match(a_rollout("0.001", "0"), tolerance=0.5) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -182,22 +182,22 @@ def test_the_letter_that_an_answer_settles_on(text, letter):
 def test_listing_all_answers_or_echoing_the_prompt_earns_nothing_whichever_is_right(right):
     prompt = "Which? Answer with a letter.\nA) red\nB) green\nC) blue\nD) black\nAnswer:"
     for text in (prompt, "A B C D", "Answer: A, B, C or D", "A. The answer is A. The answer is B.", "Answer: "):
-        assert multiple_choice(said(text, right, prompt=prompt)) == 0.0, text
-    assert multiple_choice(said(f"Answer: {right}", f"({right}) that")) == 1.0
+        assert multiple_choice(a_rollout(text, right, prompt=prompt)) == 0.0, text
+    assert multiple_choice(a_rollout(f"Answer: {right}", f"({right}) that")) == 1.0
 
 
 def test_letters_beyond_e_are_asked_for():
-    assert multiple_choice(said("The answer is J", "J"), letters="ABCDEFGHIJ") == 1.0
+    assert multiple_choice(a_rollout("The answer is J", "J"), letters="ABCDEFGHIJ") == 1.0
     with pytest.raises(ValueError, match="does not begin with one of ABCDE"):
-        multiple_choice(said("J", "J"))
+        multiple_choice(a_rollout("J", "J"))
     with pytest.raises(ValueError, match="must be letters"):
-        multiple_choice(said("1", "A"), letters="A-D")
+        multiple_choice(a_rollout("1", "A"), letters="A-D")
 
 
 def test_regex_match():
-    assert regex_match(said("call 555-1234 now"), pattern=r"\d{3}-\d{4}") == 1.0
-    assert regex_match(said("call 555-1234 now"), pattern=r"\d{3}-\d{4}", whole=True) == 0.0
-    assert regex_match(said("a\nB"), pattern="a.b", ignore_case=True, whole=True) == 1.0
+    assert regex_match(a_rollout("call 555-1234 now"), pattern=r"\d{3}-\d{4}") == 1.0
+    assert regex_match(a_rollout("call 555-1234 now"), pattern=r"\d{3}-\d{4}", whole=True) == 0.0
+    assert regex_match(a_rollout("a\nB"), pattern="a.b", ignore_case=True, whole=True) == 1.0
     with pytest.raises(ValueError, match="no regular expression"):
         check_samples(reward("regex_match", pattern="("), [a_sample()])
 
@@ -222,19 +222,19 @@ def test_regex_match():
     ],
 )
 def test_tag_format(text, worth):
-    assert tag_format(said(text)) == worth
+    assert tag_format(a_rollout(text)) == worth
 
 
 def test_tags_can_be_others_begun_by_the_prompt_or_among_other_text():
-    assert tag_format(said("a</think><answer>b</answer>"), begun=True) == 1.0
-    assert tag_format(said("<think>a</think><answer>b</answer>"), begun=True) == 0.0
-    assert tag_format(said("So: <think>a</think> hence <answer>b</answer>."), strict=False) == 1.0
-    assert tag_format(said("<plan>a</plan>"), tags=["plan"]) == 1.0
+    assert tag_format(a_rollout("a</think><answer>b</answer>"), begun=True) == 1.0
+    assert tag_format(a_rollout("<think>a</think><answer>b</answer>"), begun=True) == 0.0
+    assert tag_format(a_rollout("So: <think>a</think> hence <answer>b</answer>."), strict=False) == 1.0
+    assert tag_format(a_rollout("<plan>a</plan>"), tags=["plan"]) == 1.0
 
 
 def test_lengths_are_worth_what_the_line_says():
     def of(n):
-        return said("x", tokens=range(n))
+        return a_rollout("x", tokens=range(n))
 
     assert [length_target(of(n), target=4) for n in (0, 1, 4, 6, 8, 20)] == [0.0, 0.25, 1.0, 0.5, 0.0, 0.0]
     worths = [overlong_penalty(of(n), limit=10, margin=4) for n in (0, 6, 7, 8, 10, 99)]
@@ -329,7 +329,7 @@ def test_what_differs_stays_different(one, other):
     ],
 )
 def test_math_match(text, answer, worth):
-    assert math_match(said(text, answer)) == worth
+    assert math_match(a_rollout(text, answer)) == worth
 
 
 def test_a_backslash_lost_in_json_is_named_before_a_run():
@@ -350,11 +350,11 @@ def test_math_verify_knows_algebra(said_text, answer):
     import threading
 
     worths = []
-    thread = threading.Thread(target=lambda: worths.append(math_match(said(said_text, answer))))
+    thread = threading.Thread(target=lambda: worths.append(math_match(a_rollout(said_text, answer))))
     thread.start()
     thread.join()
     assert worths == [1.0], "also in a thread, where math-verify's own alarms do not work"
-    assert math_match(said(r"\boxed{x^2+2x+2}", "(x+1)^2")) == 0.0
+    assert math_match(a_rollout(r"\boxed{x^2+2x+2}", "(x+1)^2")) == 0.0
 
 
 PARAMETERS = {
@@ -393,7 +393,7 @@ def value(worth):
 @pytest.mark.parametrize("kind", LONG)
 @pytest.mark.parametrize("name", PURE)
 def test_a_million_characters_are_graded_in_linear_time(name, kind):
-    function, rollout = REWARDS[name], said(LONG[kind], "B" if name in CHOICES else "7")
+    function, rollout = REWARDS[name], a_rollout(LONG[kind], "B" if name in CHOICES else "7")
     with no_hang():
         worth = value(function(rollout, **PARAMETERS.get(name, {})))
     assert worth <= 0.5
@@ -403,7 +403,7 @@ def test_a_million_characters_are_graded_in_linear_time(name, kind):
 @pytest.mark.parametrize("text", ["", " ", "What is 3 + 4? Options: A, B, C, D", "<think></think><answer></answer>"])
 def test_saying_nothing_echoing_the_prompt_and_format_alone_earn_nothing(name, text):
     answer = "B" if name in CHOICES else "7"
-    rollout = said(text, answer, prompt="What is 3 + 4? Options: A, B, C, D", tokens=())
+    rollout = a_rollout(text, answer, prompt="What is 3 + 4? Options: A, B, C, D", tokens=())
     worths = {value(REWARDS[name](rollout, **PARAMETERS.get(name, {}))) for _ in range(3)}
     assert worths == {0.0}
 

@@ -14,7 +14,7 @@ import torch
 from oxrl.rewards import as_reward, check_samples, grade, group_reward, reads
 from oxrl.types import Rollout, Score, Status
 from tests.clock import expire
-from tests.rewards.rollouts import a_sample, a_turn, said
+from tests.rewards.rollouts import a_rollout, a_sample, a_turn
 from tests.waiting import HANG, wait_until_async
 
 pytestmark = pytest.mark.anyio
@@ -26,7 +26,7 @@ def anyio_backend(request):
 
 
 def group(n=3):
-    return [said(str(i), index=i) for i in range(n)]
+    return [a_rollout(str(i), index=i) for i in range(n)]
 
 
 def by_index(rollout):
@@ -86,8 +86,8 @@ async def test_an_exception_leaves_its_own_rollout_ungraded(reward):
     assert (first.reward, third.reward) == (-1.0, 1.0)
     assert second.score is None and second.reward is None
     assert second.status is Status.FAILED
-    said = f"reward {reward.__name__} failed: ZeroDivisionError: division by zero (test_grade.py, line "
-    assert second.error.startswith(said)
+    expected = f"reward {reward.__name__} failed: ZeroDivisionError: division by zero (test_grade.py, line "
+    assert second.error.startswith(expected)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ async def test_what_is_graded_or_failed_already_stays_as_it_is():
         asked.append(rollout)
         return 1.0
 
-    fresh = said("x")
+    fresh = a_rollout("x")
     graded = await grade([done, fresh, broken], reward)
     assert graded[0] is done and graded[2] is broken
     assert graded[1].reward == 1.0
@@ -213,9 +213,9 @@ def test_an_endless_reward_does_not_keep_python_from_ending(tmp_path):
     script.write_text(
         "import anyio, sys\n"
         "from oxrl.rewards import grade\n"
-        "from tests.rewards.rollouts import said\n"
+        "from tests.rewards.rollouts import a_rollout\n"
         "def endless(rollout):\n    while True: pass\n"
-        "async def main():\n    print((await grade([said('x')], endless, time_limit=0.05))[0].error)\n"
+        "async def main():\n    print((await grade([a_rollout('x')], endless, time_limit=0.05))[0].error)\n"
         "anyio.run(main, backend=sys.argv[1])\n"
     )
     for backend in ("asyncio", "trio"):

@@ -32,7 +32,7 @@ from oxrl.run.spec import chosen_reward, named_reward
 from oxrl.tracking.metrics import read_metrics
 from oxrl.types import Message, Sample
 from tests.data.at_hand import CASES, case_name, copies_of
-from tests.rewards.rollouts import said
+from tests.rewards.rollouts import a_rollout
 from tests.rows import write_jsonl
 
 DOCS = Path(__file__).parents[2] / "docs" / "rewards.md"
@@ -79,8 +79,8 @@ def rows_of(case, folder):
     ],
 )
 def test_gsm8k(text, lenient, strict):
-    assert gsm8k_reward_func(said(text, WORKED)) == lenient
-    assert gsm8k_reward_func(said(text, WORKED), strict=True) == strict
+    assert gsm8k_reward_func(a_rollout(text, WORKED)) == lenient
+    assert gsm8k_reward_func(a_rollout(text, WORKED), strict=True) == strict
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_gsm8k(text, lenient, strict):
     ],
 )
 def test_mathematics_in_a_box_beside_one_and_in_neither(text, strict, lenient, soft):
-    rollout = said(text, r"Thus $\boxed{\frac12}$.")
+    rollout = a_rollout(text, r"Thus $\boxed{\frac12}$.")
     assert math_reward_func(rollout) == strict
     assert math_reward_func(rollout, strict=False) == lenient
     assert soft_math(rollout) == soft
@@ -124,8 +124,8 @@ def test_mathematics_in_a_box_beside_one_and_in_neither(text, strict, lenient, s
     ],
 )
 def test_choices(text, lenient, strict):
-    assert mcqa_reward_func(said(text, "B. Rome")) == lenient
-    assert mcqa_reward_func(said(text, "B. Rome"), strict=True) == strict
+    assert mcqa_reward_func(a_rollout(text, "B. Rome")) == lenient
+    assert mcqa_reward_func(a_rollout(text, "B. Rome"), strict=True) == strict
 
 
 def test_a_denied_number_or_letter_was_not_said():
@@ -139,12 +139,12 @@ def test_a_denied_number_or_letter_was_not_said():
 def test_reasoning_wants_the_right_answer_inside_the_tags():
     right = "<think>3 * 6</think><answer>18</answer>"
     cases = {right: 1.0, "<think>18</think><answer>17</answer>": 0.0, "18": 0.0, "<answer>18</answer>": 0.0}
-    assert {text: reasoning_reward_func(said(text, "18")).value for text in cases} == cases
-    wrong = reasoning_reward_func(said("<think>a</think><answer>17</answer>", "18"), form_weight=0.25)
+    assert {text: reasoning_reward_func(a_rollout(text, "18")).value for text in cases} == cases
+    wrong = reasoning_reward_func(a_rollout("<think>a</think><answer>17</answer>", "18"), form_weight=0.25)
     assert (wrong.value, wrong.parts) == (0.25, {"form": 1.0, "correct": 0.0})
-    assert reasoning_reward_func(said(right, "18"), form_weight=0.25).value == 1.0
-    assert reasoning_reward_func(said("18", "18"), form_weight=0.25).value == 0.0
-    begun = said("3 * 6</think><answer>18</answer>", "18")
+    assert reasoning_reward_func(a_rollout(right, "18"), form_weight=0.25).value == 1.0
+    assert reasoning_reward_func(a_rollout("18", "18"), form_weight=0.25).value == 0.0
+    begun = a_rollout("3 * 6</think><answer>18</answer>", "18")
     assert (reasoning_reward_func(begun).value, reasoning_reward_func(begun, begun=True).value) == (0.0, 1.0)
 
 
@@ -156,18 +156,18 @@ def test_reasoning_compares_answers_of_each_kind():
         "text": ("Paris.", "paris"),
     }
     for kind, (text, answer) in kinds.items():
-        rollout = said(f"<think>a</think><answer>{text}</answer>", answer)
+        rollout = a_rollout(f"<think>a</think><answer>{text}</answer>", answer)
         assert reasoning_reward_func(rollout, answer_is=kind).value == 1.0
     with pytest.raises(ValueError, match="answer_is must be one of math, number"):
-        reasoning_reward_func(said("", "1"), answer_is="maths")
+        reasoning_reward_func(a_rollout("", "1"), answer_is="maths")
     with pytest.raises(ValueError, match="from 0 to 1"):
-        reasoning_reward_func(said("", "1"), form_weight=2)
+        reasoning_reward_func(a_rollout("", "1"), form_weight=2)
 
 
 def test_the_form_is_paid_whatever_it_says():
-    assert format_reward_func(said("<think>a</think><answer>b</answer>")) == 1.0
-    assert format_reward_func(said("<think></think><answer></answer>")) == 0.0
-    assert format_reward_func(said("<plan>a</plan>"), tags=["plan"]) == 1.0
+    assert format_reward_func(a_rollout("<think>a</think><answer>b</answer>")) == 1.0
+    assert format_reward_func(a_rollout("<think></think><answer></answer>")) == 0.0
+    assert format_reward_func(a_rollout("<plan>a</plan>"), tags=["plan"]) == 1.0
 
 
 @pytest.mark.parametrize("name", ["gsm8k_reward_func", "math_reward_func", "soft_math", "reasoning_reward_func"])
@@ -177,13 +177,13 @@ def test_right_answers_of_rows_earn_everything_and_wrong_ones_nothing(name, case
     for sample in rows_of(case, tmp_path):
         final = final_answer(sample.answer)
         outcomes = anyio.run(
-            grade, [_said(sample, form.format(final)), _said(sample, form.format(f"1{final}"))], reward(name)
+            grade, [_rollout(sample, form.format(final)), _rollout(sample, form.format(f"1{final}"))], reward(name)
         )
         assert [each.reward for each in outcomes] == [1.0, 0.0], sample.id
 
 
-def _said(sample, text):
-    return replace(said(text), sample=sample)
+def _rollout(sample, text):
+    return replace(a_rollout(text), sample=sample)
 
 
 def test_the_table_has_them_all_and_the_page_shows_it():
@@ -211,7 +211,7 @@ def test_the_page_shows_what_the_trials_on_real_rows_gave(name, case, tmp_path):
 
 def test_a_reward_with_parameters_is_named_without_regard_to_case():
     strict = reward("GSM8K-reward-func", strict=True)
-    (graded,) = anyio.run(grade, [said("18", WORKED)], clamp(strict, -1.0, 0.5))
+    (graded,) = anyio.run(grade, [a_rollout("18", WORKED)], clamp(strict, -1.0, 0.5))
     assert graded.reward == 0.0
     with pytest.raises(ValueError, match="rm_reward_func needs model"):
         reward("rm_reward_func")
@@ -231,7 +231,11 @@ def test_a_config_clamps_and_takes_off_for_length(tmp_path):
         "params": {"gsm8k_reward_func": {"strict": True}},
         "length_penalty": {"limit": 10, "margin": 4, "weight": 0.5},
     }
-    rollouts = [said("#### 4", "4", tokens=range(6)), said("#### 4", "4", tokens=range(8)), said("4", "4")]
+    rollouts = [
+        a_rollout("#### 4", "4", tokens=range(6)),
+        a_rollout("#### 4", "4", tokens=range(8)),
+        a_rollout("4", "4"),
+    ]
     graded = anyio.run(grade, rollouts, shaped(tmp_path, **both))
     assert [each.reward for each in graded] == [2.0, 1.75, 0.0]
     assert graded[1].score.parts == {"gsm8k_reward_func": 1.0, "format_reward_func": 0.0, "overlong_penalty": -0.5}
@@ -266,7 +270,7 @@ def test_a_reward_model_is_named_by_the_run_that_trained_it(tmp_path):
     )  # fmt: skip
     assert trained.exit_code == 0, trained.output
     named = named_reward("rm_reward_func", {"model": str(tmp_path / "rm")})
-    good, bad = anyio.run(grade, [said("aaa", prompt="say 0"), said("000", prompt="say 0", index=1)], named)
+    good, bad = anyio.run(grade, [a_rollout("aaa", prompt="say 0"), a_rollout("000", prompt="say 0", index=1)], named)
     assert good.reward > bad.reward
     folder = str(best_checkpoint(tmp_path / "rm/checkpoints"))
     row = Renderer(load_tokenizer(folder)).conversation(good.messages, id="x")[0].tokens.tolist()

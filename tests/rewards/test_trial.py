@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from oxrl.cli import app
 from oxrl.rewards import reward, trial, weighted
 from oxrl.rewards.named import gsm8k_reward_func
-from oxrl.rewards.trial import Case, final_answer, right_forms, said, try_reward, wrong_answers
+from oxrl.rewards.trial import Case, final_answer, right_forms, synthetic_rollout, try_reward, wrong_answers
 from oxrl.types import Message, Sample
 from tests.rows import write_jsonl
 from tests.waiting import HANG
@@ -215,7 +215,7 @@ def test_numbers_are_also_written_with_separators_and_as_amounts():
     (case,) = [Case(Sample("s", answer="1234"), "1234", ("1235",))]
     forms = {name: texts[0][1] for name, texts in right_forms([case]).items()}
     assert "1,234" in forms["with separators"] and "$1,234.00" in forms["as an amount"]
-    assert len(said(case.sample, "four").generation.token_ids) == 1
+    assert len(synthetic_rollout(case.sample, "four").generation.token_ids) == 1
 
 
 @pytest.mark.parametrize("samples", [[], [Sample("s", (Message("user", "2+2?"),))]])
