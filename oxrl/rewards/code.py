@@ -101,8 +101,7 @@ def _first_called(test: str) -> str:
 
 def _code_prefix(sample: Sample, entry_point: str) -> str:
     """The part of the prompt that is Python and ends with the head of the function, as in HumanEval."""
-    content = sample.messages[-1].content if sample.messages else ""
-    prompt = content if isinstance(content, str) else "".join(str(part.get("text", "")) for part in content)
+    prompt = Rollout(sample).prompt
     blocks = [str(code) for _, code in _FENCED.findall(prompt)]
     first = _CODE_START.search(prompt)
     for code in [*blocks, prompt, prompt[first.start() :] if first else ""]:

@@ -1,4 +1,4 @@
-"""The table and its door, rewards made of rewards, the plain doors, a judge, and reasoning-gym."""
+"""The table of rewards, composed rewards, the primitives, a judge, and reasoning-gym."""
 
 import subprocess
 import sys
@@ -50,11 +50,11 @@ def scores(rollouts, one):
 
 
 @pytest.mark.parametrize("name", ["number_match", "Number-Match", "numbermatch"])
-def test_a_reward_is_found_by_its_name_however_it_is_written(name):
+def test_a_reward_is_found_by_its_name_in_any_spelling(name):
     assert scores([a_rollout("7", "7")], reward(name)) == [Score(1.0)]
 
 
-def test_parameters_reach_the_reward():
+def test_parameters_are_passed_to_the_reward():
     assert scores([a_rollout("7.1", "7")], reward("number_match", tolerance=0.1)) == [Score(1.0)]
     assert scores([a_rollout("<plan>a</plan>")], reward("tag_format", tags=["plan"])) == [Score(1.0)]
 
@@ -72,26 +72,26 @@ def test_parameters_reach_the_reward():
         ("multiple_choice", {"letters": 3}, "like its default 'ABCDE'"),
         ("regex_match", {}, "regex_match needs pattern"),
         ("nowhere.py:mine", {}, "no file nowhere.py"),
-        ("json:decoder", {}, "no reward function"),
+        ("json:decoder", {}, "not a reward function"),
         ("json:no_such_function", {}, "cannot be imported"),
     ],
 )
-def test_a_mistake_is_answered_with_what_is_allowed(name, parameters, message):
+def test_errors_name_what_is_allowed(name, parameters, message):
     with pytest.raises(ValueError) as caught:
         reward(name, **parameters)
     assert message in str(caught.value)
 
 
-def test_rewards_of_ones_own_work_where_a_name_works(tmp_path):
+def test_custom_rewards_are_named_by_their_file(tmp_path):
     file = tmp_path / "my_rewards.py"
     file.write_text(
         "import torch\n\n"
         "def shouts(rollout, *, loud: float = 1.0):\n    return loud * rollout.response.isupper()\n\n"
-        "def older(prompt_ids, response_ids, finish_reason):\n"
+        "def last_token(prompt_ids, response_ids, finish_reason):\n"
         "    r = torch.zeros(len(response_ids), dtype=torch.float32)\n    r[-1] = 1.0\n    return r, False\n"
     )
     assert scores([a_rollout("HEY"), a_rollout("hey")], reward(f"{file}:shouts", loud=2.0)) == [Score(2.0), Score(0.0)]
-    assert scores([a_rollout("HEY")], reward(f"{file}:older")) == [Score(1.0)]
+    assert scores([a_rollout("HEY")], reward(f"{file}:last_token")) == [Score(1.0)]
     with pytest.raises(ValueError, match="did you mean loud"):
         reward(f"{file}:shouts", lout=2.0)
 
@@ -130,7 +130,7 @@ def test_a_weighted_sum_takes_functions_and_weighted_sums_and_async_ones():
     assert score == Score(-1.0, {"later": 0.5, "parted": 2.0, "parted.a": 1.5, "parted.b": 0.5})
 
 
-def test_what_one_part_cannot_grade_is_not_graded_and_the_rest_is():
+def test_a_rollout_that_one_part_cannot_grade_is_ungraded():
     def fussy(rollout):
         return 1 / len(rollout.response)
 
@@ -140,7 +140,7 @@ def test_what_one_part_cannot_grade_is_not_graded_and_the_rest_is():
     assert bad.error.startswith("reward fussy failed: ZeroDivisionError: division by zero (")
 
 
-def test_credit_by_token_survives_a_weighted_sum():
+def test_a_weighted_sum_keeps_credit_per_token():
     def by_token(rollout):
         return Score(3.0, per_token=(1.0, 0.0, 2.0))
 
@@ -161,7 +161,7 @@ def test_a_weighted_sum_checks_samples_for_all_its_parts():
 
 
 @pytest.mark.parametrize("wrong", [{}, {"tag_format": float("nan")}, {"tag_format": 1.0, REWARDS["tag_format"]: 1.0}])
-def test_weights_that_make_no_sense_are_refused(wrong):
+def test_invalid_weights_are_refused(wrong):
     with pytest.raises(ValueError, match="weight"):
         weighted(wrong)
 
@@ -182,14 +182,14 @@ def test_scaled_and_clamped():
         clamp(lengths, 3, 1)
 
 
-def test_a_clamp_does_not_falsify_credit_by_token():
+def test_credit_per_token_cannot_be_clamped():
     by_token = clamp(lambda rollout: Score(3.0, per_token=(1.0, 1.0, 1.0)), 0, 2)
     (rollout,) = graded([a_rollout("x")], by_token)
     assert rollout.score is None
-    assert "by turn or token" in rollout.error
+    assert "per turn or token" in rollout.error
 
 
-def test_normalised_within_the_group_over_what_could_be_graded():
+def test_rewards_are_normalized_within_the_group_over_graded_rollouts():
     def fussy(rollout):
         return 6 / len(rollout.response)
 
@@ -204,19 +204,18 @@ def test_normalised_within_the_group_over_what_could_be_graded():
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=20))
-def test_normalisers_keep_the_order(values):
+def test_normalizers_keep_the_order(values):
     for normalizer in (zscore, minmax):
-        made = normalizer(values)
-        ordered = sorted(zip(values, made, strict=True))
+        ordered = sorted(zip(values, normalizer(values), strict=True))
         assert all(a[1] <= b[1] for a, b in pairwise(ordered))
 
 
-def test_equal_rewards_are_all_average():
+def test_equal_rewards_are_normalized_to_zero():
     assert zscore([0.1, 0.1, 0.1]) == [0.0, 0.0, 0.0]
     assert minmax([5.0]) == [0.0]
 
 
-def test_the_plain_doors_agree_with_the_functions_behind_them():
+def test_primitives_agree_with_the_functions_that_they_wrap():
     rollout = a_rollout("abc", "abc")
     assert compute_scalar_reward(rollout, lengths) == 3.0
     assert compute_vector_reward(rollout, [lengths, REWARDS["exact_match"]]) == [3.0, 1.0]
@@ -233,7 +232,7 @@ def test_the_plain_doors_agree_with_the_functions_behind_them():
     assert apply_reward_shaping([1.0, None], shaping_fn=lambda r: r - 5) == [-4.0, None]
 
 
-def test_shaping_sees_the_rollout_and_keeps_what_it_was():
+def test_shaping_takes_the_rollout_and_keeps_the_original_score():
     done, failed = graded([a_rollout("abc"), a_rollout("")], lambda rollout: 1 / len(rollout.response))
     shaped = apply_reward_shaping([done, failed], shaping_fn=lambda r: r.reward - 0.1 * len(r.response))
     assert shaped[0].reward == pytest.approx(1 / 3 - 0.3)
@@ -249,7 +248,7 @@ def test_every_reward_needs_its_weight(rewards, weights):
         weighted_sum(rewards, weights)
 
 
-def test_a_single_reward_raises_and_an_async_one_is_sent_to_the_other_door():
+def test_the_scalar_primitive_raises_errors_and_refuses_async_rewards():
     async def later(rollout):
         return 1.0
 
@@ -262,7 +261,7 @@ def test_a_single_reward_raises_and_an_async_one_is_sent_to_the_other_door():
 
 
 @pytest.mark.parametrize(
-    ("reply", "worth"),
+    ("reply", "expected"),
     [
         ("Score: 7", 0.7),
         ("It deserves 3 points for style.\n**Score: 8.5**", 0.85),
@@ -273,16 +272,16 @@ def test_a_single_reward_raises_and_an_async_one_is_sent_to_the_other_door():
         ("0", 0.0),
     ],
 )
-def test_a_judges_score_is_read(reply, worth):
+def test_a_judges_score_is_parsed(reply, expected):
     async def ask(messages):
         return reply
 
     (rollout,) = graded([a_rollout("x")], judge_reward(ask))
-    assert rollout.reward == pytest.approx(worth)
+    assert rollout.reward == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("reply", ["", "I like it.", "between 3 and 5", "Score: 11", "Score: -1"])
-def test_a_reply_without_a_score_is_no_grade(reply):
+def test_a_reply_without_a_score_is_ungraded(reply):
     async def ask(messages):
         return reply
 
@@ -291,31 +290,31 @@ def test_a_reply_without_a_score_is_no_grade(reply):
     assert "the judge" in rollout.error
 
 
-def test_the_judge_reads_rubric_question_answer_and_reference():
-    asked: list[list[Message]] = []
+def test_the_judges_prompt_has_rubric_question_answer_and_reference():
+    requests: list[list[Message]] = []
 
     async def ask(messages):
-        asked.append(list(messages))
+        requests.append(list(messages))
         return "Score: 3"
 
     (rollout,) = graded(
         [a_rollout("Rome", "Paris", prompt="Capital of France?")], judge_reward(ask, rubric="Be stern.", scale=(1, 5))
     )
     assert rollout.reward == 0.5
-    system, user = asked[0]
+    system, user = requests[0]
     assert "Be stern." in system.content and "from 1 (worst) to 5 (best)" in system.content
     assert user.content.count("Rome") == 1
     assert user.content.index("Capital of France?") < user.content.index("Rome") < user.content.index("Paris")
 
 
-def test_judging_a_group_waits_for_all_at_once():
-    asked, all_asked = [], anyio.Event()
+def test_a_group_is_judged_concurrently():
+    requests, all_sent = [], anyio.Event()
 
     async def ask(messages):
-        asked.append(messages)
-        if len(asked) == 20:
-            all_asked.set()
-        await all_asked.wait()
+        requests.append(messages)
+        if len(requests) == 20:
+            all_sent.set()
+        await all_sent.wait()
         return "Score: 5"
 
     rollouts = graded([a_rollout("x")] * 20, judge_reward(ask), time_limit=HANG)
@@ -335,12 +334,12 @@ def test_reasoning_gym_tasks_are_samples_with_their_scorer():
     wrong = [replace(a_rollout("no idea"), sample=sample) for sample in samples]
     assert [rollout.reward for rollout in graded(right, own)] == [1.0] * 5
     assert all(rollout.reward < 0.5 for rollout in graded(wrong, own))
-    with pytest.raises(ValueError, match="makes no samples of 'no_such_task'"):
+    with pytest.raises(ValueError, match="cannot generate samples of 'no_such_task'"):
         reasoning_gym_samples("no_such_task")
 
 
-def test_samples_of_another_kind_are_not_for_reasoning_gym():
-    with pytest.raises(ValueError, match="was not made by reasoning_gym_samples"):
+def test_other_samples_are_refused_by_reasoning_gym():
+    with pytest.raises(ValueError, match="does not come from reasoning_gym_samples"):
         check_samples(reward("reasoning_gym_score"), [a_sample("7")])
 
 
@@ -350,6 +349,6 @@ def test_a_group_reward_can_be_composed():
         order = sorted(range(len(rollouts)), key=lambda i: len(rollouts[i].response))
         return [float(order.index(i)) for i in range(len(rollouts))]
 
-    made = scores([a_rollout("aaa"), a_rollout("a")], weighted({rank: 1.0, lengths: 0.1}))
-    assert [score.value for score in made] == pytest.approx([1.3, 0.1])
+    composed = scores([a_rollout("aaa"), a_rollout("a")], weighted({rank: 1.0, lengths: 0.1}))
+    assert [score.value for score in composed] == pytest.approx([1.3, 0.1])
     assert as_reward(rank).name == "rank"

@@ -1,4 +1,4 @@
-"""The rewards that recipes name: on answers as models write them, and on rows of datasets (`tests/data/at_hand.py`)."""
+"""Rewards that recipes name: on typical model outputs, and on rows of datasets (`tests/data/at_hand.py`)."""
 
 import json
 from dataclasses import replace
@@ -99,7 +99,7 @@ def test_gsm8k(text, lenient, strict):
         ("", 0.0, 0.0, 0.0),
     ],
 )
-def test_mathematics_in_a_box_beside_one_and_in_neither(text, strict, lenient, soft):
+def test_mathematics_with_and_without_a_box(text, strict, lenient, soft):
     rollout = a_rollout(text, r"Thus $\boxed{\frac12}$.")
     assert math_reward_func(rollout) == strict
     assert math_reward_func(rollout, strict=False) == lenient
@@ -128,7 +128,7 @@ def test_choices(text, lenient, strict):
     assert mcqa_reward_func(a_rollout(text, "B. Rome"), strict=True) == strict
 
 
-def test_a_denied_number_or_letter_was_not_said():
+def test_negated_numbers_and_letters_do_not_count():
     assert claimed_number("it is 43, not 42") == 43
     assert claimed_number("it's neither 41 nor 42; it can't be $43") is None
     assert claimed_number("x ≠ 3, y = 4, z != 5") == 4
@@ -136,7 +136,7 @@ def test_a_denied_number_or_letter_was_not_said():
     assert chosen_letter("not (A), and C it is") == "C"
 
 
-def test_reasoning_wants_the_right_answer_inside_the_tags():
+def test_reasoning_needs_the_right_answer_inside_the_tags():
     right = "<think>3 * 6</think><answer>18</answer>"
     cases = {right: 1.0, "<think>18</think><answer>17</answer>": 0.0, "18": 0.0, "<answer>18</answer>": 0.0}
     assert {text: reasoning_reward_func(a_rollout(text, "18")).value for text in cases} == cases
@@ -144,8 +144,8 @@ def test_reasoning_wants_the_right_answer_inside_the_tags():
     assert (wrong.value, wrong.parts) == (0.25, {"form": 1.0, "correct": 0.0})
     assert reasoning_reward_func(a_rollout(right, "18"), form_weight=0.25).value == 1.0
     assert reasoning_reward_func(a_rollout("18", "18"), form_weight=0.25).value == 0.0
-    begun = a_rollout("3 * 6</think><answer>18</answer>", "18")
-    assert (reasoning_reward_func(begun).value, reasoning_reward_func(begun, begun=True).value) == (0.0, 1.0)
+    continued = a_rollout("3 * 6</think><answer>18</answer>", "18")
+    assert (reasoning_reward_func(continued).value, reasoning_reward_func(continued, begun=True).value) == (0.0, 1.0)
 
 
 def test_reasoning_compares_answers_of_each_kind():
@@ -164,7 +164,7 @@ def test_reasoning_compares_answers_of_each_kind():
         reasoning_reward_func(a_rollout("", "1"), form_weight=2)
 
 
-def test_the_form_is_paid_whatever_it_says():
+def test_the_format_reward_accepts_any_content():
     assert format_reward_func(a_rollout("<think>a</think><answer>b</answer>")) == 1.0
     assert format_reward_func(a_rollout("<think></think><answer></answer>")) == 0.0
     assert format_reward_func(a_rollout("<plan>a</plan>"), tags=["plan"]) == 1.0
@@ -172,7 +172,7 @@ def test_the_form_is_paid_whatever_it_says():
 
 @pytest.mark.parametrize("name", ["gsm8k_reward_func", "math_reward_func", "soft_math", "reasoning_reward_func"])
 @pytest.mark.parametrize("case", [None, *NAMED], ids=lambda case: case_name(case) if case else "mixed")
-def test_right_answers_of_rows_earn_everything_and_wrong_ones_nothing(name, case, tmp_path):
+def test_right_answers_of_rows_earn_the_full_reward_and_wrong_ones_nothing(name, case, tmp_path):
     form = "<think>so</think><answer>\\boxed{{{}}}</answer>"
     for sample in rows_of(case, tmp_path):
         final = final_answer(sample.answer)
@@ -186,7 +186,7 @@ def _rollout(sample, text):
     return replace(a_rollout(text), sample=sample)
 
 
-def test_the_table_has_them_all_and_the_page_shows_it():
+def test_the_table_is_complete_and_shown_in_the_docs():
     names = "gsm8k_reward_func math_reward_func soft_math format_reward_func mcqa_reward_func reasoning_reward_func"
     assert {*names.split()} <= REWARDS.keys()
     assert BUILDERS.keys() == {"rm_reward_func", "llm_judge"}
@@ -203,7 +203,7 @@ TRIALS = [
 
 
 @pytest.mark.parametrize(("name", "case"), TRIALS)
-def test_the_page_shows_what_the_trials_on_real_rows_gave(name, case, tmp_path):
+def test_the_docs_show_the_results_on_real_rows(name, case, tmp_path):
     other = reward(name, strict=False) if name == "math_reward_func" else None
     report = try_reward(reward(name), rows_of(case, tmp_path), other=other)
     assert report.row() in DOCS.read_text()
@@ -225,7 +225,7 @@ def shaped(tmp_path, **section):
     return chosen_reward(Config.model_validate(raw))
 
 
-def test_a_config_clamps_and_takes_off_for_length(tmp_path):
+def test_a_config_clamps_rewards_and_penalizes_length(tmp_path):
     both = {
         "reward_func": {"gsm8k_reward_func": 2.0, "format_reward_func": 0.5},
         "params": {"gsm8k_reward_func": {"strict": True}},
@@ -244,7 +244,7 @@ def test_a_config_clamps_and_takes_off_for_length(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("section", "words"),
+    ("section", "message"),
     [
         ({"reward_func": {"contains": 1.0}, "params": {"whole_words": False}}, "theirs by name"),
         ({"reward_func": {"contains": 1.0}, "params": {"number_match": {}}}, "theirs by name"),
@@ -254,8 +254,8 @@ def test_a_config_clamps_and_takes_off_for_length(tmp_path):
         ({"length_penalty": {"limit": 3, "margin": 4}}, "margin 4 is more than limit 3"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(tmp_path, section, words):
-    with pytest.raises(ValueError, match=words):
+def test_invalid_sections_are_refused(tmp_path, section, message):
+    with pytest.raises(ValueError, match=message):
         shaped(tmp_path, **{"reward_func": "contains", **section})
 
 
@@ -289,6 +289,6 @@ def test_a_reward_model_is_named_by_the_run_that_trained_it(tmp_path):
     assert len(rewards) == 2 and all(-0.01 <= reward <= 0.01 for reward in rewards)
 
 
-def test_a_reward_model_that_is_not_there_is_said_before_anything_is_loaded(tmp_path):
+def test_a_missing_reward_model_is_reported_before_anything_is_loaded(tmp_path):
     with pytest.raises(ValueError, match="no-such-model"):
         reward("rm_reward_func", model=str(tmp_path / "no-such-model"))
