@@ -1,7 +1,7 @@
-"""Every reward of the table tried on rows that fit it, as the Markdown tables in `docs/rewards.md`.
+"""Tests every reward of the table on rows that fit it, and prints the Markdown tables in `docs/rewards.md`.
 
 `--data` is a folder of raw copies: `gsm8k/train.jsonl.gz` and `gsm8k/test.jsonl.gz`, `svamp/test.jsonl.gz`,
-`mbpp/mbpp.jsonl.gz`, `humaneval/HumanEval.jsonl.gz`. A judge costs a request per answer and is left out.
+`mbpp/mbpp.jsonl.gz`, `humaneval/HumanEval.jsonl.gz`. `llm_judge` sends a request per response and is left out.
 
     python benchmarks/rewards.py --data FOLDER
 """
@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 from oxrl.config import check_config
 from oxrl.data.prepare import DATASETS, prepare_samples
 from oxrl.rewards import TrialReport, describe_rewards, reasoning_gym_samples, try_reward
-from oxrl.rewards.sandbox import Isolation, Limits, Tests, run_program, run_tests
-from oxrl.rewards.sandbox.isolation import Kind, try_isolation
+from oxrl.rewards.sandbox import Isolation, Limits, Tests, run_tests
+from oxrl.rewards.sandbox.isolation import Kind, probe_isolation
 from oxrl.rewards.trial import COLUMNS, PaysFor
 from oxrl.run.reward import named_reward
 from oxrl.run.train import train_run
@@ -61,7 +61,7 @@ GYM: Sequence[tuple[str, Mapping[str, Any]]] = [
     ("reasoning_gym_score", {}),
     ("reasoning_gym_score", {"partial": False}),
 ]
-OPINIONS = ("rm_reward_func", "overlong_penalty")  # a penalty has no full reward: it must only prefer no cheat
+OPINIONS = ("rm_reward_func", "overlong_penalty")  # a penalty has no full reward: it must only not prefer a cheat
 
 
 class Rows(NamedTuple):
@@ -70,13 +70,13 @@ class Rows(NamedTuple):
     rewards: Sequence[tuple[str, Mapping[str, Any]]]
 
 
-def tried(name: str, parameters: Mapping[str, Any], samples: Sequence[Sample]) -> TrialReport:
-    """As `oxrl rewards test` does it."""
+def run_trial(name: str, parameters: Mapping[str, Any], samples: Sequence[Sample]) -> TrialReport:
+    """The same as `oxrl rewards test`."""
     card = describe_rewards()[name]
-    told: PaysFor = "opinion" if name in OPINIONS else "answer" if card.reads else "form"
+    pays_for: PaysFor = "opinion" if name in OPINIONS else "answer" if card.reads else "form"
     strict = parameters.get("strict", card.parameters.get("strict"))
     other = named_reward(name, {**parameters, "strict": not strict}) if isinstance(strict, bool) else None
-    return try_reward(named_reward(name, dict(parameters)), samples, pays_for=told, other=other)
+    return try_reward(named_reward(name, dict(parameters)), samples, pays_for=pays_for, other=other)
 
 
 def table(rows: Rows) -> Iterable[str]:
@@ -84,7 +84,7 @@ def table(rows: Rows) -> Iterable[str]:
     yield f"| {' | '.join((*COLUMNS, 'median ms'))} |"
     yield "|---" * (len(COLUMNS) + 1) + "|"
     for name, parameters in rows.rewards:
-        report = tried(name, parameters, rows.samples)
+        report = run_trial(name, parameters, rows.samples)
         shown = ", ".join(f"{key}={value}" for key, value in parameters.items() if key != "model")
         named = f"`{name}`{f' ({shown})' if shown else ''}"
         yield f"{report.row().replace(f'`{report.reward}`', named, 1)} {1000 * report.median_seconds:.3g} |"
@@ -96,8 +96,8 @@ def test_rows(name: str, files: Sequence[str], limit: int) -> list[Sample]:
 
 def choices() -> list[Sample]:
     answers = ["A", "(B)", "C. three", "D"]
-    asked = "Which is number {}?\nA. one\nB. two\nC. three\nD. four"
-    return [Sample(f"choice:{i}", (Message("user", asked.format(i)),), answer=each) for i, each in enumerate(answers)]
+    prompt = "Which is number {}?\nA. one\nB. two\nC. three\nD. four"
+    return [Sample(f"choice:{i}", (Message("user", prompt.format(i)),), answer=each) for i, each in enumerate(answers)]
 
 
 def towns() -> list[Sample]:
@@ -105,7 +105,7 @@ def towns() -> list[Sample]:
 
 
 def reward_model(samples: Sequence[Sample], folder: Path) -> str:
-    """The built-in `tiny`, taught for a few seconds to prefer a worked solution to that of another question."""
+    """The built-in `tiny`, trained for a few seconds to prefer a worked solution to that of another question."""
     solutions = [sample.metadata["solution"] for sample in samples]
     pairs = [
         {"prompt": sample.messages[0].content, "chosen": right, "rejected": other}
@@ -120,22 +120,21 @@ def reward_model(samples: Sequence[Sample], folder: Path) -> str:
 
 
 def seconds_per_program() -> Iterable[str]:
-    """Each kind of isolation that works here: a program that prints, and one graded by three tests."""
-    yield "\n| isolation | a program (ms) | a program and its tests (ms) |"
-    yield "|---|---|---|"
+    """A program graded by three tests, for each kind of isolation that works on this machine."""
+    yield "\n| isolation | a program and its tests (ms) |"
+    yield "|---|---|"
     tests = Tests(("assert f(1) == 2", "assert f(2) == 3", "assert f(3) == 4"), remote={"f": "f"})
     kinds: tuple[Kind, ...] = ("bubblewrap", "namespaces", "landlock")
     for kind in kinds:
         isolation = Isolation(kind, {}, shutil.which("bwrap") if kind == "bubblewrap" else None)
-        if (kind == "bubblewrap" and isolation.bwrap is None) or try_isolation(isolation):
+        if (kind == "bubblewrap" and isolation.bwrap is None) or probe_isolation(isolation):
             continue
-        alone = [run_program("print(1)", isolation=isolation).seconds for _ in range(30)]
         graded = []
         for _ in range(30):
             start = time.perf_counter()
             run_tests(["def f(x): return x + 1"], tests, isolation, Limits())
             graded.append(time.perf_counter() - start)
-        yield f"| {kind} | {1000 * statistics.median(alone):.0f} | {1000 * statistics.median(graded):.0f} |"
+        yield f"| {kind} | {1000 * statistics.median(graded):.0f} |"
 
 
 def main() -> None:
@@ -144,12 +143,12 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=200)
     parser.add_argument("--programs", type=int, default=40, help="rows of MBPP and of HumanEval")
     arguments = parser.parse_args()
-    data, few = arguments.data, arguments.programs
+    data, programs = arguments.data, arguments.programs
     files = [f"{split}={data}/gsm8k/{split}.jsonl.gz" for split in ("train", "test")]
     gsm8k = test_rows("gsm8k", files, arguments.rows)
     svamp = test_rows("svamp", [f"{data}/svamp/test.jsonl.gz"], arguments.rows)
-    mbpp = test_rows("mbpp", [f"{data}/mbpp/mbpp.jsonl.gz"], few)
-    humaneval = test_rows("humaneval", [f"{data}/humaneval/HumanEval.jsonl.gz"], few)
+    mbpp = test_rows("mbpp", [f"{data}/mbpp/mbpp.jsonl.gz"], programs)
+    humaneval = test_rows("humaneval", [f"{data}/humaneval/HumanEval.jsonl.gz"], programs)
     with tempfile.TemporaryDirectory() as folder:
         opinion = [("rm_reward_func", {"model": reward_model(gsm8k[-32:], Path(folder)), "device": "cpu"})]
         for rows in (
@@ -160,7 +159,7 @@ def main() -> None:
             Rows("Multiple choice, rows of our own", choices(), CHOICES),
             Rows("Names of towns, rows of our own", towns(), TEXTS),
             Rows("reasoning-gym's `leg_counting`", reasoning_gym_samples("leg_counting", size=50, seed=0), GYM),
-            Rows("A reward model of half a million parameters, on GSM8K", gsm8k[:few], opinion),
+            Rows("A reward model of half a million parameters, on GSM8K", gsm8k[:programs], opinion),
         ):
             print("\n".join(table(rows)), flush=True)
     print("\n".join(seconds_per_program()))

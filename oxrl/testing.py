@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from oxrl.concurrency import run_blocking
 from oxrl.rewards.grade import AnyReward, grade
-from oxrl.rewards.trial import said
+from oxrl.rewards.trial import synthetic_rollout
 from oxrl.types import Generation, GenerationConfig, Message, Request, Rollout, Sample, Score, Weights
 
 
@@ -82,7 +82,7 @@ def fake_rollout(
 ) -> Rollout:
     """A rollout with this answer; `metadata` is its sample's. Its tokens are made up."""
     asked = Sample("fake", messages=(Message("user", prompt),), answer=answer, metadata=metadata or {})
-    rollout = said(asked, response)
+    rollout = synthetic_rollout(asked, response)
     if cut_off:
         turn = rollout.turns[0]
         rollout = replace(rollout, turns=(turn._replace(generation=turn.generation._replace(finish_reason="length")),))

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = [  # each imports from those above it; what shares a line may import each other, but for the strangers
-    {"types", "names", "concurrency"},
+    {"types", "names", "concurrency", "seeds"},
     {"tensors"},
     {"machine"},
     {"weights"},

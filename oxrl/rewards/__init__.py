@@ -1,4 +1,4 @@
-"""Rewards: a rollout to a float or a `Score`. The table of those that come along, how they compose, how they run."""
+"""Rewards: functions from a rollout to a float or a `Score`, their table, composition and grading."""
 
 from oxrl.rewards.compose import NORMALIZERS, clamp, normalize, scale, weighted
 from oxrl.rewards.grade import Reward, as_reward, check_samples, grade, group_reward, reads

@@ -1,11 +1,11 @@
-"""The letter that an answer settles on; whoever names several settles on none."""
+"""The letter that a response chooses; naming several letters chooses none."""
 
 from __future__ import annotations
 
 import re
 from functools import lru_cache
 
-from oxrl.rewards.answers import answer_text, is_denied, reference
+from oxrl.rewards.answers import answer_text, is_negated, reference
 from oxrl.rewards.grade import reads
 from oxrl.types import Rollout
 
@@ -14,39 +14,39 @@ _BOXED = re.compile(r"\\boxed\s*\{\s*(?:\\text\s*\{)?\s*\(?([A-Za-z])\)?\s*\}")
 
 @reads("answer")
 def multiple_choice(rollout: Rollout, *, letters: str = "ABCDE") -> float:
-    """1 if the answer settles on the letter in the sample's `answer` ("B", "(B)", "B. Paris"), and on no other."""
+    """1 if the response chooses the letter in the sample's `answer` ("B", "(B)", "B. Paris") and no other."""
     chosen = chosen_letter(answer_text(rollout), letters)
     expected = _letter_of(reference(rollout.sample, "multiple_choice"), letters)
     if expected is None:
         raise ValueError(
-            f"sample {rollout.sample.id}: its `answer` ({rollout.sample.answer!r}) does not begin with one of {letters}"
+            f"sample {rollout.sample.id}: its `answer` ({rollout.sample.answer!r}) does not start with one of {letters}"
         )
     return float(chosen == expected)
 
 
 def chosen_letter(text: str, letters: str = "ABCDE") -> str | None:
-    """The one letter that `text` says is the answer; if it says no such thing, the only one that it names
-    and does not deny."""
+    """The one letter that `text` states as the answer; without such a statement, the only letter that it mentions
+    and does not negate."""
     letters = letters.upper()
     if not letters.isalpha():
         raise ValueError(f"letters must be letters such as ABCDE, not {letters!r}")
     alone = text.strip(" \t\n.,:;!*_`'\"$()[]{}")
     if len(alone) == 1:
         return alone.upper() if alone.upper() in letters else None
-    claimed, named = _patterns(letters)
+    statement, mention = _patterns(letters)
     choices = {letter.upper() for letter in _BOXED.findall(text) if letter.upper() in letters}
-    choices = choices or {letter for run in claimed.findall(text) for letter in named.findall(run)}
-    for mention in named.finditer(text) if not choices else ():
-        if mention[0] not in choices and not is_denied(text, mention.start()):
-            choices.add(mention[0])
+    choices = choices or {letter for run in statement.findall(text) for letter in mention.findall(run)}
+    for match in mention.finditer(text) if not choices else ():
+        if match[0] not in choices and not is_negated(text, match.start()):
+            choices.add(match[0])
     return choices.pop() if len(choices) == 1 else None
 
 
 @lru_cache(maxsize=16)
 def _patterns(letters: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """A claim with all that it names ("answer is A or B"), and a letter that stands for a choice.
+    """Patterns of a statement with all its letters ("answer is A or B"), and of a letter that stands for a choice.
 
-    A capital A before a word in small letters is the article, unless that word goes on with the sentence.
+    A capital A before a lower-case word is the article, unless that word continues the sentence.
     """
     article = r"A(?=\s+(?!(?:or|and|because|since|as|is|which|for)\b)[a-z])"
     letter = rf"(?<![^\W_])(?!{article})[{letters}](?![^\W_]|['’-]\w)"

@@ -1,4 +1,4 @@
-"""Rewards of rewards: weighted sums that keep their parts, clamped, scaled, or normalised within a group."""
+"""Rewards composed of rewards: weighted sums that keep their parts; clamped, scaled, or normalized within a group."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ Normalizer: TypeAlias = Callable[[Sequence[float]], Sequence[float]]
 
 
 def weighted(rewards: Mapping[str, float] | Mapping[AnyReward, float]) -> Reward:
-    """`weighted({"number_match": 1.0, "tag_format": 0.2})`: the sum; `Score.parts` holds each before its weight.
+    """`weighted({"number_match": 1.0, "tag_format": 0.2})`: the weighted sum; `Score.parts` has the unweighted rewards.
 
-    Keys are names of the table, functions or rewards. What one of them cannot grade is not graded.
+    Keys are names of the table, functions or rewards. A rollout that one of them cannot grade is ungraded.
     """
     from oxrl.rewards.table import reward as named
 
     members = [(named(each) if isinstance(each, str) else as_reward(each), float(w)) for each, w in rewards.items()]
     names = [member.name for member, _ in members]
     if not members or len(set(names)) < len(names):
-        raise ValueError(f"weighted needs at least one reward, and each name once, not {names}")
+        raise ValueError(f"weighted needs at least one reward and unique names, not {names}")
     if not all(math.isfinite(weight) for _, weight in members):
-        raise ValueError(f"weights must be numbers, not {list(rewards.values())}")
+        raise ValueError(f"weights must be finite numbers, not {list(rewards.values())}")
 
     async def outcomes(rollouts: Sequence[Rollout], time_limit: float) -> list[Score | Ungraded]:
-        said: dict[str, list[Score | Ungraded]] = {}
+        results: dict[str, list[Score | Ungraded]] = {}
 
-        async def ask(member: Reward) -> None:
-            said[member.name] = await member.outcomes(rollouts, time_limit)
+        async def grade_with(member: Reward) -> None:
+            results[member.name] = await member.outcomes(rollouts, time_limit)
 
         async with anyio.create_task_group() as tasks:
             for member, _ in members:
-                tasks.start_soon(ask, member)
+                tasks.start_soon(grade_with, member)
         weights = [weight for _, weight in members]
-        each = zip(*(said[name] for name in names), strict=True)
+        each = zip(*(results[name] for name in names), strict=True)
         return [_sum(names, weights, scores, rollout) for scores, rollout in zip(each, rollouts, strict=True)]
 
     def check(sample: Sample) -> None:
@@ -72,7 +72,7 @@ def _parts(name: str, score: Score) -> list[tuple[str, float]]:
 def _shared(
     weights: Sequence[float], scores: Sequence[tuple[tuple[float, ...] | None, float]], count: int
 ) -> tuple[float, ...] | None:
-    """Credit by turn or token where some give it; the others' falls to the last."""
+    """Credit per turn or token if some rewards give it; that of the others goes to the last position."""
     if not count or all(shares is None for shares, _ in scores):
         return None
     spread = [shares if shares is not None else (*[0.0] * (count - 1), value) for shares, value in scores]
@@ -80,7 +80,7 @@ def _shared(
 
 
 def scale(reward: AnyReward, factor: float) -> Reward:
-    """The reward times `factor`, its parts as they were."""
+    """The reward times `factor`; its parts are unchanged."""
 
     def scaled(score: Score) -> Score:
         return Score(
@@ -94,7 +94,7 @@ def scale(reward: AnyReward, factor: float) -> Reward:
 
 
 def clamp(reward: AnyReward, low: float = -1.0, high: float = 1.0) -> Reward:
-    """The reward held between two numbers."""
+    """The reward, limited to the range from `low` to `high`."""
     if not low <= high:
         raise ValueError(f"clamp needs low <= high, not {low} and {high}")
     base = as_reward(reward)
@@ -104,14 +104,14 @@ def clamp(reward: AnyReward, low: float = -1.0, high: float = 1.0) -> Reward:
 
 
 def zscore(values: Sequence[float]) -> list[float]:
-    """Mean 0 and standard deviation 1; all 0 where all are equal."""
+    """Mean 0 and standard deviation 1; all 0 if all are equal."""
     mean = math.fsum(values) / len(values)
     std = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
     return [(value - mean) / std if std > 1e-8 * max(1.0, abs(mean)) else 0.0 for value in values]
 
 
 def minmax(values: Sequence[float]) -> list[float]:
-    """From 0 for the worst to 1 for the best; all 0 where all are equal."""
+    """From 0 for the lowest to 1 for the highest; all 0 if all are equal."""
     low, high = min(values), max(values)
     return [(value - low) / (high - low) if high > low else 0.0 for value in values]
 
@@ -120,7 +120,7 @@ NORMALIZERS: Mapping[str, Normalizer] = {"zscore": zscore, "minmax": minmax}
 
 
 def normalize(reward: AnyReward, normalizer: Normalizer = zscore) -> Reward:
-    """The reward relative to the other answers to the same prompt; `parts` keeps what it was before."""
+    """The reward relative to the other responses to the same prompt; `parts` keeps the original value."""
     base = as_reward(reward)
 
     def normalized(scores: Sequence[Score]) -> list[Score | Ungraded]:
@@ -131,13 +131,13 @@ def normalize(reward: AnyReward, normalizer: Normalizer = zscore) -> Reward:
 
 
 def _then(base: Reward, change: Callable[[Sequence[Score]], Sequence[Score | Ungraded]]) -> Reward:
-    """`base`, and then `change` over what could be graded of a group."""
+    """`base`, followed by `change` over the graded rollouts of a group."""
 
     async def outcomes(rollouts: Sequence[Rollout], time_limit: float) -> list[Score | Ungraded]:
-        said = await base.outcomes(rollouts, time_limit)
-        graded = [outcome for outcome in said if isinstance(outcome, Score)]
+        original = await base.outcomes(rollouts, time_limit)
+        graded = [outcome for outcome in original if isinstance(outcome, Score)]
         changed = iter(change(graded) if graded else ())
-        return [next(changed) if isinstance(outcome, Score) else outcome for outcome in said]
+        return [next(changed) if isinstance(outcome, Score) else outcome for outcome in original]
 
     return replace(base, outcomes=outcomes)
 
@@ -146,5 +146,5 @@ def _revalued(name: str, score: Score, value: float) -> Score | Ungraded:
     if value == score.value:
         return score
     if score.per_turn is not None or score.per_token is not None:
-        return Ungraded(f"reward {name} gives credit by turn or token, which a clamp or normaliser would falsify")
+        return Ungraded(f"reward {name} gives credit per turn or token, which cannot be clamped or normalized")
     return Score(value, score.parts or {name: score.value})

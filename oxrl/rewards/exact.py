@@ -1,4 +1,4 @@
-"""Texts that must be equal to the sample's answer, or have it in them."""
+"""Responses that must equal the sample's answer, or contain it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def exact_match(
     ignore_whitespace: bool = True,
     ignore_punctuation: bool = True,
 ) -> float:
-    """1 if the answer is the sample's, but for case, runs of whitespace and punctuation at its end."""
+    """1 if the response equals the sample's answer, ignoring case, repeated whitespace and final punctuation."""
 
     def plain(text: str) -> str:
         text = " ".join(text.split()) if ignore_whitespace else text
@@ -28,13 +28,13 @@ def exact_match(
 
     expected = plain(reference(rollout.sample, "exact_match"))
     if not expected:
-        raise ValueError(f"sample {rollout.sample.id}: of its `answer` nothing is left but punctuation")
+        raise ValueError(f"sample {rollout.sample.id}: its `answer` has nothing but punctuation")
     return float(plain(answer_text(rollout)) == expected)
 
 
 @reads("answer")
 def contains(rollout: Rollout, *, ignore_case: bool = True, whole_words: bool = True) -> float:
-    """1 if the sample's answer occurs in what was said; whoever lists all answers gets it too."""
+    """1 if the sample's answer occurs in the response; a response that lists all answers also gets 1."""
     wanted = re.escape(reference(rollout.sample, "contains"))
     pattern = rf"(?<!\w){wanted}(?!\w)" if whole_words else wanted
     return float(re.search(pattern, answer_text(rollout), re.IGNORECASE if ignore_case else 0) is not None)

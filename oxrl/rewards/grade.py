@@ -1,7 +1,7 @@
-"""Rollouts become graded rollouts: a score, or an error that says why there is none; never a 0 for a failure.
+"""Grades rollouts: each gets a score, or an error with the reason; a failure is never a reward of 0.
 
-A reward is a plain function in one of three shapes, sync or async; `as_reward` tells which, `grade` runs it over the
-answers to one prompt, all at once and under a time limit. What an answer is worth is not known here.
+A reward is a function with one of three signatures, sync or async. `as_reward` detects which, `grade` runs it over the
+rollouts of one prompt, concurrently and under a time limit.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from oxrl.types import Generation, GroupRewardFn, RewardFn, Rollout, Sample, Sco
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-OLDER_PARAMETERS = ("prompt_ids", "response_ids", "finish_reason")
+TOKEN_PARAMETERS = ("prompt_ids", "response_ids", "finish_reason")
 _MANY_ROLLOUTS = re.compile(r"(?i)(sequence|list|tuple|iterable|collection)\[.*rollout")
-_LONGEST_REASON = 500
+_MAX_REASON_LENGTH = 500
 
 
 class Ungraded(NamedTuple):
-    """`Ungraded("reward exact_match failed: ValueError: ...")`: why there is no score."""
+    """`Ungraded("reward exact_match failed: ValueError: ...")`: the reason why there is no score."""
 
     reason: str
 
@@ -39,30 +39,30 @@ GradeFn: TypeAlias = Callable[[Sequence[Rollout], float], Awaitable[list[Score |
 """Rollouts and a time limit in seconds to an outcome for each."""
 
 
-def no_demands(sample: Sample) -> None:
-    """For rewards that can grade answers to anything."""
+def accept_any_sample(sample: Sample) -> None:
+    """The `check` of rewards that can grade every sample."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """`as_reward(my_function)`: whatever shape a reward has, as one thing that `grade` can run and others compose."""
+    """`as_reward(my_function)`: a reward function of any signature, in the form that `grade` runs."""
 
     name: str
     outcomes: GradeFn
-    check: Callable[[Sample], None] = no_demands  # raises a ValueError for a sample that it could never grade
+    check: Callable[[Sample], None] = accept_any_sample  # raises a ValueError for a sample that it can never grade
 
 
 AnyReward: TypeAlias = Reward | RewardFn | GroupRewardFn | Callable[..., Any]
 
 
 def group_reward(function: F) -> F:
-    """Marks a function that is given all answers to one prompt and returns a float or `Score` for each."""
+    """Mark a function that takes all rollouts of one prompt and returns a float or `Score` for each."""
     function.of_group = True  # type: ignore[attr-defined]
     return function
 
 
 def reads(*fields: str) -> Callable[[F], F]:
-    """Says what a reward reads of a sample, and that it is pure and quick: it is tried on each before a run."""
+    """Declare the sample fields that a reward reads. It must be pure and fast: each sample is checked before a run."""
 
     def mark(function: F) -> F:
         function.reads = fields  # type: ignore[attr-defined]
@@ -72,20 +72,20 @@ def reads(*fields: str) -> Callable[[F], F]:
 
 
 async def grade(rollouts: Sequence[Rollout], reward: AnyReward, *, time_limit: float = 30.0) -> list[Rollout]:
-    """The same rollouts with a score, or with an error where the reward failed or took more than `time_limit` seconds.
+    """Return the rollouts with a score, or with an error if the reward failed or took more than `time_limit` seconds.
 
-    Those that have an error or a score already stay as they are. A sync reward that is stuck is left behind in its
-    thread; one that is stuck inside a single call into C, such as a regex that backtracks for ever, stops everybody.
+    Rollouts that already have an error or a score are returned unchanged. A sync reward that hangs is abandoned in its
+    thread; one that hangs inside a single call into C, such as a backtracking regex, blocks the whole process.
     """
-    waiting = [rollout for rollout in rollouts if rollout.error is None and rollout.score is None]
-    if not waiting:
+    pending = [rollout for rollout in rollouts if rollout.error is None and rollout.score is None]
+    if not pending:
         return list(rollouts)
-    outcomes = iter(await as_reward(reward).outcomes(waiting, time_limit))
+    outcomes = iter(await as_reward(reward).outcomes(pending, time_limit))
     graded = [
         _with_outcome(rollout, next(outcomes)) if rollout.error is None and rollout.score is None else rollout
         for rollout in rollouts
     ]
-    assert next(outcomes, None) is None, f"more outcomes than the {len(waiting)} rollouts that waited for one"
+    assert next(outcomes, None) is None, f"more outcomes than the {len(pending)} pending rollouts"
     return graded
 
 
@@ -96,22 +96,22 @@ def _with_outcome(rollout: Rollout, outcome: Score | Ungraded) -> Rollout:
 
 
 def as_reward(function: AnyReward) -> Reward:
-    """A function of one rollout, of a group, or of `(prompt_ids, response_ids, finish_reason)`, as a `Reward`.
+    """Wrap a function of one rollout, of a group, or of `(prompt_ids, response_ids, finish_reason)` as a `Reward`.
 
-    A group function is marked by `@group_reward`, has a first parameter that is annotated as a sequence of rollouts,
-    or calls it `rollouts`. The older shape is told by the names of its three parameters.
+    A group function is marked by `@group_reward`, or its first parameter is annotated as a sequence of rollouts or
+    named `rollouts`. The third signature is recognized by its parameter names.
     """
     if isinstance(function, Reward):
         return function
     name = _name_of(function)
-    check = partial(_try_without_answer, function) if hasattr(_innermost(function), "reads") else no_demands
+    check = partial(_grade_empty, function) if hasattr(_innermost(function), "reads") else accept_any_sample
     required, first = _required_parameters(function, name)
-    if tuple(required) == OLDER_PARAMETERS:
-        return Reward(name, partial(_grade_each, name, partial(_from_older, function)), check)
+    if tuple(required) == TOKEN_PARAMETERS:
+        return Reward(name, partial(_grade_each, name, partial(_score_tokens, function)), check)
     if len(required) > 1 or first is None:
         raise ValueError(
             f"reward {name} takes ({', '.join(required)}); a reward takes one rollout, or with @group_reward all "
-            f"rollouts of a group, or ({', '.join(OLDER_PARAMETERS)}); anything else needs a default"
+            f"rollouts of a group, or ({', '.join(TOKEN_PARAMETERS)}); other parameters need a default"
         )
     of_group = getattr(_innermost(function), "of_group", False) or first.name == "rollouts"
     if of_group or _MANY_ROLLOUTS.search(str(first.annotation)):
@@ -131,25 +131,25 @@ def _name_of(function: Any) -> str:
 
 
 def _required_parameters(function: Any, name: str) -> tuple[list[str], inspect.Parameter | None]:
-    """Names that have no default, and the first parameter."""
+    """Names of the parameters without a default, and the first positional parameter."""
     if not callable(function):
-        raise ValueError(f"{function!r} is no reward: it cannot be called")
+        raise ValueError(f"{function!r} is not a reward: it is not callable")
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except ValueError as error:
-        raise ValueError(f"reward {name} does not say which parameters it takes; wrap it in a function") from error
+        raise ValueError(f"the signature of reward {name} cannot be read; wrap it in a function") from error
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    by_place = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)]
-    return [p.name for p in named if p.default is p.empty], next(iter(by_place), None)
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)]
+    return [p.name for p in named if p.default is p.empty], next(iter(positional), None)
 
 
-def _try_without_answer(function: Callable[..., Any], sample: Sample) -> None:
-    """What a reward cannot grade at all, it cannot grade for an empty answer either."""
+def _grade_empty(function: Callable[..., Any], sample: Sample) -> None:
+    """Grade an empty response: a sample that cannot be graded at all raises here too."""
     function(Rollout(sample, (Turn((), Generation((), (), "stop")),)))
 
 
-def _from_older(function: Callable[..., Any], rollout: Rollout) -> Score:
-    """`(tensor, is_per_token)` for the tokens of the last turn; its sum is what the rollout is worth."""
+def _score_tokens(function: Callable[..., Any], rollout: Rollout) -> Score:
+    """The score from `(tensor, is_per_token)` for the tokens of the last turn; the reward is the sum."""
     turn = rollout.turns[-1]
     returned = function(list(turn.prompt_ids), list(turn.generation.token_ids), turn.generation.finish_reason)
     if not (isinstance(returned, tuple) and len(returned) == 2):
@@ -169,8 +169,8 @@ async def _grade_each(
     outcomes: dict[int, Score | Ungraded] = {}
 
     async def one(index: int) -> None:
-        said = await _call(name, function, rollouts[index], time_limit)
-        outcomes[index] = said if isinstance(said, Ungraded) else _outcome(name, said, rollouts[index])
+        result = await _call(name, function, rollouts[index], time_limit)
+        outcomes[index] = result if isinstance(result, Ungraded) else _outcome(name, result, rollouts[index])
 
     async with task_group() as tasks:
         for index in range(len(rollouts)):
@@ -181,27 +181,27 @@ async def _grade_each(
 async def _grade_together(
     name: str, function: Callable[..., Any], rollouts: Sequence[Rollout], time_limit: float
 ) -> list[Score | Ungraded]:
-    said = await _call(name, function, rollouts, time_limit)
-    if isinstance(said, Ungraded):
-        return [said] * len(rollouts)
-    scores = said.tolist() if hasattr(said, "tolist") else said
+    result = await _call(name, function, rollouts, time_limit)
+    if isinstance(result, Ungraded):
+        return [result] * len(rollouts)
+    scores = result.tolist() if hasattr(result, "tolist") else result
     if not isinstance(scores, Sequence) or isinstance(scores, str | bytes):
-        return [_failed(name, f"it returned {_kind(said)} and not a list of scores")] * len(rollouts)
+        return [_failed(name, f"it returned {_kind(result)} and not a list of scores")] * len(rollouts)
     if len(scores) != len(rollouts):
         return [_failed(name, f"it returned {len(scores)} scores for {len(rollouts)} rollouts")] * len(rollouts)
     return [_outcome(name, score, rollout) for score, rollout in zip(scores, rollouts, strict=True)]
 
 
-async def _call(name: str, function: Callable[..., Any], given: Any, time_limit: float) -> Any | Ungraded:
-    """What the function says, or why it says nothing."""
+async def _call(name: str, function: Callable[..., Any], argument: Any, time_limit: float) -> Any | Ungraded:
+    """The return value of the function, or why there is none."""
     with anyio.move_on_after(time_limit) as scope:
         try:
-            said = function(given) if _is_async(function) else await in_thread(partial(function, given))
-            return await said if inspect.isawaitable(said) else said
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's function may raise anything: that is data here
-            return _failed(name, f"{type(error).__name__}: {error}{_place_of(error)}")
-    assert scope.cancelled_caught, "a call that was not cut short has returned"
-    return _failed(name, f"no answer within {time_limit:g} s")
+            result = function(argument) if _is_async(function) else await in_thread(partial(function, argument))
+            return await result if inspect.isawaitable(result) else result
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's function may raise anything; errors are data
+            return _failed(name, f"{type(error).__name__}: {error}{_location_of(error)}")
+    assert scope.cancelled_caught, "a call that was not cancelled has returned"
+    return _failed(name, f"no result within {time_limit:g} s")
 
 
 def _is_async(function: Any) -> bool:
@@ -209,35 +209,35 @@ def _is_async(function: Any) -> bool:
     return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(getattr(inner, "__call__", None))  # noqa: B004
 
 
-def _place_of(error: BaseException) -> str:
-    """Where a user's function failed, for the user to look."""
+def _location_of(error: BaseException) -> str:
+    """File and line where a user's function failed."""
     frames = traceback.extract_tb(error.__traceback__)
     return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
 
 
-def _failed(name: str, why: str) -> Ungraded:
-    return Ungraded(f"reward {name} failed: {why}"[:_LONGEST_REASON])
+def _failed(name: str, reason: str) -> Ungraded:
+    return Ungraded(f"reward {name} failed: {reason}"[:_MAX_REASON_LENGTH])
 
 
-def _outcome(name: str, said: Any, rollout: Rollout) -> Score | Ungraded:
+def _outcome(name: str, result: Any, rollout: Rollout) -> Score | Ungraded:
     try:
-        return as_score(said, rollout)
+        return as_score(result, rollout)
     except (TypeError, ValueError) as error:
         return _failed(name, str(error))
 
 
-def as_score(said: Any, rollout: Rollout) -> Score:
-    """What a reward returned as a `Score` of finite floats whose parts per turn and token fit the rollout."""
-    if not isinstance(said, Score):
-        return Score(_number(said, "the score"))
-    value = _number(said.value, "the score")
-    parts = {str(part): _number(worth, f"part {part}") for part, worth in said.parts.items()}
+def as_score(result: Any, rollout: Rollout) -> Score:
+    """The return value of a reward as a `Score` of finite floats; values per turn and token must fit the rollout."""
+    if not isinstance(result, Score):
+        return Score(_number(result, "the score"))
+    value = _number(result.value, "the score")
+    parts = {str(part): _number(number, f"part {part}") for part, number in result.parts.items()}
     sampled = sum(len(turn.generation.token_ids) for turn in rollout.turns)
     return Score(
         value,
         parts,
-        _shares(said.per_turn, value, "turn", len(rollout.turns)),
-        _shares(said.per_token, value, "token", sampled),
+        _shares(result.per_turn, value, "turn", len(rollout.turns)),
+        _shares(result.per_token, value, "token", sampled),
     )
 
 
@@ -245,29 +245,29 @@ def _shares(shares: Sequence[Any] | None, value: float, of: str, count: int) -> 
     if shares is None:
         return None
     if len(shares) != count:
-        raise ValueError(f"it gave {len(shares)} scores per {of} for {count} {of}s")
+        raise ValueError(f"it returned {len(shares)} scores per {of} for {count} {of}s")
     numbers = tuple(_number(share, f"a score per {of}") for share in shares)
     if not math.isclose(math.fsum(numbers), value, rel_tol=1e-4, abs_tol=1e-4):
         raise ValueError(f"its scores per {of} add up to {math.fsum(numbers):g} and not to {value:g}")
     return numbers
 
 
-def _number(said: Any, what: str) -> float:
-    if not isinstance(said, Real) and getattr(said, "ndim", None) == 0:
-        said = said.item()  # a tensor or array that is a number
-    if not isinstance(said, Real):
-        raise TypeError(f"{what} is {_kind(said)} and not a number")
-    if not math.isfinite(said):
-        raise ValueError(f"{what} is {float(said)}")
-    return float(said)
+def _number(value: Any, what: str) -> float:
+    if not isinstance(value, Real) and getattr(value, "ndim", None) == 0:
+        value = value.item()  # a tensor or array with one number
+    if not isinstance(value, Real):
+        raise TypeError(f"{what} is {_kind(value)} and not a number")
+    if not math.isfinite(value):
+        raise ValueError(f"{what} is {float(value)}")
+    return float(value)
 
 
-def _kind(said: Any) -> str:
-    return "None" if said is None else f"a {type(said).__name__}"
+def _kind(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def check_samples(reward: AnyReward, samples: Sequence[Sample]) -> None:
-    """Raise a ValueError that names the samples which the reward could never grade; needs no model."""
+    """Raise a ValueError that names samples which the reward can never grade; needs no model."""
     checked = as_reward(reward)
     problems: list[str] = []
     for sample in samples:
@@ -284,12 +284,12 @@ def check_samples(reward: AnyReward, samples: Sequence[Sample]) -> None:
 
 
 def reads_of(function: Callable[..., Any]) -> tuple[str, ...]:
-    """`("answer",)`: what a reward says that it reads of a sample."""
+    """`("answer",)`: the sample fields that a reward declares to read."""
     fields: tuple[str, ...] = getattr(_innermost(function), "reads", ())
     return fields
 
 
 def defaults_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """The keyword-only parameters of a reward, which are its schema."""
+    """The keyword-only parameters of a reward: its configuration schema."""
     parameters = inspect.signature(function).parameters
     return {name: p for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}

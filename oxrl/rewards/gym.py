@@ -1,4 +1,4 @@
-"""Tasks of `reasoning-gym` (an extra): samples made on the spot, and each task's own scorer as a reward."""
+"""Tasks of `reasoning-gym` (an optional extra): generated samples, and the scorer of each task as a reward."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from oxrl.types import Message, Rollout, Sample
 
 
 def reasoning_gym_samples(task: str, size: int = 500, seed: int = 0, **config: Any) -> list[Sample]:
-    """`reasoning_gym_samples("leg_counting", size=100, seed=1)`; `config` goes to the task's own config."""
+    """`reasoning_gym_samples("leg_counting", size=100, seed=1)`; `config` is passed to the task."""
     gym = _reasoning_gym()
     try:
         entries = gym.create_dataset(task, size=size, seed=seed, **config)
     except (ValueError, TypeError, AssertionError) as error:
-        raise ValueError(f"reasoning-gym makes no samples of {task!r} with {config}: {error}") from error
+        raise ValueError(f"reasoning-gym cannot generate samples of {task!r} with {config}: {error}") from error
     return [
         Sample(
             f"{task}:{seed}:{index}",
@@ -33,13 +33,13 @@ def reasoning_gym_samples(task: str, size: int = 500, seed: int = 0, **config: A
 
 @reads("metadata.reasoning_gym_task", "metadata.reasoning_gym_entry")
 def reasoning_gym_score(rollout: Rollout, *, partial: bool = True) -> float:
-    """What the task's own scorer says of the answer, from 0 to 1; without `partial` only a full 1 counts.
+    """The score of the task's own scorer, from 0 to 1; without `partial`, only a full 1 counts.
 
-    For samples of `reasoning_gym_samples`. Many scorers pay in part for any text that has the answer in it.
+    For samples of `reasoning_gym_samples`. Many scorers give partial credit to any text that contains the answer.
     """
     metadata = rollout.sample.metadata
     if "reasoning_gym_task" not in metadata or "reasoning_gym_entry" not in metadata:
-        raise ValueError(f"sample {rollout.sample.id} was not made by reasoning_gym_samples: its task is not known")
+        raise ValueError(f"sample {rollout.sample.id} does not come from reasoning_gym_samples: its task is unknown")
     score: float = _scorer(metadata["reasoning_gym_task"])(answer_text(rollout), metadata["reasoning_gym_entry"])
     return score if partial or score >= 1 else 0.0
 
@@ -54,4 +54,4 @@ def _reasoning_gym() -> ModuleType:
     try:
         return import_module("reasoning_gym")
     except ImportError as error:
-        raise ValueError("this needs the package reasoning-gym: pip install 'oxrl[gym]'") from error
+        raise ValueError("the package reasoning-gym is not installed: pip install 'oxrl[gym]'") from error

@@ -1,4 +1,4 @@
-"""Another model's opinion as a reward. Who is asked, and how, is handed in; a reply without a score is no score."""
+"""LLM as a judge: the score of another model as a reward. How the model is called is passed in as a function."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ AskFn: TypeAlias = Callable[[Sequence[Message]], Awaitable[str]]
 RUBRIC = "How correct, helpful and clear is the answer? Length and confidence earn nothing by themselves."
 _SCORE = re.compile(r"(?i:score|rating)[\s*_:=]{0,6}(?i:is\s)?\s{0,2}(-?\d{1,6}(?:\.\d{1,6})?)")
 _NUMBER = re.compile(r"(?<![\w.])-?\d{1,6}(?:\.\d{1,6})?(?![\w])")
-_BORDER = re.compile(r"<(?=\s{0,9}/?\s{0,9}(?:conversation|answer|reference)\b)", re.IGNORECASE)
+_TAG_START = re.compile(r"<(?=\s{0,9}/?\s{0,9}(?:conversation|answer|reference)\b)", re.IGNORECASE)
 _OUT_OF = re.compile(r"\s{0,2}(?:/|(?i:out\s+of))\s{0,2}\d+")
 
 
 def judge_reward(ask: AskFn, *, rubric: str = RUBRIC, scale: tuple[float, float] = (0, 10)) -> Reward:
-    """A reward from 0 to 1: the score on `scale` that the judge gives to the last thing the model said."""
+    """A reward from 0 to 1: the score on `scale` that the judge gives to the last generation of a rollout."""
     low, high = scale
     if not low < high:
         raise ValueError(f"scale must be (lowest, highest), not {scale}")
@@ -31,10 +31,10 @@ def judge_reward(ask: AskFn, *, rubric: str = RUBRIC, scale: tuple[float, float]
 
 
 def judge_messages(rollout: Rollout, rubric: str, scale: tuple[float, float]) -> list[Message]:
-    """What the judge reads: the rubric, the conversation before the answer, the answer, and the reference if any."""
-    asked = "\n\n".join(f"[{message.role}]\n{_inside(message.text)}" for message in _before_answer(rollout))
-    known = f"\n\n<reference>\n{_inside(rollout.sample.answer)}\n</reference>" if rollout.sample.answer else ""
-    answer = _inside(rollout.generation.text)
+    """The judge's prompt: the rubric, the conversation before the answer, the answer, and the reference if any."""
+    context = "\n\n".join(f"[{message.role}]\n{_escape(message.text)}" for message in _before_answer(rollout))
+    reference = f"\n\n<reference>\n{_escape(rollout.sample.answer)}\n</reference>" if rollout.sample.answer else ""
+    answer = _escape(rollout.generation.text)
     return [
         Message(
             "system",
@@ -44,25 +44,25 @@ def judge_messages(rollout: Rollout, rubric: str, scale: tuple[float, float]) ->
         ),
         Message(
             "user",
-            f"<conversation>\n{asked}\n</conversation>\n\n<answer>\n{answer}\n</answer>{known}",
+            f"<conversation>\n{context}\n</conversation>\n\n<answer>\n{answer}\n</answer>{reference}",
         ),
     ]
 
 
-def _inside(material: str) -> str:
-    """Nothing that is graded can end the tags it stands in, and so pass for the reference or an instruction."""
-    return _BORDER.sub("‹", material)
+def _escape(text: str) -> str:
+    """Graded text cannot close the tags around it and so pass for the reference or an instruction."""
+    return _TAG_START.sub("‹", text)
 
 
 def judged_score(reply: str, scale: tuple[float, float]) -> float:
-    """The last `Score: N`; without one, the only number there is."""
+    """The last `Score: N` of a reply; without one, its only number."""
     stated = _SCORE.findall(reply)
     numbers = stated[-1:] or _NUMBER.findall(_OUT_OF.sub("", reply))
     if len(numbers) != 1:
-        raise ValueError(f"the judge gave no score: {reply[-80:]!r}")
+        raise ValueError(f"the judge's reply has no score: {reply[-80:]!r}")
     score = float(numbers[0])
     if not scale[0] <= score <= scale[1]:
-        raise ValueError(f"the judge's score {score:g} is not from {scale[0]:g} to {scale[1]:g}")
+        raise ValueError(f"the judge's score {score:g} is not between {scale[0]:g} and {scale[1]:g}")
     return score
 
 

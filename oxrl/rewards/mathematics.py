@@ -1,7 +1,7 @@
-"""A mathematical answer against the sample's: by `math-verify` where it is installed, else by the plain rules here.
+"""A mathematical answer against the sample's: by `math-verify` if it is installed, otherwise by the rules here.
 
-The plain rules read `\\boxed{...}`, fractions, decimals, percentages and what LaTeX writes around them; two
-expressions that are equal only by algebra are different for them.
+The rules read `\\boxed{...}`, fractions, decimals, percentages and LaTeX formatting; expressions that are equal only by
+algebra are different for them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from oxrl.rewards.grade import reads
 from oxrl.rewards.numbers import claimed_number, last_number
 from oxrl.types import Rollout
 
-_LONGEST = 400  # characters of one expression; no answer in a textbook is longer, and sympy needs ages for more
-_MOST_WORDS = 4  # in one expression; the parser of LaTeX needs seconds for a sentence
+_MAX_LENGTH = 400  # characters of one expression; no answer in a textbook is longer, and sympy is too slow for more
+_MAX_WORDS = 4  # in one expression; the LaTeX parser needs seconds for a sentence
 _STATED = re.compile(r"(?i:answer\s{1,4}(?:is|=)|answer\s{0,4}:|####)\s{0,4}([^\n]{1,400})")
 _MATHS = re.compile(r"\$\$?([^$\n]{1,400})\$|\\\(([^\n]{1,400}?)\\\)|\\\[([^\n]{1,400}?)\\\]")
-# Powers of powers, long exponents and factorials of large numbers would keep sympy busy for ever, uninterruptibly.
+# On powers of powers, long exponents and factorials of large numbers sympy would hang, uninterruptibly.
 _EXPLODES = re.compile(r"\^[^^]{0,40}\^|\*\*[^*]{0,40}\*\*|(?:\^|\*\*)\s*\{?\s*-?\d{4,}|\d{4,}\s*!|!\s*!")
-_WRITTEN_OTHERWISE = [
+_NORMALIZATIONS = [
     (re.compile(r"(?<=\d)\s*\\(?:text|mathrm|mbox)\s*\{[^{}]*\}$"), ""),  # a unit
     (re.compile(r"\\(?:left|right|displaystyle|limits|!|,|;|:|quad|qquad)(?![A-Za-z])"), ""),
     (re.compile(r"\\(?:d|t|c)frac(?![A-Za-z])"), r"\\frac"),
@@ -42,36 +42,36 @@ _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 
 @reads("answer")
 def math_match(rollout: Rollout) -> float:
-    """1 if the last `\\boxed{}` of the answer (else what it states at its end) equals the sample's `answer`."""
-    whole = reference(rollout.sample, "math_match")
-    if "\b" in whole or "\f" in whole:
+    """1 if the last `\\boxed{}` of the response, or its final statement, equals the sample's `answer`."""
+    expected = reference(rollout.sample, "math_match")
+    if "\b" in expected or "\f" in expected:
         raise ValueError(
-            f"sample {rollout.sample.id}: its `answer` has a control character where a backslash was meant; in JSON "
-            r'and Python "\boxed" and "\frac" need two of them'
+            f"sample {rollout.sample.id}: its `answer` has a control character instead of a backslash; in JSON "
+            r'and Python, "\boxed" and "\frac" need two backslashes'
         )
-    gold = boxed(whole) or _after_hashes(whole)
-    said = stated_answer(answer_text(rollout))
-    if said is None or len(said) > _LONGEST:
+    gold = boxed(expected) or _after_hashes(expected)
+    answer = stated_answer(answer_text(rollout))
+    if answer is None or len(answer) > _MAX_LENGTH:
         return 0.0
-    if equal_plainly(said, gold):
+    if equal_plainly(answer, gold):
         return 1.0
-    return float(_has_math_verify() and _is_algebra(gold, said) and _equal_by_algebra(gold, said))
+    return float(_has_math_verify() and _is_algebra(gold, answer) and _equal_by_algebra(gold, answer))
 
 
-def _is_algebra(gold: str, said: str) -> bool:
-    """Whether the slow way can find anything: not for two plain numbers, prose, or what would never end."""
-    both_numbers = rational(plain(said)) is not None and rational(plain(gold)) is not None
-    words = _WORD.findall(said)
-    prose = len(words) > _MOST_WORDS or "not" in words
-    return bool(said) and not both_numbers and not prose and not _EXPLODES.search(said)
+def _is_algebra(gold: str, answer: str) -> bool:
+    """Whether math-verify is worth calling: not for two plain numbers, prose, or expressions that would hang it."""
+    both_numbers = rational(plain(answer)) is not None and rational(plain(gold)) is not None
+    words = _WORD.findall(answer)
+    prose = len(words) > _MAX_WORDS or "not" in words
+    return bool(answer) and not both_numbers and not prose and not _EXPLODES.search(answer)
 
 
 def stated_answer(text: str) -> str | None:
-    """The last `\\boxed{}`; without one what follows "the answer is", the last formula, or the last number."""
+    """The last `\\boxed{}`; without one, the text after "the answer is", the last formula, or the last number."""
     inside = boxed(text)
     if inside is not None:
         return inside
-    end = text[-4 * _LONGEST :]
+    end = text[-4 * _MAX_LENGTH :]
     if stated := _STATED.findall(end):
         return (boxed_or_maths(stated[-1]) or stated[-1]).strip(" *_").rstrip(".").strip(" *_")
     if maths := boxed_or_maths(end):
@@ -89,7 +89,7 @@ def boxed_or_maths(text: str) -> str | None:
 
 
 def boxed(text: str) -> str | None:
-    r"""`boxed(r"so \boxed{\frac{1}{2}}.")` is `\frac{1}{2}`: what is in the last box, to its matching brace."""
+    r"""`boxed(r"so \boxed{\frac{1}{2}}.")` is `\frac{1}{2}`: the content of the last box, up to its matching brace."""
     start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
     if start < 0:
         return None
@@ -97,16 +97,16 @@ def boxed(text: str) -> str | None:
     if opened < 0 or text[start + 1 : opened].strip() not in ("boxed", "fbox"):
         return text[start:].removeprefix("\\boxed").split("$")[0].strip() or None  # \boxed 5
     depth = 0
-    for place in range(opened, min(len(text), opened + 10 * _LONGEST)):
-        escaped = text[place - 1] == "\\"
-        depth += {"{": 1, "}": -1}.get(text[place], 0) if not escaped else 0
+    for index in range(opened, min(len(text), opened + 10 * _MAX_LENGTH)):
+        escaped = text[index - 1] == "\\"
+        depth += {"{": 1, "}": -1}.get(text[index], 0) if not escaped else 0
         if depth == 0:
-            return text[opened + 1 : place].strip()
+            return text[opened + 1 : index].strip()
     return None
 
 
 def equal_plainly(one: str, other: str) -> bool:
-    """Written the same way once LaTeX's decorations are off, or the same number; 50% is 50 and also 0.5."""
+    """Whether two expressions are equal as text without LaTeX formatting, or as numbers; 50% is 50 and also 0.5."""
     first, second = plain(one), plain(other)
     if not first or not second:
         return False
@@ -124,14 +124,14 @@ def equal_plainly(one: str, other: str) -> bool:
 @lru_cache(maxsize=4096)
 def plain(expression: str) -> str:
     text = expression.strip().strip("$").rstrip(".").replace("−", "-").replace("\\{", "{").replace("\\}", "}")
-    for pattern, instead in _WRITTEN_OTHERWISE:
-        text = pattern.sub(instead, text)
+    for pattern, replacement in _NORMALIZATIONS:
+        text = pattern.sub(replacement, text)
     name, equals, value = text.partition("=")
     return (value if equals and len(name) <= 2 else text).rstrip(".")  # "x=3" is 3
 
 
 def rational(expression: str) -> Fraction | None:
-    r"""`rational(r"-\frac{1}{2}")` is -1/2; None for what is no plain number."""
+    r"""`rational(r"-\frac{1}{2}")` is -1/2; None if it is not a plain number."""
     if match := _FRACTION.fullmatch(expression):
         above, below = rational(match[3]), rational(match[4])
         if above is None or not below:
@@ -142,7 +142,7 @@ def rational(expression: str) -> Fraction | None:
 
 
 def _after_hashes(answer: str) -> str:
-    """GSM8K writes its worked solution, then `#### 42`."""
+    """Answers of GSM8K end with `#### 42`, after the worked solution."""
     return answer.rpartition("####")[2].strip()
 
 
@@ -151,8 +151,8 @@ def _has_math_verify() -> bool:
     return find_spec("math_verify") is not None
 
 
-def _equal_by_algebra(gold: str, said: str) -> bool:
+def _equal_by_algebra(gold: str, answer: str) -> bool:
     math_verify = import_module("math_verify")
-    # Its own time limits are alarms, which only a main thread can set; `grade` has one for all rewards.
-    parsed = [math_verify.parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (gold, said)]
+    # Its time limits are alarms, which only the main thread can set; `grade` has a time limit for all rewards.
+    parsed = [math_verify.parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (gold, answer)]
     return bool(math_verify.verify(*parsed, timeout_seconds=None))

@@ -1,7 +1,6 @@
-"""The rewards that recipes of other frameworks name: each a composition of the families beside it, none a second copy.
+"""Rewards under the names that recipes of other frameworks use, composed of the other reward functions.
 
-Where a data set asks for its answer in a certain form, `strict` is that form and nothing else; otherwise the answer is
-taken where people look for it.
+With `strict`, only the answer format of the dataset is accepted; otherwise the answer is found by common conventions.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ ANSWERS: Mapping[str, Callable[[Rollout], float]] = {
 
 @reads("answer")
 def gsm8k_reward_func(rollout: Rollout, *, strict: bool = False) -> float:
-    """1 if the last number said is the sample's; with `strict` only one that stands alone behind the last `####`."""
-    right = number_match(rollout)
-    return right * _ends_with_hashes(answer_text(rollout)) if strict else right
+    """1 if the last number of the response is the sample's answer; with `strict`, only alone after the last `####`."""
+    correct = number_match(rollout)
+    return correct * _ends_with_hashes(answer_text(rollout)) if strict else correct
 
 
 def _ends_with_hashes(text: str) -> bool:
@@ -41,19 +40,19 @@ def _ends_with_hashes(text: str) -> bool:
 
 @reads("answer")
 def math_reward_func(rollout: Rollout, *, strict: bool = True) -> float:
-    """1 if the last `\\boxed{}` equals the sample's answer, also by algebra where math-verify is installed.
+    """1 if the last `\\boxed{}` equals the sample's answer, also by algebra if math-verify is installed.
 
-    Without `strict` an answer without a box is read as well: what it states at its end.
+    Without `strict`, a response without a box is read as well: its final statement.
     """
-    right = math_match(rollout)
-    return 0.0 if strict and boxed(answer_text(rollout)) is None else right
+    correct = math_match(rollout)
+    return 0.0 if strict and boxed(answer_text(rollout)) is None else correct
 
 
 @reads("answer")
 def soft_math(rollout: Rollout, *, unboxed: float = 0.5) -> float:
-    """1 for the right answer in the last `\\boxed{}`, `unboxed` for the right one without any box, else 0.
+    """1 for the correct answer in the last `\\boxed{}`, `unboxed` for the correct answer without a box, otherwise 0.
 
-    A wrong box earns nothing, whatever is right beside it.
+    A wrong box earns nothing, even if the correct answer is next to it.
     """
     return math_match(rollout) * (unboxed if boxed(answer_text(rollout)) is None else 1.0)
 
@@ -62,34 +61,34 @@ def soft_math(rollout: Rollout, *, unboxed: float = 0.5) -> float:
 def format_reward_func(
     rollout: Rollout, *, tags: Sequence[str] = ("think", "answer"), begun: bool = False, strict: bool = True
 ) -> float:
-    """1 for `<think>...</think><answer>...</answer>` whatever it says; `tag_format` under its other name."""
+    """1 for `<think>...</think><answer>...</answer>` with any content; an alias of `tag_format`."""
     return tag_format(rollout, tags=tags, begun=begun, strict=strict)
 
 
 @reads("answer")
 def mcqa_reward_func(rollout: Rollout, *, letters: str = "ABCDE", strict: bool = False) -> float:
-    """1 if the answer settles on the sample's letter and on no other; with `strict` it must be that letter alone.
+    """1 if the response chooses the sample's letter and no other; with `strict`, it must be that letter alone.
 
-    Alone is in a box, between answer tags, or all that is said.
+    Alone means in a box, in answer tags, or as the whole response.
     """
-    right = multiple_choice(rollout, letters=letters)
-    said = answer_text(rollout)
-    alone = (boxed(said) or said).strip(_MARKS) if len(said) < 100 else ""
-    return 0.0 if strict and len(alone) != 1 else right
+    correct = multiple_choice(rollout, letters=letters)
+    text = answer_text(rollout)
+    alone = (boxed(text) or text).strip(_MARKS) if len(text) < 100 else ""
+    return 0.0 if strict and len(alone) != 1 else correct
 
 
 @reads("answer")
 def reasoning_reward_func(
     rollout: Rollout, *, answer_is: str = "math", form_weight: float = 0.0, begun: bool = False
 ) -> Score:
-    """1 for think and answer tags with the right answer between the latter; `form_weight` of it for the tags alone.
+    """1 for think and answer tags with the correct answer; `form_weight` of it for the tags alone.
 
-    `answer_is` says how answers are compared: math, number, choice or text. `begun` is for prompts that end with
-    `<think>`. By default thoughts and tags without the right answer earn nothing.
+    `answer_is` selects how answers are compared: math, number, choice or text. `begun` is for prompts that end with
+    `<think>`. By default, tags without the correct answer earn nothing.
     """
     if answer_is not in ANSWERS:
         raise ValueError(f"answer_is must be one of {', '.join(ANSWERS)}, not {answer_is!r}")
     if not 0 <= form_weight <= 1:
-        raise ValueError(f"form_weight is a share of the reward, from 0 to 1, not {form_weight}")
-    form, right = tag_format(rollout, begun=begun), ANSWERS[answer_is](rollout)
-    return Score(form * (form_weight + (1 - form_weight) * right), {"form": form, "correct": right})
+        raise ValueError(f"form_weight is a fraction of the reward, from 0 to 1, not {form_weight}")
+    form, correct = tag_format(rollout, begun=begun), ANSWERS[answer_is](rollout)
+    return Score(form * (form_weight + (1 - form_weight) * correct), {"form": form, "correct": correct})

@@ -1,4 +1,4 @@
-"""The last number of an answer against the sample's: lenient about how it is written, exact about what it is."""
+"""The last number of a response against the sample's: lenient about notation, exact about the value."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import re
 from collections import deque
 from fractions import Fraction
 
-from oxrl.rewards.answers import answer_text, is_denied, reference
+from oxrl.rewards.answers import answer_text, is_negated, reference
 from oxrl.rewards.grade import reads
 from oxrl.types import Rollout
 
-# A sign counts unless it stands between two things, as in "3-4"; a digit inside a word ("m2") is no number.
+# A sign counts unless it is between two operands, as in "3-4"; a digit inside a word ("m2") is not a number.
 _NUMBER = re.compile(
     r"""
     (?<![\w.])
@@ -22,8 +22,8 @@ _NUMBER = re.compile(
     """,
     re.VERBOSE,
 )
-_LONGEST = 100  # digits; whoever writes more means no number, and it would take long to read
-_LONGEST_EXPONENT = 5  # characters, as in e-300
+_MAX_DIGITS = 100  # longer ones are not meant as numbers, and slow to parse
+_MAX_EXPONENT = 5  # characters, as in e-300
 
 
 def numbers_in(text: str) -> list[Fraction]:
@@ -40,16 +40,16 @@ def last_number(text: str) -> Fraction | None:
 
 
 def claimed_number(text: str) -> Fraction | None:
-    """The last number that is not denied: 43 of "it is 43, not 42", and none of "it is not 42"."""
+    """The last number that is not negated: 43 of "it is 43, not 42", and none of "it is not 42"."""
     for match in reversed(deque(_NUMBER.finditer(text), maxlen=8)):
-        if not is_denied(text, match.start()):
+        if not is_negated(text, match.start()):
             return _value(match)
     return None
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
     digits, exponent, below = match["digits"].replace(",", ""), match["exponent"] or "", match["below"] or "1"
-    if len(digits) > _LONGEST or len(below) > _LONGEST or len(exponent) > _LONGEST_EXPONENT:
+    if len(digits) > _MAX_DIGITS or len(below) > _MAX_DIGITS or len(exponent) > _MAX_EXPONENT:
         return None
     if not int(below):
         return None
@@ -60,14 +60,14 @@ def _value(match: re.Match[str]) -> Fraction | None:
 
 @reads("answer")
 def number_match(rollout: Rollout, *, tolerance: float = 0.0) -> float:
-    """1 if the last number said equals the last number of the sample's answer, to a share of it if `tolerance` is set.
+    """1 if the last number of the response equals that of the sample's answer, within a relative `tolerance`.
 
     Thousands separators, decimals, fractions ("3/4"), currencies, exponents and signs are read; units are not. A
-    number that is denied ("43, not 42") does not count as said.
+    negated number ("43, not 42") does not count.
     """
     text = reference(rollout.sample, "number_match")
     expected = last_number(text)
     if expected is None:
-        raise ValueError(f"sample {rollout.sample.id}: there is no number in its `answer` ({text[:40]!r})")
-    said = claimed_number(answer_text(rollout))
-    return float(said is not None and abs(said - expected) <= abs(expected) * Fraction(tolerance))
+        raise ValueError(f"sample {rollout.sample.id}: its `answer` has no number ({text[:40]!r})")
+    number = claimed_number(answer_text(rollout))
+    return float(number is not None and abs(number - expected) <= abs(expected) * Fraction(tolerance))

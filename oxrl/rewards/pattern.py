@@ -1,4 +1,4 @@
-"""The form of an answer: a regular expression, or tags in their order."""
+"""The format of a response: a regular expression, or tags in order."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from oxrl.types import Rollout
 
 @reads()
 def regex_match(rollout: Rollout, *, pattern: str, whole: bool = False, ignore_case: bool = False) -> float:
-    """1 if `pattern` is found in what was said last, or with `whole` describes all of it; `.` also matches newlines.
+    """1 if `pattern` is found in the last generation, or with `whole` matches all of it; `.` also matches newlines.
 
     Python's regular expressions cannot be interrupted: no nested repetitions such as `(a+)+`.
     """
     try:
         compiled = re.compile(pattern, re.DOTALL | (re.IGNORECASE if ignore_case else 0))
     except re.error as error:
-        raise ValueError(f"pattern {pattern!r} is no regular expression: {error}") from error
+        raise ValueError(f"pattern {pattern!r} is not a regular expression: {error}") from error
     text = rollout.generation.text
     return float((compiled.fullmatch(text) if whole else compiled.search(text)) is not None)
 
@@ -27,9 +27,9 @@ def regex_match(rollout: Rollout, *, pattern: str, whole: bool = False, ignore_c
 def tag_format(
     rollout: Rollout, *, tags: Sequence[str] = ("think", "answer"), begun: bool = False, strict: bool = True
 ) -> float:
-    """1 if what was said last is `<think>...</think><answer>...</answer>`: each tag once, in order, none empty.
+    """1 if the last generation is `<think>...</think><answer>...</answer>`: each tag once, in order, none empty.
 
-    `strict` allows nothing but whitespace outside; `begun` is for prompts that end with the first opening tag.
+    `strict` allows only whitespace outside of the tags; `begun` is for prompts that end with the first opening tag.
     """
     text = f"<{tags[0]}>{rollout.generation.text}" if begun else rollout.generation.text
     for tag in tags:

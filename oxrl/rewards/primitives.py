@@ -1,6 +1,6 @@
-"""Rewards as plain functions over plain numbers: thin doors to `grade` and `compose`, for notebooks and own loops.
+"""Rewards as plain functions over plain numbers: thin wrappers around `grade` and `compose`.
 
-`None` stands for a rollout that could not be graded and stays `None` all the way through.
+`None` stands for a rollout that could not be graded, and stays `None`.
 """
 
 from __future__ import annotations
@@ -22,46 +22,48 @@ Rewards: TypeAlias = Sequence[float] | Mapping[str, float]
 
 
 def compute_scalar_reward(rollout: Rollout, reward_fn: RewardFn) -> float:
-    """What `reward_fn` gives for one rollout; here its exceptions are raised."""
+    """The reward of one rollout; exceptions of `reward_fn` are raised."""
     return _score(rollout, reward_fn).value
 
 
 def compute_vector_reward(rollout: Rollout, reward_fns: Sequence[RewardFn]) -> list[float]:
-    """One number for each of several reward functions."""
+    """The reward of one rollout by each of several reward functions."""
     return [_score(rollout, reward_fn).value for reward_fn in reward_fns]
 
 
 def weighted_sum(rewards: Rewards, weights: Rewards | None = None) -> float:
-    """`weighted_sum([1.0, 0.5], [1.0, 0.2])`, or with a mapping each; without weights each counts once."""
+    """`weighted_sum([1.0, 0.5], [1.0, 0.2])`, or with two mappings; without weights, the plain sum."""
     if weights is None:
         return math.fsum(rewards.values() if isinstance(rewards, Mapping) else rewards)
     if isinstance(rewards, Mapping) and isinstance(weights, Mapping) and rewards.keys() == weights.keys():
         return math.fsum(rewards[name] * weights[name] for name in rewards)
     if isinstance(rewards, Mapping) or isinstance(weights, Mapping) or len(rewards) != len(weights):
-        raise ValueError(f"each reward needs its weight, both in lists or under the same names: {rewards}, {weights}")
+        raise ValueError(
+            f"each reward needs its weight, in two lists or two mappings with equal keys: {rewards}, {weights}"
+        )
     return math.fsum(reward * weight for reward, weight in zip(rewards, weights, strict=True))
 
 
 def aggregate_vector_rewards(
     rewards: Rewards, *, aggregator: Callable[..., float] = weighted_sum, **parameters: Any
 ) -> float:
-    """Several numbers to one: `aggregate_vector_rewards([1, 0], weights=[1, 0.2])`, or `aggregator=min`."""
+    """Reduce several rewards to one: `aggregate_vector_rewards([1, 0], weights=[1, 0.2])`, or `aggregator=min`."""
     return aggregator(rewards, **parameters)
 
 
 def compute_batch_rewards(
     rollouts: Sequence[Rollout], reward_fn: AnyReward, *, time_limit: float = 30.0
 ) -> list[float | None]:
-    """The reward of each rollout of one group, graded at once; None where it could not be graded.
+    """The reward of each rollout of one group, graded concurrently; None if it could not be graded.
 
-    Starts an event loop of its own: inside one, `await grade(...)`, which also says why.
+    Starts an event loop: inside a running one, use `await grade(...)`, which also returns the reasons.
     """
     graded = anyio.run(partial(grade, rollouts, reward_fn, time_limit=time_limit))
     return [rollout.reward for rollout in graded]
 
 
 def normalize_rewards(rewards: Sequence[float | None], *, normalizer: Normalizer = zscore) -> list[float | None]:
-    """Relative to each other, by default as z-scores."""
+    """Rewards normalized within the list, by default as z-scores."""
     known = [reward for reward in rewards if reward is not None]
     values = iter(normalizer(known) if known else ())
     return [None if reward is None else next(values) for reward in rewards]
@@ -80,23 +82,23 @@ def apply_reward_shaping(rewards: Sequence[Rollout], *, shaping_fn: Callable[[Ro
 def apply_reward_shaping(
     rewards: Sequence[Any], *, shaping_fn: Callable[[Any], float]
 ) -> list[float | None] | list[Rollout]:
-    """`shaping_fn` over each reward; over graded rollouts it sees the rollout and sets its score's value."""
+    """Apply `shaping_fn` to each reward; for graded rollouts it takes the rollout and returns the new score."""
     return [_shaped(each, shaping_fn) for each in rewards]
 
 
-def _shaped(given: Any, shaping_fn: Callable[[Any], float]) -> Any:
-    if not isinstance(given, Rollout):
-        return None if given is None else shaping_fn(given)
-    if given.score is None:
-        return given
-    parts = given.score.parts or {"before_shaping": given.score.value}
-    return replace(given, score=as_score(Score(shaping_fn(given), parts), given))
+def _shaped(item: Any, shaping_fn: Callable[[Any], float]) -> Any:
+    if not isinstance(item, Rollout):
+        return None if item is None else shaping_fn(item)
+    if item.score is None:
+        return item
+    parts = item.score.parts or {"before_shaping": item.score.value}
+    return replace(item, score=as_score(Score(shaping_fn(item), parts), item))
 
 
 def _score(rollout: Rollout, reward_fn: RewardFn) -> Score:
-    said = reward_fn(rollout)
-    if inspect.isawaitable(said):
-        if inspect.iscoroutine(said):
-            said.close()
+    result = reward_fn(rollout)
+    if inspect.isawaitable(result):
+        if inspect.iscoroutine(result):
+            result.close()
         raise ValueError("this reward function is async; use compute_batch_rewards, or await grade(...)")
-    return as_score(said, rollout)
+    return as_score(result, rollout)

@@ -1,4 +1,4 @@
-"""One line per reward, and the door to it. A name is read without regard to case, `-` and `_`."""
+"""The table of rewards, one line each, and lookup by name. Case, `-` and `_` in a name do not matter."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ BUILDERS: Mapping[str, str] = {
     "rm_reward_func": "oxrl.models.reward_model:rm_reward_func",
     "llm_judge": "oxrl.rewards.http_judge:llm_judge",
 }
-"""Rewards that are made of their parameters and hold something: a model, an endpoint. By the place to import them from,
-which may lie above this layer."""
+"""Rewards that are built from their parameters and hold a model or an endpoint: import paths, which may be in a higher
+layer."""
 
 
 class RewardCard(NamedTuple):
-    """`RewardCard("number_match", "1 if ...", {"tolerance": 0.0}, ("answer",))`; a parameter it needs is `...`."""
+    """`RewardCard("number_match", "1 if ...", {"tolerance": 0.0}, ("answer",))`; a required parameter is `...`."""
 
     name: str
     explanation: str
@@ -66,7 +66,7 @@ class RewardCard(NamedTuple):
 
 
 def reward(name: str, **parameters: Any) -> Reward:
-    """`reward("number_match", tolerance=0.01)`; `reward("my_file.py:my_reward")` for a function of one's own."""
+    """`reward("number_match", tolerance=0.01)`; `reward("my_file.py:my_reward")` for a custom function."""
     if builder := find_builder(name):
         build = import_object(builder)
         check_keywords(name, defaults_of(build), parameters, partial(_check_type, name))
@@ -76,23 +76,23 @@ def reward(name: str, **parameters: Any) -> Reward:
     if isinstance(function, Reward) and not parameters:
         return function
     if not callable(function):
-        raise ValueError(f"{name} is {function!r}, which is no reward function")
+        raise ValueError(f"{name} is {function!r}, which is not a reward function")
     check_keywords(name, defaults_of(function), parameters, partial(_check_type, name))
     return as_reward(partial(function, **parameters) if parameters else function)
 
 
 def find_reward(name: str) -> Callable[..., Any]:
-    custom = "; a custom one is module:function or file.py:function"
+    custom = "; a custom reward is module:function or file.py:function"
     return REWARDS[find_name(name, [*REWARDS, *BUILDERS], f"no reward is called {name!r}", custom)]
 
 
 def find_builder(name: str) -> str | None:
-    """Where a reward is made that holds something; None for plain functions."""
-    return next((place for each, place in BUILDERS.items() if plain_name(each) == plain_name(name)), None)
+    """The import path of a reward's builder; None for plain functions."""
+    return next((path for each, path in BUILDERS.items() if plain_name(each) == plain_name(name)), None)
 
 
 def describe_rewards() -> dict[str, RewardCard]:
-    """What there is to know about each, taken from the functions themselves."""
+    """A card for each reward, taken from the signature and docstring of its function."""
     return {
         name: RewardCard(
             name,
@@ -100,18 +100,18 @@ def describe_rewards() -> dict[str, RewardCard]:
             {each: ... if p.default is p.empty else p.default for each, p in defaults_of(function).items()},
             reads_of(function),
         )
-        for name, function in (*REWARDS.items(), *((each, import_object(place)) for each, place in BUILDERS.items()))
+        for name, function in (*REWARDS.items(), *((each, import_object(path)) for each, path in BUILDERS.items()))
     }
 
 
 def document() -> str:
     """The table in `docs/rewards.md`."""
-    lines = ["| name | pays | reads | parameters |", "|---|---|---|---|"]
+    lines = ["| name | reward | reads | parameters |", "|---|---|---|---|"]
     for card in describe_rewards().values():
         shown = [f"`{each}`" if value is ... else f"`{each}={value!r}`" for each, value in card.parameters.items()]
-        pays = " ".join(card.explanation.split("\n\n")[0].split()).replace("|", "\\|")
+        summary = " ".join(card.explanation.split("\n\n")[0].split()).replace("|", "\\|")
         reads = ", ".join(f"`{each}`" for each in card.reads) or "-"
-        lines.append(f"| `{card.name}` | {pays} | {reads} | {', '.join(shown).replace('|', chr(92) + '|') or '-'} |")
+        lines.append(f"| `{card.name}` | {summary} | {reads} | {', '.join(shown).replace('|', chr(92) + '|') or '-'} |")
     return "\n".join(lines)
 
 

@@ -1,8 +1,8 @@
-"""A reward tried on real rows before it pays a model: does the right answer earn all of it, and what do cheats earn?
+"""Tests a reward on real rows before training: do correct answers earn the full reward, and can it be hacked?
 
-Rows become completions in the forms that people write answers in, and these become a `TrialReport`. A cheat is a way to
-write that needs no knowledge, or that says the opposite of what it names; it is tried in every form in which the reward
-pays. No model is asked.
+Rows become completions in common answer formats ("forms"), and their rewards a `TrialReport`. A cheat is a completion
+that needs no knowledge, or that negates the answer it mentions; it is tested in every form that the reward accepts. No
+model is needed.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from oxrl.rewards.mathematics import boxed, plain, rational
 from oxrl.types import Generation, Message, Rollout, Sample, Turn
 
 PaysFor: TypeAlias = Literal["answer", "form", "opinion"]
-"""A form's reward may pay whatever is in the form; an opinion has no zero: cheats must stay below the right answer."""
+"""A reward for a form may accept any content in it; an opinion has no zero: cheats must score below correct answers."""
 
 Ways: TypeAlias = Mapping[str, Sequence[tuple[Sample, str]]]
-"""Form -> a completion for each row; a form without a name is the text as it is."""
+"""Form -> a completion for each row; the form "" is the unformatted text."""
 
 COLUMNS = (
     "reward", "rows", "right answers paid in full", "in the forms", "wrong answers", "other cheats that earn",
@@ -34,7 +34,7 @@ COLUMNS = (
 )  # fmt: skip
 THRESHOLD = 0.05
 LONG = ("a million characters", 1_000_000)
-LONG_FOR_A_MODEL = ("ten thousand characters", 10_000)  # every one of which a model has to read
+LONG_FOR_A_MODEL = ("ten thousand characters", 10_000)  # a model has to process all of them
 
 FORMS: Mapping[str, Callable[[str], str]] = {
     "bare": "{}".format,
@@ -60,10 +60,10 @@ class Case(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """`Probe("all answers listed", "sentence", 0.0, 0.0)`: what one way to write earns over all rows.
+    """`Probe("all answers listed", "sentence", 0.0, 0.0)`: what one kind of completion earns over all rows.
 
-    `form` is the best paid one, `earns` the mean as a share of the full reward, `in_full` the share of rows paid in
-    full.
+    `form` is the one with the highest reward, `earns` the mean as a fraction of the full reward, `in_full` the fraction
+    of rows with the full reward.
     """
 
     name: str
@@ -73,20 +73,20 @@ class Probe(NamedTuple):
 
 
 class TrialReport(NamedTuple):
-    """What a reward did on real rows; `problems` is empty if it can be trusted with a model."""
+    """Results of a reward on real rows; `problems` is empty if it is safe to train with."""
 
     reward: str
     rows: int
-    full: float  # the most that a right answer earned
+    full: float  # the highest reward of a correct answer
     threshold: float
     right: tuple[Probe, ...]
-    cheats: tuple[Probe, ...]  # with a wrong answer among them
-    changed: int  # completions that earned something else the second time
+    cheats: tuple[Probe, ...]  # the first is a wrong answer
+    changed: int  # completions whose reward differed when they were graded again
     ungraded: int
-    reason: str  # why the first of them was not graded
+    reason: str  # why the first ungraded completion was not graded
     median_seconds: float
     worst_seconds: float
-    disagreement: Mapping[str, float]  # form -> share of rows where the strict and the lenient variant differ
+    disagreement: Mapping[str, float]  # form -> fraction of rows where the strict and the lenient variant differ
     problems: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class TrialReport(NamedTuple):
         return max(self.right, key=lambda probe: (probe.in_full, probe.earns))
 
     def row(self) -> str:
-        """One line of a Markdown table (`COLUMNS`): all that does not depend on the machine."""
+        """One line of a Markdown table (`COLUMNS`), without numbers that depend on the machine."""
         paid = ", ".join(probe.name for probe in self.right if probe.in_full == 1.0) or "none"
         wrong, *others = self.cheats
         cheats = ", ".join(f"{each.name} {each.earns:.1%}" for each in others if each.earns > 0) or "nothing"
@@ -122,7 +122,7 @@ class TrialReport(NamedTuple):
         lines = [
             f"{self.reward} on {self.rows} rows; the full reward is {self.full:g}",
             "",
-            "the right answer",
+            "the correct answer",
         ]
         lines += [f"  {each.name:28} earns {each.earns:7.1%}, in full {each.in_full:7.1%}" for each in self.right]
         lines += ["", f"must earn nothing (at most {self.threshold:.1%} of the full reward)"]
@@ -130,10 +130,10 @@ class TrialReport(NamedTuple):
         differ = ", ".join(f"{form} {share:.1%}" for form, share in self.disagreement.items() if share)
         lines += ["", f"strict and lenient differ: {differ or 'never'}"] if self.disagreement else [""]
         lines += [
-            f"the same score twice: {'yes' if not self.changed else f'no, {self.changed} changed'}",
-            f"seconds per answer: median {self.median_seconds:.2g}, worst {self.worst_seconds:.2g}",
+            f"deterministic: {'yes' if not self.changed else f'no, {self.changed} scores changed'}",
+            f"seconds per completion: median {self.median_seconds:.2g}, worst {self.worst_seconds:.2g}",
             *(f"PROBLEM: {problem}" for problem in self.problems),
-            "gameable or broken" if self.problems else "no way found to game it",
+            "the reward can be hacked or is broken" if self.problems else "no problem found",
         ]
         return "\n".join(lines)
 
@@ -154,12 +154,12 @@ def try_reward(
 ) -> TrialReport:
     """`try_reward(reward("gsm8k_reward_func"), samples)`; `other` is its strict or lenient variant, to compare with.
 
-    `workers` completions are graded at a time; latencies are true to life with one.
+    `workers` completions are graded concurrently; latencies are realistic with one worker.
     """
     if not samples:
-        raise ValueError("a reward is tried on rows, and there are none")
-    if lacking := [sample.id for sample in samples if not _reference(sample).strip()]:
-        raise ValueError(f"a reward is tried on rows that have an `answer` or `solution`; {lacking[0]} has neither")
+        raise ValueError("testing a reward needs rows, and there are none")
+    if missing := [sample.id for sample in samples if not _reference(sample).strip()]:
+        raise ValueError(f"testing a reward needs rows with an `answer` or `solution`; {missing[0]} has neither")
     check_samples(reward, samples)
     cases = cases_of(samples)
     trial = _Trial(as_reward(reward), time_limit, workers)
@@ -167,7 +167,7 @@ def try_reward(
 
 
 def cases_of(samples: Sequence[Sample]) -> list[Case]:
-    """With what is right and what is wrong about each; where there are tests, both are programs."""
+    """A correct and several wrong answers for each sample; for samples with tests, both are programs."""
     finals = [_reference(sample) if _is_program(sample) else final_answer(_reference(sample)) for sample in samples]
     pool = list(dict.fromkeys(finals))
     return [
@@ -189,14 +189,14 @@ def _function(sample: Sample) -> str:
 
 
 def final_answer(answer: str) -> str:
-    """What an answer in a file comes to: behind `####`, in the box, the letter of a choice, or all of it."""
+    """The final answer of a row: after `####`, in the box, the letter of a choice, or the whole text."""
     final = (boxed(answer) or answer.rpartition("####")[2]).strip()
     letter = _LETTER.fullmatch(final)
     return letter[1] if letter else final
 
 
 def wrong_answers(right: str, pool: Sequence[str]) -> tuple[str, ...]:
-    """Four or so that look like the right one and are not."""
+    """Up to four wrong answers that look like the correct one."""
     number = rational(plain(right))
     if number is not None:
         return tuple(str(number + step) for step in (1, 2, -1, 10))
@@ -207,12 +207,12 @@ def wrong_answers(right: str, pool: Sequence[str]) -> tuple[str, ...]:
 
 
 def wrong_programs(right: str, name: str) -> tuple[str, ...]:
-    """Those that look like the right one but for what the function returns in the end."""
+    """Programs like the correct one, except for the return value of the function."""
     return tuple(f"{right}\n\n\ndef {name}(*_, **__):\n    return {word!r}" for word in ("no", "none", "nor", "not"))
 
 
 class _Trial:
-    """Runs the reward over completions, and keeps the time and what could not be graded."""
+    """Grades completions, and keeps latencies and the reasons of ungraded ones."""
 
     def __init__(self, reward: Reward, time_limit: float, workers: int) -> None:
         self.reward, self.time_limit, self.workers = reward, time_limit, workers
@@ -221,12 +221,12 @@ class _Trial:
 
     async def scores(self, completions: Sequence[tuple[Sample, str]]) -> list[float | None]:
         values: dict[int, float | None] = {}
-        places = anyio.CapacityLimiter(self.workers)
+        limiter = anyio.CapacityLimiter(self.workers)
 
         async def one(index: int) -> None:
-            async with places:
+            async with limiter:
                 start = time.perf_counter()
-                (outcome,) = await self.reward.outcomes([said(*completions[index])], self.time_limit)
+                (outcome,) = await self.reward.outcomes([synthetic_rollout(*completions[index])], self.time_limit)
                 self.seconds.append(time.perf_counter() - start)
             values[index] = None if isinstance(outcome, Ungraded) else outcome.value
             if isinstance(outcome, Ungraded):
@@ -238,8 +238,8 @@ class _Trial:
         return [values[index] for index in range(len(completions))]
 
 
-def said(sample: Sample, text: str) -> Rollout:
-    """A rollout whose tokens are made up, about as many as a model would need."""
+def synthetic_rollout(sample: Sample, text: str) -> Rollout:
+    """A rollout with this response and placeholder tokens, about as many as a model would need."""
     ids = tuple(range(1, math.ceil(len(text) / 4) + 1))
     generation = Generation(ids, (0.0,) * len(ids), "stop", text=text)
     return Rollout(sample, (Turn((0,), generation, (Message("assistant", text),)),))
@@ -248,23 +248,23 @@ def said(sample: Sample, text: str) -> Rollout:
 async def _try(
     trial: _Trial, cases: Sequence[Case], pays_for: PaysFor, other: Reward | None, threshold: float
 ) -> TrialReport:
-    written = right_forms(cases)
-    values = {form: await trial.scores(completions) for form, completions in written.items()}
+    correct = right_forms(cases)
+    values = {form: await trial.scores(completions) for form, completions in correct.items()}
     full = max((value for scores in values.values() for value in scores if value is not None), default=0.0)
     unit = 1.0 if pays_for == "opinion" or full <= 0 else full
     right = tuple(_probe(form, form, scores, unit, full) for form, scores in values.items())
     forms = _forms(cases)
     paid = {form: forms[form] for form in forms if max([0.0, *_known(values[form])]) > threshold * unit}
-    again = {form: await trial.scores(completions) for form, completions in written.items()}
-    tried = cheats_of(cases, paid or forms, LONG_FOR_A_MODEL if pays_for == "opinion" else LONG)
+    again = {form: await trial.scores(completions) for form, completions in correct.items()}
+    attempts = cheats_of(cases, paid or forms, LONG_FOR_A_MODEL if pays_for == "opinion" else LONG)
     if pays_for == "form":
-        tried = {name: _outside_forms(ways) for name, ways in tried.items()}
-    cheats = [await _worst(trial, name, ways, unit, full) for name, ways in tried.items()]
+        attempts = {name: _outside_forms(ways) for name, ways in attempts.items()}
+    cheats = [await _best_paid(trial, name, ways, unit, full) for name, ways in attempts.items()]
     disagreement: dict[str, float] = {}
     if other is not None:
-        rival = _Trial(other, trial.time_limit, trial.workers)
-        for form, completions in written.items():
-            disagreement[form] = _differ(values[form], await rival.scores(completions)) / len(completions)
+        variant = _Trial(other, trial.time_limit, trial.workers)
+        for form, completions in correct.items():
+            disagreement[form] = _differ(values[form], await variant.scores(completions)) / len(completions)
     report = TrialReport(
         reward=trial.reward.name,
         rows=len(cases),
@@ -288,24 +288,24 @@ def _forms(cases: Sequence[Case]) -> Mapping[str, Callable[[str], str]]:
 
 
 def right_forms(cases: Sequence[Case]) -> dict[str, list[tuple[Sample, str]]]:
-    """The right answer of each row, in each form that all rows can take."""
+    """The correct answer of each row, in each form that applies to all rows."""
     forms = {name: [(case.sample, form(case.right)) for case in cases] for name, form in _forms(cases).items()}
     if any(case.right != _reference(case.sample) for case in cases):
         forms["as in the file"] = [(case.sample, _reference(case.sample)) for case in cases]
     numbers = [rational(plain(case.right)) for case in cases]
-    whole = [int(number) for number in numbers if number is not None and number.denominator == 1]
-    if len(whole) == len(cases):
+    integers = [int(number) for number in numbers if number is not None and number.denominator == 1]
+    if len(integers) == len(cases):
         forms["with separators"] = [
-            (case.sample, f"That makes {n:,} in all.") for case, n in zip(cases, whole, strict=True)
+            (case.sample, f"That makes {n:,} in all.") for case, n in zip(cases, integers, strict=True)
         ]
         forms["as an amount"] = [
-            (case.sample, f"The answer is **${n:,}.00**.") for case, n in zip(cases, whole, strict=True)
+            (case.sample, f"The answer is **${n:,}.00**.") for case, n in zip(cases, integers, strict=True)
         ]
     return forms
 
 
 def _outside_forms(ways: Ways) -> Ways:
-    """A reward for the form does not mind what is inside it; where there is no way outside, all are shown."""
+    """Cheats outside of forms, for rewards that accept any content in a form; all cheats if there are none."""
     return {form: texts for form, texts in ways.items() if form not in FORMS} or ways
 
 
@@ -349,18 +349,12 @@ def _prompt(case: Case) -> str:
 
 
 def _listed(case: Case) -> Iterable[str]:
-    """The right answer among others, neither first nor last: whoever lists does not know which it is."""
+    """The correct answer among wrong ones, neither first nor last."""
     return (*case.wrong[:2], case.right, *case.wrong[2:])
 
 
-async def _worst(
-    trial: _Trial,
-    name: str,
-    ways: Ways,
-    unit: float,
-    full: float,
-) -> Probe:
-    """One way for all rows, the best paid one: that is what a model would come to."""
+async def _best_paid(trial: _Trial, name: str, ways: Ways, unit: float, full: float) -> Probe:
+    """The form with the highest mean reward over all rows: the one that a model would learn."""
     probes = [_probe(name, form, await trial.scores(texts), unit, full) for form, texts in ways.items()]
     return max(probes, key=lambda probe: probe.earns)
 
@@ -384,14 +378,14 @@ def _differ(one: Sequence[float | None], other: Sequence[float | None]) -> int:
 def _problems(report: TrialReport, pays_for: PaysFor) -> Iterable[str]:
     best = report.best
     if report.full <= 0 and pays_for != "opinion":
-        yield "the right answer earns nothing in any form"
+        yield "the correct answer earns nothing in any form"
     elif pays_for == "answer" and best.in_full < 1:
-        yield f"the right answer earns the full reward in {best.in_full:.1%} of rows at best, as {best.name}"
+        yield f"the correct answer earns the full reward in {best.in_full:.1%} of rows at best, as {best.name}"
     most = max(probe.earns for probe in report.right) if pays_for == "opinion" else report.threshold
     for probe in report.cheats:
         if probe.earns > most and not (pays_for == "form" and probe.form in FORMS):
             yield f"{probe.name}{f' ({probe.form})' if probe.form else ''} earns {probe.earns:.1%} of the full reward"
     if report.changed:
-        yield f"{report.changed} completions earned something else when they were graded again"
+        yield f"{report.changed} completions got another score when they were graded again"
     if report.ungraded:
         yield f"{report.ungraded} completions could not be graded; the first: {report.reason}"

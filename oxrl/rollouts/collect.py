@@ -22,9 +22,10 @@ from oxrl.concurrency import task_group
 from oxrl.rewards.grade import AnyReward, grade
 from oxrl.rollouts.batches import RolloutBatch, convert_to_batch
 from oxrl.rollouts.buffer import Group, age_of
-from oxrl.rollouts.envs import PAUSES, GeneratorClient, mixed_seed, single_turn
+from oxrl.rollouts.envs import PAUSES, GeneratorClient, single_turn
 from oxrl.rollouts.filters import keep_all
 from oxrl.rollouts.record import rollout_from_json, rollout_to_json
+from oxrl.seeds import mixed_seed
 from oxrl.types import (
     DataSource,
     EnvFn,

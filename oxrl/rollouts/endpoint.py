@@ -25,9 +25,10 @@ import h11
 from anyio.abc import ByteStream, SocketAttribute
 
 from oxrl.concurrency import task_group
-from oxrl.rollouts.envs import GeneratorClient, mixed_seed, said_message
+from oxrl.rollouts.envs import GeneratorClient, said_message
 from oxrl.rollouts.tools import ToolParser, extract_tool_calls, parse_tools, tool_parser_for
 from oxrl.rollouts.transcript import Told, Tools, Transcript, begin, tell_tools
+from oxrl.seeds import mixed_seed
 from oxrl.types import Generation, GenerationConfig, Generator, Message, Render, Rollout, Sample, Turn
 
 logger = logging.getLogger(__name__)

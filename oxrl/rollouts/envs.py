@@ -33,6 +33,7 @@ from oxrl.rollouts.tools import (
     tool_schema,
 )
 from oxrl.rollouts.transcript import Transcript, begin, tell_tools
+from oxrl.seeds import mixed_seed
 from oxrl.types import (
     Conversation,
     EnvFn,
@@ -53,19 +54,7 @@ StopCondition: TypeAlias = Callable[[Conversation], bool]
 ReplyFn: TypeAlias = Callable[[Conversation], Any]
 """The conversation so far to what the user says: a text, a message, several, or None to end it; at once or awaited."""
 
-_MASK = (1 << 64) - 1
 PAUSES = (0.1, 0.2, 0.4)  # seconds, before a failed generation is tried again
-
-
-def mixed_seed(*numbers: int) -> int:
-    """`mixed_seed(42, 3, 0)`: one seed of 63 bits from several numbers, by the mixing steps of splitmix64."""
-    state = 0
-    for number in numbers:
-        state = (state + number + 0x9E3779B97F4A7C15) & _MASK
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-        state ^= state >> 31
-    return state >> 1
 
 
 class _Recording:

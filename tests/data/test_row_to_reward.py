@@ -14,7 +14,7 @@ from oxrl.data.assemble import assemble
 from oxrl.data.prepare import DATASETS, find_dataset, prepare_samples
 from oxrl.data.render import Renderer
 from oxrl.rewards import BUILDERS, check_samples, grade, reward
-from oxrl.rewards.trial import said, wrong_answers
+from oxrl.rewards.trial import synthetic_rollout, wrong_answers
 from oxrl.types import Item, Sample
 from tests.data.cases import CASES, Case, case_name
 from tests.waiting import HANG
@@ -74,7 +74,7 @@ def graded(name: str, answers: list[tuple[Sample, str]], **parameters: Any) -> l
     without_limit = partial(grade, time_limit=HANG)
     earned: list[float | None] = []
     for start in range(0, len(answers), CONCURRENT):
-        some = [said(*answer) for answer in answers[start : start + CONCURRENT]]
+        some = [synthetic_rollout(*answer) for answer in answers[start : start + CONCURRENT]]
         rollouts = anyio.run(without_limit, some, reward(name, **parameters))
         assert [rollout.error for rollout in rollouts if rollout.error] == []
         earned += [rollout.reward for rollout in rollouts]

@@ -1,4 +1,4 @@
-"""Programs that try to be paid without work, or to do harm: each defines, or fails to define, `add`."""
+"""Programs that try to pass tests without solving the task, or to do harm: each defines, or fails to define, `add`."""
 
 ALWAYS_EQUAL = """
 class Any:
@@ -17,11 +17,11 @@ sys.exit(0)
 import sys
 def add(a, b): sys.exit(0)
 """,
-    "exits at once": """
+    "exits immediately": """
 import os
 os._exit(0)
 """,
-    "exits at once when called": """
+    "exits immediately when called": """
 import os
 def add(a, b): os._exit(0)
 """,
@@ -132,7 +132,7 @@ for fd in range(64):
     except OSError: pass
 os._exit(0)
 """,
-    "says ready and answers all in advance": """
+    "sends ready and all replies in advance": """
 import os
 for fd in range(3, 64):
     try: os.write(fd, b'["ready", ""]\\n' + b'["value", "true"]\\n' * 3)
@@ -210,5 +210,5 @@ def add(a, b): return a + b
     "deep source": "(" * 5000 + ")" * 5000,
 }
 
-# They only compute until their limit of processor time, which is the same system call in every kind of isolation.
+# They only compute until their CPU limit, which is the same in every kind of isolation.
 COMPUTE_ONLY = {"endless output", "endless loop", "loop at import", "huge number", "colliding hashes"}

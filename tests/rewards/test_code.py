@@ -1,4 +1,4 @@
-"""A program is worth what its tests say; whatever a hostile one does, it earns nothing and the next is graded."""
+"""Programs are graded by their tests; a hostile program earns nothing, and the next one is still graded."""
 
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +14,7 @@ from oxrl.rewards.code import code_reward_func
 from oxrl.run.reward import configured_reward
 from tests.clock import no_hang
 from tests.rewards.hostile import ALWAYS_EQUAL, HOSTILE
-from tests.rewards.rollouts import a_sample, said
+from tests.rewards.rollouts import a_rollout, a_sample
 from tests.rewards.sandbox.children import children
 from tests.waiting import EXPIRES, HANG
 
@@ -24,51 +24,51 @@ RIGHT = "def add(a, b):\n    return a + b\n"
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
-    monkeypatch.setattr(code, "_LONGEST_WAIT", HANG)
+    monkeypatch.setattr(code, "_MAX_WAIT", HANG)
 
 
 @pytest.fixture
 def by_cpu_time(monkeypatch):
-    """Endless programs are ended by the CPU time that they use, which depends on no other process."""
-    monkeypatch.setattr(code, "_SLOWEST_MACHINE", HANG)
+    """Endless programs end at their CPU limit, which depends on no other process."""
+    monkeypatch.setattr(code, "_WALL_TO_CPU", HANG)
 
 
-def worth(program, tests=TESTS, *, setup="", entry_point=None, prompt="Add.", fenced=True, **options):
+def reward_of(program, tests=TESTS, *, setup="", entry_point=None, prompt="Add.", fenced=True, **options):
     text = f"Here it is:\n```python\n{program}\n```\nDone." if fenced else program
-    rollout = said(text, prompt=prompt, tests=tests, setup=setup, entry_point=entry_point)
+    rollout = a_rollout(text, prompt=prompt, tests=tests, setup=setup, entry_point=entry_point)
     return code_reward_func(rollout, **{"timeout": HANG, **options})
 
 
 def test_a_right_program_earns_1_and_a_wrong_one_nothing():
-    assert worth(RIGHT) == 1.0
-    assert worth("def add(a, b):\n    return a") == 0.0
-    assert worth("def add(a, b):\n    return a - b") == 0.0
-    assert worth("def plus(a, b):\n    return a + b") == 0.0
-    assert worth("def add(a, b) return") == 0.0
-    assert worth("raise ValueError") == 0.0
+    assert reward_of(RIGHT) == 1.0
+    assert reward_of("def add(a, b):\n    return a") == 0.0
+    assert reward_of("def add(a, b):\n    return a - b") == 0.0
+    assert reward_of("def plus(a, b):\n    return a + b") == 0.0
+    assert reward_of("def add(a, b) return") == 0.0
+    assert reward_of("raise ValueError") == 0.0
 
 
 def test_partial_credit_is_the_share_of_tests_passed(by_cpu_time):
     only_numbers = "def add(a, b):\n    return a + b if isinstance(a, int) else None"
-    assert worth(only_numbers, partial=True, timeout=2.0) == pytest.approx(1 / 3)
-    assert worth(RIGHT, partial=True, timeout=2.0) == 1.0
+    assert reward_of(only_numbers, partial=True, timeout=2.0) == pytest.approx(1 / 3)
+    assert reward_of(RIGHT, partial=True, timeout=2.0) == 1.0
     hangs_later = "def add(a, b):\n    while not isinstance(a, int): pass\n    return a + b"
-    assert worth(hangs_later, partial=True, timeout=2.0) == pytest.approx(1 / 3)
+    assert reward_of(hangs_later, partial=True, timeout=2.0) == pytest.approx(1 / 3)
 
 
-def test_a_program_that_waits_for_ever_is_ended_by_the_clock():
-    assert worth("import signal\ndef add(a, b): signal.pause()", timeout=0.7 * EXPIRES) == 0.0
+def test_a_program_that_blocks_ends_at_the_wall_clock_limit():
+    assert reward_of("import signal\ndef add(a, b): signal.pause()", timeout=0.7 * EXPIRES) == 0.0
 
 
-def test_the_last_python_block_counts_and_thoughts_do_not():
+def test_the_last_python_block_counts_and_reasoning_does_not():
     wrong = "```python\ndef add(a, b): return 0\n```"
     shell = "```bash\npip install add\n```"
-    assert worth(f"{wrong}\nNo:\n```python\n{RIGHT}```\nRun\n{shell}", fenced=False) == 1.0
-    assert worth(f"```python\n{RIGHT}```\n{wrong}", fenced=False) == 0.0
-    assert worth(RIGHT, fenced=False) == 1.0
-    assert worth(f"```py\n{RIGHT}", fenced=False) == 1.0
-    assert worth(f"<think>```python\n{RIGHT}```", fenced=False) == 0.0
-    assert worth("", fenced=False) == 0.0
+    assert reward_of(f"{wrong}\nNo:\n```python\n{RIGHT}```\nRun\n{shell}", fenced=False) == 1.0
+    assert reward_of(f"```python\n{RIGHT}```\n{wrong}", fenced=False) == 0.0
+    assert reward_of(RIGHT, fenced=False) == 1.0
+    assert reward_of(f"```py\n{RIGHT}", fenced=False) == 1.0
+    assert reward_of(f"<think>```python\n{RIGHT}```", fenced=False) == 0.0
+    assert reward_of("", fenced=False) == 0.0
 
 
 PROMPT = '''from typing import List
@@ -104,7 +104,7 @@ def check(candidate):
 def completed(text, **options):
     fenced = options.pop("fenced", False)
     options = {"setup": CHECK, "entry_point": "total", "prompt": PROMPT, **options}
-    return worth(text, ["check(total)"], fenced=fenced, **options)
+    return reward_of(text, ["check(total)"], fenced=fenced, **options)
 
 
 def test_a_completion_of_the_prompt_is_its_body():
@@ -124,41 +124,41 @@ def test_a_whole_function_may_use_what_the_prompt_defines():
 
 
 def test_helpers_that_tests_use_are_the_prompts_own():
-    """Or a program could make the expected values fit."""
+    """Otherwise a program could change the expected values."""
     cheat = "def twice(x): return 0\ndef total(xs):\n    len(xs)\n    return 6 if xs == [1, 2] else 0"
     assert completed(cheat, fenced=True) == 0.0
 
 
 def test_tests_see_their_own_built_ins():
     cheat = "def abs(x): return 0\ndef sorted(x): return []\nimport builtins\nbuiltins.abs = abs\ndef f(x): return 99.0"
-    assert worth(cheat, ["assert abs(f(1) - 1.0) < 1e-6", "assert sorted([f(1)]) == []"], partial=True) == 0.0
+    assert reward_of(cheat, ["assert abs(f(1) - 1.0) < 1e-6", "assert sorted([f(1)]) == []"], partial=True) == 0.0
 
 
 def test_a_test_that_catches_everything_is_not_passed_by_ending():
     test = "try:\n    add(1, 2)\nexcept:\n    pass"
-    assert worth(RIGHT, [test]) == 1.0
-    assert worth("import os\ndef add(a, b): os._exit(0)", [test, test]) == 0.0
+    assert reward_of(RIGHT, [test]) == 1.0
+    assert reward_of("import os\ndef add(a, b): os._exit(0)", [test, test]) == 0.0
 
 
 def test_a_function_may_be_called_like_a_built_in_one():
-    assert worth("def sum(a, b): return a * b", ["assert sum(2, 3) == 6"]) == 1.0
+    assert reward_of("def sum(a, b): return a * b", ["assert sum(2, 3) == 6"]) == 1.0
 
 
 def test_results_keep_their_types():
     tests = ["assert f(0) == (1, 2)", "assert f(1) == {1: {2}}", "import math\nassert math.isclose(f(2), 0.1)"]
     right = "import collections\ndef f(n): return [(1, 2), collections.defaultdict(set, {1: {2}}), 0.1][n]"
-    assert worth(right, tests) == 1.0
-    assert worth(right.replace("(1, 2)", "[1, 2]"), tests, partial=True) == pytest.approx(2 / 3)
-    assert worth("def f(): yield 1", ["assert list(f()) == [1]"]) == 1.0
-    assert worth("def f(n): return n ** n", ["assert f(3000) == 3000 ** 3000"]) == 1.0
+    assert reward_of(right, tests) == 1.0
+    assert reward_of(right.replace("(1, 2)", "[1, 2]"), tests, partial=True) == pytest.approx(2 / 3)
+    assert reward_of("def f(): yield 1", ["assert list(f()) == [1]"]) == 1.0
+    assert reward_of("def f(n): return n ** n", ["assert f(3000) == 3000 ** 3000"]) == 1.0
 
 
 def test_exceptions_that_tests_expect_arrive():
     test = "try:\n    f(-1)\nexcept ValueError:\n    pass\nelse:\n    raise AssertionError"
-    assert worth("def f(n):\n    raise ValueError(n)", [test]) == 1.0
-    assert worth("def f(n):\n    raise KeyError(n)", [test]) == 0.0
+    assert reward_of("def f(n):\n    raise ValueError(n)", [test]) == 1.0
+    assert reward_of("def f(n):\n    raise KeyError(n)", [test]) == 0.0
     own = "class ValueError(Exception): pass\ndef f(n):\n    raise type('Mine', (BaseException,), {})"
-    assert worth(own, [test]) == 0.0
+    assert reward_of(own, [test]) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -170,48 +170,48 @@ def test_exceptions_that_tests_expect_arrive():
         "def add(a, b): return iter(int, 1)",
     ],
 )
-def test_objects_that_cannot_be_compared_outside_leave_an_answer_ungraded(program):
+def test_objects_that_cannot_be_compared_outside_leave_a_response_ungraded(program):
     with pytest.raises(ValueError, match="cannot be compared outside"):
-        worth(program)
+        reward_of(program)
 
 
-def test_tests_that_need_one_process_leave_an_answer_ungraded():
+def test_tests_that_need_one_process_leave_a_response_ungraded():
     with pytest.raises(ValueError, match="cannot be sent"):
-        worth("def f(g): return g(1)", ["assert f(lambda x: x) == 1"])
+        reward_of("def f(g): return g(1)", ["assert f(lambda x: x) == 1"])
     with pytest.raises(ValueError, match="setup: ModuleNotFoundError"):
-        worth("def f(): return 1", ["assert f() == 1"], setup="import no_such_module")
+        reward_of("def f(): return 1", ["assert f() == 1"], setup="import no_such_module")
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_program_earns_nothing_does_no_harm_and_the_next_is_graded(name, by_cpu_time):
     others = children()
-    assert worth(HOSTILE[name], partial=True, timeout=1.0) == 0.0
-    assert worth(RIGHT, timeout=2.0) == 1.0
+    assert reward_of(HOSTILE[name], partial=True, timeout=1.0) == 0.0
+    assert reward_of(RIGHT, timeout=2.0) == 1.0
     assert not Path("/var/tmp/oxrl-hostile").exists()
     assert children() <= others
 
 
-def test_a_program_reaches_no_listener():
+def test_a_program_cannot_connect_to_a_listener():
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
         program = f"import socket\nsocket.create_connection(('127.0.0.1', {server.getsockname()[1]}))\n{RIGHT}"
-        assert worth(program) == 0.0
+        assert reward_of(program) == 0.0
         with pytest.raises(BlockingIOError):
             server.accept()
 
 
-def test_several_programs_are_graded_at_once_and_each_gets_its_own_worth():
+def test_programs_are_graded_concurrently_and_each_gets_its_own_reward():
     programs = [RIGHT, "def add(a, b): return 0"] * 8
     with ThreadPoolExecutor(16) as pool:
-        assert list(pool.map(worth, programs)) == [1.0, 0.0] * 8
+        assert list(pool.map(reward_of, programs)) == [1.0, 0.0] * 8
 
 
-def test_a_group_is_graded_by_name_and_what_cannot_be_graded_has_a_reason():
+def test_a_group_is_graded_by_name_and_ungraded_rollouts_have_a_reason():
     texts = [RIGHT, "def add(a, b): return 0", "def add(a, b): return add"]
-    rollouts = [said(text, tests=TESTS, setup="", entry_point=None, index=i) for i, text in enumerate(texts)]
-    graded = anyio.run(partial(grade, rollouts, reward("code_reward_func", timeout=HANG), time_limit=HANG))
-    assert [rollout.reward for rollout in graded] == [1.0, 0.0, None]
-    assert "cannot be compared outside" in graded[2].error
+    rollouts = [a_rollout(text, tests=TESTS, setup="", entry_point=None, index=i) for i, text in enumerate(texts)]
+    results = anyio.run(partial(grade, rollouts, reward("code_reward_func", timeout=HANG), time_limit=HANG))
+    assert [rollout.reward for rollout in results] == [1.0, 0.0, None]
+    assert "cannot be compared outside" in results[2].error
 
 
 def test_samples_without_tests_are_refused_before_a_run():
@@ -227,11 +227,11 @@ def test_samples_without_tests_are_refused_before_a_run():
 )
 def test_a_million_characters_are_graded_in_linear_time(text):
     with no_hang():
-        assert worth(text, fenced=False) == 0.0
+        assert reward_of(text, fenced=False) == 0.0
         assert completed(text) == 0.0
 
 
-def test_leave_to_run_without_a_sandbox_reaches_the_rewards_that_ask_for_it():
+def test_allow_unsandboxed_is_passed_to_the_rewards_that_take_it():
     common = {"run": {"experiment_id": "x"}, "model": {"name": "m"}, "data": {"train_files_path": "x.jsonl"}}
     for named in ("code_reward_func", {"code_reward_func": 1.0, "exact_match": 0.5}):
         config = Config.model_validate({**common, "reward": {"reward_func": named, "allow_unsandboxed": True}})

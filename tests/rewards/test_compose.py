@@ -1,4 +1,4 @@
-"""The table and its door, rewards made of rewards, the plain doors, a judge, and reasoning-gym."""
+"""The table of rewards, composed rewards, the primitives, a judge, and reasoning-gym."""
 
 import subprocess
 import sys
@@ -37,7 +37,7 @@ from oxrl.rewards.primitives import (
 )
 from oxrl.rewards.table import BUILDERS
 from oxrl.types import Message, Score
-from tests.rewards.rollouts import a_sample, said
+from tests.rewards.rollouts import a_rollout, a_sample
 from tests.waiting import HANG
 
 
@@ -50,13 +50,13 @@ def scores(rollouts, one):
 
 
 @pytest.mark.parametrize("name", ["number_match", "Number-Match", "numbermatch"])
-def test_a_reward_is_found_by_its_name_however_it_is_written(name):
-    assert scores([said("7", "7")], reward(name)) == [Score(1.0)]
+def test_a_reward_is_found_by_its_name_in_any_spelling(name):
+    assert scores([a_rollout("7", "7")], reward(name)) == [Score(1.0)]
 
 
-def test_parameters_reach_the_reward():
-    assert scores([said("7.1", "7")], reward("number_match", tolerance=0.1)) == [Score(1.0)]
-    assert scores([said("<plan>a</plan>")], reward("tag_format", tags=["plan"])) == [Score(1.0)]
+def test_parameters_are_passed_to_the_reward():
+    assert scores([a_rollout("7.1", "7")], reward("number_match", tolerance=0.1)) == [Score(1.0)]
+    assert scores([a_rollout("<plan>a</plan>")], reward("tag_format", tags=["plan"])) == [Score(1.0)]
 
 
 @pytest.mark.parametrize(
@@ -72,26 +72,26 @@ def test_parameters_reach_the_reward():
         ("multiple_choice", {"letters": 3}, "like its default 'ABCDE'"),
         ("regex_match", {}, "regex_match needs pattern"),
         ("nowhere.py:mine", {}, "no file nowhere.py"),
-        ("json:decoder", {}, "no reward function"),
+        ("json:decoder", {}, "not a reward function"),
         ("json:no_such_function", {}, "cannot be imported"),
     ],
 )
-def test_a_mistake_is_answered_with_what_is_allowed(name, parameters, message):
+def test_errors_name_what_is_allowed(name, parameters, message):
     with pytest.raises(ValueError) as caught:
         reward(name, **parameters)
     assert message in str(caught.value)
 
 
-def test_rewards_of_ones_own_work_where_a_name_works(tmp_path):
+def test_custom_rewards_are_named_by_their_file(tmp_path):
     file = tmp_path / "my_rewards.py"
     file.write_text(
         "import torch\n\n"
         "def shouts(rollout, *, loud: float = 1.0):\n    return loud * rollout.response.isupper()\n\n"
-        "def older(prompt_ids, response_ids, finish_reason):\n"
+        "def last_token(prompt_ids, response_ids, finish_reason):\n"
         "    r = torch.zeros(len(response_ids), dtype=torch.float32)\n    r[-1] = 1.0\n    return r, False\n"
     )
-    assert scores([said("HEY"), said("hey")], reward(f"{file}:shouts", loud=2.0)) == [Score(2.0), Score(0.0)]
-    assert scores([said("HEY")], reward(f"{file}:older")) == [Score(1.0)]
+    assert scores([a_rollout("HEY"), a_rollout("hey")], reward(f"{file}:shouts", loud=2.0)) == [Score(2.0), Score(0.0)]
+    assert scores([a_rollout("HEY")], reward(f"{file}:last_token")) == [Score(1.0)]
     with pytest.raises(ValueError, match="did you mean loud"):
         reward(f"{file}:shouts", lout=2.0)
 
@@ -113,7 +113,7 @@ def test_rewards_do_not_import_torch_or_the_optional_packages():
 
 def test_a_weighted_sum_keeps_its_parts():
     both = weighted({"number_match": 1.0, "tag_format": 0.2})
-    first, second = scores([said("<think>a</think><answer>7</answer>", "7"), said("7", "7")], both)
+    first, second = scores([a_rollout("<think>a</think><answer>7</answer>", "7"), a_rollout("7", "7")], both)
     assert first == Score(1.2, {"number_match": 1.0, "tag_format": 1.0})
     assert second == Score(1.0, {"number_match": 1.0, "tag_format": 0.0})
 
@@ -126,28 +126,28 @@ def test_a_weighted_sum_takes_functions_and_weighted_sums_and_async_ones():
     def parted(rollout):
         return Score(2.0, {"a": 1.5, "b": 0.5})
 
-    (score,) = scores([said("x")], weighted({later: 2.0, parted: -1.0}))
+    (score,) = scores([a_rollout("x")], weighted({later: 2.0, parted: -1.0}))
     assert score == Score(-1.0, {"later": 0.5, "parted": 2.0, "parted.a": 1.5, "parted.b": 0.5})
 
 
-def test_what_one_part_cannot_grade_is_not_graded_and_the_rest_is():
+def test_a_rollout_that_one_part_cannot_grade_is_ungraded():
     def fussy(rollout):
         return 1 / len(rollout.response)
 
-    good, bad = graded([said("ab"), said("")], weighted({fussy: 1.0, "tag_format": 1.0}))
+    good, bad = graded([a_rollout("ab"), a_rollout("")], weighted({fussy: 1.0, "tag_format": 1.0}))
     assert good.reward == 0.5
     assert bad.score is None
     assert bad.error.startswith("reward fussy failed: ZeroDivisionError: division by zero (")
 
 
-def test_credit_by_token_survives_a_weighted_sum():
+def test_a_weighted_sum_keeps_credit_per_token():
     def by_token(rollout):
         return Score(3.0, per_token=(1.0, 0.0, 2.0))
 
     def plain(rollout):
         return 0.5
 
-    (rollout,) = graded([said("x")], weighted({by_token: 2.0, plain: 4.0}))
+    (rollout,) = graded([a_rollout("x")], weighted({by_token: 2.0, plain: 4.0}))
     assert rollout.score.value == 8.0
     assert rollout.score.per_token == (2.0, 0.0, 6.0)
     assert rollout.score.per_turn is None
@@ -161,7 +161,7 @@ def test_a_weighted_sum_checks_samples_for_all_its_parts():
 
 
 @pytest.mark.parametrize("wrong", [{}, {"tag_format": float("nan")}, {"tag_format": 1.0, REWARDS["tag_format"]: 1.0}])
-def test_weights_that_make_no_sense_are_refused(wrong):
+def test_invalid_weights_are_refused(wrong):
     with pytest.raises(ValueError, match="weight"):
         weighted(wrong)
 
@@ -171,53 +171,52 @@ def lengths(rollout):
 
 
 def test_scaled_and_clamped():
-    rollouts = [said("a" * n) for n in (0, 1, 5)]
+    rollouts = [a_rollout("a" * n) for n in (0, 1, 5)]
     assert [s.value for s in scores(rollouts, scale(lengths, 0.5))] == [0.0, 0.5, 2.5]
     clamped = scores(rollouts, clamp(lengths, 1, 3))
     assert [s.value for s in clamped] == [1.0, 1.0, 3.0]
     assert [dict(s.parts) for s in clamped] == [{"lengths": 0.0}, {}, {"lengths": 5.0}]
     by_token = scale(lambda rollout: Score(3.0, per_token=(1.0, 1.0, 1.0)), 2)
-    assert scores([said("x")], by_token) == [Score(6.0, per_token=(2.0, 2.0, 2.0))]
+    assert scores([a_rollout("x")], by_token) == [Score(6.0, per_token=(2.0, 2.0, 2.0))]
     with pytest.raises(ValueError, match="low <= high"):
         clamp(lengths, 3, 1)
 
 
-def test_a_clamp_does_not_falsify_credit_by_token():
+def test_credit_per_token_cannot_be_clamped():
     by_token = clamp(lambda rollout: Score(3.0, per_token=(1.0, 1.0, 1.0)), 0, 2)
-    (rollout,) = graded([said("x")], by_token)
+    (rollout,) = graded([a_rollout("x")], by_token)
     assert rollout.score is None
-    assert "by turn or token" in rollout.error
+    assert "per turn or token" in rollout.error
 
 
-def test_normalised_within_the_group_over_what_could_be_graded():
+def test_rewards_are_normalized_within_the_group_over_graded_rollouts():
     def fussy(rollout):
         return 6 / len(rollout.response)
 
-    rollouts = graded([said("a"), said(""), said("aa"), said("aaa")], normalize(fussy))
+    rollouts = graded([a_rollout("a"), a_rollout(""), a_rollout("aa"), a_rollout("aaa")], normalize(fussy))
     values = [rollout.reward for rollout in rollouts]
     assert values[1] is None
     mean, std = 11 / 3, (26 / 9) ** 0.5  # of 6, 3 and 2
     assert values[0] == pytest.approx((6 - mean) / std)
     assert sum(value for value in values if value is not None) == pytest.approx(0.0, abs=1e-12)
     assert rollouts[0].score.parts == {"fussy": 6.0}
-    assert [s.value for s in scores([said("a"), said("aaa")], normalize(lengths, minmax))] == [0.0, 1.0]
+    assert [s.value for s in scores([a_rollout("a"), a_rollout("aaa")], normalize(lengths, minmax))] == [0.0, 1.0]
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=20))
-def test_normalisers_keep_the_order(values):
+def test_normalizers_keep_the_order(values):
     for normalizer in (zscore, minmax):
-        made = normalizer(values)
-        ordered = sorted(zip(values, made, strict=True))
+        ordered = sorted(zip(values, normalizer(values), strict=True))
         assert all(a[1] <= b[1] for a, b in pairwise(ordered))
 
 
-def test_equal_rewards_are_all_average():
+def test_equal_rewards_are_normalized_to_zero():
     assert zscore([0.1, 0.1, 0.1]) == [0.0, 0.0, 0.0]
     assert minmax([5.0]) == [0.0]
 
 
-def test_the_plain_doors_agree_with_the_functions_behind_them():
-    rollout = said("abc", "abc")
+def test_primitives_agree_with_the_functions_that_they_wrap():
+    rollout = a_rollout("abc", "abc")
     assert compute_scalar_reward(rollout, lengths) == 3.0
     assert compute_vector_reward(rollout, [lengths, REWARDS["exact_match"]]) == [3.0, 1.0]
     assert weighted_sum([1.0, 0.5], [1.0, 0.2]) == pytest.approx(1.1)
@@ -225,7 +224,7 @@ def test_the_plain_doors_agree_with_the_functions_behind_them():
     assert weighted_sum({"a": 1.0, "b": 2.0}, {"b": 0.5, "a": 1.0}) == 2.0
     assert aggregate_vector_rewards([1.0, 0.5], weights=[1.0, 2.0]) == 2.0
     assert aggregate_vector_rewards([1.0, 0.5], aggregator=min) == 0.5
-    rewards = compute_batch_rewards([rollout, said("", "")], lambda rollout: 1 / len(rollout.response))
+    rewards = compute_batch_rewards([rollout, a_rollout("", "")], lambda rollout: 1 / len(rollout.response))
     assert rewards == [pytest.approx(1 / 3), None]
     assert normalize_rewards([1.0, None, 3.0]) == [-1.0, None, 1.0]
     assert normalize_rewards([1.0, 3.0], normalizer=minmax) == [0.0, 1.0]
@@ -233,8 +232,8 @@ def test_the_plain_doors_agree_with_the_functions_behind_them():
     assert apply_reward_shaping([1.0, None], shaping_fn=lambda r: r - 5) == [-4.0, None]
 
 
-def test_shaping_sees_the_rollout_and_keeps_what_it_was():
-    done, failed = graded([said("abc"), said("")], lambda rollout: 1 / len(rollout.response))
+def test_shaping_takes_the_rollout_and_keeps_the_original_score():
+    done, failed = graded([a_rollout("abc"), a_rollout("")], lambda rollout: 1 / len(rollout.response))
     shaped = apply_reward_shaping([done, failed], shaping_fn=lambda r: r.reward - 0.1 * len(r.response))
     assert shaped[0].reward == pytest.approx(1 / 3 - 0.3)
     assert shaped[0].score.parts == {"before_shaping": done.reward}
@@ -249,20 +248,20 @@ def test_every_reward_needs_its_weight(rewards, weights):
         weighted_sum(rewards, weights)
 
 
-def test_a_single_reward_raises_and_an_async_one_is_sent_to_the_other_door():
+def test_the_scalar_primitive_raises_errors_and_refuses_async_rewards():
     async def later(rollout):
         return 1.0
 
     with pytest.raises(ZeroDivisionError):
-        compute_scalar_reward(said(""), lambda rollout: 1 / len(rollout.response))
+        compute_scalar_reward(a_rollout(""), lambda rollout: 1 / len(rollout.response))
     with pytest.raises(ValueError, match="async"):
-        compute_scalar_reward(said(""), later)
+        compute_scalar_reward(a_rollout(""), later)
     with pytest.raises(TypeError, match="None"):
-        compute_scalar_reward(said(""), lambda rollout: None)
+        compute_scalar_reward(a_rollout(""), lambda rollout: None)
 
 
 @pytest.mark.parametrize(
-    ("reply", "worth"),
+    ("reply", "expected"),
     [
         ("Score: 7", 0.7),
         ("It deserves 3 points for style.\n**Score: 8.5**", 0.85),
@@ -273,52 +272,52 @@ def test_a_single_reward_raises_and_an_async_one_is_sent_to_the_other_door():
         ("0", 0.0),
     ],
 )
-def test_a_judges_score_is_read(reply, worth):
+def test_a_judges_score_is_parsed(reply, expected):
     async def ask(messages):
         return reply
 
-    (rollout,) = graded([said("x")], judge_reward(ask))
-    assert rollout.reward == pytest.approx(worth)
+    (rollout,) = graded([a_rollout("x")], judge_reward(ask))
+    assert rollout.reward == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("reply", ["", "I like it.", "between 3 and 5", "Score: 11", "Score: -1"])
-def test_a_reply_without_a_score_is_no_grade(reply):
+def test_a_reply_without_a_score_is_ungraded(reply):
     async def ask(messages):
         return reply
 
-    (rollout,) = graded([said("x")], judge_reward(ask))
+    (rollout,) = graded([a_rollout("x")], judge_reward(ask))
     assert rollout.score is None
     assert "the judge" in rollout.error
 
 
-def test_the_judge_reads_rubric_question_answer_and_reference():
-    asked: list[list[Message]] = []
+def test_the_judges_prompt_has_rubric_question_answer_and_reference():
+    requests: list[list[Message]] = []
 
     async def ask(messages):
-        asked.append(list(messages))
+        requests.append(list(messages))
         return "Score: 3"
 
     (rollout,) = graded(
-        [said("Rome", "Paris", prompt="Capital of France?")], judge_reward(ask, rubric="Be stern.", scale=(1, 5))
+        [a_rollout("Rome", "Paris", prompt="Capital of France?")], judge_reward(ask, rubric="Be stern.", scale=(1, 5))
     )
     assert rollout.reward == 0.5
-    system, user = asked[0]
+    system, user = requests[0]
     assert "Be stern." in system.content and "from 1 (worst) to 5 (best)" in system.content
     assert user.content.count("Rome") == 1
     assert user.content.index("Capital of France?") < user.content.index("Rome") < user.content.index("Paris")
 
 
-def test_judging_a_group_waits_for_all_at_once():
-    asked, all_asked = [], anyio.Event()
+def test_a_group_is_judged_concurrently():
+    requests, all_sent = [], anyio.Event()
 
     async def ask(messages):
-        asked.append(messages)
-        if len(asked) == 20:
-            all_asked.set()
-        await all_asked.wait()
+        requests.append(messages)
+        if len(requests) == 20:
+            all_sent.set()
+        await all_sent.wait()
         return "Score: 5"
 
-    rollouts = graded([said("x")] * 20, judge_reward(ask), time_limit=HANG)
+    rollouts = graded([a_rollout("x")] * 20, judge_reward(ask), time_limit=HANG)
     assert [rollout.reward for rollout in rollouts] == [0.5] * 20
 
 
@@ -331,16 +330,16 @@ def test_reasoning_gym_tasks_are_samples_with_their_scorer():
     check_samples(own, samples)
     from dataclasses import replace
 
-    right = [replace(said(f"<answer>{sample.answer}</answer>"), sample=sample) for sample in samples]
-    wrong = [replace(said("no idea"), sample=sample) for sample in samples]
+    right = [replace(a_rollout(f"<answer>{sample.answer}</answer>"), sample=sample) for sample in samples]
+    wrong = [replace(a_rollout("no idea"), sample=sample) for sample in samples]
     assert [rollout.reward for rollout in graded(right, own)] == [1.0] * 5
     assert all(rollout.reward < 0.5 for rollout in graded(wrong, own))
-    with pytest.raises(ValueError, match="makes no samples of 'no_such_task'"):
+    with pytest.raises(ValueError, match="cannot generate samples of 'no_such_task'"):
         reasoning_gym_samples("no_such_task")
 
 
-def test_samples_of_another_kind_are_not_for_reasoning_gym():
-    with pytest.raises(ValueError, match="was not made by reasoning_gym_samples"):
+def test_other_samples_are_refused_by_reasoning_gym():
+    with pytest.raises(ValueError, match="does not come from reasoning_gym_samples"):
         check_samples(reward("reasoning_gym_score"), [a_sample("7")])
 
 
@@ -350,6 +349,6 @@ def test_a_group_reward_can_be_composed():
         order = sorted(range(len(rollouts)), key=lambda i: len(rollouts[i].response))
         return [float(order.index(i)) for i in range(len(rollouts))]
 
-    made = scores([said("aaa"), said("a")], weighted({rank: 1.0, lengths: 0.1}))
-    assert [score.value for score in made] == pytest.approx([1.3, 0.1])
+    composed = scores([a_rollout("aaa"), a_rollout("a")], weighted({rank: 1.0, lengths: 0.1}))
+    assert [score.value for score in composed] == pytest.approx([1.3, 0.1])
     assert as_reward(rank).name == "rank"

@@ -1,4 +1,4 @@
-r"""Each reward on what models really write, on what tries to cheat it, and on a million characters."""
+r"""Each reward on typical model outputs, on cheats, and on a million characters."""
 
 from fractions import Fraction
 
@@ -16,7 +16,7 @@ from oxrl.rewards.numbers import last_number, number_match, numbers_in
 from oxrl.rewards.pattern import regex_match, tag_format
 from oxrl.types import Score
 from tests.clock import no_hang
-from tests.rewards.rollouts import a_sample, said
+from tests.rewards.rollouts import a_rollout, a_sample
 
 
 @pytest.mark.parametrize(
@@ -31,12 +31,12 @@ from tests.rewards.rollouts import a_sample, said
         ("", ""),
     ],
 )
-def test_the_answer_is_what_comes_behind_the_thoughts(text, answer):
-    assert answer_text(said(text)) == answer
+def test_the_answer_is_the_text_after_the_reasoning(text, answer):
+    assert answer_text(a_rollout(text)) == answer
 
 
 @pytest.mark.parametrize(
-    ("text", "answer", "options", "worth"),
+    ("text", "answer", "options", "expected"),
     [
         ("Paris", "Paris", {}, 1.0),
         ("  paris.\n", "Paris", {}, 1.0),
@@ -50,17 +50,17 @@ def test_the_answer_is_what_comes_behind_the_thoughts(text, answer):
         ("STRASSE", "straße", {}, 1.0),
     ],
 )
-def test_exact_match(text, answer, options, worth):
-    assert exact_match(said(text, answer), **options) == worth
+def test_exact_match(text, answer, options, expected):
+    assert exact_match(a_rollout(text, answer), **options) == expected
 
 
-def test_contains_wants_whole_words():
-    assert contains(said("It is Paris, of course", "paris")) == 1.0
-    assert contains(said("comparison", "paris")) == 0.0
-    assert contains(said("comparison", "paris"), whole_words=False) == 1.0
-    assert contains(said("It is Paris", "paris"), ignore_case=False) == 0.0
-    assert contains(said("it costs $5.", "$5")) == 1.0
-    assert contains(said("", "paris")) == 0.0
+def test_contains_matches_whole_words():
+    assert contains(a_rollout("It is Paris, of course", "paris")) == 1.0
+    assert contains(a_rollout("comparison", "paris")) == 0.0
+    assert contains(a_rollout("comparison", "paris"), whole_words=False) == 1.0
+    assert contains(a_rollout("It is Paris", "paris"), ignore_case=False) == 0.0
+    assert contains(a_rollout("it costs $5.", "$5")) == 1.0
+    assert contains(a_rollout("", "paris")) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_contains_wants_whole_words():
         ("no number", []),
     ],
 )
-def test_numbers_are_read_as_people_write_them(text, numbers):
+def test_numbers_are_read_in_common_notations(text, numbers):
     assert numbers_in(text) == numbers
 
 
@@ -103,7 +103,7 @@ def test_any_fraction_is_found_again(fraction):
 
 @settings(max_examples=300)
 @given(st.text(max_size=60))
-def test_no_text_breaks_the_readers(text):
+def test_no_text_breaks_the_parsers(text):
     last_number(text)
     chosen_letter(text)
     stated_answer(text)
@@ -112,7 +112,7 @@ def test_no_text_breaks_the_readers(text):
 
 
 @pytest.mark.parametrize(
-    ("text", "answer", "worth"),
+    ("text", "answer", "expected"),
     [
         ("The total is $1,200.00.", "1200", 1.0),
         ("17 + 25 = 42", "... so 17 + 25 = 42\n#### 42", 1.0),
@@ -125,14 +125,14 @@ def test_no_text_breaks_the_readers(text):
         ("-0", "0", 1.0),
     ],
 )
-def test_number_match(text, answer, worth):
-    assert number_match(said(text, answer)) == worth
+def test_number_match(text, answer, expected):
+    assert number_match(a_rollout(text, answer)) == expected
 
 
-def test_a_tolerance_is_a_share_of_the_answer():
-    assert number_match(said("0.33", "1/3"), tolerance=0.02) == 1.0
-    assert number_match(said("0.30", "1/3"), tolerance=0.02) == 0.0
-    assert number_match(said("0.001", "0"), tolerance=0.5) == 0.0
+def test_the_tolerance_is_relative():
+    assert number_match(a_rollout("0.33", "1/3"), tolerance=0.02) == 1.0
+    assert number_match(a_rollout("0.30", "1/3"), tolerance=0.02) == 0.0
+    assert number_match(a_rollout("0.001", "0"), tolerance=0.5) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_a_tolerance_is_a_share_of_the_answer():
         ("I'd say D'Artagnan", None),
     ],
 )
-def test_the_letter_that_an_answer_settles_on(text, letter):
+def test_the_letter_that_a_response_chooses(text, letter):
     assert chosen_letter(text) == letter
 
 
@@ -182,28 +182,28 @@ def test_the_letter_that_an_answer_settles_on(text, letter):
 def test_listing_all_answers_or_echoing_the_prompt_earns_nothing_whichever_is_right(right):
     prompt = "Which? Answer with a letter.\nA) red\nB) green\nC) blue\nD) black\nAnswer:"
     for text in (prompt, "A B C D", "Answer: A, B, C or D", "A. The answer is A. The answer is B.", "Answer: "):
-        assert multiple_choice(said(text, right, prompt=prompt)) == 0.0, text
-    assert multiple_choice(said(f"Answer: {right}", f"({right}) that")) == 1.0
+        assert multiple_choice(a_rollout(text, right, prompt=prompt)) == 0.0, text
+    assert multiple_choice(a_rollout(f"Answer: {right}", f"({right}) that")) == 1.0
 
 
-def test_letters_beyond_e_are_asked_for():
-    assert multiple_choice(said("The answer is J", "J"), letters="ABCDEFGHIJ") == 1.0
-    with pytest.raises(ValueError, match="does not begin with one of ABCDE"):
-        multiple_choice(said("J", "J"))
+def test_letters_beyond_e_must_be_configured():
+    assert multiple_choice(a_rollout("The answer is J", "J"), letters="ABCDEFGHIJ") == 1.0
+    with pytest.raises(ValueError, match="does not start with one of ABCDE"):
+        multiple_choice(a_rollout("J", "J"))
     with pytest.raises(ValueError, match="must be letters"):
-        multiple_choice(said("1", "A"), letters="A-D")
+        multiple_choice(a_rollout("1", "A"), letters="A-D")
 
 
 def test_regex_match():
-    assert regex_match(said("call 555-1234 now"), pattern=r"\d{3}-\d{4}") == 1.0
-    assert regex_match(said("call 555-1234 now"), pattern=r"\d{3}-\d{4}", whole=True) == 0.0
-    assert regex_match(said("a\nB"), pattern="a.b", ignore_case=True, whole=True) == 1.0
-    with pytest.raises(ValueError, match="no regular expression"):
+    assert regex_match(a_rollout("call 555-1234 now"), pattern=r"\d{3}-\d{4}") == 1.0
+    assert regex_match(a_rollout("call 555-1234 now"), pattern=r"\d{3}-\d{4}", whole=True) == 0.0
+    assert regex_match(a_rollout("a\nB"), pattern="a.b", ignore_case=True, whole=True) == 1.0
+    with pytest.raises(ValueError, match="not a regular expression"):
         check_samples(reward("regex_match", pattern="("), [a_sample()])
 
 
 @pytest.mark.parametrize(
-    ("text", "worth"),
+    ("text", "expected"),
     [
         ("<think>a</think><answer>b</answer>", 1.0),
         (" <think>\na\n</think>\n<answer>b</answer>\n", 1.0),
@@ -221,24 +221,24 @@ def test_regex_match():
         ("", 0.0),
     ],
 )
-def test_tag_format(text, worth):
-    assert tag_format(said(text)) == worth
+def test_tag_format(text, expected):
+    assert tag_format(a_rollout(text)) == expected
 
 
-def test_tags_can_be_others_begun_by_the_prompt_or_among_other_text():
-    assert tag_format(said("a</think><answer>b</answer>"), begun=True) == 1.0
-    assert tag_format(said("<think>a</think><answer>b</answer>"), begun=True) == 0.0
-    assert tag_format(said("So: <think>a</think> hence <answer>b</answer>."), strict=False) == 1.0
-    assert tag_format(said("<plan>a</plan>"), tags=["plan"]) == 1.0
+def test_tags_can_be_configured_opened_by_the_prompt_or_surrounded_by_text():
+    assert tag_format(a_rollout("a</think><answer>b</answer>"), begun=True) == 1.0
+    assert tag_format(a_rollout("<think>a</think><answer>b</answer>"), begun=True) == 0.0
+    assert tag_format(a_rollout("So: <think>a</think> hence <answer>b</answer>."), strict=False) == 1.0
+    assert tag_format(a_rollout("<plan>a</plan>"), tags=["plan"]) == 1.0
 
 
-def test_lengths_are_worth_what_the_line_says():
+def test_length_rewards_are_linear():
     def of(n):
-        return said("x", tokens=range(n))
+        return a_rollout("x", tokens=range(n))
 
     assert [length_target(of(n), target=4) for n in (0, 1, 4, 6, 8, 20)] == [0.0, 0.25, 1.0, 0.5, 0.0, 0.0]
-    worths = [overlong_penalty(of(n), limit=10, margin=4) for n in (0, 6, 7, 8, 10, 99)]
-    assert worths == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
+    penalties = [overlong_penalty(of(n), limit=10, margin=4) for n in (0, 6, 7, 8, 10, 99)]
+    assert penalties == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
     with pytest.raises(ValueError, match="margin"):
         overlong_penalty(of(1), limit=3, margin=4)
 
@@ -286,7 +286,7 @@ def test_the_last_box_is_found_with_its_matching_brace(text, inside):
         ("−2", "-2"),
     ],
 )
-def test_the_same_mathematics_in_two_hands(one, other):
+def test_equal_mathematics_in_two_notations(one, other):
     assert equal_plainly(one, other)
     assert equal_plainly(other, one)
 
@@ -308,7 +308,7 @@ def test_what_differs_stays_different(one, other):
 
 
 @pytest.mark.parametrize(
-    ("text", "answer", "worth"),
+    ("text", "answer", "expected"),
     [
         (r"Thus \boxed{\frac{1}{2}}", "0.5", 1.0),
         (r"Thus \boxed{\dfrac{1}{2}}", r"We get $\boxed{\frac12}$", 1.0),
@@ -328,33 +328,33 @@ def test_what_differs_stays_different(one, other):
         (r"\boxed{999999999!}", "12", 0.0),
     ],
 )
-def test_math_match(text, answer, worth):
-    assert math_match(said(text, answer)) == worth
+def test_math_match(text, answer, expected):
+    assert math_match(a_rollout(text, answer)) == expected
 
 
-def test_a_backslash_lost_in_json_is_named_before_a_run():
+def test_a_backslash_lost_in_json_is_reported_before_a_run():
     with pytest.raises(ValueError, match="control character"):
         check_samples(math_match, [a_sample("\boxed{5}")])
 
 
 @pytest.mark.parametrize(
-    ("said_text", "answer"),
+    ("text", "answer"),
     [
         (r"\boxed{x^2+2x+1}", "(x+1)^2"),
         (r"\boxed{\frac{\sqrt{2}}{2}}", r"\frac{1}{\sqrt{2}}"),
         (r"\boxed{\{2,1\}}", r"\{1,2\}"),
     ],
 )
-def test_math_verify_knows_algebra(said_text, answer):
+def test_math_verify_knows_algebra(text, answer):
     pytest.importorskip("math_verify", reason="the extra oxrl[math] is not installed")
     import threading
 
-    worths = []
-    thread = threading.Thread(target=lambda: worths.append(math_match(said(said_text, answer))))
+    rewards = []
+    thread = threading.Thread(target=lambda: rewards.append(math_match(a_rollout(text, answer))))
     thread.start()
     thread.join()
-    assert worths == [1.0], "also in a thread, where math-verify's own alarms do not work"
-    assert math_match(said(r"\boxed{x^2+2x+2}", "(x+1)^2")) == 0.0
+    assert rewards == [1.0], "also in a thread, where the alarms of math-verify do not work"
+    assert math_match(a_rollout(r"\boxed{x^2+2x+2}", "(x+1)^2")) == 0.0
 
 
 PARAMETERS = {
@@ -386,26 +386,26 @@ LONG = {
 }
 
 
-def value(worth):
-    return worth.value if isinstance(worth, Score) else worth
+def value(result):
+    return result.value if isinstance(result, Score) else result
 
 
 @pytest.mark.parametrize("kind", LONG)
 @pytest.mark.parametrize("name", PURE)
 def test_a_million_characters_are_graded_in_linear_time(name, kind):
-    function, rollout = REWARDS[name], said(LONG[kind], "B" if name in CHOICES else "7")
+    function, rollout = REWARDS[name], a_rollout(LONG[kind], "B" if name in CHOICES else "7")
     with no_hang():
-        worth = value(function(rollout, **PARAMETERS.get(name, {})))
-    assert worth <= 0.5
+        earned = value(function(rollout, **PARAMETERS.get(name, {})))
+    assert earned <= 0.5
 
 
 @pytest.mark.parametrize("name", PURE)
 @pytest.mark.parametrize("text", ["", " ", "What is 3 + 4? Options: A, B, C, D", "<think></think><answer></answer>"])
-def test_saying_nothing_echoing_the_prompt_and_format_alone_earn_nothing(name, text):
+def test_empty_responses_echoed_prompts_and_format_alone_earn_nothing(name, text):
     answer = "B" if name in CHOICES else "7"
-    rollout = said(text, answer, prompt="What is 3 + 4? Options: A, B, C, D", tokens=())
-    worths = {value(REWARDS[name](rollout, **PARAMETERS.get(name, {}))) for _ in range(3)}
-    assert worths == {0.0}
+    rollout = a_rollout(text, answer, prompt="What is 3 + 4? Options: A, B, C, D", tokens=())
+    rewards = {value(REWARDS[name](rollout, **PARAMETERS.get(name, {}))) for _ in range(3)}
+    assert rewards == {0.0}
 
 
 @pytest.mark.parametrize("name", ["exact_match", "contains", "number_match", "multiple_choice", "math_match"])
@@ -415,13 +415,13 @@ def test_a_sample_without_the_answer_is_refused_before_any_model_is_loaded(name,
         check_samples(reward(name), [a_sample(answer)])
 
 
-def test_an_answer_that_cannot_be_read_is_refused_too():
+def test_an_answer_that_cannot_be_parsed_is_refused_too():
     for name, answer in [("number_match", "seven"), ("multiple_choice", "seven"), ("exact_match", "...")]:
         with pytest.raises(ValueError, match="cannot grade 1 of 1"):
             check_samples(reward(name), [a_sample(answer)])
 
 
-def test_a_rollout_that_was_never_generated_has_no_worth():
+def test_a_rollout_without_a_generation_has_no_reward():
     from oxrl.types import Rollout
 
     for name in ("exact_match", "number_match", "math_match"):

@@ -1,4 +1,4 @@
-"""Rewards of every shape are run at once, and what goes wrong with one is its error and never a 0."""
+"""Rewards of every signature run concurrently, and a failure is an error and never a reward of 0."""
 
 import functools
 import subprocess
@@ -14,7 +14,7 @@ import torch
 from oxrl.rewards import as_reward, check_samples, grade, group_reward, reads
 from oxrl.types import Rollout, Score, Status
 from tests.clock import expire
-from tests.rewards.rollouts import a_sample, a_turn, said
+from tests.rewards.rollouts import a_rollout, a_sample, a_turn
 from tests.waiting import HANG, wait_until_async
 
 pytestmark = pytest.mark.anyio
@@ -26,7 +26,7 @@ def anyio_backend(request):
 
 
 def group(n=3):
-    return [said(str(i), index=i) for i in range(n)]
+    return [a_rollout(str(i), index=i) for i in range(n)]
 
 
 def by_index(rollout):
@@ -60,7 +60,7 @@ class ByIndex:
         group_reward(lambda many: torch.arange(len(many))),
     ],
 )
-async def test_every_shape_of_reward_gives_its_scores_in_order(reward):
+async def test_rewards_of_every_signature_return_scores_in_order(reward):
     graded = await grade(group(), reward)
     assert [rollout.score for rollout in graded] == [Score(0.0), Score(1.0), Score(2.0)]
     assert all(type(rollout.reward) is float and rollout.error is None for rollout in graded)
@@ -86,12 +86,12 @@ async def test_an_exception_leaves_its_own_rollout_ungraded(reward):
     assert (first.reward, third.reward) == (-1.0, 1.0)
     assert second.score is None and second.reward is None
     assert second.status is Status.FAILED
-    said = f"reward {reward.__name__} failed: ZeroDivisionError: division by zero (test_grade.py, line "
-    assert second.error.startswith(said)
+    expected = f"reward {reward.__name__} failed: ZeroDivisionError: division by zero (test_grade.py, line "
+    assert second.error.startswith(expected)
 
 
 @pytest.mark.parametrize(
-    ("worth", "why"),
+    ("result", "reason"),
     [
         (float("nan"), "the score is nan"),
         (float("inf"), "the score is inf"),
@@ -106,10 +106,10 @@ async def test_an_exception_leaves_its_own_rollout_ungraded(reward):
         (Score(1.0, per_turn=(0.5, 0.5)), "2 scores per turn for 1 turns"),
     ],
 )
-async def test_what_is_no_score_is_no_zero(worth, why):
-    (rollout,) = await grade(group(1), lambda rollout: worth)
+async def test_an_invalid_result_is_ungraded_and_never_zero(result, reason):
+    (rollout,) = await grade(group(1), lambda rollout: result)
     assert rollout.score is None
-    assert why in rollout.error
+    assert reason in rollout.error
 
 
 async def test_a_stop_iteration_is_an_error_like_any_other():
@@ -126,30 +126,30 @@ async def test_scores_keep_their_parts_turns_and_tokens():
     assert rollout.score == score
 
 
-async def test_what_is_graded_or_failed_already_stays_as_it_is():
+async def test_rollouts_with_a_score_or_an_error_are_returned_unchanged():
     done = Rollout(a_sample(), (a_turn(),), score=Score(0.25))
     broken = Rollout(a_sample(), error="the engine died")
-    asked = []
+    graded_rollouts = []
 
     def reward(rollout):
-        asked.append(rollout)
+        graded_rollouts.append(rollout)
         return 1.0
 
-    fresh = said("x")
+    fresh = a_rollout("x")
     graded = await grade([done, fresh, broken], reward)
     assert graded[0] is done and graded[2] is broken
     assert graded[1].reward == 1.0
-    assert asked == [fresh]
+    assert graded_rollouts == [fresh]
     assert await grade([done, broken], reward) == [done, broken]
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-async def test_rewards_run_at_the_same_time_and_only_the_one_that_never_answers_is_cut(is_async):
+async def test_rewards_run_concurrently_and_only_the_one_that_hangs_is_cancelled(is_async):
     together, release, threads = threading.Barrier(8), threading.Event(), []
     started, all_started, done = [], anyio.Event(), []
 
     def stuck(rollout):
-        together.wait(HANG)  # ends only where all eight run at once
+        together.wait(HANG)  # returns only if all eight run concurrently
         if rollout.index == 1:
             release.wait(HANG)
         else:
@@ -181,10 +181,10 @@ async def test_rewards_run_at_the_same_time_and_only_the_one_that_never_answers_
     finally:
         release.set()
     assert [rollout.reward for rollout in graded] == [1.0, None, *[1.0] * 6]
-    assert graded[1].error == f"reward {reward.__name__} failed: no answer within {HANG:g} s"
+    assert graded[1].error == f"reward {reward.__name__} failed: no result within {HANG:g} s"
 
 
-async def test_a_time_out_of_the_rewards_own_is_its_error():
+async def test_a_timeout_inside_a_reward_is_its_error():
     async def impatient(rollout):
         with anyio.fail_after(0):
             await anyio.sleep_forever()
@@ -208,20 +208,20 @@ async def test_many_stuck_rewards_do_not_use_up_the_threads():
         release.set()
 
 
-def test_an_endless_reward_does_not_keep_python_from_ending(tmp_path):
+def test_an_endless_reward_does_not_keep_python_from_exiting(tmp_path):
     script = tmp_path / "endless.py"
     script.write_text(
         "import anyio, sys\n"
         "from oxrl.rewards import grade\n"
-        "from tests.rewards.rollouts import said\n"
+        "from tests.rewards.rollouts import a_rollout\n"
         "def endless(rollout):\n    while True: pass\n"
-        "async def main():\n    print((await grade([said('x')], endless, time_limit=0.05))[0].error)\n"
+        "async def main():\n    print((await grade([a_rollout('x')], endless, time_limit=0.05))[0].error)\n"
         "anyio.run(main, backend=sys.argv[1])\n"
     )
     for backend in ("asyncio", "trio"):
         command = [sys.executable, str(script), backend]
         done = subprocess.run(command, capture_output=True, text=True, timeout=HANG, env={"PYTHONPATH": "."})
-        assert "no answer within 0.05 s" in done.stdout, done.stderr
+        assert "no result within 0.05 s" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -252,7 +252,7 @@ async def test_cancellation_passes_through(is_async):
 
 
 class Interrupted(BaseException):
-    """Like KeyboardInterrupt, which pytest would take for its own."""
+    """Like KeyboardInterrupt, which pytest would handle itself."""
 
 
 def interrupt(rollout):
@@ -264,7 +264,7 @@ async def interrupt_later(rollout):
 
 
 @pytest.mark.parametrize("reward", [interrupt, interrupt_later, group_reward(interrupt)])
-async def test_what_is_no_error_of_the_reward_passes_through(reward):
+async def test_interrupts_are_not_caught(reward):
     with pytest.raises((Interrupted, BaseExceptionGroup)) as caught:
         await grade(group(1), reward)
     found = caught.value
@@ -273,33 +273,33 @@ async def test_what_is_no_error_of_the_reward_passes_through(reward):
     assert isinstance(found, Interrupted)
 
 
-def older(prompt_ids, response_ids, finish_reason):
+def last_token(prompt_ids, response_ids, finish_reason):
     rewards = torch.zeros(len(response_ids), dtype=torch.float32)
     rewards[-1] = 1.0 if (prompt_ids, response_ids, finish_reason) == ([1, 2], [7, 8, 9], "stop") else 0.0
     return rewards, False
 
 
-def older_in_the_middle(prompt_ids, response_ids, finish_reason):
+def sum_of_tokens(prompt_ids, response_ids, finish_reason):
     return torch.tensor([0.0, 0.5, 0.25]), False
 
 
-def older_per_token(prompt_ids, response_ids, finish_reason):
+def score_per_token(prompt_ids, response_ids, finish_reason):
     return torch.tensor([0.25] * len(response_ids)), True
 
 
-async def test_the_older_signature_gives_its_sum_or_a_score_per_token():
-    (rollout,) = await grade(group(1), older)
+async def test_the_token_signature_gives_a_sum_or_a_score_per_token():
+    (rollout,) = await grade(group(1), last_token)
     assert rollout.score == Score(1.0)
-    (rollout,) = await grade(group(1), older_in_the_middle)
+    (rollout,) = await grade(group(1), sum_of_tokens)
     assert rollout.score == Score(0.75)
-    (rollout,) = await grade(group(1), older_per_token)
+    (rollout,) = await grade(group(1), score_per_token)
     assert rollout.score == Score(0.75, per_token=(0.25, 0.25, 0.25))
     two_turns = Rollout(a_sample(), (a_turn(tokens=(3, 4)), a_turn(tokens=(5,), prompt=(1, 2, 3, 4))))
-    (rollout,) = await grade([two_turns], older_per_token)
+    (rollout,) = await grade([two_turns], score_per_token)
     assert rollout.score == Score(0.25, per_token=(0.0, 0.0, 0.25))
 
 
-async def test_the_older_signature_must_return_both():
+async def test_the_token_signature_must_return_both_values():
     def careless(prompt_ids, response_ids, finish_reason):
         return torch.zeros(len(response_ids))
 
@@ -310,7 +310,7 @@ async def test_the_older_signature_must_return_both():
     assert "1 scores per token for 3 tokens" in (await grade(group(1), too_short))[0].error
 
 
-async def test_group_functions_are_told_by_mark_name_or_annotation():
+async def test_group_functions_are_recognized_by_decorator_name_or_annotation():
     seen = []
 
     @group_reward
@@ -322,15 +322,15 @@ async def test_group_functions_are_told_by_mark_name_or_annotation():
         seen.append(len(rollouts))
         return [0.0] * len(rollouts)
 
-    def annotated(many: Sequence[Rollout], *, worth: float = 0.0):
+    def annotated(many: Sequence[Rollout], *, value: float = 0.0):
         seen.append(len(many))
-        return [worth] * len(many)
+        return [value] * len(many)
 
     async def spelt_out(many: "list[Rollout]"):
         seen.append(len(many))
         return [0.0] * len(many)
 
-    for reward in (marked, named, functools.partial(annotated, worth=1.0), spelt_out):
+    for reward in (marked, named, functools.partial(annotated, value=1.0), spelt_out):
         graded = await grade([*group(), Rollout(a_sample(), error="lost")], reward)
         assert all(rollout.score for rollout in graded[:3])
     assert seen == [3, 3, 3, 3]
@@ -348,7 +348,7 @@ async def test_one_bad_score_of_a_group_is_one_ungraded_rollout_and_a_bad_list_i
         graded = await grade(group(), group_reward(lambda many: release.wait(HANG)), time_limit=0.05)
     finally:
         release.set()
-    assert all("no answer within" in rollout.error for rollout in graded)
+    assert all("no result within" in rollout.error for rollout in graded)
 
 
 @pytest.mark.parametrize(
@@ -357,23 +357,23 @@ async def test_one_bad_score_of_a_group_is_one_ungraded_rollout_and_a_bad_list_i
         (lambda a, b: 0.0, "takes (a, b)"),
         (lambda: 0.0, "takes ()"),
         (lambda rollout, *, needed: 0.0, "takes (rollout, needed)"),
-        (3, "cannot be called"),
+        (3, "not callable"),
     ],
 )
-def test_another_signature_is_refused_with_the_three_that_there_are(thing, message):
+def test_other_signatures_are_refused(thing, message):
     with pytest.raises(ValueError) as caught:
         as_reward(thing)
     assert message in str(caught.value)
 
 
-def test_a_reward_stays_a_reward():
+def test_as_reward_returns_a_reward_unchanged():
     reward = as_reward(by_index)
     assert as_reward(reward) is reward
     assert as_reward(functools.partial(by_index)).name == "by_index"
     assert as_reward(ByIndex()).name == "ByIndex"
 
 
-def test_samples_are_checked_before_a_run_by_rewards_that_say_what_they_read():
+def test_rewards_that_declare_what_they_read_check_samples_before_a_run():
     @reads("answer")
     def picky(rollout):
         return 1.0 / len(rollout.sample.answer)
@@ -388,11 +388,11 @@ def test_samples_are_checked_before_a_run_by_rewards_that_say_what_they_read():
     with pytest.raises(ValueError, match="clear cannot grade 4 of 5 samples: s1 has no answer.*1 more"):
         check_samples(clear, [a_sample("a"), *[a_sample()] * 4])
     check_samples(by_index, [a_sample()])
-    with pytest.raises(TypeError):  # a bug of the reward is no fault of the sample
+    with pytest.raises(TypeError):  # a bug of the reward, not of the sample
         check_samples(picky, [a_sample()])
 
 
-async def test_sync_rewards_may_run_event_loops_of_their_own():
+async def test_sync_rewards_may_run_event_loops():
     def nested(rollout):
         return anyio.run(by_index_later, rollout)
 
@@ -400,7 +400,7 @@ async def test_sync_rewards_may_run_event_loops_of_their_own():
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_reward_that_ends_the_program_is_ungraded_and_told_with_its_line(asynchronous):
+def test_a_reward_that_raises_system_exit_is_ungraded_and_reported_with_its_line(asynchronous):
     def leaves(rollout):
         raise SystemExit(3)
 

@@ -1,4 +1,4 @@
-"""The rewards that recipes name: on answers as models write them, and on rows of datasets (`tests/data/cases.py`)."""
+"""Rewards that recipes name: on typical model outputs, and on rows of datasets (`tests/data/cases.py`)."""
 
 import json
 from dataclasses import replace
@@ -32,7 +32,7 @@ from oxrl.run.reward import configured_reward, named_reward
 from oxrl.tracking.metrics import read_metrics
 from oxrl.types import Message, Sample
 from tests.data.cases import CASES, case_name, copies_of
-from tests.rewards.rollouts import said
+from tests.rewards.rollouts import a_rollout
 from tests.rows import write_jsonl
 
 DOCS = Path(__file__).parents[2] / "docs" / "rewards.md"
@@ -79,8 +79,8 @@ def rows_of(case, folder):
     ],
 )
 def test_gsm8k(text, lenient, strict):
-    assert gsm8k_reward_func(said(text, WORKED)) == lenient
-    assert gsm8k_reward_func(said(text, WORKED), strict=True) == strict
+    assert gsm8k_reward_func(a_rollout(text, WORKED)) == lenient
+    assert gsm8k_reward_func(a_rollout(text, WORKED), strict=True) == strict
 
 
 @pytest.mark.parametrize(
@@ -99,8 +99,8 @@ def test_gsm8k(text, lenient, strict):
         ("", 0.0, 0.0, 0.0),
     ],
 )
-def test_mathematics_in_a_box_beside_one_and_in_neither(text, strict, lenient, soft):
-    rollout = said(text, r"Thus $\boxed{\frac12}$.")
+def test_mathematics_with_and_without_a_box(text, strict, lenient, soft):
+    rollout = a_rollout(text, r"Thus $\boxed{\frac12}$.")
     assert math_reward_func(rollout) == strict
     assert math_reward_func(rollout, strict=False) == lenient
     assert soft_math(rollout) == soft
@@ -124,11 +124,11 @@ def test_mathematics_in_a_box_beside_one_and_in_neither(text, strict, lenient, s
     ],
 )
 def test_choices(text, lenient, strict):
-    assert mcqa_reward_func(said(text, "B. Rome")) == lenient
-    assert mcqa_reward_func(said(text, "B. Rome"), strict=True) == strict
+    assert mcqa_reward_func(a_rollout(text, "B. Rome")) == lenient
+    assert mcqa_reward_func(a_rollout(text, "B. Rome"), strict=True) == strict
 
 
-def test_a_denied_number_or_letter_was_not_said():
+def test_negated_numbers_and_letters_do_not_count():
     assert claimed_number("it is 43, not 42") == 43
     assert claimed_number("it's neither 41 nor 42; it can't be $43") is None
     assert claimed_number("x ≠ 3, y = 4, z != 5") == 4
@@ -136,16 +136,16 @@ def test_a_denied_number_or_letter_was_not_said():
     assert chosen_letter("not (A), and C it is") == "C"
 
 
-def test_reasoning_wants_the_right_answer_inside_the_tags():
+def test_reasoning_needs_the_right_answer_inside_the_tags():
     right = "<think>3 * 6</think><answer>18</answer>"
     cases = {right: 1.0, "<think>18</think><answer>17</answer>": 0.0, "18": 0.0, "<answer>18</answer>": 0.0}
-    assert {text: reasoning_reward_func(said(text, "18")).value for text in cases} == cases
-    wrong = reasoning_reward_func(said("<think>a</think><answer>17</answer>", "18"), form_weight=0.25)
+    assert {text: reasoning_reward_func(a_rollout(text, "18")).value for text in cases} == cases
+    wrong = reasoning_reward_func(a_rollout("<think>a</think><answer>17</answer>", "18"), form_weight=0.25)
     assert (wrong.value, wrong.parts) == (0.25, {"form": 1.0, "correct": 0.0})
-    assert reasoning_reward_func(said(right, "18"), form_weight=0.25).value == 1.0
-    assert reasoning_reward_func(said("18", "18"), form_weight=0.25).value == 0.0
-    begun = said("3 * 6</think><answer>18</answer>", "18")
-    assert (reasoning_reward_func(begun).value, reasoning_reward_func(begun, begun=True).value) == (0.0, 1.0)
+    assert reasoning_reward_func(a_rollout(right, "18"), form_weight=0.25).value == 1.0
+    assert reasoning_reward_func(a_rollout("18", "18"), form_weight=0.25).value == 0.0
+    continued = a_rollout("3 * 6</think><answer>18</answer>", "18")
+    assert (reasoning_reward_func(continued).value, reasoning_reward_func(continued, begun=True).value) == (0.0, 1.0)
 
 
 def test_reasoning_compares_answers_of_each_kind():
@@ -156,37 +156,37 @@ def test_reasoning_compares_answers_of_each_kind():
         "text": ("Paris.", "paris"),
     }
     for kind, (text, answer) in kinds.items():
-        rollout = said(f"<think>a</think><answer>{text}</answer>", answer)
+        rollout = a_rollout(f"<think>a</think><answer>{text}</answer>", answer)
         assert reasoning_reward_func(rollout, answer_is=kind).value == 1.0
     with pytest.raises(ValueError, match="answer_is must be one of math, number"):
-        reasoning_reward_func(said("", "1"), answer_is="maths")
+        reasoning_reward_func(a_rollout("", "1"), answer_is="maths")
     with pytest.raises(ValueError, match="from 0 to 1"):
-        reasoning_reward_func(said("", "1"), form_weight=2)
+        reasoning_reward_func(a_rollout("", "1"), form_weight=2)
 
 
-def test_the_form_is_paid_whatever_it_says():
-    assert format_reward_func(said("<think>a</think><answer>b</answer>")) == 1.0
-    assert format_reward_func(said("<think></think><answer></answer>")) == 0.0
-    assert format_reward_func(said("<plan>a</plan>"), tags=["plan"]) == 1.0
+def test_the_format_reward_accepts_any_content():
+    assert format_reward_func(a_rollout("<think>a</think><answer>b</answer>")) == 1.0
+    assert format_reward_func(a_rollout("<think></think><answer></answer>")) == 0.0
+    assert format_reward_func(a_rollout("<plan>a</plan>"), tags=["plan"]) == 1.0
 
 
 @pytest.mark.parametrize("name", ["gsm8k_reward_func", "math_reward_func", "soft_math", "reasoning_reward_func"])
 @pytest.mark.parametrize("case", [None, *NAMED], ids=lambda case: case_name(case) if case else "mixed")
-def test_right_answers_of_rows_earn_everything_and_wrong_ones_nothing(name, case, tmp_path):
+def test_right_answers_of_rows_earn_the_full_reward_and_wrong_ones_nothing(name, case, tmp_path):
     form = "<think>so</think><answer>\\boxed{{{}}}</answer>"
     for sample in rows_of(case, tmp_path):
         final = final_answer(sample.answer)
         outcomes = anyio.run(
-            grade, [_said(sample, form.format(final)), _said(sample, form.format(f"1{final}"))], reward(name)
+            grade, [_rollout(sample, form.format(final)), _rollout(sample, form.format(f"1{final}"))], reward(name)
         )
         assert [each.reward for each in outcomes] == [1.0, 0.0], sample.id
 
 
-def _said(sample, text):
-    return replace(said(text), sample=sample)
+def _rollout(sample, text):
+    return replace(a_rollout(text), sample=sample)
 
 
-def test_the_table_has_them_all_and_the_page_shows_it():
+def test_the_table_is_complete_and_shown_in_the_docs():
     names = "gsm8k_reward_func math_reward_func soft_math format_reward_func mcqa_reward_func reasoning_reward_func"
     assert {*names.split()} <= REWARDS.keys()
     assert BUILDERS.keys() == {"rm_reward_func", "llm_judge"}
@@ -203,7 +203,7 @@ TRIALS = [
 
 
 @pytest.mark.parametrize(("name", "case"), TRIALS)
-def test_the_page_shows_what_the_trials_on_real_rows_gave(name, case, tmp_path):
+def test_the_docs_show_the_results_on_real_rows(name, case, tmp_path):
     other = reward(name, strict=False) if name == "math_reward_func" else None
     report = try_reward(reward(name), rows_of(case, tmp_path), other=other)
     assert report.row() in DOCS.read_text()
@@ -211,7 +211,7 @@ def test_the_page_shows_what_the_trials_on_real_rows_gave(name, case, tmp_path):
 
 def test_a_reward_with_parameters_is_named_without_regard_to_case():
     strict = reward("GSM8K-reward-func", strict=True)
-    (graded,) = anyio.run(grade, [said("18", WORKED)], clamp(strict, -1.0, 0.5))
+    (graded,) = anyio.run(grade, [a_rollout("18", WORKED)], clamp(strict, -1.0, 0.5))
     assert graded.reward == 0.0
     with pytest.raises(ValueError, match="rm_reward_func needs model"):
         reward("rm_reward_func")
@@ -225,13 +225,17 @@ def shaped(tmp_path, **section):
     return configured_reward(Config.model_validate(raw))
 
 
-def test_a_config_clamps_and_takes_off_for_length(tmp_path):
+def test_a_config_clamps_rewards_and_penalizes_length(tmp_path):
     both = {
         "reward_func": {"gsm8k_reward_func": 2.0, "format_reward_func": 0.5},
         "params": {"gsm8k_reward_func": {"strict": True}},
         "length_penalty": {"limit": 10, "margin": 4, "weight": 0.5},
     }
-    rollouts = [said("#### 4", "4", tokens=range(6)), said("#### 4", "4", tokens=range(8)), said("4", "4")]
+    rollouts = [
+        a_rollout("#### 4", "4", tokens=range(6)),
+        a_rollout("#### 4", "4", tokens=range(8)),
+        a_rollout("4", "4"),
+    ]
     graded = anyio.run(grade, rollouts, shaped(tmp_path, **both))
     assert [each.reward for each in graded] == [2.0, 1.75, 0.0]
     assert graded[1].score.parts == {"gsm8k_reward_func": 1.0, "format_reward_func": 0.0, "overlong_penalty": -0.5}
@@ -240,7 +244,7 @@ def test_a_config_clamps_and_takes_off_for_length(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("section", "words"),
+    ("section", "message"),
     [
         ({"reward_func": {"contains": 1.0}, "params": {"whole_words": False}}, "theirs by name"),
         ({"reward_func": {"contains": 1.0}, "params": {"number_match": {}}}, "theirs by name"),
@@ -250,8 +254,8 @@ def test_a_config_clamps_and_takes_off_for_length(tmp_path):
         ({"length_penalty": {"limit": 3, "margin": 4}}, "margin 4 is more than limit 3"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(tmp_path, section, words):
-    with pytest.raises(ValueError, match=words):
+def test_invalid_sections_are_refused(tmp_path, section, message):
+    with pytest.raises(ValueError, match=message):
         shaped(tmp_path, **{"reward_func": "contains", **section})
 
 
@@ -266,7 +270,7 @@ def test_a_reward_model_is_named_by_the_run_that_trained_it(tmp_path):
     )  # fmt: skip
     assert trained.exit_code == 0, trained.output
     named = named_reward("rm_reward_func", {"model": str(tmp_path / "rm")})
-    good, bad = anyio.run(grade, [said("aaa", prompt="say 0"), said("000", prompt="say 0", index=1)], named)
+    good, bad = anyio.run(grade, [a_rollout("aaa", prompt="say 0"), a_rollout("000", prompt="say 0", index=1)], named)
     assert good.reward > bad.reward
     folder = str(best_checkpoint(tmp_path / "rm/checkpoints"))
     row = Renderer(load_tokenizer(folder)).conversation(good.messages, id="x")[0].tokens.tolist()
@@ -285,6 +289,6 @@ def test_a_reward_model_is_named_by_the_run_that_trained_it(tmp_path):
     assert len(rewards) == 2 and all(-0.01 <= reward <= 0.01 for reward in rewards)
 
 
-def test_a_reward_model_that_is_not_there_is_said_before_anything_is_loaded(tmp_path):
+def test_a_missing_reward_model_is_reported_before_anything_is_loaded(tmp_path):
     with pytest.raises(ValueError, match="no-such-model"):
         reward("rm_reward_func", model=str(tmp_path / "no-such-model"))

@@ -1,4 +1,4 @@
-"""Trials of rewards: good ones pass, and each way to be gamed or broken is found by the trial that is meant for it."""
+"""Tests of rewards on rows: good rewards pass, and each way to hack or break a reward is found."""
 
 import json
 import random
@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from oxrl.cli import app
 from oxrl.rewards import reward, trial, weighted
 from oxrl.rewards.named import gsm8k_reward_func
-from oxrl.rewards.trial import Case, final_answer, right_forms, said, try_reward, wrong_answers
+from oxrl.rewards.trial import Case, final_answer, right_forms, synthetic_rollout, try_reward, wrong_answers
 from oxrl.types import Message, Sample
 from tests.rows import write_jsonl
 from tests.waiting import HANG
@@ -54,7 +54,7 @@ def problems(reward_fn, samples=SUMS, **options):
         ("reasoning_reward_func", {"answer_is": "text"}, TOWNS),
     ],
 )
-def test_the_rewards_that_come_along_cannot_be_gamed(name, parameters, samples):
+def test_the_rewards_of_the_table_cannot_be_hacked(name, parameters, samples):
     report = try_reward(reward(name, **parameters), samples)
     assert report.problems == ()
     assert (report.full, report.best.in_full, report.changed, report.ungraded) == (1.0, 1.0, 0, 0)
@@ -62,7 +62,7 @@ def test_the_rewards_that_come_along_cannot_be_gamed(name, parameters, samples):
     assert 0 < report.median_seconds <= report.worst_seconds
 
 
-def test_a_reward_for_the_form_may_pay_for_the_form_but_not_for_nothing():
+def test_a_format_reward_may_accept_any_content_but_not_an_empty_response():
     report = try_reward(reward("format_reward_func"), SUMS, pays_for="form")
     assert report.problems == ()
     earned = {probe.name: probe.earns for probe in report.cheats}
@@ -72,22 +72,22 @@ def test_a_reward_for_the_form_may_pay_for_the_form_but_not_for_nothing():
     assert "wrong answer (tags) earns 100.0%" in problems(reward("format_reward_func"))
 
 
-def test_whoever_pays_for_a_mention_pays_for_lists_and_denials():
+def test_a_reward_for_mentions_is_hacked_by_lists_and_negations():
     report = try_reward(reward("contains"), TOWNS)
-    gamed = {probe.name for probe in report.cheats if probe.earns == 1.0}
-    assert gamed == {"all answers listed", "each answer in turn", "denied", "denied behind a wrong one"}
+    hacked = {probe.name for probe in report.cheats if probe.earns == 1.0}
+    assert hacked == {"all answers listed", "each answer in turn", "denied", "denied behind a wrong one"}
     assert len(report.problems) == 4
 
 
 def last_word(rollout):
-    """Blind to its sign: a reward of the kind that is written in five minutes."""
+    """A naive reward that ignores negation."""
     words = rollout.response.replace("<", " ").replace("$", " ").strip(" .}").split()
     return float(bool(words) and final_answer(rollout.sample.answer) == words[-1].strip("*"))
 
 
 BROKEN = {
-    "the right answer earns nothing in any form": lambda rollout: 0.0,
-    "the right answer earns the full reward in 75.0%": lambda rollout: (
+    "the correct answer earns nothing in any form": lambda rollout: 0.0,
+    "the correct answer earns the full reward in 75.0%": lambda rollout: (
         gsm8k_reward_func(rollout) * (rollout.sample.id != "sum:7")
     ),
     "nothing earns 100.0%": lambda rollout: float(not rollout.response or gsm8k_reward_func(rollout)),
@@ -105,17 +105,17 @@ BROKEN = {
 
 @pytest.fixture(autouse=True)
 def shorter(request, monkeypatch):
-    """A million characters are graded where they are what is looked for, and fewer elsewhere."""
+    """Grade a million characters only in the test that needs them, and fewer elsewhere."""
     if "a million characters" not in request.node.name:
         monkeypatch.setattr(trial, "LONG", (trial.LONG[0], 20_000))
 
 
 @pytest.mark.parametrize("finding", BROKEN)
-def test_each_way_to_be_broken_is_found(finding):
+def test_each_way_to_break_a_reward_is_found(finding):
     assert re.search(finding, problems(BROKEN[finding])), problems(BROKEN[finding])
 
 
-def test_the_threshold_is_a_share_of_the_full_reward():
+def test_the_threshold_is_a_fraction_of_the_full_reward():
     both = weighted({"reasoning_reward_func": 4.0, "format_reward_func": 1.0})
     report = try_reward(both, SUMS, threshold=0.25)
     assert (report.full, report.problems) == (5.0, ())
@@ -148,7 +148,7 @@ PROGRAMS = [
 ]
 
 
-def test_programs_are_tried_by_their_solution_and_by_ones_that_return_something_else():
+def test_programs_are_tested_with_their_solution_and_with_wrong_return_values():
     report = try_reward(reward("code_reward_func", timeout=HANG), PROGRAMS, workers=2, time_limit=HANG)
     assert report.problems == () and {probe.name: probe.in_full for probe in report.right} == {
         "bare": 1.0, "as code": 1.0
@@ -184,7 +184,7 @@ def test_a_reward_that_hangs_is_found():
         report = try_reward(hangs, SUMS[:1], time_limit=0.1, workers=4)
     finally:
         release.set()
-    assert "no answer within 0.1 s" in report.reason
+    assert "no result within 0.1 s" in report.reason
     assert any("could not be graded" in problem for problem in report.problems)
 
 
@@ -215,12 +215,12 @@ def test_numbers_are_also_written_with_separators_and_as_amounts():
     (case,) = [Case(Sample("s", answer="1234"), "1234", ("1235",))]
     forms = {name: texts[0][1] for name, texts in right_forms([case]).items()}
     assert "1,234" in forms["with separators"] and "$1,234.00" in forms["as an amount"]
-    assert len(said(case.sample, "four").generation.token_ids) == 1
+    assert len(synthetic_rollout(case.sample, "four").generation.token_ids) == 1
 
 
 @pytest.mark.parametrize("samples", [[], [Sample("s", (Message("user", "2+2?"),))]])
-def test_without_answers_there_is_nothing_to_try(samples):
-    with pytest.raises(ValueError, match="tried on rows"):
+def test_rows_without_answers_are_refused(samples):
+    with pytest.raises(ValueError, match="testing a reward needs rows"):
         try_reward(reward("exact_match"), samples)
 
 
@@ -233,7 +233,7 @@ def run(*arguments):
     return CliRunner().invoke(app, ["rewards", "test", *map(str, arguments)])
 
 
-def test_the_command_tells_and_its_exit_code_says_whether_it_is_safe(rows, tmp_path):
+def test_the_command_reports_problems_by_its_exit_code(rows, tmp_path):
     good = run("gsm8k_reward_func", "--data", rows, "--limit", 3)
     assert good.exit_code == 0, good.output
     assert "on 3 rows" in good.output and "strict and lenient differ" in good.output
@@ -246,17 +246,17 @@ def test_the_command_tells_and_its_exit_code_says_whether_it_is_safe(rows, tmp_p
     assert allowed.exit_code == 0
 
 
-def test_the_command_speaks_json_and_takes_parameters(rows):
-    told = json.loads(run("gsm8k_reward_func", "--data", rows, "--param", "strict=true", "--json").stdout)
-    assert told["rows"] == 4 and told["problems"] == []
-    paid = {probe["name"] for probe in told["right"] if probe["in_full"] == 1.0}
+def test_the_command_prints_json_and_takes_parameters(rows):
+    report = json.loads(run("gsm8k_reward_func", "--data", rows, "--param", "strict=true", "--json").stdout)
+    assert report["rows"] == 4 and report["problems"] == []
+    paid = {probe["name"] for probe in report["right"] if probe["in_full"] == 1.0}
     assert paid == {"hashes", "as in the file"}
-    assert told["disagreement"]["bare"] == 1.0
+    assert report["disagreement"]["bare"] == 1.0
     assert run("format_reward_func", "--data", rows).exit_code == 0
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (["gsm8k_reward_fun"], "did you mean gsm8k_reward_func?"),
         (["gsm8k_reward_func", "--param", "strict"], "a parameter looks like"),
@@ -264,13 +264,13 @@ def test_the_command_speaks_json_and_takes_parameters(rows):
         (["gsm8k_reward_func", "--pays-for", "money"], "one of answer, form, opinion"),
     ],
 )
-def test_mistakes_end_with_code_2(rows, arguments, words):
+def test_user_errors_end_with_code_2(rows, arguments, message):
     done = run(*arguments, "--data", rows)
     assert done.exit_code == 2
-    assert words in done.output
+    assert message in done.output
 
 
-def test_a_reward_that_always_fails_is_reported_and_no_accident():
+def test_a_reward_that_always_fails_is_reported():
     def broken(rollout):
         raise ZeroDivisionError("always")
 

@@ -8,9 +8,10 @@ from itertools import pairwise
 import pytest
 
 from oxrl.data.render import Renderer
-from oxrl.rollouts.envs import GeneratorClient, dialogue, gym_env, mixed_seed, replaying, single_turn, with_tools
+from oxrl.rollouts.envs import GeneratorClient, dialogue, gym_env, replaying, single_turn, with_tools
 from oxrl.rollouts.tools import ToolCall, calculator
 from oxrl.rollouts.transcript import begin, tell_tools
+from oxrl.seeds import mixed_seed
 from oxrl.types import Generation, GenerationConfig, Message, Rollout, Sample, Turn
 from tests.data import chat_templates as styles
 from tests.data.chat_templates import byte_level, merging, sentencepiece_like

@@ -14,31 +14,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from oxrl.seeds import GOLDEN_GAMMA, MASK, splitmix64
 from oxrl.types import GenerationConfig
 
 BLOCK = 256  # tokens whose probabilities are summed before they are searched
 LIKELIEST = 1024  # tokens that are sorted first; hardly any nucleus is larger, and a full sort takes ten times as long
-_WORD = 2**64 - 1
-_GOLDEN = 0x9E3779B97F4A7C15
 
 
 def stream_key(sampling_seed: int, request_seed: int) -> int:
     """Where in the generator's 2^64 states the numbers of one request begin."""
-    outer = _mixed(np.array([sampling_seed & _WORD], dtype=np.uint64))
-    return int(_mixed(outer ^ np.uint64((request_seed + _GOLDEN) & _WORD))[0])
+    return splitmix64(splitmix64(sampling_seed & MASK) ^ ((request_seed + GOLDEN_GAMMA) & MASK))
 
 
 def uniforms(keys: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
-    """One number in [0, 1) per (key, position), by splitmix64 (Steele, Lea, Flood 2014) as a counter."""
+    """One number in [0, 1) per (key, position), by splitmix64 as a counter."""
     counters = np.array(positions, dtype=np.uint64) + np.uint64(1)
-    states = np.array(keys, dtype=np.uint64) + counters * np.uint64(_GOLDEN)
-    return np.asarray((_mixed(states) >> np.uint64(11)) * 2.0**-53, dtype=np.float64)
-
-
-def _mixed(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return state ^ (state >> np.uint64(31))
+    states = np.array(keys, dtype=np.uint64) + counters * np.uint64(GOLDEN_GAMMA)
+    return np.asarray((splitmix64(states) >> np.uint64(11)) * 2.0**-53, dtype=np.float64)
 
 
 class Drawn(NamedTuple):

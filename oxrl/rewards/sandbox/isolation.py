@@ -1,4 +1,4 @@
-"""Which walls can be had on this machine: each kind is really tried once, with a program that pushes against them."""
+"""Which kinds of isolation work on this machine: each is probed once, by a program that tries forbidden actions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Literal, NamedTuple
 
-from oxrl.rewards.sandbox.process import LONGEST_STATUS, Job, Limits, SandboxError, caged, gather
+from oxrl.rewards.sandbox.process import MAX_STATUS_BYTES, Job, Limits, SandboxError, read_all, sandboxed
 from oxrl.rewards.sandbox.syscalls import MACHINES
 
 Kind = Literal["bubblewrap", "namespaces", "landlock", "none"]
@@ -22,18 +22,15 @@ _LAYERS: Mapping[Kind, tuple[str, ...]] = {
     "none": (),
 }
 _EXPLANATIONS: Mapping[Kind, str] = {
-    "bubblewrap": "bubblewrap (namespaces and mounts of its own) and a seccomp filter",
+    "bubblewrap": "bubblewrap (namespaces and private mounts) and a seccomp filter",
     "namespaces": "user, network, ipc, uts and mount namespaces, Landlock and a seccomp filter",
     "landlock": "Landlock and a seccomp filter, without namespaces: programs have no scratch folder",
-    "none": "none: only limits on resources",
+    "none": "none: only resource limits",
 }
 
 
 class Isolation(NamedTuple):
-    """`Isolation("namespaces", {"bubblewrap": "bwrap is not installed"})`: the best that works here.
-
-    `missing` says of the better ones why they do not work.
-    """
+    """`Isolation("namespaces", {"bubblewrap": "bwrap is not installed"})`; `missing`: why better kinds do not work."""
 
     kind: Kind
     missing: Mapping[str, str]
@@ -48,14 +45,14 @@ class Isolation(NamedTuple):
         return _EXPLANATIONS[self.kind]
 
 
-_TRIAL = """
+_PROBE = """
 import decimal, json, os, random, socket
 def refused(action):
     try:
         action()
     except OSError:
         return
-    print("a wall is missing:", action.__name__)
+    print("not isolated:", action.__name__)
 def reads_a_file(): open("/etc/passwd").close()
 def writes_a_file():
     name = "/var/tmp/oxrl-sandbox-%d" % os.getpid()
@@ -72,11 +69,11 @@ print("done", end="")
 
 @cache
 def available() -> Isolation:
-    """The best kind of isolation that works here; tried once, which takes a fraction of a second."""
+    """The best kind of isolation that works on this machine; probed once, which takes a fraction of a second."""
     if sys.platform != "linux" or platform.machine() not in MACHINES:
-        where = f"{sys.platform} on {platform.machine()}"
+        system = f"{sys.platform} on {platform.machine()}"
         return Isolation(
-            "none", {"all": f"programs are isolated on Linux ({', '.join(MACHINES)}) only, not on {where}"}
+            "none", {"all": f"programs are isolated on Linux ({', '.join(MACHINES)}) only, not on {system}"}
         )
     missing: dict[str, str] = {}
     bwrap = shutil.which("bwrap")
@@ -86,46 +83,46 @@ def available() -> Isolation:
             missing[kind] = "bwrap is not installed"
             continue
         candidate = Isolation(kind, dict(missing), bwrap if kind == "bubblewrap" else None)
-        problem = try_isolation(candidate)
+        problem = probe_isolation(candidate)
         if problem is None:
             return candidate
         missing[kind] = problem
     return Isolation("none", missing)
 
 
-def try_isolation(isolation: Isolation) -> str | None:
-    """What is wrong with it here, or None."""
+def probe_isolation(isolation: Isolation) -> str | None:
+    """Why this isolation does not work on this machine, or None."""
     limits = Limits(seconds=10.0)
     pipe = subprocess.PIPE
     try:
-        with caged(
-            Job({"source": _TRIAL}), isolation.layers, limits, bwrap=isolation.bwrap, stdout=pipe, stderr=pipe
+        with sandboxed(
+            Job({"source": _PROBE}), isolation.layers, limits, bwrap=isolation.bwrap, stdout=pipe, stderr=pipe
         ) as started:
             out, err = started.process.stdout, started.process.stderr
-            assert out is not None, "it was asked for"
-            assert err is not None, "it was asked for"
-            wanted = {started.status: LONGEST_STATUS, out.fileno(): limits.output, err.fileno(): limits.output}
-            said, _ = gather(wanted, time.monotonic() + limits.seconds)
-            complaint = said[err.fileno()].decode(errors="replace").strip()[-300:]
-            if not said[started.status]:
-                return complaint or "it did not start"
-            started.confirm(said[started.status])
-            told = said[out.fileno()].decode(errors="replace")
-            return None if told == "done" else told.strip() or complaint or "it ended without a word"
+            assert out is not None, "stdout is a pipe"
+            assert err is not None, "stderr is a pipe"
+            sizes = {started.status: MAX_STATUS_BYTES, out.fileno(): limits.output, err.fileno(): limits.output}
+            content, _ = read_all(sizes, time.monotonic() + limits.seconds)
+            errors = content[err.fileno()].decode(errors="replace").strip()[-300:]
+            if not content[started.status]:
+                return errors or "the interpreter did not start"
+            started.check_status(content[started.status])
+            output = content[out.fileno()].decode(errors="replace")
+            return None if output == "done" else output.strip() or errors or "the probe ended without output"
     except (SandboxError, OSError) as error:
         return str(error)
 
 
-def isolation_or_refusal(allow_unsandboxed: bool = False, found: Isolation | None = None) -> Isolation:
-    """What was `found`, else what is `available`; without any isolation a ValueError, unless that is allowed."""
+def require_isolation(allow_unsandboxed: bool = False, found: Isolation | None = None) -> Isolation:
+    """`found`, or what is `available`; raises a ValueError if there is none, unless `allow_unsandboxed`."""
     isolation = found or available()
     if sys.platform != "linux":
         raise ValueError(isolation.missing["all"])
     if isolation.kind == "none" and not allow_unsandboxed:
-        reasons = "; ".join(f"{kind}: {why}" for kind, why in isolation.missing.items())
+        reasons = "; ".join(f"{kind}: {reason}" for kind, reason in isolation.missing.items())
         raise ValueError(
             f"programs that a model wrote cannot be isolated here ({reasons}). Install bubblewrap, or allow user "
-            "namespaces or Landlock; reward.allow_unsandboxed: true runs them all the same, with limits on resources "
-            "only: they can then read, write and send whatever this user can"
+            "namespaces or Landlock; reward.allow_unsandboxed: true runs them with resource limits only: they can then "
+            "read, write and send whatever this user can"
         )
     return isolation

@@ -1,7 +1,7 @@
-"""Plain values to text and back, for two processes of which one does not trust the other.
+"""Serialization of plain values between two processes of which one does not trust the other.
 
-What comes out of `loads` is made of built-in types alone, whatever the other side wrote: no class, no pickle, no
-`__eq__` of somebody else's. It needs the standard library only, since it also runs where nothing else is there.
+`loads` returns built-in types only, whatever the other side wrote: no classes, no pickle, no custom `__eq__`. It needs
+the standard library only, because it also runs inside the sandbox.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-DEEPEST = 100
-_MOST_ITEMS = 100_000
+MAX_DEPTH = 100
+_MAX_ITEMS = 100_000
 
 
-class CannotTravelError(Exception):
-    """A value that is not made of plain literals; the text is the name of its type."""
+class NotSerializableError(Exception):
+    """A value that is not made of plain literals; the message is the name of its type."""
 
 
 def dumps(value: Any) -> str:
@@ -32,12 +32,12 @@ def loads(text: str | bytes) -> Any:
     try:
         return _decode(json.loads(text), 0)
     except (TypeError, KeyError, OverflowError, RecursionError) as error:
-        raise ValueError(f"no literal: {type(error).__name__}") from None
+        raise ValueError(f"not a literal: {type(error).__name__}") from None
 
 
 def _encode(value: Any, depth: int) -> Any:
-    if depth > DEEPEST:
-        raise CannotTravelError(f"something nested more than {DEEPEST} deep")
+    if depth > MAX_DEPTH:
+        raise NotSerializableError(f"a value nested more than {MAX_DEPTH} deep")
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -53,23 +53,23 @@ def _encode(value: Any, depth: int) -> Any:
     for name, kind in _TYPES.items():
         if value is kind:
             return ["type", name]
-    raise CannotTravelError(type(value).__name__)
+    raise NotSerializableError(type(value).__name__)
 
 
 def _items(values: Any) -> Iterator[Any]:
     for count, item in enumerate(values):
-        if count >= _MOST_ITEMS:
-            raise CannotTravelError(f"a {type(values).__name__} of more than {_MOST_ITEMS} items")
+        if count >= _MAX_ITEMS:
+            raise NotSerializableError(f"a {type(values).__name__} of more than {_MAX_ITEMS} items")
         yield item
 
 
 def _decode(coded: Any, depth: int) -> Any:
-    if depth > DEEPEST:
-        raise ValueError(f"nested more than {DEEPEST} deep")
+    if depth > MAX_DEPTH:
+        raise ValueError(f"nested more than {MAX_DEPTH} deep")
     if coded is None or isinstance(coded, bool | str):
         return coded
     if not isinstance(coded, list) or len(coded) != 2 or not isinstance(coded[0], str):
-        raise ValueError("no literal")
+        raise ValueError("not a literal")
     tag, content = coded
     if tag == "dict":
         return {_decode(key, depth + 1): _decode(item, depth + 1) for key, item in content}
@@ -79,7 +79,7 @@ def _decode(coded: Any, depth: int) -> Any:
         return _TO_SCALAR[tag](content)
     if tag in _TO_CONTAINER and isinstance(content, list):
         return _TO_CONTAINER[tag]([_decode(item, depth + 1) for item in content])
-    raise ValueError("no literal")
+    raise ValueError("not a literal")
 
 
 def _complex(parts: list[str]) -> complex:

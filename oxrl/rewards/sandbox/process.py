@@ -1,7 +1,7 @@
-"""A caged interpreter as a child process: how it is started, watched, and ended for certain.
+"""A sandboxed interpreter as a child process: how it is started, read from, and reliably terminated.
 
-The parent may be a large process with many threads, so nothing is forked from it: a small fresh interpreter is
-started, which shuts itself in (`cage.py`) before it runs what it was given.
+The parent may be a large process with many threads, so it is not forked: a fresh interpreter is started, which isolates
+itself (`bootstrap.py`) before it runs the job.
 """
 
 from __future__ import annotations
@@ -24,40 +24,41 @@ from typing import IO, Any, NamedTuple
 
 from oxrl.rewards.sandbox.syscalls import MACHINES, seccomp_filter
 
-_LARGEST_FILE = 8 << 20
-LONGEST_STATUS = 4096
+_MAX_FILE_BYTES = 8 << 20
+MAX_STATUS_BYTES = 4096
 
 
 class Limits(NamedTuple):
     """`Limits(seconds=2.0)`: what a program may use; it is always one process with one thread."""
 
-    seconds: float = 5.0  # by the clock
-    cpu_seconds: float | None = None  # None: as many; both are rounded up here
+    seconds: float = 5.0  # wall-clock time
+    cpu_seconds: float | None = None  # None: the same as `seconds`; rounded up
     memory: int = 512 << 20  # bytes of address space
     output: int = 64 << 10  # bytes, each on stdout and stderr
-    scratch: int = 16 << 20  # bytes in /tmp, where namespaces can be had; elsewhere nothing can be written
+    scratch: int = 16 << 20  # bytes in /tmp, with bubblewrap or namespaces; otherwise nothing can be written
     open_files: int = 64
 
 
 class SandboxError(RuntimeError):
-    """The cage could not be shut, so the program was not run."""
+    """The sandbox could not be set up, so the program was not run."""
 
 
 class Job(NamedTuple):
-    """What an interpreter is to run: source as `__main__`, or a function of modules that are sent along."""
+    """What an interpreter runs: `source` as `__main__`, or the function `entry_point` of modules sent along."""
 
-    given: Mapping[str, Any]
-    door: tuple[str, str] | None = None
+    arguments: Mapping[str, Any]
+    entry_point: tuple[str, str] | None = None
     modules: tuple[str, ...] = ()
 
 
-class Caged(NamedTuple):
+class SandboxedProcess(NamedTuple):
     process: subprocess.Popen[bytes]
-    status: int  # a file descriptor that says "ready", or why not, and ends before the program starts
+    status: int  # file descriptor: "ready" or an error is written to it, and it is closed before the program starts
 
-    def confirm(self, said: bytes) -> None:
-        if said != b"ready":
-            raise SandboxError(f"the sandbox could not be shut: {said.decode(errors='replace') or 'it did not start'}")
+    def check_status(self, status: bytes) -> None:
+        if status != b"ready":
+            reason = status.decode(errors="replace") or "the interpreter did not start"
+            raise SandboxError(f"the sandbox could not be set up: {reason}")
 
 
 @cache
@@ -66,73 +67,74 @@ def module_source(name: str) -> str:
 
 
 def readable_paths() -> list[str]:
-    """What an interpreter reads while it runs: the standard library and shared libraries."""
-    places = sysconfig.get_paths(vars={"platbase": sys.base_exec_prefix})  # and not a virtual environment's packages
+    """Paths that an interpreter needs to read: the standard library and shared libraries."""
+    paths = sysconfig.get_paths(vars={"platbase": sys.base_exec_prefix})  # without a virtual environment's packages
     libraries = ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache"]
-    own = [places["stdlib"], places["platstdlib"], str(sysconfig.get_config_var("LIBDIR") or "")]
+    own = [paths["stdlib"], paths["platstdlib"], str(sysconfig.get_config_var("LIBDIR") or "")]
     installed = [str(Path(sys.base_prefix) / "lib"), str(Path(sys.base_exec_prefix) / "lib")]
     devices = ["/dev/zero", "/dev/urandom"]
     return [path for path in dict.fromkeys([*libraries, *own, *installed, *devices]) if path and Path(path).exists()]
 
 
 def interpreter() -> str:
-    """The interpreter itself and not a virtual environment's link to it."""
+    """Path of the interpreter itself, not of a virtual environment's link to it."""
     return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
 
 def bubblewrap(executable: str, limits: Limits) -> list[str]:
-    """The command that comes before the interpreter's own."""
-    paths = [path for path in [*readable_paths(), interpreter()] if not path.startswith("/dev/")]  # it makes its own
+    """The command that the interpreter's command line is appended to."""
+    paths = [path for path in [*readable_paths(), interpreter()] if not path.startswith("/dev/")]  # --dev creates them
     return [
         executable,
         *("--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
-        "--as-pid-1",  # a process between would be left for init to bury, which in many containers nobody does
+        "--as-pid-1",  # an extra process would be left for init to reap, which does not happen in many containers
         *("--die-with-parent", "--new-session", "--cap-drop", "ALL", "--dev", "/dev"),
         *[part for path in paths for part in ("--ro-bind-try", path, path)],
-        *("--size", str(limits.scratch), "--tmpfs", "/tmp", "--chdir", "/tmp"),  # noqa: S108 - its own, not ours
-        *("--remount-ro", "/dev", "--remount-ro", "/"),  # else both are memory that anybody may fill
+        *("--size", str(limits.scratch), "--tmpfs", "/tmp", "--chdir", "/tmp"),  # noqa: S108 - a private mount
+        *("--remount-ro", "/dev", "--remount-ro", "/"),  # otherwise both could be filled up to the size of memory
         "--",
     ]
 
 
 @contextmanager
-def caged(
+def sandboxed(
     job: Job,
     layers: Sequence[str],
     limits: Limits,
     *,
     bwrap: str | None = None,
-    stdin: int = subprocess.DEVNULL,
     stdout: int = subprocess.DEVNULL,
     stderr: int = subprocess.DEVNULL,
-    pass_on: Sequence[int] = (),
-) -> Iterator[Caged]:
-    """A running interpreter, which is dead when the block is left, however it is left."""
-    with in_memory(json.dumps(_order(job, layers, limits)).encode()) as order, pipe() as (status, say_status):
-        command = [interpreter(), "-P", "-s", "-S", "-B", "-X", "utf8", "-c", module_source("cage")]
+    pass_fds: Sequence[int] = (),
+) -> Iterator[SandboxedProcess]:
+    """A running interpreter, which is terminated when the block is left, also by an exception."""
+    payload = json.dumps(_payload(job, layers, limits)).encode()
+    with memory_file(payload) as job_file, pipe() as (status, status_writer):
+        command = [interpreter(), "-P", "-s", "-S", "-B", "-X", "utf8", "-c", module_source("bootstrap")]
+        descriptors = (job_file.fileno(), status_writer.fileno())
         process = subprocess.Popen(
-            [*(bubblewrap(bwrap, limits) if bwrap else []), *command, str(order.fileno()), str(say_status.fileno())],
-            stdin=stdin,
+            [*(bubblewrap(bwrap, limits) if bwrap else []), *command, *map(str, descriptors)],
+            stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,
-            env={"PYTHONHASHSEED": "0"},  # the order of sets does not change from one grading to the next
+            env={"PYTHONHASHSEED": "0"},  # the iteration order of sets stays the same when graded again
             cwd="/",
-            pass_fds=(order.fileno(), say_status.fileno(), *pass_on),
+            pass_fds=(*descriptors, *pass_fds),
             start_new_session=True,
         )
         try:
-            say_status.close()
-            order.close()
-            yield Caged(process, status.fileno())
+            status_writer.close()
+            job_file.close()
+            yield SandboxedProcess(process, status.fileno())
         finally:
-            end(process)
+            terminate(process)
 
 
-def _order(job: Job, layers: Sequence[str], limits: Limits) -> dict[str, Any]:
+def _payload(job: Job, layers: Sequence[str], limits: Limits) -> dict[str, Any]:
     return {
-        "given": dict(job.given),
-        "door": job.door,
-        "modules": {name: _source_of(name) for name in job.modules},
+        "arguments": dict(job.arguments),
+        "entry_point": job.entry_point,
+        "modules": {name: module_source(name.rpartition(".")[2]) for name in job.modules},
         "layers": list(layers),
         "readable": readable_paths(),
         "filter": seccomp_filter(platform.machine()).hex() if platform.machine() in MACHINES else "",
@@ -141,21 +143,16 @@ def _order(job: Job, layers: Sequence[str], limits: Limits) -> dict[str, Any]:
         "limits": {
             "CPU": math.ceil(limits.seconds if limits.cpu_seconds is None else limits.cpu_seconds),
             "AS": limits.memory,
-            "FSIZE": min(limits.scratch, _LARGEST_FILE),
+            "FSIZE": min(limits.scratch, _MAX_FILE_BYTES),
             "NOFILE": limits.open_files,
         },
     }
 
 
-def _source_of(module: str) -> str:
-    """An empty package, or a module of this one."""
-    return "__path__ = []" if module in ("oxrl", "oxrl.rewards.sandbox") else module_source(module.rpartition(".")[2])
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    """Kill whatever is left of it. Its group is its own session, and a killed process cannot be waited for in vain."""
+def terminate(process: subprocess.Popen[bytes]) -> None:
+    """Kill the process and its group, which is its own session, and wait for it: SIGKILL cannot be ignored."""
     if process.poll() is None:
-        _end_children(process)
+        _kill_children(process)
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, 9)
     process.kill()
@@ -165,8 +162,8 @@ def end(process: subprocess.Popen[bytes]) -> None:
             stream.close()
 
 
-def _end_children(process: subprocess.Popen[bytes]) -> None:
-    """bubblewrap's child first, so that bubblewrap buries it."""
+def _kill_children(process: subprocess.Popen[bytes]) -> None:
+    """Kill bubblewrap's child first, so that bubblewrap reaps it."""
     with suppress(OSError):
         for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
             os.kill(int(child), 9)
@@ -174,16 +171,16 @@ def _end_children(process: subprocess.Popen[bytes]) -> None:
                 process.wait(1.0)
 
 
-def gather(sources: Mapping[int, int], deadline: float) -> tuple[dict[int, bytes], str]:
-    """What each file descriptor says, to its end: also why it stopped, "end", "time" or "output".
+def read_all(limits: Mapping[int, int], deadline: float) -> tuple[dict[int, bytes], str]:
+    """Read file descriptors to their end; returns their content and why reading stopped: "end", "time" or "output".
 
-    `sources` has the most bytes that each may say; reading stops as soon as one says more.
+    `limits` maps each descriptor to its maximum of bytes; reading stops as soon as one exceeds it.
     """
-    said = {source: bytearray() for source in sources}
+    content = {source: bytearray() for source in limits}
     poll = select.poll()
-    for source in sources:
+    for source in limits:
         poll.register(source, select.POLLIN)
-    open_sources = set(sources)
+    open_sources = set(limits)
     reason = "end"
     while open_sources and reason == "end":
         left = deadline - time.monotonic()
@@ -192,17 +189,17 @@ def gather(sources: Mapping[int, int], deadline: float) -> tuple[dict[int, bytes
             break
         for source, _ in poll.poll(left * 1000 + 1):
             part = os.read(source, 1 << 16)
-            said[source] += part
+            content[source] += part
             if not part:
                 poll.unregister(source)
                 open_sources.discard(source)
-            elif len(said[source]) > sources[source]:
+            elif len(content[source]) > limits[source]:
                 reason = "output"
-    return {source: bytes(text[: sources[source]]) for source, text in said.items()}, reason
+    return {source: bytes(data[: limits[source]]) for source, data in content.items()}, reason
 
 
 @contextmanager
-def in_memory(content: bytes) -> Iterator[IO[bytes]]:
+def memory_file(content: bytes) -> Iterator[IO[bytes]]:
     with os.fdopen(os.memfd_create("oxrl"), "wb+") as file:
         file.write(content)
         file.flush()

@@ -1,7 +1,7 @@
-"""The system calls that a caged program may make, as a seccomp filter: whatever is not listed is refused.
+"""The system calls that a sandboxed program may make, as a seccomp filter; all others are refused.
 
-A program is one process with one thread: nothing here starts another, runs a file, opens a socket, sends a signal to
-somebody, or looks into another process. Refused calls fail with EPERM; the program goes on and may handle that.
+A program is one process with one thread: no listed call starts a process or thread, executes a file, opens a socket,
+signals another process, or inspects one. Refused calls fail with EPERM, which the program may handle.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import NamedTuple
 _LOAD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
 _ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
 _EPERM, _ENOSYS = 1, 38
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in what the kernel shows a filter
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data
 
 
 class _Call(NamedTuple):
-    """Its numbers on x86_64 and aarch64; with `allowed`, only where that argument has one of these values."""
+    """Numbers on x86_64 and aarch64; with `allowed`, the call is allowed only if `argument` has one of these values."""
 
     x86_64: int | None
     aarch64: int | None
@@ -83,11 +83,11 @@ _FILES = {
     "statx": _Call(332, 291),
     "close_range": _Call(436, 436),
     "faccessat2": _Call(439, 439),
-    # F_SETOWN and F_SETSIG, and FIOSETOWN below, would send a signal of one's choice to a process of one's choice
+    # F_SETOWN and F_SETSIG, and FIOSETOWN below, could send any signal to any process
     "fcntl": _Call(72, 25, 1, (0, 1, 2, 3, 4, 5, 6, 7, 1030)),  # duplicates, flags, record locks
     "ioctl": _Call(16, 29, 1, (0x5401, 0x5413, 0x5421, 0x5450, 0x5451)),  # is it a terminal, its size, flags
 }
-_WAITING = {
+_WAIT = {
     "poll": _Call(7, None),
     "select": _Call(23, None),
     "sched_yield": _Call(24, 124),
@@ -104,7 +104,7 @@ _WAITING = {
     "eventfd2": _Call(290, 19),
     "epoll_create1": _Call(291, 20),
 }
-_ONESELF = {
+_SELF = {
     "rt_sigaction": _Call(13, 134),
     "rt_sigprocmask": _Call(14, 135),
     "rt_sigreturn": _Call(15, 139),
@@ -132,51 +132,51 @@ _ONESELF = {
     "clock_getres": _Call(229, 114),
     "exit_group": _Call(231, 94),
     "set_robust_list": _Call(273, 99),
-    "prlimit64": _Call(302, 261, 0, (0,)),  # of oneself; nobody can raise what was lowered here
+    "prlimit64": _Call(302, 261, 0, (0,)),  # for the process itself; lowered limits cannot be raised again
     "getcpu": _Call(309, 168),
     "getrandom": _Call(318, 278),
     "membarrier": _Call(324, 283),
     "rseq": _Call(334, 293),
 }
-ALLOWED = {**_MEMORY, **_FILES, **_WAITING, **_ONESELF}
-_CLONE3 = 435  # said not to exist, upon which libc tries `clone` and is told EPERM
+ALLOWED = {**_MEMORY, **_FILES, **_WAIT, **_SELF}
+_CLONE3 = 435  # fails with ENOSYS, so that libc falls back to `clone`, which fails with EPERM
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 MACHINES = tuple(_ARCHITECTURES)
 
 
 def seccomp_filter(machine: str) -> bytes:
-    """The filter as the kernel takes it, for one of `MACHINES`; calls of any other architecture end the process."""
+    """The BPF program for one of `MACHINES`; calls of any other architecture kill the process."""
     program = [
-        _step(_LOAD, _ARCHITECTURE),
-        _step(_JUMP_IF_EQUAL, _ARCHITECTURES[machine], 1, 0),
-        _step(_RETURN, _KILL),
-        _step(_LOAD, _NUMBER),
+        _instruction(_LOAD, _ARCHITECTURE),
+        _instruction(_JUMP_IF_EQUAL, _ARCHITECTURES[machine], 1, 0),
+        _instruction(_RETURN, _KILL),
+        _instruction(_LOAD, _NUMBER),
     ]
     for call in ALLOWED.values():
         number = call.x86_64 if machine == "x86_64" else call.aarch64
         if number is not None:
             program += _rule(number, call)
     program += [
-        _step(_JUMP_IF_EQUAL, _CLONE3, 0, 1),
-        _step(_RETURN, _REFUSE | _ENOSYS),
-        _step(_RETURN, _REFUSE | _EPERM),
+        _instruction(_JUMP_IF_EQUAL, _CLONE3, 0, 1),
+        _instruction(_RETURN, _REFUSE | _ENOSYS),
+        _instruction(_RETURN, _REFUSE | _EPERM),
     ]
     return b"".join(program)
 
 
 def _rule(number: int, call: _Call) -> list[bytes]:
     if not call.allowed:
-        return [_step(_JUMP_IF_EQUAL, number, 0, 1), _step(_RETURN, _ALLOW)]
-    # The kernel reads these arguments as 32 bits: their lower half, on both of these little-endian machines.
-    choices = [_step(_JUMP_IF_EQUAL, value, len(call.allowed) - i, 0) for i, value in enumerate(call.allowed)]
+        return [_instruction(_JUMP_IF_EQUAL, number, 0, 1), _instruction(_RETURN, _ALLOW)]
+    # The filter loads 32 bits: the lower half of the argument, on both of these little-endian machines.
+    choices = [_instruction(_JUMP_IF_EQUAL, value, len(call.allowed) - i, 0) for i, value in enumerate(call.allowed)]
     return [
-        _step(_JUMP_IF_EQUAL, number, 0, len(choices) + 3),
-        _step(_LOAD, _FIRST_ARGUMENT + 8 * call.argument),
+        _instruction(_JUMP_IF_EQUAL, number, 0, len(choices) + 3),
+        _instruction(_LOAD, _FIRST_ARGUMENT + 8 * call.argument),
         *choices,
-        _step(_RETURN, _REFUSE | _EPERM),
-        _step(_RETURN, _ALLOW),
+        _instruction(_RETURN, _REFUSE | _EPERM),
+        _instruction(_RETURN, _ALLOW),
     ]
 
 
-def _step(code: int, value: int, if_equal: int = 0, otherwise: int = 0) -> bytes:
+def _instruction(code: int, value: int, if_equal: int = 0, otherwise: int = 0) -> bytes:
     return struct.pack("=HBBI", code, if_equal, otherwise, value)

@@ -1,4 +1,4 @@
-"""Processes that this one has started and not yet buried: an engine that serves a whole run of tests may be one."""
+"""Child processes that were started and not yet reaped: an engine that serves the whole test run may be one."""
 
 import threading
 from pathlib import Path

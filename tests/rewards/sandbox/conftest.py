@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from oxrl.rewards.sandbox import Isolation
-from oxrl.rewards.sandbox.isolation import try_isolation
+from oxrl.rewards.sandbox.isolation import probe_isolation
 
 
 @pytest.fixture(params=["bubblewrap", "namespaces", "landlock"])
@@ -24,4 +24,4 @@ def isolation(request):
 def problem_with(kind, bwrap):
     if kind == "bubblewrap" and bwrap is None:
         return "bwrap is not installed"
-    return try_isolation(Isolation(kind, {}, bwrap))
+    return probe_isolation(Isolation(kind, {}, bwrap))

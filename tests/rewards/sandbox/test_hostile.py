@@ -1,4 +1,4 @@
-"""Each kind of isolation holds against every hostile program, also those that are not the best to be had here."""
+"""Each kind of isolation holds against every hostile program, also those that are not the best on this machine."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,8 +19,8 @@ def test_no_hostile_program_passes_a_test_or_does_harm_and_the_next_is_graded(is
     limits, others = sandbox.Limits(seconds=HANG, cpu_seconds=1.0), children()
     programs = {name: program for name, program in HOSTILE.items() if name not in COMPUTE_ONLY}
     with ThreadPoolExecutor(4) as pool:
-        trials = pool.map(lambda program: sandbox.run_tests([program], ADDS, isolation, limits), programs.values())
-        passed = {name: trial.passed for name, trial in zip(programs, trials, strict=True) if trial.passed}
+        verdicts = pool.map(lambda program: sandbox.run_tests([program], ADDS, isolation, limits), programs.values())
+        passed = {name: verdict.passed for name, verdict in zip(programs, verdicts, strict=True) if verdict.passed}
     assert passed == {}
     assert not Path("/var/tmp/oxrl-hostile").exists()
     assert children() <= others

@@ -1,4 +1,4 @@
-"""Only plain values pass between two processes, and they arrive as what they were."""
+"""Only plain values pass between two processes, and they keep their types."""
 
 import collections
 import json
@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from oxrl.rewards.sandbox.literals import DEEPEST, CannotTravelError, dumps, loads
+from oxrl.rewards.sandbox.literals import MAX_DEPTH, NotSerializableError, dumps, loads
 
 VALUES = [
     None,
@@ -45,7 +45,7 @@ def test_nan_arrives():
     assert math.isnan(loads(dumps(math.nan)))
 
 
-def test_subclasses_arrive_as_what_they_are_made_of():
+def test_subclasses_arrive_as_their_base_types():
     class AlwaysEqual(int):
         def __eq__(self, other):
             return True
@@ -58,18 +58,18 @@ def test_subclasses_arrive_as_what_they_are_made_of():
 
 
 @pytest.mark.parametrize("value", [object(), print, [object()], {"a": lambda: 0}, type, type("int", (), {})])
-def test_objects_do_not_travel(value):
-    with pytest.raises(CannotTravelError):
+def test_objects_are_not_serializable(value):
+    with pytest.raises(NotSerializableError):
         dumps(value)
 
 
-def test_neither_deep_nor_endless_values_travel():
+def test_deep_and_endless_values_are_not_serializable():
     deep = []
-    for _ in range(DEEPEST + 1):
+    for _ in range(MAX_DEPTH + 1):
         deep = [deep]
-    with pytest.raises(CannotTravelError):
+    with pytest.raises(NotSerializableError):
         dumps(deep)
-    with pytest.raises(CannotTravelError):
+    with pytest.raises(NotSerializableError):
         dumps(iter(int, 1))
 
 
@@ -86,14 +86,14 @@ BAD = [
 
 
 @pytest.mark.parametrize("text", [*BAD, '["eval", "1"]', '["float", null]', "[" * 10**5, '["bytes", "0"]', "nonsense"])
-def test_whatever_else_is_said_is_no_value(text):
+def test_other_text_is_not_a_value(text):
     with pytest.raises(ValueError):
         loads(text)
 
 
-def test_a_deep_answer_is_refused_before_it_is_built():
+def test_a_deep_value_is_refused_before_it_is_built():
     text = json.dumps(0)
-    nested = '["list", [' * (DEEPEST + 2) + "null" + "]]" * (DEEPEST + 2)
+    nested = '["list", [' * (MAX_DEPTH + 2) + "null" + "]]" * (MAX_DEPTH + 2)
     with pytest.raises(ValueError):
         loads(nested)
     with pytest.raises(ValueError):

@@ -1,8 +1,8 @@
-"""Runs inside the fresh interpreter: shuts every door by what the kernel has to offer, then runs what it was given.
+"""Runs inside the fresh interpreter: applies the isolation layers, then runs the job.
 
-It is started as `python -c SOURCE JOB STATUS` with the numbers of two file descriptors: a job to read, and where to
-say "ready" or what failed before anything untrusted runs. Only the standard library is there. Nothing in this process
-is secret: whatever the program finds in it, it may know.
+It is started as `python -c SOURCE JOB STATUS` with two file descriptors: one to read the job from, one to write "ready"
+or an error to before untrusted code runs. Only the standard library is available. Nothing in this process is secret:
+the program may read all of it.
 """
 
 from __future__ import annotations
@@ -20,51 +20,51 @@ if TYPE_CHECKING:
     from typing import Any
 
 _NEW_NAMESPACES = 0x00020000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x40000000  # mounts, uts, ipc, user, net
-_PRIVATE_AND_BELOW = 0x4000 | 0x40000
+_RECURSIVE_PRIVATE = 0x4000 | 0x40000
 _NO_SUID_DEV_EXEC = 0x2 | 0x4 | 0x8
 _SET_PDEATHSIG, _SET_DUMPABLE, _SET_SECCOMP, _SET_NO_NEW_PRIVS = 1, 4, 22, 38
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _ACCESS_BY_VERSION = {1: 0x1FFF, 2: 0x3FFF, 3: 0x7FFF, 4: 0x7FFF, 5: 0xFFFF}
 _READ_FILE, _READ_DIR, _WRITE_FILE, _TRUNCATE = 0x4, 0x8, 0x2, 0x4000
 _REMOVE_AND_MAKE = 0x10 | 0x20 | 0x80 | 0x100  # folders and plain files
-SCRATCH = "/tmp"  # noqa: S108 - mounted afresh for each program
+SCRATCH = "/tmp"  # noqa: S108 - a new mount for each program
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _must(result: int, what: str) -> int:
+def _check(result: int, what: str) -> int:
     if result < 0:
         raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
     return result
 
 
 def enter_namespaces(scratch_bytes: int) -> None:
-    """A user, network, ipc, uts and mount namespace of its own, with an empty /tmp that holds so many bytes."""
+    """Enter new user, network, ipc, uts and mount namespaces, with an empty /tmp of `scratch_bytes`."""
     uid, gid = os.geteuid(), os.getegid()
-    _must(_libc.unshare(_NEW_NAMESPACES), "unshare")
+    _check(_libc.unshare(_NEW_NAMESPACES), "unshare")
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
         descriptor = os.open(f"/proc/self/{name}", os.O_WRONLY)
         os.write(descriptor, text.encode())
         os.close(descriptor)
-    _must(_libc.mount(b"none", b"/", None, _PRIVATE_AND_BELOW, None), "mount /")
+    _check(_libc.mount(b"none", b"/", None, _RECURSIVE_PRIVATE, None), "mount /")
     options = f"size={scratch_bytes},nr_inodes=1000,mode=0700".encode()
-    _must(_libc.mount(b"tmpfs", SCRATCH.encode(), b"tmpfs", _NO_SUID_DEV_EXEC, options), "mount scratch")
+    _check(_libc.mount(b"tmpfs", SCRATCH.encode(), b"tmpfs", _NO_SUID_DEV_EXEC, options), "mount scratch")
 
 
 def restrict_files(readable: list[str], writable: list[str]) -> None:
-    """Landlock: these paths and no others; where the kernel is new enough also no TCP and no signals to others."""
-    version = _must(_libc.syscall(_CREATE_RULESET, None, 0, 1), "landlock")
+    """Landlock: allow only these paths; newer kernels also block TCP and signals to other processes."""
+    version = _check(_libc.syscall(_CREATE_RULESET, None, 0, 1), "landlock")
     handled = _ACCESS_BY_VERSION[min(version, 5)]
     fields = [handled, 0x3, 0x3][: 1 if version < 4 else 2 if version < 6 else 3]
     attributes = b"".join(field.to_bytes(8, sys.byteorder) for field in fields)
-    ruleset = _must(_libc.syscall(_CREATE_RULESET, attributes, len(attributes), 0), "landlock ruleset")
+    ruleset = _check(_libc.syscall(_CREATE_RULESET, attributes, len(attributes), 0), "landlock ruleset")
     for path in readable:
         _allow(ruleset, path, _READ_FILE | _READ_DIR)
     write = (_READ_FILE | _WRITE_FILE | _TRUNCATE) & handled
     _allow(ruleset, "/dev/null", write)
     for path in writable:
         _allow(ruleset, path, write | _READ_DIR | _REMOVE_AND_MAKE)
-    _must(_libc.syscall(_RESTRICT_SELF, ruleset, 0), "landlock restrict")
+    _check(_libc.syscall(_RESTRICT_SELF, ruleset, 0), "landlock restrict")
     os.close(ruleset)
 
 
@@ -76,38 +76,38 @@ def _allow(ruleset: int, path: str, access: int) -> None:
     if not os.path.isdir(path):  # noqa: PTH112 - pathlib costs milliseconds here
         access &= ~_READ_DIR
     rule = access.to_bytes(8, sys.byteorder) + descriptor.to_bytes(4, sys.byteorder)
-    _must(_libc.syscall(_ADD_RULE, ruleset, 1, rule, 0), f"landlock rule for {path}")
+    _check(_libc.syscall(_ADD_RULE, ruleset, 1, rule, 0), f"landlock rule for {path}")
     os.close(descriptor)
 
 
 def drop_capabilities() -> None:
-    """Root keeps its number and nothing else."""
-    version_3_of_oneself = (0x20080522).to_bytes(4, sys.byteorder) + bytes(4)
-    _must(_libc.capset(version_3_of_oneself, bytes(24)), "capset")
+    """Root keeps its user id but no privileges."""
+    version_3_of_self = (0x20080522).to_bytes(4, sys.byteorder) + bytes(4)
+    _check(_libc.capset(version_3_of_self, bytes(24)), "capset")
 
 
 def limit_resources(limits: Mapping[str, int]) -> None:
-    is_first = os.getpid() == 1  # of its namespace: such a process gets SIGKILL, and no signal that it does not handle
-    for name, most in {"CORE": 0, "NPROC": 0, "MEMLOCK": 0, "MSGQUEUE": 0, **limits}.items():
+    is_init = os.getpid() == 1  # of its namespace: the kernel drops unhandled signals to it, except SIGKILL
+    for name, limit in {"CORE": 0, "NPROC": 0, "MEMLOCK": 0, "MSGQUEUE": 0, **limits}.items():
         kind = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(kind)[1]
-        last = most + 1 if name == "CPU" and not is_first else most  # SIGXCPU, which says why, a second before SIGKILL
-        last = last if hard == resource.RLIM_INFINITY else min(last, hard)
-        resource.setrlimit(kind, (min(most, last), last))
+        maximum = limit + 1 if name == "CPU" and not is_init else limit  # SIGXCPU, which names the cause, first
+        maximum = maximum if hard == resource.RLIM_INFINITY else min(maximum, hard)
+        resource.setrlimit(kind, (min(limit, maximum), maximum))
 
 
-def filter_calls(program: bytes) -> None:
+def filter_syscalls(program: bytes) -> None:
     class Filter(ctypes.Structure):
-        _fields_ = (("length", ctypes.c_ushort), ("steps", ctypes.c_char_p))
+        _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
     loaded = Filter(len(program) // 8, program)
-    _must(_libc.prctl(_SET_SECCOMP, 2, ctypes.byref(loaded), 0, 0), "seccomp")
+    _check(_libc.prctl(_SET_SECCOMP, 2, ctypes.byref(loaded), 0, 0), "seccomp")
 
 
-def shut(job: Mapping[str, Any]) -> None:
-    """Every layer that the job asks for; one that fails raises an OSError."""
+def isolate(job: Mapping[str, Any]) -> None:
+    """Apply every isolation layer of the job; raises an OSError if one fails."""
     layers = job["layers"]
-    _must(_libc.prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges")
+    _check(_libc.prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges")
     if "namespaces" in layers:
         enter_namespaces(job["scratch"])
     has_scratch = "namespaces" in layers or "mounts" in layers
@@ -116,13 +116,13 @@ def shut(job: Mapping[str, Any]) -> None:
     if "landlock" in layers:
         restrict_files(job["readable"], [SCRATCH] if has_scratch else [])
     drop_capabilities()
-    _must(_libc.prctl(_SET_DUMPABLE, 0, 0, 0, 0), "dumpable")
-    _must(_libc.prctl(_SET_PDEATHSIG, 9, 0, 0, 0), "death with the parent")
+    _check(_libc.prctl(_SET_DUMPABLE, 0, 0, 0, 0), "dumpable")
+    _check(_libc.prctl(_SET_PDEATHSIG, 9, 0, 0, 0), "parent death signal")
     if "mounts" not in layers and os.getppid() != job["parent"]:
-        raise OSError("the parent is gone")
+        raise OSError("the parent process has exited")
     limit_resources(job["limits"])
     if "seccomp" in layers:
-        filter_calls(bytes.fromhex(job["filter"]))
+        filter_syscalls(bytes.fromhex(job["filter"]))
 
 
 def read_all(descriptor: int) -> bytes:
@@ -133,7 +133,7 @@ def read_all(descriptor: int) -> bytes:
 def main(job_descriptor: int, status: int) -> None:
     job = json.loads(read_all(job_descriptor))
     try:
-        shut(job)
+        isolate(job)
     except OSError as error:
         os.write(status, str(error).encode())
         os._exit(1)
@@ -143,13 +143,13 @@ def main(job_descriptor: int, status: int) -> None:
     for name, source in job["modules"].items():
         module = sys.modules[name] = types.ModuleType(name)
         exec(compile(source, f"<{name}>", "exec"), module.__dict__)  # noqa: S102
-    if job["door"]:
-        module, function = job["door"]
-        getattr(sys.modules[module], function)(**job["given"])
+    if job["entry_point"]:
+        module, function = job["entry_point"]
+        getattr(sys.modules[module], function)(**job["arguments"])
     else:
         program = sys.modules["__main__"] = types.ModuleType("__main__")
         sys.argv[:] = ["program"]
-        exec(compile(job["given"]["source"], "<program>", "exec"), program.__dict__)  # noqa: S102
+        exec(compile(job["arguments"]["source"], "<program>", "exec"), program.__dict__)  # noqa: S102
 
 
 if __name__ == "__main__":
