@@ -241,7 +241,7 @@ def sleeps_beside(config: Config, trainer: Any) -> bool:
     if not config.inference_engine.colocated:
         return False
     if config.run.backend == "ray":
-        return bool(trainer.ranks.places.on_gpus)
+        return bool(trainer.ranks.bundles.on_gpus)
     return resolve_device(config.model.device) != "cpu"
 
 
@@ -287,7 +287,7 @@ async def _as_actors(
     """On places of their own, or on the trainer's."""
     from oxrl.generators.ray import ray_generator
 
-    placed = {"places": trainer.ranks.places, "share": SHARE} if config.inference_engine.colocated else {}
+    placed = {"places": trainer.ranks.bundles, "share": SHARE} if config.inference_engine.colocated else {}
     generator = await ray_generator(
         folder,
         tokenizer,

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from oxrl.algorithms import algorithm
-from oxrl.backends import ranks as module
+from oxrl.backends.distributed import ranks as module
 from oxrl.backends.distributed.fsdp import FSDPTrainingBackend
 from oxrl.backends.distributed.ranks import RankError
 from oxrl.backends.local import create_pytorch_backend
@@ -81,7 +81,7 @@ def error_when_one_died_before() -> str:
 
 
 def error_when_one_refused() -> str:
-    module.ALIKE_SECONDS = EXPIRES  # rank 0 hangs in a collective
+    module.COMMON_ERROR_SECONDS = EXPIRES  # rank 0 hangs in a collective
     return error_of("meet_or_refuse")
 
 
