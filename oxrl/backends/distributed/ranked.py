@@ -136,7 +136,7 @@ class RankedBackend:
     @property
     def model(self) -> PreTrainedModel:
         """An unsharded copy, where rank 0 is this process; created on first access, then kept."""
-        if self._whole is None:
+        if self._full_model is None:
             if not isinstance(self.ranks, Ranks):
                 raise ValueError(
                     "the model is sharded over other processes, and this process has no copy: sample with an engine "
