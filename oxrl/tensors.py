@@ -270,3 +270,11 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left, right)
     else:
         total += torch.mm(left, right, out_dtype=torch.float32)
+
+
+def count_windowed_layers(model_config: Any) -> int:
+    """Return how many layers of a transformers text config attend to a sliding or chunked window."""
+    kinds = getattr(model_config, "layer_types", None)
+    if kinds is not None:
+        return sum(kind in ("sliding_attention", "chunked_attention") for kind in kinds)
+    return int(model_config.num_hidden_layers) if getattr(model_config, "sliding_window", None) else 0

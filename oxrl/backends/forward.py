@@ -1,10 +1,10 @@
-"""A batch of flat rows through any transformers decoder: hidden states, then statistics of the tokens.
+"""Forward pass of a batch of flat rows through any transformers decoder: hidden states, then token statistics.
 
 Linears see `[1, T]`; attention runs row by row through functions registered with transformers' attention interface, so
-rows never see each other and nothing is padded. What several rows begin with, the prompt of a group, is computed once.
-A model for which that cannot be shown to hold (layers with state, an attention that ignores the registered function)
-runs length-sorted with right padding instead. `probe` decides, and also proves that our projection gives the model's
-own logits. What a pass is worth is not known here.
+rows never attend to each other and nothing is padded. A prefix that several rows share (the prompt of a group) is
+computed once. Models that fail the check (layers with state, an attention that ignores the registered function) run
+length-sorted with right padding instead. `prepare_layout` chooses the layout and verifies that our projection
+reproduces the model's logits. Losses are defined elsewhere.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from oxrl.data.pack import collate, worth_sharing
-from oxrl.tensors import Head, Other, Statistic, token_logprobs
+from oxrl.tensors import Head, Other, Statistic, count_windowed_layers, token_logprobs
 from oxrl.types import Batch, IntArray, Layout, Outputs, Row
 
 if TYPE_CHECKING:
@@ -39,25 +39,25 @@ _windows_seen: ContextVar[list[int | None] | None] = ContextVar("_windows_seen",
 
 
 class LanguageModel(nn.Module):
-    """ONE module that holds body, projection and heads, which is what a backend shards; all passes go through it.
+    """One module with body, projection and heads: the unit that a backend shards. Every forward pass goes through it.
 
-    Its log-probs and statistics are those at `temperature`, to be compared with what was sampled at that temperature.
+    Log-probs and statistics are computed at `temperature`, so that they are comparable with the sampler's.
     """
 
     def __init__(self, model: PreTrainedModel, heads: Sequence[str] = (), *, temperature: float = 1.0) -> None:
         super().__init__()
         if not temperature > 0:
-            raise ValueError(f"log-probs have a positive temperature, not {temperature}; for greedy answers use 1")
+            raise ValueError(f"log-probs need a positive temperature, not {temperature}; for greedy completions use 1")
         self.model = model
         self.temperature = temperature
-        self.layout: Layout = "padded"  # always right; `prepare_layout` finds out whether packed is too
+        self.layout: Layout = "padded"  # always correct; `prepare_layout` checks whether packed is too
         self.probed: Probed | None = None
         width = self.inner.get_output_embeddings().weight.shape[1]
         self.heads = nn.ModuleDict({name: _Readout(width).to(model.device) for name in heads})
 
     @property
     def inner(self) -> PreTrainedModel:
-        """The transformers model, below an adapter if there is one."""
+        """The transformers model, without the PEFT wrapper."""
         return self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
 
     def forward(
@@ -68,9 +68,9 @@ class LanguageModel(nn.Module):
         *,
         to_be_compared: bool = False,
     ) -> Outputs | Other:
-        """What this model says of a batch, or what another needs to be compared with it.
+        """Return log-probs, statistics and head outputs of a batch; with `to_be_compared`, hidden states and head.
 
-        A sharded module has its weights inside this call only, so everything that reads one happens here.
+        A sharded module has its full weights only inside this call, so everything that reads a weight happens here.
         """
         hidden = self.hidden(batch)
         if to_be_compared:
@@ -91,7 +91,7 @@ class LanguageModel(nn.Module):
         return _packed_hidden(body, _share(batch) if self.layout == "shared" else _one_by_one(batch))
 
     def _read_heads(self, hidden: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """A value before each trained token and after each row; a score at the last token of each row."""
+        """Return a value before each trained token and after each row, and a score at the last token of each row."""
         last = torch.tensor(batch.borders[1:], device=hidden.device) - 1
         read: dict[str, Tensor] = {}
         if "value" in self.heads:
@@ -116,18 +116,18 @@ class LanguageModel(nn.Module):
             self.heads.load_state_dict(load_file(folder / HEADS))
 
     def as_other(self, batch: Batch) -> Other:
-        """This model as the one that another is compared with."""
+        """Return this model's hidden states and head, for statistics of another model that compare with it."""
         with torch.no_grad():
             other: Other = self(batch, to_be_compared=True)
             return other
 
 
 class _Readout(nn.Linear):
-    """One number per position, in float32, also where an engine holds every weight in half precision."""
+    """One number per position, computed in float32 even if an engine keeps every weight in half precision."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, 1, bias=False)
-        # Zero is a fair first guess of a value or score, and the same one on every machine.
+        # Zero is a neutral initial value or score, and deterministic.
         nn.init.zeros_(self.weight)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ class _Readout(nn.Linear):
 
 
 def _check_rotation(inner: PreTrainedModel, batch: Batch) -> None:
-    """longrope rotates a whole pass by the angles for long rows if one row is long, which falsifies the short ones."""
+    """Raise if a longrope batch mixes short and long rows: one long row would change the angles of all of them."""
     config = inner.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") != "longrope":
@@ -143,36 +143,36 @@ def _check_rotation(inner: PreTrainedModel, batch: Batch) -> None:
     limit = rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
     if len({end - start > limit for start, end in pairwise(batch.borders)}) > 1:
         raise ValueError(
-            f"{type(inner).__name__} rotates rows of more than {limit} tokens by other angles than shorter ones, so "
-            f"they cannot run together: set data.max_seq_len to {limit}, or train.micro_batch_tokens to 1"
+            f"{type(inner).__name__} (longrope) uses different rotary angles for rows of more than {limit} tokens, and "
+            f"rows of both kinds cannot run together: set data.max_seq_len to {limit}, or train.micro_batch_tokens to 1"
         )
 
 
 def head_of(model: PreTrainedModel, temperature: float = 1.0) -> Head:
     config, projection = model.config.get_text_config(), model.get_output_embeddings()
-    # Granite divides its logits, Cohere multiplies them, Gemma caps them; `probe` catches what is not known here.
+    # Granite divides its logits, Cohere multiplies them, Gemma caps them; `prepare_layout` detects any other formula.
     scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
     cap = getattr(config, "final_logit_softcapping", None)
-    # What is sampled from are the capped logits divided by the temperature: scale and cap both shrink with it.
+    # The sampler divides the capped logits by the temperature, so scale and cap are both divided.
     return Head(
         projection.weight, getattr(projection, "bias", None), float(scale) / temperature, cap and cap / temperature
     )
 
 
 class _Packing(NamedTuple):
-    """What a packed pass computes: the N tokens that rows have of their own, and the T keys that they look back on.
+    """Input of a packed pass: N computed tokens, and T keys that they attend to.
 
-    Of rows that begin alike, one has the common tokens for its own and the others borrow their keys.
+    Of rows with a common prefix, one computes it and the others reuse its keys.
     """
 
     tokens: Tensor  # [N]
     positions: Tensor  # [N]
-    lengths: tuple[tuple[int, int], ...]  # of each row: its own tokens, its keys
-    keys: Tensor | None = None  # [T] the place of each row's keys among the N; None: nothing is borrowed
-    back: Tensor | None = None  # [T] the place of each token of the batch among the N
+    lengths: tuple[tuple[int, int], ...]  # per row: computed tokens, keys
+    keys: Tensor | None = None  # [T] index of each row's keys among the N; None: nothing is shared
+    back: Tensor | None = None  # [T] index of each token of the batch among the N
 
     def runs(self) -> list[tuple[int, int, int]]:
-        """Neighbours of one shape: how many rows, the own tokens and the keys of each."""
+        """Return runs of adjacent rows with equal lengths as (rows, computed tokens per row, keys per row)."""
         return [(len(list(rows)), *shape) for shape, rows in groupby(self.lengths)]
 
     def borders(self, side: int) -> Tensor:
@@ -186,36 +186,38 @@ def _one_by_one(batch: Batch) -> _Packing:
 
 
 def _share(batch: Batch) -> _Packing:
-    """Each common beginning once. In alphabetical order a row has the most in common with the one before it."""
+    """Compute each common prefix once. In lexicographic order, a row's longest one is with its predecessor."""
     tokens = batch.tokens.cpu().numpy()
     rows = [tokens[start:end] for start, end in pairwise(batch.borders)]
-    alphabetical = sorted(range(len(rows)), key=lambda row: rows[row].astype(">i8").tobytes())
-    borrowed = [0] * len(rows)
-    for before, row in pairwise(alphabetical):
-        borrowed[row] = _common_beginning(rows[before], rows[row])
-    if not any(borrowed):
+    lexicographic = sorted(range(len(rows)), key=lambda row: rows[row].astype(">i8").tobytes())
+    shared = [0] * len(rows)
+    for before, row in pairwise(lexicographic):
+        shared[row] = _common_prefix(rows[before], rows[row])
+    if not any(shared):
         return _one_by_one(batch)
-    lengths = [(len(row) - common, len(row)) for row, common in zip(rows, borrowed, strict=True)]
-    laid_out = sorted(range(len(rows)), key=lambda row: lengths[row])  # neighbours of one shape attend in one call
-    own = np.concatenate([np.arange(batch.borders[row] + borrowed[row], batch.borders[row + 1]) for row in laid_out])
+    lengths = [(len(row) - common, len(row)) for row, common in zip(rows, shared, strict=True)]
+    laid_out = sorted(range(len(rows)), key=lambda row: lengths[row])  # adjacent rows of one shape attend in one call
+    own = np.concatenate([np.arange(batch.borders[row] + shared[row], batch.borders[row + 1]) for row in laid_out])
     back = np.empty_like(tokens)
     back[own] = np.arange(len(own))
-    places = [back[start:end] for start, end in pairwise(batch.borders)]
-    for before, row in pairwise(alphabetical):
-        places[row][: borrowed[row]] = places[before][: borrowed[row]]
-    keys = np.concatenate([places[row] for row in laid_out])
-    chosen, keys_there, back_there = (torch.from_numpy(index).to(batch.tokens.device) for index in (own, keys, back))
+    indices = [back[start:end] for start, end in pairwise(batch.borders)]
+    for before, row in pairwise(lexicographic):
+        indices[row][: shared[row]] = indices[before][: shared[row]]
+    keys = np.concatenate([indices[row] for row in laid_out])
+    computed, keys_on_device, back_on_device = (
+        torch.from_numpy(index).to(batch.tokens.device) for index in (own, keys, back)
+    )
     return _Packing(
-        batch.tokens[chosen],
-        batch.positions[chosen],
+        batch.tokens[computed],
+        batch.positions[computed],
         tuple(lengths[row] for row in laid_out),
-        keys_there,
-        back_there,
+        keys_on_device,
+        back_on_device,
     )
 
 
-def _common_beginning(one: IntArray, row: IntArray) -> int:
-    """How many tokens `row` borrows from `one`; the last of a row is always its own, so that no row is empty."""
+def _common_prefix(one: IntArray, row: IntArray) -> int:
+    """Return how many tokens of `one` `row` reuses; the last token is always computed, so that no row is empty."""
     most = min(len(one), len(row) - 1)
     differs = one[:most] != row[:most]
     common = int(differs.argmax()) if differs.any() else most
@@ -265,11 +267,11 @@ def _row_by_row(name: str, attend: Callable[..., Tensor]) -> Callable[..., tuple
         packing: _Packing | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        if packing is None:  # a pass that is not ours, generation with a cache, say
-            return _of_transformers(name, module)(module, query, key, value, attention_mask, **options)
+        if packing is None:  # a pass from outside this module, e.g. generation with a cache
+            return _transformers_attention(name, module)(module, query, key, value, attention_mask, **options)
         window = _note_window(options)
         if packing.keys is not None:
-            key, value = _borrow(key, packing.keys), _borrow(value, packing.keys)
+            key, value = _select(key, packing.keys), _select(value, packing.keys)
         if name == "sdpa" and query.is_cuda and query.dtype != torch.float32 and not options.get("dropout"):
             return _variable_length(query, key, value, window, options), None
         return _by_shape(attend, packing, query, key, value, window, options), None
@@ -286,11 +288,11 @@ def _by_shape(
     window: int | None,
     options: dict[str, Any],
 ) -> Tensor:
-    """`attend` once per run of rows with one shape, which it sees as a batch. `[1, N, heads, head_dim]`."""
+    """Call `attend` once per run of rows with one shape, as a batch. Returns `[1, N, heads, head_dim]`."""
     runs = packing.runs()
-    # The gradient of a split is one concatenation; that of a slice is as large as the whole, for each slice.
+    # The gradient of a split is one concatenation; that of each slice would have the size of the full tensor.
     queries = torch.split(query[0], [count * own for count, own, _ in runs], dim=1)
-    keys, values = (torch.split(x[0], [count * whole for count, _, whole in runs], dim=1) for x in (key, value))
+    keys, values = (torch.split(x[0], [count * length for count, _, length in runs], dim=1) for x in (key, value))
     attended = [
         attend(*(x.view(len(x), count, -1, x.shape[-1]).transpose(0, 1) for x in rows), window, options)
         for (count, _, _), *rows in zip(runs, queries, keys, values, strict=True)
@@ -298,20 +300,20 @@ def _by_shape(
     return torch.cat([rows.transpose(1, 2).flatten(0, 1) for rows in attended])[None]
 
 
-def _borrow(states: Tensor, places: Tensor) -> Tensor:
-    """`[1, heads, N, head_dim]` at `places [T]`: `[1, heads, T, head_dim]`."""
+def _select(states: Tensor, indices: Tensor) -> Tensor:
+    """Select `indices [T]` of `[1, heads, N, head_dim]`: `[1, heads, T, head_dim]`."""
     flat = states[0].transpose(0, 1)
-    return nn.functional.embedding(places, flat.flatten(1)).view(-1, *flat.shape[1:]).transpose(0, 1)[None]
+    return nn.functional.embedding(indices, flat.flatten(1)).view(-1, *flat.shape[1:]).transpose(0, 1)[None]
 
 
 def _attend_sdpa(query: Tensor, key: Tensor, value: Tensor, window: int | None, options: dict[str, Any]) -> Tensor:
-    own, whole = query.shape[2], key.shape[2]
-    plain = own == whole and (window is None or whole <= window)
+    queries, keys = query.shape[2], key.shape[2]
+    plain = queries == keys and (window is None or keys <= window)
     return torch.nn.functional.scaled_dot_product_attention(
         query,
         key,
         value,
-        attn_mask=None if plain else _causal_mask(own, whole, window, query.device),
+        attn_mask=None if plain else _causal_mask(queries, keys, window, query.device),
         dropout_p=options.get("dropout") or 0.0,
         is_causal=plain,
         scale=options.get("scaling"),
@@ -320,7 +322,7 @@ def _attend_sdpa(query: Tensor, key: Tensor, value: Tensor, window: int | None, 
 
 
 def _attend_eager(query: Tensor, key: Tensor, value: Tensor, window: int | None, options: dict[str, Any]) -> Tensor:
-    """Spelt out: softmax in float32, with the soft cap that some models put on attention scores."""
+    """Explicit attention: softmax in float32, with the soft cap that some models apply to attention scores."""
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     scores = query @ key.transpose(2, 3) * (options.get("scaling") or query.shape[-1] ** -0.5)
     if (cap := options.get("softcap")) is not None:
@@ -331,9 +333,9 @@ def _attend_eager(query: Tensor, key: Tensor, value: Tensor, window: int | None,
 
 
 def _variable_length(query: Tensor, key: Tensor, value: Tensor, window: int | None, options: dict[str, Any]) -> Tensor:
-    """All rows in one flash-attention kernel, which a GPU has for half precision.
+    """All rows in one variable-length flash-attention kernel (GPU, half precision).
 
-    Where a row has more keys than queries, the kernel takes its queries for the last ones, as we do.
+    Where a row has more keys than queries, the kernel aligns the queries with the last keys, as `_causal_mask` does.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -353,13 +355,13 @@ def _variable_length(query: Tensor, key: Tensor, value: Tensor, window: int | No
         window_size=(-1 if window is None else window - 1, 0),
         **shared_heads,
     )
-    assert isinstance(attended, Tensor), "a tuple comes only when log-sum-exp is asked for"
+    assert isinstance(attended, Tensor), "a tuple is returned only with log-sum-exp"
     return attended[None]
 
 
 @cache
 def _takes_shared_heads() -> bool:
-    """Whether torch's kernel takes fewer key heads than query heads; it learned to after torch 2.11."""
+    """Return whether torch's kernel accepts fewer key heads than query heads (newer than torch 2.11)."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -373,26 +375,26 @@ def _note_window(options: dict[str, Any]) -> int | None:
     return window
 
 
-def _causal_mask(own: int, whole: int, window: int | None, device: torch.device) -> Tensor:
-    """Which of `whole` keys the last `own` tokens of a row see: `[own, whole]`."""
-    distance = torch.arange(whole - own, whole, device=device)[:, None] - torch.arange(whole, device=device)[None]
-    return (distance >= 0) & (distance < (window or whole))
+def _causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Return which keys the last `queries` tokens of a row attend to: `[queries, keys]`."""
+    distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)[None]
+    return (distance >= 0) & (distance < (window or keys))
 
 
-def _of_transformers(name: str, module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """Transformers' own attention."""
+def _transformers_attention(name: str, module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """Return transformers' built-in attention function."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     function: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(
         name,
-        # eager attention lives in each model's own file, under this name by convention
+        # eager attention is defined in each model's file, under this name by convention
         getattr(sys.modules[type(module).__module__], "eager_attention_forward", None),
     )
     return function
 
 
 def register_attention() -> None:
-    """Make the row-by-row functions known to transformers; harmless when done twice."""
+    """Register the row-by-row functions with transformers; idempotent."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -409,16 +411,16 @@ def _mask_unless_packed(mask_function: Any) -> Any:
 
 
 class Probed(NamedTuple):
-    """What `prepare_layout` found: how rows will run, and why in words for the log."""
+    """Result of `prepare_layout`: the layout of rows, and the reason for the log."""
 
     layout: Layout
     reason: str
 
 
 def prepare_layout(model: LanguageModel) -> Probed:
-    """Prove on a few tokens that packed rows equal single ones; where they do not, fall back to padded rows."""
+    """Check on a few tokens that packed rows equal single rows; fall back to padded rows if they do not."""
     inner, was_training = model.inner, model.training
-    attention = _honest_attention(inner)
+    attention = _select_attention(inner)
     batch = probe_batch(inner)
     model.eval()
     with torch.no_grad():
@@ -440,10 +442,10 @@ def prepare_layout(model: LanguageModel) -> Probed:
     return probed
 
 
-def _honest_attention(inner: PreTrainedModel) -> str:
-    """The model's attention; eager where transformers' sdpa would leave out the soft cap on attention scores."""
+def _select_attention(inner: PreTrainedModel) -> str:
+    """Return the model's attention; eager where transformers' sdpa would ignore the soft cap on attention scores."""
     attention: str = inner.config._attn_implementation
-    if attention in PACKED.values():  # it was prepared before
+    if attention in PACKED.values():  # prepared before
         attention = attention.removeprefix("oxrl_")
         inner.set_attn_implementation(attention)
     if attention == "sdpa" and getattr(inner.config.get_text_config(), "attn_logit_softcapping", None):
@@ -455,19 +457,19 @@ def _honest_attention(inner: PreTrainedModel) -> str:
 def _why_not_packed(inner: PreTrainedModel, batch: Batch, single: Tensor, attention: str) -> str | None:
     register_attention()
     if attention not in PACKED and not attention.startswith("flash_attention"):
-        return f"{attention} attention has no packed form here"
+        return f"{attention} attention has no packed implementation"
     inner.set_attn_implementation(PACKED.get(attention, attention))
     with _watch_windows() as seen:
         reason = _why_different(inner, _one_by_one(batch), single)
-    expected = _windows_expected(inner)
+    expected = count_windowed_layers(inner.config.get_text_config())
     if reason is None and attention in PACKED and sum(window is not None for window in seen) != expected:
-        return f"{expected} layers have a sliding or chunked window, but it does not reach their attention"
+        return f"{expected} layers have a sliding or chunked window, but it is not passed to their attention"
     return reason
 
 
 def _why_not_shared(inner: PreTrainedModel, batch: Batch, single: Tensor, attention: str) -> str | None:
     if attention not in PACKED:
-        return f"{attention} attention has no form for them here"
+        return f"{attention} attention has no implementation for shared prefixes"
     return _why_different(inner, _share(batch), single)
 
 
@@ -475,15 +477,15 @@ def _why_different(inner: PreTrainedModel, packing: _Packing, single: Tensor) ->
     try:
         packed = _packed_hidden(getattr(inner, inner.base_model_prefix), packing)
     except (TypeError, RuntimeError, ValueError) as error:
-        return f"the model does not take packed rows ({str(error).splitlines()[0]})"
+        return f"the model does not accept packed rows ({str(error).splitlines()[0]})"
     gap = relative_gap(packed, single)
     if not gap <= rounding(packed.dtype):
-        return f"packed rows differ from single rows by {gap:.1e}, as if its layers carried state across rows"
+        return f"packed rows differ from single rows by {gap:.1e}, as if layers carried state across rows"
     return None
 
 
 def probe_batch(inner: PreTrainedModel) -> Batch:
-    """Rows of several lengths, of which the last three begin alike."""
+    """Return rows of several lengths, of which the last three share a prefix."""
     vocabulary = inner.get_input_embeddings().weight.shape[0]
     numbers = np.random.default_rng(0)
     rows = [numbers.integers(0, vocabulary, n) for n in (7, 3, 12)]
@@ -492,7 +494,7 @@ def probe_batch(inner: PreTrainedModel) -> Batch:
 
 
 def _single_hidden(inner: PreTrainedModel, batch: Batch) -> Tensor:
-    """Each row alone, by the model's own attention, cache off: the truth that packing must meet."""
+    """Return hidden states of each row alone, with the model's attention and no cache: the reference for packing."""
     body = getattr(inner, inner.base_model_prefix)
     rows = [
         body(input_ids=batch.tokens[None, start:end], use_cache=False).last_hidden_state[0]
@@ -502,9 +504,9 @@ def _single_hidden(inner: PreTrainedModel, batch: Batch) -> Tensor:
 
 
 def _check_projection(inner: PreTrainedModel, batch: Batch, hidden: Tensor) -> None:
-    """Our log-probs from hidden states against the model's own logits."""
+    """Compare our log-probs from hidden states with those of the model's logits; raise if they differ."""
     if not bool(hidden.isfinite().all()):
-        raise ValueError(f"the hidden states of {type(inner).__name__} are not finite; are its weights?")
+        raise ValueError(f"the hidden states of {type(inner).__name__} are not finite: check that its weights are")
     ours = token_logprobs(hidden, batch.tokens, batch.mask, head_of(inner))["logprob"]
     start, end = batch.borders[-2:]
     logits = inner(input_ids=batch.tokens[None, start:end], use_cache=False).logits[0].float()
@@ -513,8 +515,8 @@ def _check_projection(inner: PreTrainedModel, batch: Batch, hidden: Tensor) -> N
     allowed = 1e-3 if inner.dtype == torch.float32 else 0.25
     if not gap <= allowed:
         raise ValueError(
-            f"{type(inner).__name__} turns hidden states into logits in a way that is not known here "
-            f"(log-probs differ by {gap:.2g}); its scale or soft cap must be added to head_of"
+            f"{type(inner).__name__} computes logits from hidden states in an unsupported way "
+            f"(log-probs differ by {gap:.2g}): add its scale or soft cap to head_of in oxrl/backends/forward.py"
         )
 
 
@@ -528,19 +530,11 @@ def _watch_windows() -> Iterator[list[int | None]]:
         _windows_seen.reset(token)
 
 
-def _windows_expected(inner: PreTrainedModel) -> int:
-    config = inner.config.get_text_config()
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None:
-        return sum(kind in ("sliding_attention", "chunked_attention") for kind in kinds)
-    return config.num_hidden_layers if getattr(config, "sliding_window", None) else 0
-
-
 def relative_gap(one: Tensor, other: Tensor) -> float:
-    """Between two tensors that ought to be equal."""
+    """Return the relative L2 distance of two tensors that should be equal."""
     return float((one - other).float().norm() / other.float().norm().clamp_min(1e-12))
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """The relative gap that computing in this precision explains."""
+    """Return the relative gap that rounding in this precision explains."""
     return 1e-4 if dtype == torch.float32 else 3e-2

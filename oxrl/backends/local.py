@@ -1,4 +1,4 @@
-"""The backend of one process and one device: forward, backward and AdamW in place, every future already done."""
+"""The backend for one process and one device: forward, backward and AdamW; every future it returns is done."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or gradient that is not a number; `batches` are the suspects, for the loop to save."""
+    """A loss or gradient that is not finite; `batches` are the micro-batches that may have caused it."""
 
     def __init__(self, what: str, batches: Sequence[Batch]) -> None:
         rows = ", ".join([row for batch in batches for row in batch.ids][:4])
@@ -50,18 +50,18 @@ class NonFiniteError(RuntimeError):
         self.batches = list(batches)
 
     def __reduce__(self) -> tuple[type[NonFiniteError], tuple[str, list[Batch]]]:
-        return NonFiniteError, (self.what, self.batches)  # it may have to travel between processes
+        return NonFiniteError, (self.what, self.batches)  # pickled between processes
 
 
 class Part(NamedTuple):
-    """What one micro-batch came to: `{"loss": 0.12, "nll": 0.12}`, its share of the step, and metrics as sums."""
+    """Result of one micro-batch: its share of the step's losses, `{"loss": 0.12, "nll": 0.12}`, and metrics as sums."""
 
     shares: Mapping[str, Tensor]
     metrics: Mapping[str, Term]
 
 
 def sum_parts(parts: Sequence[Part], counts: Counts) -> dict[str, float]:
-    """The losses and metrics of a step from those of its micro-batches."""
+    """Return the losses and metrics of a step from those of its micro-batches."""
     totals: dict[str, list[Tensor]] = {}
     for part in parts:
         for name, value in part.shares.items():
@@ -78,10 +78,10 @@ def write_plain(model: PreTrainedModel, path: Path) -> None:
 
 
 class PyTorchTrainingBackend:
-    """Trains `model` on the device it is on. `version` counts the updates that its weights have seen.
+    """Trains `model` on its device. `version` counts the optimizer steps applied to its weights.
 
-    `others` are frozen models to compare with, by the names algorithms use ("ref", "teacher"); the reference of a model
-    with an adapter is the model with its adapter switched off, or with a second one that can follow the policy. Pass a
+    `others` are frozen models to compare with, by the names algorithms use ("ref", "teacher"). The reference of a model
+    with an adapter is the model with its adapter disabled, or with a second adapter that follows the policy. Pass a
     `LanguageModel` to train heads with the model.
     """
 
@@ -110,7 +110,7 @@ class PyTorchTrainingBackend:
         self._unstepped: list[Batch] = []
         logger.info("%s", probed.reason)
 
-    parallel = 1  # micro-batches that run side by side
+    parallel = 1  # micro-batches that run concurrently
 
     @property
     def device(self) -> torch.device:
@@ -118,7 +118,7 @@ class PyTorchTrainingBackend:
         return device
 
     def set_temperature(self, temperature: float) -> None:
-        """Speak of the distribution at this temperature from now on, as the sampler does."""
+        """Compute log-probs of all models at this temperature from now on; it should be the sampler's."""
         for module in (self.module, *self.others.values()):
             module.temperature = temperature
 
@@ -155,19 +155,19 @@ class PyTorchTrainingBackend:
                 yield self.module
         else:
             raise ValueError(
-                f"the algorithm compares with the model {which!r}: give the backend others={{{which!r}: ...}}"
+                f"the algorithm compares with the model {which!r}: pass others={{{which!r}: ...}} to the backend"
             )
 
     def forward_backward(
         self, batches: Sequence[Batch], algorithm: Algorithm, counts: Counts
     ) -> TrainFuture[dict[str, float]]:
-        """Add the gradients of one step's micro-batches; each term is divided by the step's count of its unit."""
+        """Accumulate the gradients of a step's micro-batches; each term is divided by the step's count of its unit."""
         parts = [self.backward(batch, algorithm, counts) for batch in batches]
         self.stop_unless_finite(parts, batches)
         return ImmediateTrainFuture(sum_parts(parts, counts))
 
     def backward(self, batch: Batch, algorithm: Algorithm, counts: Counts, weight: float = 1.0) -> Part:
-        """Add the gradient of one micro-batch, `weight` times."""
+        """Accumulate `weight` times the gradient of one micro-batch."""
         set_training_mode(self.model, dropout=not algorithm.compares_logprobs)
         here = on_device(batch, self.device)
         losses = algorithm.loss(self._pass(here, algorithm.reads), here)
@@ -198,7 +198,7 @@ class PyTorchTrainingBackend:
         return ImmediateTrainFuture({"grad_norm": norm, "lr": rate})
 
     def _update(self) -> float:
-        """Clip and step; returns the norm before clipping. Where that is not finite, no weight has changed."""
+        """Clip and step; return the norm before clipping. If it is not finite, raise without changing a weight."""
         norm = float(self._clip_gradients())
         if not math.isfinite(norm):
             raise NonFiniteError("the gradient", self._unstepped)
@@ -211,12 +211,12 @@ class PyTorchTrainingBackend:
 
     @contextmanager
     def memory_warm_up(self) -> Iterator[None]:
-        """Inside, memory is as full as in later steps, with gradients and optimizer state; then all is as it was."""
+        """Allocate gradients and optimizer state inside the block, as in later steps; free them afterwards."""
         masters = list(self.optimizer.masters.values())
-        unstated = [master for master in masters if not self.optimizer.state.get(master)]
+        without_state = [master for master in masters if not self.optimizer.state.get(master)]
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            # Filled, because a page of zeros takes no memory on a CPU.
-            state = [torch.full_like(master, 1.0) for master in unstated for _ in range(2)]
+            # Filled: on a CPU, pages of zeros are not allocated.
+            state = [torch.full_like(master, 1.0) for master in without_state for _ in range(2)]
             for master in masters:
                 master.grad = torch.full_like(master, 0.0)
             try:
@@ -227,7 +227,7 @@ class PyTorchTrainingBackend:
                 self._unstepped.clear()
 
     def release_memory(self) -> TrainFuture[None]:
-        """Leave to others on this device what torch keeps for later."""
+        """Return torch's cached memory to the device, for other processes on it."""
         if self.device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
@@ -240,26 +240,29 @@ class PyTorchTrainingBackend:
     def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
         """Copy tensors by parameter name into the model (and into its master weights)."""
         copy_parameters(weights, self.model)
-        self.optimizer.take_weights()
+        self.optimizer.copy_from_model()
         return ImmediateTrainFuture(None)
 
     def reference_weights(self) -> dict[str, nn.Parameter]:
-        """What can follow the policy, by name: a model, or an adapter beside the policy's; nothing of a base can."""
+        """Return the weights that can follow the policy, by name: those of a reference model or of a second adapter."""
         if "ref" in self.others:
             return dict(self.others["ref"].model.named_parameters())
         return {name: weight for name, weight in self.model.named_parameters() if followed_name(name) is not None}
 
     @torch.no_grad()
     def update_reference(self, decay: float) -> TrainFuture[None]:
-        """ref <- decay * ref + (1 - decay) * policy; 0 makes it a copy. From then on it is part of the checkpoint."""
+        """ref <- decay * ref + (1 - decay) * policy; 0 copies. The reference is then part of the checkpoint."""
         policy, reference = dict(self.model.named_parameters()), self.reference_weights()
         if not reference:
-            raise ValueError("there is no reference model of its own that could follow the policy")
+            raise ValueError(
+                "there is no reference model that can follow the policy: pass others={'ref': ...}, or attach a "
+                "reference adapter"
+            )
         followed = {name: followed_name(name) or name for name in reference}
-        if strangers := sorted(followed.values() - policy.keys()):
-            raise ValueError(f"the reference is of another make than the policy, which has no {strangers[0]}")
+        if unknown := sorted(followed.values() - policy.keys()):
+            raise ValueError(f"the reference does not have the architecture of the policy, which has no {unknown[0]}")
         if not self.reference_moved:
-            _tell_if_coarse(reference.values(), 1 - decay)
+            _warn_if_coarse(reference.values(), 1 - decay)
         for name, weight in reference.items():
             self._move(weight, policy[followed[name]], 1 - decay)
         self.reference_moved = True
@@ -269,7 +272,7 @@ class PyTorchTrainingBackend:
         weight.lerp_(towards.to(weight.dtype), share)
 
     def save(self, path: Path) -> TrainFuture[None]:
-        """Weights as plain transformers (or PEFT) files in `path`, optimizer and version beside them."""
+        """Write the weights as transformers (or PEFT) files to `path`, with optimizer state and version."""
         from safetensors.torch import save_file
 
         self.write_model(self.model, path)
@@ -283,7 +286,7 @@ class PyTorchTrainingBackend:
         return ImmediateTrainFuture(None)
 
     def load(self, path: Path) -> TrainFuture[None]:
-        """Take weights, optimizer and version back from `path`, to the bit; also what ranks saved by FSDP."""
+        """Restore weights, optimizer and version from `path`, bit for bit; also from shards that FSDP ranks saved."""
         from safetensors.torch import load_file
 
         if not (path / OPTIMIZER).is_file():
@@ -305,13 +308,13 @@ class PyTorchTrainingBackend:
     def _load_shards(self, path: Path) -> None:
         if not has_shards(path):
             raise ValueError(
-                f"{path} has no {OPTIMIZER}, and no {SHARDS}/ that FSDP saved: go on with the backend that saved it, "
-                "or begin anew with its weights by naming it as the model"
+                f"{path} has neither {OPTIMIZER} nor {SHARDS}/ written by FSDP: resume with the backend that saved it, "
+                "or start a new run with this folder as the model"
             )
-        load_shards(self, path, {}, alone=True)
+        load_shards(self, path, {}, distributed=False)
 
     def load_heads(self, path: Path) -> None:
-        """A model that was trained with heads goes on with them."""
+        """Load the heads of a model that was trained with heads."""
         self.module.load_heads(path)
 
 
@@ -331,9 +334,9 @@ def create_pytorch_backend(
     write_model: WriteModel = write_plain,
     temperature: float = 1.0,
 ) -> PyTorchTrainingBackend:
-    """Optimizer, schedule and backend in one line; each piece can also be made by hand.
+    """Create optimizer, schedule and backend in one call.
 
-    `temperature` is that of the sampler whose log-probs are compared with: both speak of the same distribution then.
+    `temperature` is the sampler's, so that its log-probs and the trainer's are of the same distribution.
     """
     module = LanguageModel(model, heads, temperature=temperature)
     optimizer = create_adamw_optimizer(module, lr, weight_decay=weight_decay, betas=betas, eps=eps)
@@ -353,17 +356,17 @@ def copy_parameters(
     model: nn.Module,
     inside: Callable[[Tensor], AbstractContextManager[Any]] = nullcontext,
 ) -> None:
-    """By name, and only where every name is known; each while it is `inside`, where it can be written to."""
+    """Copy weights by parameter name, each inside the context `inside(parameter)`; raise if a name is unknown."""
     parameters = dict(model.named_parameters())
     if unknown := sorted(weights.keys() - parameters.keys()):
-        raise ValueError(f"these weights are of another model: it has no parameter {unknown[0]}")
+        raise ValueError(f"the weights are of another model: this one has no parameter {unknown[0]}")
     for name, tensor in weights.items():
         with inside(parameters[name]):
             parameters[name].copy_(tensor)
 
 
 def frozen(model: PreTrainedModel | LanguageModel, temperature: float) -> LanguageModel:
-    """A model to compare with; one that was made ready before, a sharded one say, stays as it is."""
+    """Return a frozen `LanguageModel` to compare with; a prepared one (e.g. sharded) is returned unchanged."""
     if isinstance(model, LanguageModel):
         return model
     module = LanguageModel(model, temperature=temperature).eval().requires_grad_(False)
@@ -373,47 +376,47 @@ def frozen(model: PreTrainedModel | LanguageModel, temperature: float) -> Langua
 
 @contextmanager
 def as_reference(model: Any) -> Iterator[None]:
-    """Inside, the reference of an adapter speaks: the adapter that follows it, or the base if there is none.
+    """Use the reference of an adapter inside the block: the reference adapter, or the base model if there is none.
 
-    What requires a gradient stays as it is, which PEFT's own switches change: a sharded weight that is first gathered
-    while it requires none would never get one.
+    `requires_grad` does not change, unlike with PEFT's own switches: a sharded weight that is first gathered while it
+    requires no gradient would never get one.
     """
     layers: list[Any] = [layer for layer in model.modules() if hasattr(layer, "_disable_adapters")]
     assert layers, "a model with peft_config has layers with adapters"
     follows = REFERENCE_ADAPTER in model.peft_config
-    switch, position = ("_active_adapter", [REFERENCE_ADAPTER]) if follows else ("_disable_adapters", True)
-    before = [getattr(layer, switch) for layer in layers]
+    attribute, value = ("_active_adapter", [REFERENCE_ADAPTER]) if follows else ("_disable_adapters", True)
+    before = [getattr(layer, attribute) for layer in layers]
     for layer in layers:
-        setattr(layer, switch, position)
+        setattr(layer, attribute, value)
     try:
         yield
     finally:
-        for layer, was in zip(layers, before, strict=True):
-            setattr(layer, switch, was)
+        for layer, previous in zip(layers, before, strict=True):
+            setattr(layer, attribute, previous)
 
 
-def _tell_if_coarse(weights: Iterable[Tensor], share: float) -> None:
-    """Half precision rounds small steps away, so an average that is kept in it stops on its way."""
+def _warn_if_coarse(weights: Iterable[Tensor], share: float) -> None:
+    """Warn if the reference is in half precision, which rounds small steps of a moving average to zero."""
     coarse = next((weight.dtype for weight in weights if torch.finfo(weight.dtype).bits < 32), None)
     if coarse is not None and share < 1:
         logger.warning(
-            "the reference is kept in %s, where a weight that is within %.0f%% of the policy's does not notice a step "
-            "of %.2g of the way: set model.ref_update: periodic, a smaller model.ref_decay, or model.dtype: float32",
+            "the reference is kept in %s, which rounds a step of %.2g of the gap to zero for weights within %.0f%% of "
+            "the policy's: set model.ref_update: periodic, a smaller model.ref_decay, or model.dtype: float32",
             str(coarse).removeprefix("torch."),
-            100 * torch.finfo(coarse).eps / 2 / share,
             share,
+            100 * torch.finfo(coarse).eps / 2 / share,
         )
 
 
 def create_cross_entropy_loss() -> LossFn:
-    """The loss of supervised fine-tuning: negative log-likelihood of the trained tokens."""
+    """Return the loss of supervised fine-tuning: negative log-likelihood of the trained tokens."""
     return named_algorithm("sft").loss
 
 
 def set_training_mode(model: nn.Module, *, dropout: bool) -> None:
-    """Training mode; without dropout where log-probs are compared with another pass, which dropout would falsify.
+    """Set training mode, without dropout where log-probs are compared with those of another pass.
 
-    Gradient checkpointing asks its layers, and only them, whether they train: they keep saying yes.
+    Layers with gradient checkpointing stay in training mode: otherwise they would not checkpoint.
     """
     model.train(dropout)
     if not dropout:
@@ -423,7 +426,7 @@ def set_training_mode(model: nn.Module, *, dropout: bool) -> None:
 
 
 def on_device(batch: Batch, device: torch.device) -> Batch:
-    """The same batch there; itself where it is there already."""
+    """Return the batch on `device`; the same object if it is there already."""
     if batch.tokens.device == device:
         return batch
     moved: dict[str, Any] = {
@@ -435,7 +438,7 @@ def on_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def _on_cpu(outputs: Outputs) -> Outputs:
-    """What leaves the backend is of the size of its tokens, and whoever reads it has no device."""
+    """Return outputs on the CPU: they are small (one number per token), and callers use no device."""
     return Outputs(
         outputs.logprob.cpu(),
         {name: value.cpu() for name, value in outputs.statistics.items()},
@@ -444,11 +447,11 @@ def _on_cpu(outputs: Outputs) -> Outputs:
 
 
 def _saved_weights(model: Any, path: Path) -> dict[str, Tensor]:
-    """Parameters by name from a checkpoint folder, through transformers' own reader, or the adapter's file."""
+    """Read parameters by name from a checkpoint folder: by transformers, or from the adapter's file."""
     from safetensors.torch import load_file
 
     if not hasattr(model, "peft_config"):
         return dict(type(model).from_pretrained(path, dtype=model.dtype).named_parameters())
-    # PEFT leaves the adapter's name ("default") out of its files.
+    # PEFT omits the adapter's name ("default") in its files.
     names = {name.replace(".default", ""): name for name, _ in model.named_parameters()}
     return {names[key]: tensor for key, tensor in load_file(path / "adapter_model.safetensors").items()}

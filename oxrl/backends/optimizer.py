@@ -1,4 +1,4 @@
-"""Gradients to new weights: AdamW with float32 master weights, learning-rate schedules that count optimizer steps."""
+"""AdamW with float32 master weights, and learning-rate schedules that count optimizer steps."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Schedule: TypeAlias = Callable[[int], float]
 
 
 class AdamW(torch.optim.AdamW):
-    """AdamW that steps in float32 whatever the model's precision, and accumulates gradients in float32 too.
+    """AdamW that steps and accumulates gradients in float32, whatever the model's precision.
 
     A bf16 weight of 1.0 does not notice an update below 0.004: training would stall silently. So each half-precision
-    parameter gets a float32 master; gradients move to the master as soon as autograd has finished with them.
+    parameter gets a float32 master; autograd hooks move each gradient to the master as soon as it is accumulated.
     """
 
     def __init__(self, named: Mapping[str, nn.Parameter], weight_decay: float, **options: Any) -> None:
@@ -28,25 +28,25 @@ class AdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         result = super().step(closure)
-        self.give_weights()
+        self.copy_to_model()
         return result
 
     @torch.no_grad()
-    def take_weights(self) -> None:
-        """Follow the model's weights after they were replaced from outside."""
+    def copy_from_model(self) -> None:
+        """Copy the model's weights to the masters, after the model's were replaced."""
         for name, master in self.masters.items():
             if master is not self.parameters[name]:
                 master.copy_(self.parameters[name])
 
     @torch.no_grad()
-    def give_weights(self) -> None:
-        """Have the model follow the master weights after those were replaced."""
+    def copy_to_model(self) -> None:
+        """Copy the master weights to the model, after the masters changed."""
         for name, master in self.masters.items():
             if master is not self.parameters[name]:
                 self.parameters[name].copy_(master)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All state by parameter name, for a checkpoint: `layer.weight:exp_avg`, `...:step`, `...:master`."""
+        """Return all state by parameter name, for a checkpoint: `layer.weight:exp_avg`, `...:step`, `...:master`."""
         state = {
             f"{name}:{key}": value for name, master in self.masters.items() for key, value in self.state[master].items()
         }
@@ -55,26 +55,26 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take back what `tensors` gave, exactly."""
+        """Restore the state that `tensors` returned, exactly."""
         by_name: dict[str, dict[str, Tensor]] = {}
         for key, value in tensors.items():
             name, _, part = key.rpartition(":")
             by_name.setdefault(name, {})[part] = value
         if unknown := sorted(by_name.keys() - self.masters.keys()):
-            raise ValueError(f"the optimizer state is of another model: it has {unknown[0]}, which is not trained here")
+            raise ValueError(f"the optimizer state is of another model: {unknown[0]} is not a trained parameter")
         for name, parts in by_name.items():
             master = self.masters[name]
             if "master" in parts:
                 master.copy_(parts.pop("master"))
                 self.parameters[name].copy_(master)
-            # The step count of fused AdamW is a float32 tensor; the moments live beside their parameter.
+            # The step count of fused AdamW is a float32 tensor; the moments are on the device of their parameter.
             self.state[master] = {key: value.clone().to(master.device) for key, value in parts.items()}
 
 
 def decay_groups(
     parameters: Iterable[nn.Parameter], weight_decay: float, dimensions: Callable[[Tensor], int] = Tensor.dim
 ) -> list[dict[str, Any]]:
-    """Norms and biases are not decayed: pulling a gain to zero is not regularisation."""
+    """Return parameter groups with and without weight decay: norms and biases are not decayed."""
     flat: dict[bool, list[nn.Parameter]] = {False: [], True: []}
     for parameter in parameters:
         flat[dimensions(parameter) < 2].append(parameter)
@@ -104,20 +104,20 @@ def create_adamw_optimizer(
     betas: tuple[float, float] = (0.9, 0.95),
     eps: float = 1e-8,
 ) -> AdamW:
-    """AdamW over the parameters of `model` that require gradients."""
+    """Create AdamW over the parameters of `model` that require gradients."""
     return AdamW(trainable(model), weight_decay, lr=lr, betas=betas, eps=eps)
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that require gradients, by name."""
+    """Return the parameters that require gradients, by name."""
     found = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not found:
-        raise ValueError("no parameter of the model requires a gradient: there is nothing to train")
+        raise ValueError("no parameter of the model requires a gradient, so there is nothing to train")
     return found
 
 
 def full_rate(_done: int) -> float:
-    """The schedule of a backend that was given none."""
+    """The default schedule: a constant factor of 1."""
     return 1.0
 
 
@@ -147,7 +147,7 @@ SCHEDULES: Mapping[str, Callable[[int, int], float]] = {
 
 
 def schedule(name: str, total_steps: int, warmup_steps: int = 0) -> Schedule:
-    """Warm-up from zero (the first step already moves), then the named shape over what is left."""
+    """Return a linear warm-up (the first step has a rate above 0), then the named shape over the remaining steps."""
     shape = SCHEDULES[name]
 
     def factor(done: int) -> float:
@@ -159,5 +159,5 @@ def schedule(name: str, total_steps: int, warmup_steps: int = 0) -> Schedule:
 
 
 def create_warmup_cosine_scheduler(num_warmup_steps: int, num_training_steps: int) -> Schedule:
-    """Up in a straight line over the warm-up, then down to 0 as half a cosine."""
+    """Return a schedule: linear warm-up, then half a cosine down to 0."""
     return schedule("cosine", num_training_steps, num_warmup_steps)

@@ -241,7 +241,7 @@ def sleeps_beside(config: Config, trainer: Any) -> bool:
     if not config.inference_engine.colocated:
         return False
     if config.run.backend == "ray":
-        return bool(trainer.ranks.places.on_gpus)
+        return bool(trainer.ranks.bundles.on_gpus)
     return resolve_device(config.model.device) != "cpu"
 
 
@@ -288,7 +288,7 @@ async def _as_actors(
     """On their own placement bundles, or on the trainer's."""
     from oxrl.generators.ray import ray_generator
 
-    placed = {"places": trainer.ranks.places, "share": SHARE} if config.inference_engine.colocated else {}
+    placed = {"places": trainer.ranks.bundles, "share": SHARE} if config.inference_engine.colocated else {}
     generator = await ray_generator(
         folder,
         tokenizer,

@@ -1,8 +1,8 @@
-"""Weights sent over the network to engines elsewhere: one process group for each sending, of sender and receivers.
+"""Weights broadcast over the network to remote engines: one process group of sender and receivers per transfer.
 
-The process that runs the loop opens a `rendezvous` at the address by which it reaches the engines. The trainer's rank 0
-and all of the engines' workers connect to it; rank 0 sends one bucket after the other, each once for all receivers. The
-format is JSON and bytes, no pickle. There is no authentication: use it on trusted networks only.
+The process that runs the loop opens a `rendezvous` on the network interface that reaches the engines. The trainer's
+rank 0 and all workers of the engines connect to it; rank 0 broadcasts one bucket after the other. The format is JSON
+and bytes, no pickle. There is no authentication: use it on trusted networks only.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _SENDER = 0
-_REACHED = timedelta(seconds=30)  # a meeting that is over is not waited for
+_CONNECT_LIMIT = timedelta(seconds=30)  # to connect to the store; a rendezvous that has closed fails soon
 
 
 class TransferError(ConnectionError):
-    """Members of a group did not meet, or lost each other: no fault of the sender or of its peers in training."""
+    """Members of a group did not connect, or lost the connection: not an error of the sender or of training ranks."""
 
 
 @contextmanager
 def rendezvous(
     hosts: Sequence[str], receivers: int, backend: str = "gloo", time_limit: float = 600.0
 ) -> Iterator[Rendezvous]:
-    """Open while the block lasts, at the address of this machine that leads to `hosts`; who waits in it later fails."""
+    """Open a rendezvous inside the block, at this machine's address on the route to `hosts`; then all waits fail."""
     host = _own_address(hosts)
     listener = socket.create_server((host, 0), family=_family(host))
     port = listener.getsockname()[1]
@@ -42,7 +42,7 @@ def rendezvous(
         is_master=True,
         timeout=timedelta(seconds=time_limit),
         wait_for_workers=False,
-        master_listen_fd=listener.detach(),  # by itself it would listen on all addresses
+        master_listen_fd=listener.detach(),  # without it, the store listens on all addresses
     )
     try:
         yield Rendezvous(host, port, 1 + receivers, backend, time_limit)
@@ -50,11 +50,11 @@ def rendezvous(
         del store
 
 
-def send(weights: Iterable[tuple[str, Tensor]], place: Rendezvous, bucket_bytes: int = BUCKET_BYTES) -> None:
-    """To all receivers at once, bucket after bucket; answers when they have all."""
+def send(weights: Iterable[tuple[str, Tensor]], address: Rendezvous, bucket_bytes: int = BUCKET_BYTES) -> None:
+    """Broadcast weights to all receivers, bucket by bucket; return when all have been received."""
     import torch
 
-    with closing(_Group(place, _SENDER)) as group:
+    with closing(_Group(address, _SENDER)) as group:
         for tensors in grouped(weights, bucket_bytes):
             slots, flat = flattened(tensors, group.device)
             header = torch.frombuffer(bytearray(json.dumps(slots).encode()), dtype=torch.uint8)
@@ -64,16 +64,16 @@ def send(weights: Iterable[tuple[str, Tensor]], place: Rendezvous, bucket_bytes:
         group.broadcast(torch.tensor([0, 0]))
 
 
-def receive(place: Rendezvous, rank: int) -> Iterator[tuple[str, Tensor]]:
-    """What the sender sends, by name, on the device that the group talks from; `rank` counts the receivers from 1."""
+def receive(address: Rendezvous, rank: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of the sender by name, on the device of the group; `rank` counts the receivers from 1."""
     import torch
 
-    with closing(_Group(place, rank)) as group:
+    with closing(_Group(address, rank)) as group:
         while True:
-            described, size = group.broadcast(torch.zeros(2, dtype=torch.int64, device=group.device)).tolist()
-            if not described:
+            header_bytes, size = group.broadcast(torch.zeros(2, dtype=torch.int64, device=group.device)).tolist()
+            if not header_bytes:
                 return
-            header = group.broadcast(torch.zeros(described, dtype=torch.uint8, device=group.device))
+            header = group.broadcast(torch.zeros(header_bytes, dtype=torch.uint8, device=group.device))
             flat = group.broadcast(torch.zeros(size, dtype=torch.uint8, device=group.device))
             for name, dtype, shape, start in json.loads(bytes(header.tolist())):
                 slot = Slot(name, dtype, tuple(shape), start)
@@ -81,41 +81,42 @@ def receive(place: Rendezvous, rank: int) -> Iterator[tuple[str, Tensor]]:
 
 
 class _Group:
-    """A process group beside whatever group a process is in already."""
+    """A process group that is independent of the default group of the process."""
 
-    def __init__(self, place: Rendezvous, rank: int) -> None:
+    def __init__(self, address: Rendezvous, rank: int) -> None:
         import torch
 
-        self.device = torch.device("cuda" if place.backend == "nccl" else "cpu")
-        self._place = place
-        with self._in_words():
-            limit = timedelta(seconds=place.time_limit)
-            soon = min(limit, _REACHED)
-            found = _torch().TCPStore(place.host, place.port, is_master=False, timeout=soon)
-            found.set_timeout(limit)
-            store = _torch().PrefixStore("weights", found)
-            if place.backend == "nccl":
-                self._group = _nccl(store, rank, place.size, limit)
+        self.device = torch.device("cuda" if address.backend == "nccl" else "cpu")
+        self._address = address
+        with self._transfer_errors():
+            limit = timedelta(seconds=address.time_limit)
+            connect_limit = min(limit, _CONNECT_LIMIT)
+            tcp_store = _torch().TCPStore(address.host, address.port, is_master=False, timeout=connect_limit)
+            tcp_store.set_timeout(limit)
+            store = _torch().PrefixStore("weights", tcp_store)
+            if address.backend == "nccl":
+                self._group = _nccl(store, rank, address.size, limit)
             else:
-                self._group = _gloo(store, rank, place.size, limit, _own_address([place.host]))
+                self._group = _gloo(store, rank, address.size, limit, _own_address([address.host]))
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        here = tensor.to(self.device)
-        with self._in_words():
-            self._group.broadcast(here, _SENDER).wait()
-        return here
+        on_device = tensor.to(self.device)
+        with self._transfer_errors():
+            self._group.broadcast(on_device, _SENDER).wait()
+        return on_device
 
     def close(self) -> None:
-        if self._place.backend == "nccl":  # the other one goes with its last reference
+        if self._address.backend == "nccl":  # gloo shuts down with its last reference
             self._group.shutdown()
 
     @contextmanager
-    def _in_words(self) -> Iterator[None]:
+    def _transfer_errors(self) -> Iterator[None]:
+        """Raise torch's errors inside the block as `TransferError` with the address."""
         try:
             yield
         except RuntimeError as error:
-            where = f"{self._place.size} processes that meet at {self._place.host}:{self._place.port}"
-            raise TransferError(f"{where}: {str(error).splitlines()[0]}") from error
+            group = f"weight transfer of {self._address.size} processes at {self._address.host}:{self._address.port}"
+            raise TransferError(f"{group}: {str(error).splitlines()[0]}") from error
 
 
 def _gloo(store: Any, rank: int, size: int, limit: timedelta, address: str) -> Any:
@@ -128,7 +129,9 @@ def _gloo(store: Any, rank: int, size: int, limit: timedelta, address: str) -> A
 
 def _nccl(store: Any, rank: int, size: int, limit: timedelta) -> Any:
     if not _torch().is_nccl_available():
-        raise ValueError("transfer: nccl is between GPUs, and this build of torch has no NCCL: set gloo, or files")
+        raise ValueError(
+            "inference_engine.transfer: nccl needs GPUs, and this build of torch has no NCCL: set gloo or files"
+        )
     nccl = _torch().ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = limit
@@ -136,23 +139,23 @@ def _nccl(store: Any, rank: int, size: int, limit: timedelta) -> Any:
 
 
 def _torch() -> Any:
-    """Its groups and stores, which its types leave out."""
+    """Return `torch.distributed`, untyped: its stubs lack groups and stores."""
     from torch import distributed
 
     return distributed
 
 
 def _own_address(hosts: Sequence[str]) -> str:
-    """Of the network card that leads to them all; loopback only if it leads to each."""
-    found = [_address_towards(host) for host in hosts]
+    """Return this machine's address on the route to all hosts; loopback only if it reaches each of them."""
+    found = [_local_address(host) for host in hosts]
     return next((address for address in found if not _is_loopback(address)), found[0])
 
 
-def _address_towards(host: str) -> str:
+def _local_address(host: str) -> str:
     family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as asked:
-        asked.connect(address)  # nothing is sent
-        return str(asked.getsockname()[0])
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # UDP: nothing is sent
+        return str(probe.getsockname()[0])
 
 
 def _is_loopback(address: str) -> bool:

@@ -1,4 +1,4 @@
-"""Weights on their way between processes: tensors by name, in flat pieces that are neither many nor large."""
+"""Weights in buckets of limited size, for transfer between processes and for files."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BUCKET_BYTES = 256 * 2**20
-_ALIGNMENT = 64  # bytes: every dtype begins where it may
+_ALIGNMENT = 64  # bytes; sufficient for every dtype
 
 
 class Slot(NamedTuple):
-    """`Slot("model.norm.weight", "bfloat16", (2048,), 4096)`: one tensor, and where in its bucket it begins."""
+    """`Slot("model.norm.weight", "bfloat16", (2048,), 4096)`: one tensor, and its offset in the bucket."""
 
     name: str
     dtype: str
@@ -32,20 +32,20 @@ class Slot(NamedTuple):
         return self.start + math.prod(self.shape) * size
 
     def shaped(self, piece: Tensor) -> Tensor:
-        """The tensor that these bytes, from start to end, are."""
+        """Return the bytes of this slot as a tensor."""
         import torch
 
         return piece.view(getattr(torch, self.dtype)).reshape(self.shape)
 
 
 class Bucket(NamedTuple):
-    """Tensors as one array of bytes, which processes of one machine can share without a copy."""
+    """Tensors as one array of bytes, which processes on one machine can share without a copy."""
 
     slots: tuple[Slot, ...]
     data: np.ndarray[Any, np.dtype[np.uint8]]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Copies on the CPU, which whoever gets them may keep."""
+        """Yield copies of the tensors on the CPU, by name."""
         import torch
 
         for slot in self.slots:
@@ -53,30 +53,30 @@ class Bucket(NamedTuple):
 
 
 def in_buckets(
-    weights: Iterable[tuple[str, Tensor]], most: int = BUCKET_BYTES, *, keep: bool = True
+    weights: Iterable[tuple[str, Tensor]], max_bytes: int = BUCKET_BYTES, *, keep: bool = True
 ) -> Iterator[Bucket]:
-    """In order. A bucket holds `most` bytes, or a single tensor that has more.
+    """Yield buckets of at most `max_bytes`, or of a single larger tensor, in order.
 
-    Ranks that bring weights together for another one do not `keep` them: their buckets are empty, and as many.
+    Ranks that only take part in gathering do not `keep` the weights: they yield the same number of empty buckets.
     """
-    return map(as_bucket, grouped(weights, most, keep=keep))
+    return map(as_bucket, grouped(weights, max_bytes, keep=keep))
 
 
 def grouped(
-    weights: Iterable[tuple[str, Tensor]], most: int = BUCKET_BYTES, *, keep: bool = True
+    weights: Iterable[tuple[str, Tensor]], max_bytes: int = BUCKET_BYTES, *, keep: bool = True
 ) -> Iterator[list[tuple[str, Tensor]]]:
-    """What becomes one bucket each."""
-    waiting: list[tuple[str, Tensor]] = []
+    """Yield the tensors of each bucket, as `in_buckets` divides them."""
+    bucket: list[tuple[str, Tensor]] = []
     number = size = 0
     for name, tensor in weights:
-        if number and size + tensor.nbytes > most:
-            yield waiting
-            waiting, number, size = [], 0, 0
+        if number and size + tensor.nbytes > max_bytes:
+            yield bucket
+            bucket, number, size = [], 0, 0
         if keep:
-            waiting.append((name, tensor))
+            bucket.append((name, tensor))
         number, size = number + 1, size + tensor.nbytes
     if number:
-        yield waiting
+        yield bucket
 
 
 def as_bucket(weights: Iterable[tuple[str, Tensor]]) -> Bucket:
@@ -87,7 +87,7 @@ def as_bucket(weights: Iterable[tuple[str, Tensor]]) -> Bucket:
 def flattened(
     weights: Iterable[tuple[str, Tensor]], device: torch.device | str = "cpu"
 ) -> tuple[tuple[Slot, ...], Tensor]:
-    """Their bytes one after the other on a device, and where each begins."""
+    """Return slots and the concatenated bytes of the tensors on a device."""
     import torch
 
     weights = list(weights)

@@ -1,4 +1,4 @@
-"""Packed, shuffled and single rows say the same, for the model shapes in use and with their traps switched on."""
+"""Packed, shuffled and single rows have equal log-probs, for the architectures in use with their special cases."""
 
 import numpy as np
 import pytest
@@ -68,7 +68,7 @@ def some_rows(lengths=(9, 2, 17, 5, 12), vocabulary=120):
 
 
 def naive_logprobs(model, row):
-    """The row alone, by the model's own forward, in the obvious way."""
+    """Return the log-probs of a single row by the model's own forward."""
     tokens = torch.tensor(row.tokens)
     logits = model(input_ids=tokens[None], use_cache=False).logits[0].float()
     return logits[:-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
@@ -85,7 +85,7 @@ def by_row(module, rows):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_packed_and_shuffled_rows_equal_single_ones_in_value_and_gradient(shape, attention, checkpointing):
     model = build(shape, attention)
-    if "soft caps" in shape:  # transformers' sdpa leaves the cap out, so only eager is the truth
+    if "soft caps" in shape:  # transformers' sdpa ignores the cap, so eager is the reference
         model.set_attn_implementation("eager")
     rows = some_rows()
     alone = {row.id: naive_logprobs(model, row) for row in rows}
@@ -130,7 +130,7 @@ def test_packed_and_shuffled_rows_equal_single_ones_in_value_and_gradient(shape,
     ],
     ids=["convolution", "linear attention", "state space"],
 )
-def test_a_model_with_state_in_its_layers_runs_padded_and_says_so(config, more):
+def test_a_model_with_state_in_its_layers_runs_padded_and_reports_it(config, more):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(getattr(transformers, config)(**SMALL, **more)).eval()
     module = LanguageModel(model)
@@ -157,16 +157,16 @@ def test_preparing_twice_changes_nothing():
     assert [prepare_layout(LanguageModel(model)).layout for _ in range(2)] == ["shared", "shared"]
 
 
-def test_a_head_that_does_something_unknown_is_refused():
+def test_an_unsupported_output_head_is_refused():
     model = build("llama")
     plain = model.lm_head.forward
     model.lm_head.forward = lambda hidden: plain(hidden).sin()
-    with pytest.raises(ValueError, match="not known here"):
+    with pytest.raises(ValueError, match="unsupported way.*head_of"):
         prepare_layout(LanguageModel(model))
 
 
-def test_rows_on_both_sides_of_a_change_of_angles_are_refused_together():
-    """Phi-3.5's longrope: transformers takes the angles of the longest row for all of them."""
+def test_longrope_batches_with_rows_on_both_sides_of_the_limit_are_refused():
+    """Phi-3.5: transformers uses the angles of the longest row for all rows."""
     angles = {
         "rope_type": "longrope",
         "rope_theta": 10000.0,
@@ -174,8 +174,8 @@ def test_rows_on_both_sides_of_a_change_of_angles_are_refused_together():
         "long_factor": [4.0] * 6,
         "original_max_position_embeddings": 16,
     }
-    places = {"original_max_position_embeddings": 16, "rope_parameters": angles}
-    config = transformers.Phi3Config(**SMALL, pad_token_id=0, eos_token_id=0, **places)
+    rope = {"original_max_position_embeddings": 16, "rope_parameters": angles}
+    config = transformers.Phi3Config(**SMALL, pad_token_id=0, eos_token_id=0, **rope)
     module = LanguageModel(AutoModelForCausalLM.from_config(config).eval())
     assert prepare_layout(module).layout == "shared"
     for lengths in ((9, 16), (17, 40)):
@@ -187,7 +187,7 @@ def test_rows_on_both_sides_of_a_change_of_angles_are_refused_together():
         by_row(module, some_rows((9, 17)))
 
 
-def test_weights_that_are_no_numbers_are_called_that():
+def test_non_finite_weights_are_reported():
     model = build("llama")
     model.model.layers[1].mlp.up_proj.weight.data[3, 3] = float("nan")
     with pytest.raises(ValueError, match="not finite"):
@@ -195,7 +195,7 @@ def test_weights_that_are_no_numbers_are_called_that():
 
 
 def families(vocabulary=120):
-    """A group of four, two pairs of one prompt, rows without a partner, one that another begins with, a row twice."""
+    """A group of four, two pairs of one prompt, single rows, a row that is a prefix of another, and a duplicate."""
     random = np.random.default_rng(5)
 
     def some(n):
@@ -239,7 +239,7 @@ def relative_gap(one, other):
         ("gemma2 with soft caps", "eager"),
     ],
 )
-def test_a_shared_beginning_is_computed_once_and_changes_nothing(shape, attention, checkpointing):
+def test_a_shared_prefix_is_computed_once_and_changes_nothing(shape, attention, checkpointing):
     module = LanguageModel(build(shape, attention))
     assert "shared prompts once" in prepare_layout(module).reason
     if checkpointing:
@@ -256,7 +256,7 @@ def test_a_shared_beginning_is_computed_once_and_changes_nothing(shape, attentio
         assert relative_gap(gradients[name], gradient) < 1e-4, name
 
 
-def test_shared_beginnings_train_an_adapter_alike(tiny_model):
+def test_an_adapter_gets_equal_gradients_with_shared_prefixes(tiny_model):
     model = attach_lora(tiny_model, LoraSettings())
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -273,7 +273,7 @@ def test_shared_beginnings_train_an_adapter_alike(tiny_model):
 
 
 def test_a_model_that_counts_positions_itself_computes_every_prompt_in_each_row():
-    """Packed rows are right with it, borrowed keys would not be."""
+    """Packed rows are correct with it, shared keys would not be."""
 
     def count(body, args, kwargs):
         borders = kwargs.get("cu_seq_lens_q")
@@ -298,9 +298,9 @@ def test_a_model_that_counts_positions_itself_computes_every_prompt_in_each_row(
 def test_no_micro_batch_computes_more_than_its_budget(shapes, budget):
     """What `pack` counts is what a pass runs over, or more."""
     items = []
-    for i, (prompt, length, said) in enumerate(shapes):
-        tokens = np.concatenate([np.full(length, prompt), np.arange(said) % 2])
-        items.append((Row(str(i), tokens, np.arange(length + said) >= length),))
+    for i, (prompt, length, reply) in enumerate(shapes):
+        tokens = np.concatenate([np.full(length, prompt), np.arange(reply) % 2])
+        items.append((Row(str(i), tokens, np.arange(length + reply) >= length),))
     for batch in pack(items, budget):
         assert len(_share(collate(batch)).tokens) <= budget or len(batch) == 1
 
@@ -328,8 +328,8 @@ def test_a_temperature_of_zero_has_no_log_probs():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the variable-length kernel runs on a GPU only")
 @pytest.mark.parametrize("shape", ["llama", "mistral"])
-def test_the_kernel_of_a_gpu_lets_rows_share_their_beginning(shape):
-    """bf16; every way is compared with single rows in float32, and sharing may not be worse than not sharing."""
+def test_the_gpu_kernel_supports_shared_prefixes(shape):
+    """bf16: both layouts are compared with single rows in float32, and sharing may not be less accurate."""
     exact = build(shape, hidden_size=64).cuda()  # the kernel wants head sizes that are multiples of 8
     for parameter in exact.parameters():
         parameter.data = parameter.data.bfloat16().float()
@@ -337,8 +337,8 @@ def test_the_kernel_of_a_gpu_lets_rows_share_their_beginning(shape):
     probed = prepare_layout(module)
     assert "shared prompts once" in probed.reason, probed.reason
     rows = families()
-    truth = LanguageModel(exact)  # padded, float32, transformers' own attention
-    expected, expected_gradients, _ = run(truth, rows, "padded")
+    reference = LanguageModel(exact)  # padded, float32, transformers' own attention
+    expected, expected_gradients, _ = run(reference, rows, "padded")
     values, gradients, computed = run(module, rows, "shared")
     unshared, unshared_gradients, all_tokens = run(module, rows, "packed")
     assert computed < all_tokens

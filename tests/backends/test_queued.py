@@ -1,4 +1,4 @@
-"""Calls in a queue: submitted at once, done in order, and none behind a failure."""
+"""Queued calls: submitted immediately, executed in order, and none after a failure."""
 
 import threading
 
@@ -21,7 +21,7 @@ def anyio_backend(request):
 
 
 class Slow:
-    """A backend whose steps wait until they may go on, and whose reference cannot be moved."""
+    """A backend whose steps block until `go` is set, and whose reference cannot be updated."""
 
     layout = "packed"
 
@@ -66,7 +66,7 @@ async def test_calls_are_submitted_before_the_last_one_finished_and_done_in_orde
     assert slow.done == ["step", "weights", "close"]
 
 
-async def test_the_event_loop_goes_on_while_a_call_is_awaited(slow):
+async def test_the_event_loop_runs_while_a_call_is_awaited(slow):
     queued, finished = QueuedBackend(slow), []
 
     async def step():
@@ -80,7 +80,7 @@ async def test_the_event_loop_goes_on_while_a_call_is_awaited(slow):
     assert finished
 
 
-async def test_nothing_runs_behind_a_failure_until_somebody_has_heard_of_it(slow):
+async def test_nothing_runs_after_a_failure_until_it_has_been_raised(slow):
     queued = QueuedBackend(slow)
     bad, step, weights = queued.update_reference(0.5), queued.optim_step(), queued.get_weights()
     slow.go.set()
@@ -95,13 +95,13 @@ async def test_nothing_runs_behind_a_failure_until_somebody_has_heard_of_it(slow
     assert slow.done == ["weights"]
 
 
-async def test_a_failure_that_nobody_waited_for_is_told_at_the_end(slow, caplog):
+async def test_a_failure_that_was_never_awaited_is_logged_on_close(slow, caplog):
     queued = QueuedBackend(slow)
     queued.update_reference(0.5)
     slow.go.set()
     queued.close()
-    assert "update_reference failed, and nobody waited for it" in caplog.text
-    with pytest.raises(ValueError, match="optim_step comes too late"):
+    assert "update_reference failed, and its result was never awaited" in caplog.text
+    with pytest.raises(ValueError, match="optim_step was called after the backend was closed"):
         queued.optim_step()
 
 
@@ -109,16 +109,16 @@ async def test_a_call_that_takes_too_long_is_named_and_so_is_what_waits_behind_i
     queued = QueuedBackend(slow, time_limit=EXPIRES)
     step, weights = queued.optim_step(), queued.get_weights()
     with pytest.raises(
-        TimeoutError, match=rf"optim_step did not end within {EXPIRES:g} s, and get_weights waits behind"
+        TimeoutError, match=rf"optim_step did not finish within {EXPIRES:g} s, and get_weights is queued behind"
     ):
         await weights
-    with pytest.raises(TimeoutError, match=rf"optim_step did not end within {EXPIRES:g} s$"):
+    with pytest.raises(TimeoutError, match=rf"optim_step did not finish within {EXPIRES:g} s$"):
         await step
     slow.go.set()
     await wait_until_async(lambda: slow.done == ["step", "weights"], "a limit ends the wait, not the call")
 
 
-async def test_whoever_gives_up_waiting_leaves_the_call_running(slow):
+async def test_a_cancelled_wait_leaves_the_call_running(slow):
     queued, scope = QueuedBackend(slow), anyio.CancelScope()
 
     async def step():
@@ -134,7 +134,7 @@ async def test_whoever_gives_up_waiting_leaves_the_call_running(slow):
     assert (await queued.get_weights()).version == 1
 
 
-async def test_a_rehearsal_and_what_wiring_reads_pass_through(tiny_model):
+async def test_memory_warm_up_and_attributes_are_passed_through(tiny_model):
     queued = QueuedBackend(create_pytorch_backend(tiny_model))
     assert queued.model is tiny_model and queued.module.model is tiny_model and queued.version == 0
     queued.set_temperature(0.5)

@@ -1,4 +1,4 @@
-"""Ranks as Ray actors: what they say, who died, who hangs, and what is left when the driver is gone."""
+"""Ranks as Ray actors: results, ranks that die or hang, and clean-up after the driver was killed."""
 
 import os
 import signal
@@ -40,15 +40,15 @@ def make(ray_ranks):
     from oxrl.backends.distributed.ray import create_ray_backend
     from oxrl.backends.distributed.worker import Settings
 
-    made = []
+    created = []
 
-    def one_more(load=load_tiny, others=(), **options):
+    def create(load=load_tiny, others=(), **options):
         build = partial(build_worker, load, dict(others), Settings(**{"lr": 1e-3, **options}))
-        made.append(create_ray_backend(ray_ranks, build))
-        return made[-1]
+        created.append(create_ray_backend(ray_ranks, build))
+        return created[-1]
 
-    yield one_more
-    for backend in made:
+    yield create
+    for backend in created:
         backend.close()
 
 
@@ -61,17 +61,17 @@ def with_adapter():
     return model
 
 
-def received(weights, most=2**18, **choice):
-    """What an engine would get: every bucket by its reference."""
+def received(weights, max_bytes=2**18, **options):
+    """Return the weights as an engine gets them: every bucket by its reference."""
     import ray
 
-    references = list(weights.source.references(most, **choice))
-    assert len(references) > 1, "they come in buckets"
+    references = list(weights.source.references(max_bytes, **options))
+    assert len(references) > 1, "several buckets"
     return dict(pair for reference in references for pair in ray.get(reference).tensors())
 
 
-async def test_actors_do_as_the_local_backend_and_the_next_call_does_not_wait(make):
-    rates = {"lr": 1e-3, "eps": 1e-6}  # with a smaller eps, a gradient that is nothing but rounding becomes a step
+async def test_actors_match_the_local_backend_and_calls_are_queued(make):
+    rates = {"lr": 1e-3, "eps": 1e-6}  # with a smaller eps, a gradient of rounding errors becomes a step
     one, two, items = create_pytorch_backend(load_tiny(), **rates), make(**rates), some_items()
     for _ in range(2):
         expected = await train_step(one, SFT, items, 40)
@@ -87,7 +87,7 @@ async def test_actors_do_as_the_local_backend_and_the_next_call_does_not_wait(ma
         torch.testing.assert_close(sent[name], tensor, atol=1e-5, rtol=0)
     await warm_up_memory(two, SFT, items, 100)
     await train_step(two, SFT, items, 40)
-    with pytest.raises(StaleWeightsError, match="version 2 .* moved on to 3"):
+    with pytest.raises(StaleWeightsError, match="version 2 .* have version 3"):
         received(weights)
 
 
@@ -112,7 +112,7 @@ async def test_an_adapter_arrives_merged_or_as_its_base_and_its_files(make, tmp_
         torch.testing.assert_close(found[name], tensor)
 
 
-async def test_weights_are_sent_over_the_network_as_they_are_handed_out(make):
+async def test_weights_sent_over_the_network_equal_those_by_reference(make):
     weights = await make(with_adapter).get_weights()
     with rendezvous(["127.0.0.1"], 1, time_limit=HANG) as address, ThreadPoolExecutor() as threads:
         receiving = threads.submit(lambda: {name: tensor.clone() for name, tensor in receive(address, 1)})
@@ -123,36 +123,36 @@ async def test_weights_are_sent_over_the_network_as_they_are_handed_out(make):
     assert all(torch.equal(sent[name], tensor) for name, tensor in expected.items())
 
 
-async def test_mistakes_and_numbers_that_are_none_stay_what_they_are(make):
+async def test_user_errors_and_non_finite_losses_keep_their_types(make):
     backend, items = make(), some_items()
-    with pytest.raises(ValueError, match=r"the model 'ref': give the backend.* \(rank 0, logprobs\)"):
+    with pytest.raises(ValueError, match=r"the model 'ref': pass others=.* \(rank 0, logprobs\)"):
         await backend.logprobs(split(items, 3), "ref")
     pair = tuple(row for item in items[:2] for row in item)
     bad = tuple(replace(row, streams={"ref_logprob": np.where(row.mask, np.float32("nan"), 0.0)}) for row in pair)
     with pytest.raises(NonFiniteError, match="rank [01], add_gradients: the loss is not finite") as caught:
         await backend.forward_backward(split([bad], 1), algorithm("dpo"), count_units([bad]))
     assert [row for batch in caught.value.batches for row in batch.ids] == ["row0", "row1"], "the suspects"
-    with pytest.raises(ValueError, match="cannot travel"):
+    with pytest.raises(ValueError, match="cannot be pickled"):
         backend.ranks.call(1, "logprobs", (each for each in ()))
     await backend.logprobs(split(items, 3))
 
 
 @pytest.fixture
 def start_workers(ray_here):
-    """On places of which they have half, as beside an engine."""
+    """Start ranks on half of each bundle, as next to a colocated engine."""
     from oxrl.backends.distributed.ray import RayRanks
     from oxrl.machine.ray_cluster import reserve
 
-    places, started = reserve(2, time_limit=HANG), []
+    bundles, started = reserve(2, time_limit=HANG), []
 
     def start(**limits):
-        started.append(RayRanks(2, places=places, share=0.5, **limits))
+        started.append(RayRanks(2, bundles=bundles, share=0.5, **limits))
         return started[-1], started[-1].start(CollectiveWorker)
 
     yield start
     for ranks in started:
         ranks.stop()
-    places.free()
+    bundles.free()
 
 
 def test_actors_have_the_priority_of_their_driver(ray_ranks):
@@ -163,15 +163,15 @@ def wait_until_gone(pids):
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), f"{pids} have ended")
 
 
-def test_a_rank_that_died_is_named_at_once_and_nothing_runs_after_it(start_workers):
-    """No time limit expires: they are those of a hang."""
+def test_a_rank_that_died_is_named_immediately_and_nothing_runs_after_it(start_workers):
+    """No time limit expires: they are longer than the test may take."""
     ranks, number = start_workers(time_limit=HANG, call_limit=HANG)
     assert ranks.call(number, "all_reduce") == [2, 2]
     pids = ranks.call(number, "process_id")
     os.kill(pids[1], signal.SIGKILL)
     with pytest.raises(RankError, match="rank 1, all_reduce: .*its actor failed"):
         ranks.call(number, "all_reduce")
-    with pytest.raises(RankError, match="all_reduce cannot run any more: rank 1"):
+    with pytest.raises(RankError, match="all_reduce cannot run after a failure: rank 1"):
         ranks.call(number, "all_reduce")
     ranks.stop()
     wait_until_gone(pids)
@@ -182,7 +182,7 @@ def test_a_rank_that_hangs_ends_the_wait_with_its_name(start_workers):
     pids = ranks.call(number, "process_id")
     os.kill(pids[1], signal.SIGSTOP)
     ranks.time_limit = EXPIRES
-    with pytest.raises(RankError, match=r"process_id: no word from rank 1 within \d+ s"):
+    with pytest.raises(RankError, match=r"process_id: no reply from rank 1 within \d+ s"):
         ranks.call(number, "process_id")
     ranks.stop()
     wait_until_gone(pids)

@@ -81,7 +81,7 @@ def error_when_one_died_before() -> str:
 
 
 def error_when_one_refused() -> str:
-    module.ALIKE_SECONDS = EXPIRES  # rank 0 hangs in a collective
+    module.COMMON_ERROR_SECONDS = EXPIRES  # rank 0 hangs in a collective
     return error_of("meet_or_refuse")
 
 

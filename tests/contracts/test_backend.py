@@ -82,24 +82,24 @@ ENGINES = {"ray": "ray_ranks", **dict.fromkeys(OVER_RANKS, "ranks")}
 
 
 def marked(*names):
-    """The same names as parameters, each with the engine that it runs on."""
+    """Return the names as parameters, each marked with the engine that it runs on."""
     return [pytest.param(name, marks=[pytest.mark.engine(ENGINES[name])] if name in ENGINES else []) for name in names]
 
 
 @pytest.fixture(params=marked(*BACKENDS))
 def make(request):
-    """Makes backends of one kind; what they hold on other ranks is freed with the test."""
+    """Create backends of one kind; they are closed after the test."""
     create = BACKENDS[request.param]
     if request.param == "ray":
         create = partial(create, request.getfixturevalue("ray_ranks"))
-    made = []
+    created = []
 
-    def one_more(**options):
-        made.append(create(**options))
-        return made[-1]
+    def create_one(**options):
+        created.append(create(**options))
+        return created[-1]
 
-    yield one_more
-    for backend in made:
+    yield create_one
+    for backend in created:
         if hasattr(backend, "close"):
             backend.close()
 
@@ -114,7 +114,7 @@ def split(items, size):
 
 
 async def weights_of(backend):
-    """By name, as an engine would get them."""
+    """Return weights by name, as an engine gets them."""
     with TemporaryDirectory() as folder:
         source_of(await backend.get_weights()).write(Path(folder))
         return {name: tensor.clone() for name, tensor in read_weights(Path(folder))}
@@ -191,7 +191,7 @@ async def test_a_resumed_backend_is_the_same_to_the_bit_as_one_that_was_never_sa
 
 
 @pytest.mark.parametrize(("name", "head"), [("rm", "score"), ("ppo", "value")])
-async def test_heads_are_trained_saved_and_come_back(make, tmp_path, name, head):
+async def test_heads_are_trained_saved_and_loaded(make, tmp_path, name, head):
     items = some_items()
     pairs = [
         tuple(
@@ -230,7 +230,7 @@ async def test_weights_of_another_model_are_refused(make):
         await make().load_weights({"no.such.weight": torch.zeros(2)})
 
 
-async def test_loaded_weights_are_the_ones_that_speak(make):
+async def test_loaded_weights_are_used_by_the_next_pass(make):
     backend, donor = make(), make()
     _, weights = await train(donor, some_items(), 8, steps=1)
     await backend.load_weights(weights)

@@ -102,7 +102,7 @@ def local(load=load_tiny, others=None, **options):
 def test_slices_that_speak_otherwise_than_the_whole_are_refused_on_every_rank():
     target = together.ranks().start(Refused)
     for words in together.ranks().call(target, "said"):
-        assert "spread over 2 ranks, the model gives other log-probs than in one piece" in words
+        assert "sharded over 2 ranks, the log-probs of the model differ" in words
 
 
 async def same_steps(one, two, built, items, steps=3):
@@ -294,7 +294,7 @@ async def test_a_loss_made_on_the_spot_is_refused(sharded):
     from dataclasses import replace
 
     own = replace(algorithm("sft"), loss=lambda outputs, batch: None)
-    with pytest.raises(ValueError, match="other ranks cannot find it"):
+    with pytest.raises(ValueError, match="other ranks cannot rebuild it"):
         await sharded().forward_backward(split(some_items(), 8), own, count_units(some_items()))
 
 

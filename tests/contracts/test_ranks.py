@@ -1,4 +1,4 @@
-"""How a step is divided over ranks; and ranks that fail, hang or change in number."""
+"""How a step is divided over ranks; ranks that fail or hang; resuming with another number of ranks."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ from tests.waiting import EXPIRES, HANG
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("sizes", [[5], [9, 1, 4], [3, 3, 3, 3], list(range(1, 18))])
-def test_every_micro_batch_is_run_once_and_all_ranks_make_as_many_passes(sizes, ranks):
+def test_every_micro_batch_runs_once_and_all_ranks_make_equally_many_passes(sizes, ranks):
     shares = divide(sizes, ranks)
-    assert sorted(place for share in shares for place in share.places) == list(range(len(sizes)))
-    assert {len(share.places) + share.fillers for share in shares} == {-(-len(sizes) // ranks)}
+    assert sorted(index for share in shares for index in share.indices) == list(range(len(sizes)))
+    assert {len(share.indices) + share.fillers for share in shares} == {-(-len(sizes) // ranks)}
 
 
-def test_the_largest_are_spread_over_the_ranks():
-    loads = [sum((10, 9, 2, 1)[place] for place in share.places) for share in divide((10, 9, 2, 1), 2)]
+def test_the_largest_micro_batches_go_to_different_ranks():
+    loads = [sum((10, 9, 2, 1)[index] for index in share.indices) for share in divide((10, 9, 2, 1), 2)]
     assert sorted(loads) == [11, 11]
 
 
 @pytest.mark.parametrize(
     ("failing", "named", "end"),
     [
-        ((lost_rank.error_of, "meet_or_die"), "no word from rank 1, which died", -signal.SIGKILL),
+        ((lost_rank.error_of, "meet_or_die"), "no reply from rank 1, which died", -signal.SIGKILL),
         ((lost_rank.error_when_one_died_before,), "rank 1 died", -signal.SIGKILL),
         ((lost_rank.error_when_one_refused,), "rows of another colour", 1),
     ],
     ids=["at work", "idle", "mistaken"],
 )
-def test_a_rank_that_fails_alone_is_named_at_once_and_none_stays_behind(failing, named, end, start_group):
-    """No time limit expires: it is that of a hang."""
+def test_a_rank_that_fails_alone_is_named_immediately_and_no_process_is_left(failing, named, end, start_group):
+    """No time limit expires: it is longer than the test may take."""
     group = start_group(2)
     assert named in group.call(*failing)
     assert group.end() == [0, end]
 
 
-def test_a_rank_that_fails_in_training_is_named_at_once_and_ends_the_backend(tmp_path, start_group):
+def test_a_rank_that_fails_in_training_is_named_immediately_and_ends_the_backend(tmp_path, start_group):
     first, second = start_group(2).call(lost_rank.errors_of_training, tmp_path)
     assert "rank 1, add_gradients: RuntimeError: planted here" in first
-    assert "optim_step cannot run any more: rank 1" in second
+    assert "optim_step cannot run after a failure: rank 1" in second
 
 
 def test_a_rank_that_hangs_is_named_when_the_time_limit_expires(start_group):
     error = start_group(3, 3 * EXPIRES).call(lost_rank.error_of, "hear_from_the_last")
-    assert "hear_from_the_last: " in error and "; no word from rank 2, which died or hangs" in error
+    assert "hear_from_the_last: " in error and "; no reply from rank 2, which died or hangs" in error
 
 
 def test_a_run_resumes_with_another_number_of_ranks(tmp_path, start_group):
@@ -61,12 +61,12 @@ def test_a_run_resumes_with_another_number_of_ranks(tmp_path, start_group):
     start_group(3).call(lost_rank.resume, tmp_path)
 
 
-MEETS = """
+SCRIPT = """
 import sys
 import torch.distributed as dist
 from oxrl.backends.distributed.ranks import join_ranks
 
-class Talker:
+class Worker:
     def rank(self):
         return dist.get_rank()
 
@@ -74,15 +74,15 @@ ranks = join_ranks(time_limit=float(sys.argv[1]))
 if ranks.rank:
     ranks.serve()
 else:
-    assert ranks.call(ranks.start(Talker), "rank") == [0, 1]
+    assert ranks.call(ranks.start(Worker), "rank") == [0, 1]
     ranks.stop()
 """
 
 
 @pytest.mark.engine
-def test_ranks_that_torchrun_started_are_used_as_they_are(tmp_path):
-    script = tmp_path / "meets.py"
-    script.write_text(MEETS)
+def test_ranks_that_torchrun_started_are_used(tmp_path):
+    script = tmp_path / "ranks.py"
+    script.write_text(SCRIPT)
     command = [
         sys.executable,
         "-m",

@@ -55,7 +55,7 @@ def test_engines_beside_the_trainer_see_its_devices_and_others_those_behind(tmp_
 
 def test_an_engine_sleeps_where_it_shares_gpus_and_nowhere_else(tmp_path):
     def sleeps(engine, **bundle):
-        trainer = SimpleNamespace(ranks=SimpleNamespace(places=Bundles(None, [{"CPU": 1.0, **bundle}])))
+        trainer = SimpleNamespace(ranks=SimpleNamespace(bundles=Bundles(None, [{"CPU": 1.0, **bundle}])))
         return sleeps_beside(config_of(tmp_path, run={"backend": "ray"}, inference_engine=engine), trainer)
 
     assert [sleeps(VLLM, GPU=1.0), sleeps(VLLM), sleeps({"name": "vllm"}, GPU=1.0)] == [True, False, False]

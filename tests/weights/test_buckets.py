@@ -1,11 +1,11 @@
-"""Weights in buckets: what goes in comes out."""
+"""Weights in buckets come out as they went in."""
 
 import torch
 
 from oxrl.weights.buckets import in_buckets
 
 
-def test_every_tensor_comes_out_as_it_went_in_whatever_its_type_and_place():
+def test_every_tensor_is_restored_whatever_its_dtype_and_layout():
     torch.manual_seed(0)
     weights = {
         "a": torch.randn(3, 5),
@@ -15,13 +15,13 @@ def test_every_tensor_comes_out_as_it_went_in_whatever_its_type_and_place():
         "large": torch.randn(100),
         "whole": torch.arange(5),
     }
-    buckets = list(in_buckets(weights.items(), most=200))
+    buckets = list(in_buckets(weights.items(), max_bytes=200))
     assert [[slot.name for slot in bucket.slots] for bucket in buckets] == [
         ["a", "half", "turned", "one"],
         ["large"],
         ["whole"],
     ]
-    assert len(list(in_buckets(weights.items(), most=200, keep=False))) == len(buckets)
+    assert len(list(in_buckets(weights.items(), max_bytes=200, keep=False))) == len(buckets)
     found = [each for bucket in buckets for each in bucket.tensors()]
     assert [name for name, _ in found] == list(weights)
     for name, tensor in found:

@@ -1,4 +1,4 @@
-"""Weights go by one name, whatever is wrapped around the model that trains them."""
+"""Weights have their names of a plain checkpoint, whatever wraps the training module."""
 
 import pytest
 import torch
@@ -14,13 +14,13 @@ from oxrl.weights.checkpoint_names import plain_names, plain_weights, read_weigh
 
 @pytest.fixture
 def saved(tiny, tmp_path):
-    """What transformers itself writes."""
+    """The weights as transformers saves them."""
     load_model(tiny[0]).save_pretrained(tmp_path)
     return load_file(tmp_path / "model.safetensors")
 
 
 class Wrapped(nn.Module):
-    """As data-parallel wrappers hold their module."""
+    """A module attribute, as in data-parallel wrappers."""
 
     def __init__(self, module):
         super().__init__()
@@ -53,7 +53,7 @@ def test_names_are_those_of_a_plain_checkpoint(wrap, tiny_model, saved):
     assert "lm_head.weight" not in names.values(), "tied to the embedding, and written once"
 
 
-def test_a_head_of_its_own_has_its_name(tiny_model):
+def test_an_untied_output_head_is_included(tiny_model):
     config = tiny_model.config
     config.tie_word_embeddings = False
     untied = type(tiny_model)(config)
@@ -61,12 +61,12 @@ def test_a_head_of_its_own_has_its_name(tiny_model):
 
 
 @pytest.mark.parametrize("wrap", [WRAPPINGS["nothing"], WRAPPINGS["a value head"]])
-def test_weights_are_the_trainers_own_to_the_bit(wrap, tiny_model, saved):
+def test_weights_equal_the_trainers_bit_for_bit(wrap, tiny_model, saved):
     for name, tensor in plain_weights(wrap(tiny_model)):
         assert torch.equal(tensor, saved[name]), name
 
 
-def test_an_adapters_share_is_added_or_left_out(tiny_model, saved):
+def test_an_adapter_is_merged_or_omitted(tiny_model, saved):
     model = adapted(tiny_model)
     merged = dict(merge_adapter(model).named_parameters())
     weights = dict(plain_weights(LanguageModel(model, ("value",))))
@@ -103,7 +103,7 @@ def test_many_weights_are_written_in_buckets_that_transformers_reads_back(tiny_m
         assert torch.equal(again.get_parameter(name), tensor), name
 
 
-def test_weights_come_from_the_module_if_it_is_here_and_from_nowhere_are_refused(tiny_model):
+def test_weights_come_from_the_module_if_there_is_one_and_need_a_source_otherwise(tiny_model):
     source = source_of(Weights(tiny_model, 1))
     assert (source.vocabulary, source.dtype) == (tiny_model.config.vocab_size, torch.float32)
     assert not source.adapted and source_of(Weights(adapted(tiny_model), 1)).adapted

@@ -1,9 +1,9 @@
-"""One model spread over several ranks by FSDP2: each holds a slice of every weight, gradient and optimizer state.
+"""One model sharded over several ranks by FSDP2: each holds a shard of every weight, gradient and optimizer state.
 
-A rank's worker is the local backend over a sharded module: the passes, the loss and the optimizer are the same code.
-What differs is here: sharding layer by layer, slices of a model that rank 0 alone has loaded, sums instead of means
-over ranks, and bringing a weight together. A model in half precision is kept in float32 slices and computes in its own
-precision. Who calls whom is in `ranks`, what a checkpoint holds in `shards`.
+A rank's worker is the local backend over a sharded module: forward, loss and optimizer are the same code. This module
+adds what differs: sharding layer by layer, shards of a model that only rank 0 loads, sums instead of means over ranks,
+and gathering a weight. A model in half precision has float32 shards and computes in its own precision. The
+communication between ranks is in `ranks`, the checkpoint format in `shards`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from oxrl.backends.distributed.shards import (
     Files,
     has_shards,
     load_shards,
-    load_whole,
+    load_unsharded,
+    local_shard,
     save_shards,
-    slice_of,
 )
 from oxrl.backends.distributed.worker import (
     Broadcast,
@@ -39,7 +39,7 @@ from oxrl.backends.distributed.worker import (
     ShardedModel,
     random_state,
     restore_random_state,
-    spread,
+    shard_model,
     tensors_of,
 )
 from oxrl.backends.forward import HEADS, LanguageModel
@@ -72,22 +72,23 @@ class FSDPTrainingBackend(RankedBackend):
 
 
 def build_worker(load: Load, others: Mapping[str, Load], settings: Settings) -> FSDPWorker:
-    """The model and what it is compared with, one after the other: no rank has more than one of them whole."""
-    trained = spread(load, settings.heads, settings.temperature, place)
+    """Shard the model and those it is compared with one after the other: rank 0 holds at most one of them in full."""
+    trained = shard_model(load, settings.heads, settings.temperature, materialize)
     compared = {
-        name: spread(each, (), settings.temperature, place, frozen=True).module for name, each in others.items()
+        name: shard_model(each, (), settings.temperature, materialize, frozen=True).module
+        for name, each in others.items()
     }
     return FSDPWorker(trained, compared, settings, load)
 
 
-def place(empty: ShardedModel, device: torch.device, bring: Broadcast) -> None:
-    """Shard a module, and give each rank its slices, one after the other: each is whole for a moment."""
+def materialize(empty: ShardedModel, device: torch.device, broadcast: Broadcast) -> None:
+    """Shard a module and give each rank its shards, one weight after the other; each is briefly full on every rank."""
     module = empty.module
     shard(module, _mesh(device.type), empty.dtype)
     module.to_empty(device=device)
     module.inner.tie_weights()
     for name, tensor in tensors_of(module).items():
-        tensor.copy_(slice_of(bring(name, tensor.shape, device), tensor))
+        tensor.copy_(local_shard(broadcast(name, tensor.shape, device), tensor))
 
 
 def _mesh(device: str) -> DeviceMesh:
@@ -97,9 +98,9 @@ def _mesh(device: str) -> DeviceMesh:
 
 
 def shard(module: LanguageModel, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """Slices of each layer and head, then of what is left; inside `forward`, and only there, weights are whole.
+    """Shard each layer and head, then the rest; weights are full only inside `forward`.
 
-    `dtype` is the precision to compute in; slices are kept in float32.
+    `dtype` is the precision of the computation; shards are float32.
     """
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -114,23 +115,23 @@ def shard(module: LanguageModel, mesh: DeviceMesh, dtype: torch.dtype) -> None:
         fully_shard(head, mesh=mesh, mp_policy=policy)
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=halves)
-    # What the root holds (embedding and projection) stays whole from a forward to its backward, which needs it first.
+    # The root's weights (embedding and projection) stay gathered until backward, which needs them first.
     fully_shard(module, mesh=mesh, mp_policy=halves, reshard_after_forward=False)
     for part in module.modules():
         if isinstance(part, FSDPModule):
-            # The driver's counts are those of the whole step: gradients are summed over ranks, not averaged.
+            # Losses are divided by the counts of the whole step, so gradients are summed over ranks, not averaged.
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
 
 
 def _layers(module: LanguageModel) -> list[nn.Module]:
-    """The blocks that transformers says belong together."""
+    """Return the blocks that transformers declares as not to be split."""
     blocks = set(module.inner._no_split_modules or ())
     return [part for part in module.inner.modules() if type(part).__name__ in blocks]
 
 
 class FSDPWorker(RankWorker):
-    """One rank's slice."""
+    """One rank's worker."""
 
     def __init__(
         self, trained: ShardedModel, others: Mapping[str, LanguageModel], settings: Settings, load: Load
@@ -138,7 +139,7 @@ class FSDPWorker(RankWorker):
         options = {name: getattr(settings, name) for name in ("lr", "weight_decay", "betas", "eps")}
         super().__init__(trained, create_adamw_optimizer(trained.module, **options), others, settings, load)
 
-    def _in_one_piece(self, parameter: Tensor) -> Tensor:
+    def _full_tensor(self, parameter: Tensor) -> Tensor:
         from torch.distributed.tensor import DTensor
 
         return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
@@ -156,48 +157,49 @@ class FSDPWorker(RankWorker):
         return part
 
     def _reshard(self) -> None:
-        """A root without a backward pass stays whole, and would not notice that its weights have changed."""
+        """Reshard all modules: without a backward pass the root stays gathered, and would keep stale weights."""
         for module in (self.module, *self.others.values()):
             module.reshard()  # type: ignore[operator]
 
     def _clip_gradients(self) -> Tensor:
         norm: Any = super()._clip_gradients()
-        whole: Tensor = norm.full_tensor()
-        return whole
+        full: Tensor = norm.full_tensor()
+        return full
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
-        copy_parameters(_sliced(weights, self.model), self.model)
-        self.optimizer.take_weights()
+        copy_parameters(_local_shards(weights, self.model), self.model)
+        self.optimizer.copy_from_model()
         return ImmediateTrainFuture(None)
 
     @torch.no_grad()
     def load_heads(self, path: Path) -> None:
         heads = Files(path / HEADS)
         for name, weight in self.module.heads.named_parameters():
-            weight.copy_(slice_of(heads[name], weight))
+            weight.copy_(local_shard(heads[name], weight))
 
     def save_shards(self, path: Path) -> None:
         save_shards(self, path, random_state())
 
     def load_shards(self, path: Path) -> None:
-        """What any number of ranks saved, or one process; only the random numbers of dropout are a rank's own."""
+        """Load what any number of ranks or one process saved; only the random states are specific to a rank."""
         if has_shards(path):
             random = random_state()
-            load_shards(self, path, random, alone=False)
+            load_shards(self, path, random)
             restore_random_state(random)
         elif (path / OPTIMIZER).is_file():
-            load_whole(self, path)
+            load_unsharded(self, path)
         else:
             raise ValueError(
-                f"{path} has neither {SHARDS}/ of this backend nor {OPTIMIZER}: it cannot go on from it; to begin anew "
-                "with its weights, name it as the model"
+                f"{path} has neither {SHARDS}/ written by FSDP nor {OPTIMIZER}, so FSDP cannot resume from it: use the "
+                "backend that saved it, or start a new run with this folder as the model"
             )
 
 
-def _sliced(weights: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """This rank's part of each weight that the model has; every rank was given all of them."""
+def _local_shards(weights: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Return this rank's shard of each weight of the model; every rank has the full weights."""
     parameters = dict(model.named_parameters())
     return {
-        name: slice_of(weight, parameters[name]) if name in parameters else weight for name, weight in weights.items()
+        name: local_shard(weight, parameters[name]) if name in parameters else weight
+        for name, weight in weights.items()
     }

@@ -1,10 +1,8 @@
-"""How an algorithm travels to other processes: as a name and parameters, of which the same is built there."""
+"""How an algorithm is sent to other processes: as a name or import path and parameters, from which they rebuild it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
-from types import FunctionType
 from typing import Any, NamedTuple
 
 from oxrl.algorithms import algorithm as named_algorithm
@@ -19,36 +17,21 @@ class NamedAlgorithm(NamedTuple):
 
     @classmethod
     def of(cls, algorithm: Algorithm) -> NamedAlgorithm:
-        """Refused where the other ranks would train with another loss than the one that was asked for."""
+        """Return the name and parameters; raise if other ranks would rebuild another algorithm from them."""
         named = cls(algorithm.source or algorithm.name, dict(algorithm.parameters))
-        there = named.rebuilt()
-        for part in ("loss", "reads", "needs"):  # what a worker asks of it
-            if not same_function(getattr(there, part), getattr(algorithm, part)):
-                raise ValueError(
-                    f"{part} of {algorithm.name} was made in this process, so other ranks cannot find it: write it "
-                    "into a file and name it there, algorithm('my_file.py:my_loss')"
-                )
+        if _description(named.rebuilt()) != _description(algorithm):
+            raise ValueError(
+                f"{algorithm.name} was changed in this process, so other ranks cannot rebuild it by name: put the "
+                "loss into a file and use algorithm('my_file.py:my_loss')"
+            )
         return named
 
     def rebuilt(self) -> Algorithm:
         return named_algorithm(self.source, **self.parameters)
 
 
-def same_function(one: Any, other: Any) -> bool:
-    """Whether two values do the same: functions by their code and all that they hold, else equality."""
-    if one is other:
-        return True
-    if isinstance(one, partial) and isinstance(other, partial):
-        return same_function((one.func, one.args, one.keywords), (other.func, other.args, other.keywords))
-    if isinstance(one, FunctionType) and isinstance(other, FunctionType):
-        return one.__code__ == other.__code__ and same_function(_held(one), _held(other))
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(same_function(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(same_function, one, other))
-    return bool(one == other)
-
-
-def _held(function: FunctionType) -> tuple[Any, ...]:
-    cells = tuple(cell.cell_contents for cell in function.__closure__ or ())
-    return cells, function.__defaults__, function.__kwdefaults__
+def _description(algorithm: Algorithm) -> tuple[Any, ...]:
+    """What a worker uses of an algorithm, with functions by their names."""
+    functions = [algorithm.loss, *(read.statistic for read in algorithm.reads.values())]
+    names = [getattr(getattr(function, "func", function), "__qualname__", repr(function)) for function in functions]
+    return algorithm.name, dict(algorithm.parameters), algorithm.needs, list(algorithm.reads), names

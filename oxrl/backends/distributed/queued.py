@@ -1,8 +1,8 @@
-"""Any backend whose calls are submitted now and done one after the other, in a thread of its own.
+"""A queue in front of any backend: calls return futures immediately, and run one after the other in a thread.
 
-Each verb returns a future at once, so the next one can be submitted before the last has finished. After a call that
-failed nothing that was submitted behind it runs, because it was meant for another state: those calls fail with the
-first cause named, until one of these failures was raised to whoever waits. What a call does is the backend's affair.
+The next call can be submitted before the last has finished. After a failed call, none of the calls submitted behind it
+runs, because they were meant for another state: they fail with the first cause, until one of these errors has been
+raised to a caller that waits.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-TIME_LIMIT = 1800.0  # seconds that one call may run; ranks have shorter limits of their own for each collective
+TIME_LIMIT = 1800.0  # seconds that one call may run; each collective of ranks has a shorter limit
 
 
 class NotRunError(RuntimeError):
-    """A call that never ran, because one that was submitted before it failed: that one is the cause."""
+    """A call that did not run, because a call submitted before it failed; `__cause__` is that failure."""
 
 
 class QueuedBackend:
-    """`QueuedBackend(create_pytorch_backend(model))`: the same verbs, whose futures are not done yet.
+    """`QueuedBackend(create_pytorch_backend(model))`: the same methods, with futures that are not done yet.
 
-    Whatever else the backend has (`model`, `module`, `version`, ...) is looked up on it as it is now, whether or not
-    calls are under way.
+    Other attributes (`model`, `module`, `version`, ...) are read from the backend immediately, without waiting for
+    queued calls.
     """
 
     def __init__(self, backend: Any, *, time_limit: float = TIME_LIMIT) -> None:
@@ -62,7 +62,7 @@ class QueuedBackend:
         self._calls = _Calls(time_limit)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "backend":  # not made yet: asked for by copy and pickle
+        if name == "backend":  # not set yet: copy and pickle look it up
             raise AttributeError(name)
         return getattr(self.backend, name)
 
@@ -112,17 +112,17 @@ class QueuedBackend:
 
     @contextmanager
     def memory_warm_up(self) -> Iterator[None]:
-        """Begun and ended in the thread, behind what was submitted before."""
-        rehearsal = self.backend.memory_warm_up()
-        self._calls.submit("memory_warm_up", rehearsal.__enter__).wait()
+        """Enter and leave the backend's warm-up in the thread, after the calls submitted before."""
+        warm_up = self.backend.memory_warm_up()
+        self._calls.submit("memory_warm_up", warm_up.__enter__).wait()
         try:
             yield
         finally:
-            # What failed inside is raised by whoever waited for it; the end of the rehearsal has to come in any case.
-            self._calls.submit("memory_warm_up", partial(rehearsal.__exit__, None, None, None), always=True).wait()
+            # An error inside is raised to the caller that waits for it; the warm-up must be left in any case.
+            self._calls.submit("memory_warm_up", partial(warm_up.__exit__, None, None, None), always=True).wait()
 
     def close(self) -> None:
-        """Wait for what was submitted, then close the backend if it can be closed."""
+        """Wait for the queued calls, then close the backend if it has `close`."""
         self._calls.close(getattr(self.backend, "close", _nothing))
 
     def _submit(self, call: str, *arguments: Any) -> QueuedFuture[Any]:
@@ -139,16 +139,16 @@ class QueuedFuture(TrainFuture[T]):
         return self.result().__await__()
 
     async def result(self) -> T:
-        """Whoever gives up waiting leaves the call running."""
+        """Wait for the result; if the wait is cancelled, the call still runs."""
         return self.wait() if self._call.outcome.done() else await in_thread(self.wait)
 
     def wait(self) -> T:
-        """Blocks. The time limit is that of the call which runs: a long queue that moves is no reason to give up."""
+        """Block until the result is there. The time limit is that of the running call, not of the whole queue."""
         outcome = self._call.outcome
-        while not wait([outcome], timeout=self._calls.patience()).done:
-            self._calls.stop_if_overdue(self._call.name)
+        while not wait([outcome], timeout=self._calls.seconds_left()).done:
+            self._calls.raise_if_overdue(self._call.name)
         if (error := outcome.exception()) is not None:
-            self._calls.clear_error(self._call.fate)
+            self._calls.clear_error(self._call.chain)
             raise error
         value: T = outcome.result()
         return value
@@ -156,7 +156,7 @@ class QueuedFuture(TrainFuture[T]):
 
 @dataclass(slots=True, eq=False)
 class _CallChain:
-    """Shared by calls of which the later count on the success of the earlier."""
+    """Shared by calls that depend on the success of the calls before them."""
 
     failed: str = ""
     cause: BaseException | None = None
@@ -166,9 +166,9 @@ class _CallChain:
 @dataclass(slots=True, eq=False)
 class _Call:
     name: str
-    function: Callable[[], Any] | None  # None: the end
-    fate: _CallChain
-    always: bool = False  # also behind a failure
+    function: Callable[[], Any] | None  # None: the thread ends
+    chain: _CallChain
+    always: bool = False  # run also after a failure
     outcome: Future[Any] = field(default_factory=Future)
 
 
@@ -178,12 +178,12 @@ class _Running(NamedTuple):
 
 
 class _Calls:
-    """A thread that does one call after the other; it is left behind when the process ends, whatever it waits for."""
+    """A daemon thread that executes one call after the other; it does not keep the process alive."""
 
     def __init__(self, time_limit: float) -> None:
         self.time_limit = time_limit
         self._queue: queue.SimpleQueue[_Call] = queue.SimpleQueue()
-        self._fate = _CallChain()
+        self._chain = _CallChain()
         self._running: _Running | None = None
         self._closed = False
         self._lock = threading.Lock()
@@ -194,66 +194,66 @@ class _Calls:
     def submit(self, name: str, function: Callable[[], Any], *, always: bool = False) -> QueuedFuture[Any]:
         with self._lock:
             if self._closed:
-                raise ValueError(f"{name} comes too late: the backend is closed")
-            call = _Call(name, function, self._fate, always)
+                raise ValueError(f"{name} was called after the backend was closed")
+            call = _Call(name, function, self._chain, always)
             self._queue.put(call)
         return QueuedFuture(self, call)
 
-    def patience(self) -> float:
-        """Seconds until the call that runs has taken too long."""
+    def seconds_left(self) -> float:
+        """Return the seconds until the running call exceeds the time limit."""
         running = self._running
         return self.time_limit if running is None else max(0.0, running.since + self.time_limit - time.monotonic())
 
-    def stop_if_overdue(self, waiting_for: str) -> None:
+    def raise_if_overdue(self, waiting_for: str) -> None:
         running = self._running
-        if running is None or self.patience() > 0:
+        if running is None or self.seconds_left() > 0:
             return
-        behind = "" if running.name == waiting_for else f", and {waiting_for} waits behind it"
-        raise TimeoutError(f"{running.name} did not end within {self.time_limit:g} s{behind}")
+        behind = "" if running.name == waiting_for else f", and {waiting_for} is queued behind it"
+        raise TimeoutError(f"{running.name} did not finish within {self.time_limit:g} s{behind}")
 
-    def clear_error(self, fate: _CallChain) -> None:
-        """Its failure is known to somebody: what is submitted from now on has a fate of its own."""
-        fate.raised = True
+    def clear_error(self, chain: _CallChain) -> None:
+        """Start a new chain: the failure has been raised, and calls submitted from now on run again."""
+        chain.raised = True
         with self._lock:
-            if self._fate is fate:
-                self._fate = _CallChain()
+            if self._chain is chain:
+                self._chain = _CallChain()
 
     def close(self, end: Callable[[], None]) -> None:
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            fate = self._fate
-            last = _Call("close", end, fate, always=True)
+            chain = self._chain
+            last = _Call("close", end, chain, always=True)
             self._queue.put(last)
-            self._queue.put(_Call("", None, fate))
+            self._queue.put(_Call("", None, chain))
         QueuedFuture[None](self, last).wait()
         self._thread.join(self.time_limit)
-        if fate.cause is not None and not fate.raised:
-            logger.error("%s failed, and nobody waited for it: %s", fate.failed, fate.cause)
+        if chain.cause is not None and not chain.raised:
+            logger.error("%s failed, and its result was never awaited: %s", chain.failed, chain.cause)
 
     def _run(self) -> None:
-        if self._device is not None:  # each thread has a current device of its own
+        if self._device is not None:  # the current device is per thread
             torch.cuda.set_device(self._device)
         while (call := self._queue.get()).function is not None:
             self._running = _Running(call.name, time.monotonic())
             self._perform(call)
             self._running = None
-            del call  # nothing of it stays here while the next one is waited for
+            del call  # free its arguments while waiting for the next one
 
     def _perform(self, call: _Call) -> None:
         assert call.function is not None
-        fate = call.fate
-        if fate.cause is not None and not call.always:
-            error = NotRunError(f"{call.name} did not run, because {fate.failed} before it failed: {fate.cause}")
-            error.__cause__ = fate.cause
+        chain = call.chain
+        if chain.cause is not None and not call.always:
+            error = NotRunError(f"{call.name} did not run, because {chain.failed} before it failed: {chain.cause}")
+            error.__cause__ = chain.cause
             call.outcome.set_exception(error)
             return
         try:
             call.outcome.set_result(_value(call.function()))
-        except BaseException as error:  # noqa: BLE001 - raised again by whoever waits
-            if fate.cause is None:
-                fate.failed, fate.cause = call.name, error
+        except BaseException as error:  # noqa: BLE001 - raised again by the waiting caller
+            if chain.cause is None:
+                chain.failed, chain.cause = call.name, error
             call.outcome.set_exception(error)
 
 
@@ -264,4 +264,4 @@ def _value(result: Any) -> Any:
 
 
 def _nothing() -> None:
-    """For backends that hold nothing to be closed."""
+    """The `close` of backends without one."""

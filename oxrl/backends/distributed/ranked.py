@@ -1,8 +1,8 @@
-"""A `Backend` over several processes: a step's micro-batches divided over ranks, and what they say put together, once.
+"""A `Backend` over several processes: divides a step's micro-batches over ranks, and merges their results.
 
-Each rank gets whole micro-batches, and all get the same number of them: where a step does not divide, a rank runs the
-smallest one again with weight 0, because a pass over a sharded model is a collective. The processes are a `WorkerGroup`
-(`ranks`, or `ray`'s actors); what a rank does with its share is its worker's affair (`fsdp`, `deepspeed`).
+All ranks get the same number of micro-batches: where a step does not divide evenly, a rank runs the smallest one again
+with weight 0, because a pass over a sharded model is a collective. The processes are a `WorkerGroup` (`ranks`, or the
+actors of `ray`); what a rank does with its share is defined by its worker (`fsdp`, `deepspeed`).
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ if TYPE_CHECKING:
 
 
 class Share(NamedTuple):
-    """Which micro-batches a rank runs, and how many more it runs to keep step."""
+    """The micro-batches that a rank runs, and how many extra passes it makes to match the other ranks."""
 
-    places: tuple[int, ...]
+    indices: tuple[int, ...]
     fillers: int
 
 
 def divide(sizes: Sequence[int], ranks: int) -> list[Share]:
-    """The largest first, each to the rank with the least to do; no rank gets more than its number of them."""
-    most = -(-len(sizes) // ranks)
-    places: list[list[int]] = [[] for _ in range(ranks)]
+    """Assign the largest first, each to the rank with the smallest load; no rank gets more than its share by number."""
+    limit = -(-len(sizes) // ranks)
+    assigned: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
-    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
-        free = [rank for rank in range(ranks) if len(places[rank]) < most]
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        free = [rank for rank in range(ranks) if len(assigned[rank]) < limit]
         rank = min(free, key=lambda rank: loads[rank])
-        places[rank].append(place)
-        loads[rank] += sizes[place]
-    return [Share(tuple(sorted(own)), most - len(own)) for own in places]
+        assigned[rank].append(index)
+        loads[rank] += sizes[index]
+    return [Share(tuple(sorted(indices)), limit - len(indices)) for indices in assigned]
 
 
 class RankedWeights:
-    """The weights that all ranks hold at one version, for who samples elsewhere: a `WeightSource`."""
+    """The weights of all ranks at one version, for engines in other processes: a `WeightSource`."""
 
     def __init__(self, backend: RankedBackend) -> None:
         self._backend = backend
@@ -79,47 +79,47 @@ class RankedWeights:
         return self._facts.adapted
 
     def write(self, folder: Path) -> None:
-        """By rank 0, into a folder of its machine."""
-        self._ask("write_plain_files", folder)
+        """Write the files on rank 0, to a folder of its machine."""
+        self._call("write_plain_files", folder)
 
     def write_base(self, folder: Path) -> None:
-        self._ask("write_plain_files", folder, False)
+        self._call("write_plain_files", folder, False)
 
     def write_adapter(self, folder: Path) -> None:
-        self._ask("write_adapter_files", folder)
+        self._call("write_adapter_files", folder)
 
-    def send(self, place: Rendezvous) -> None:
-        """By rank 0; the meeting's address must lead to this process from its machine too."""
-        if trouble := self._ask("send_plain_weights", place):
-            raise TransferError(trouble)
+    def send(self, rendezvous: Rendezvous) -> None:
+        """Send from rank 0; its machine must be able to reach this process at the rendezvous address."""
+        if message := self._call("send_plain_weights", rendezvous):
+            raise TransferError(message)
 
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
-        said: tuple[float, ...] = self._ask("say_logprobs", tuple(tokens))
-        return said
+        logprobs: tuple[float, ...] = self._call("sequence_logprobs", tuple(tokens))
+        return logprobs
 
-    def _ask(self, call: str, *arguments: Any) -> Any:
-        self._stop_if_moved_on()
-        said = self._backend.ask(call, *arguments)
-        self._stop_if_moved_on()  # a step that was submitted before may have been under way
-        return said
+    def _call(self, call: str, *arguments: Any) -> Any:
+        self._check_version()
+        result = self._backend.call(call, *arguments)
+        self._check_version()  # an optimizer step that was submitted before may have run meanwhile
+        return result
 
-    def _stop_if_moved_on(self) -> None:
+    def _check_version(self) -> None:
         if self._backend.version != self._facts.version:
             raise StaleWeightsError(
-                f"version {self._facts.version} of the weights was asked for, and the ranks have moved on to "
-                f"{self._backend.version}: hand weights over before the next optimizer step"
+                f"version {self._facts.version} of the weights was requested, but the ranks have version "
+                f"{self._backend.version}: sync the engines before the next optimizer step"
             )
 
 
 class RankedBackend:
-    """A `Backend` whose model is spread over all ranks, by workers that `build` makes."""
+    """A `Backend` whose model is sharded over all ranks, by workers that `build` creates."""
 
     def __init__(self, ranks: WorkerGroup, build: Build) -> None:
         self.ranks = ranks
         self._number = ranks.start(build)
-        self.facts: Facts = self.ask("facts")
-        self._whole: PreTrainedModel | None = None
-        self._whole_version: int | None = None  # None: it differs in all weights, frozen ones too
+        self.facts: Facts = self.call("facts")
+        self._full_model: PreTrainedModel | None = None
+        self._full_version: int | None = None  # None: all of its weights are outdated, frozen ones too
 
     @property
     def layout(self) -> Layout:
@@ -135,21 +135,21 @@ class RankedBackend:
 
     @property
     def model(self) -> PreTrainedModel:
-        """A copy in one piece, where rank 0 is this process; made when first asked for, and kept from then on."""
-        if self._whole is None:
+        """An unsharded copy, where rank 0 is this process; created on first access, then kept."""
+        if self._full_model is None:
             if not isinstance(self.ranks, Ranks):
                 raise ValueError(
-                    "the model is spread over other processes, and there is no copy of it here: sample with an engine "
-                    "that has weights of its own (vllm or http), not with the embedded one"
+                    "the model is sharded over other processes, and this process has no copy: sample with an engine "
+                    "that has its own weights (vllm or http), not with the embedded one"
                 )
-            self.ask("fill_whole", True)
-            self._whole = self.ranks.here(self._number).whole
-            self._whole_version = self.version
-        assert self._whole is not None, "rank 0 has made it"
-        return self._whole
+            self.call("update_full_model", True)
+            self._full_model = self.ranks.here(self._number).full_model
+            self._full_version = self.version
+        assert self._full_model is not None, "created by rank 0"
+        return self._full_model
 
     def set_temperature(self, temperature: float) -> None:
-        self.ask("set_temperature", temperature)
+        self.call("set_temperature", temperature)
 
     def logprobs(
         self, batches: Sequence[Batch], which: str = "policy", reads: Mapping[str, Read] = MappingProxyType({})
@@ -158,11 +158,11 @@ class RankedBackend:
         arguments = [(own, which, dict(reads)) for own in _filled(batches, shares)]
         replies = self.ranks.call_with_shares(self._number, "logprobs", arguments)
         found = {
-            place: outputs
+            index: outputs
             for share, reply in zip(shares, replies, strict=True)
-            for place, outputs in zip(share.places, reply, strict=False)  # what fillers said is left out
+            for index, outputs in zip(share.indices, reply, strict=False)  # without the outputs of fillers
         }
-        return ImmediateTrainFuture([found[place] for place in range(len(batches))])
+        return ImmediateTrainFuture([found[index] for index in range(len(batches))])
 
     def forward_backward(
         self, batches: Sequence[Batch], algorithm: Algorithm, counts: Counts
@@ -177,64 +177,64 @@ class RankedBackend:
         return ImmediateTrainFuture(sum_parts([part for reply in replies for part in reply], counts))
 
     def optim_step(self) -> TrainFuture[dict[str, float]]:
-        metrics, version = self.ask("optim_step")
+        metrics, version = self.call("optim_step")
         self.facts = self.facts._replace(version=version)
         return ImmediateTrainFuture(metrics)
 
     def get_weights(self) -> TrainFuture[Weights]:
-        if self._whole is not None and self._whole_version != self.version:
-            self.ask("fill_whole", self._whole_version is None)
-            self._whole_version = self.version
-        return ImmediateTrainFuture(Weights(self._whole, self.version, RankedWeights(self)))
+        if self._full_model is not None and self._full_version != self.version:
+            self.call("update_full_model", self._full_version is None)
+            self._full_version = self.version
+        return ImmediateTrainFuture(Weights(self._full_model, self.version, RankedWeights(self)))
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
-        self.ask("load_weights", {name: tensor.detach().cpu() for name, tensor in weights.items()})
-        self._whole_version = None
+        self.call("load_weights", {name: tensor.detach().cpu() for name, tensor in weights.items()})
+        self._full_version = None
         return ImmediateTrainFuture(None)
 
     def update_reference(self, decay: float) -> TrainFuture[None]:
-        self.ask("update_reference", decay)
+        self.call("update_reference", decay)
         return ImmediateTrainFuture(None)
 
     def release_memory(self) -> TrainFuture[None]:
-        """Leave to others on the ranks' devices what torch keeps for later."""
-        self.ask("release_memory")
+        """Return torch's cached memory to the ranks' devices, for other processes on them."""
+        self.call("release_memory")
         return ImmediateTrainFuture(None)
 
     def save(self, path: Path) -> TrainFuture[None]:
-        """Plain weights for everybody in `path`, and each rank's part of the training state beside them."""
-        self.ask("write_model_files", path)
-        self.ask("save_shards", path)
+        """Write plain weights to `path`, and each rank's part of the training state next to them."""
+        self.call("write_model_files", path)
+        self.call("save_shards", path)
         return ImmediateTrainFuture(None)
 
     def load(self, path: Path) -> TrainFuture[None]:
-        self.ask("load_shards", path)
-        self.facts = self.ask("facts")
-        self._whole_version = None
+        self.call("load_shards", path)
+        self.facts = self.call("facts")
+        self._full_version = None
         return ImmediateTrainFuture(None)
 
     def load_heads(self, path: Path) -> None:
-        """A model that was trained with heads goes on with them."""
-        self.ask("load_heads", path)
+        """Load the heads of a model that was trained with heads."""
+        self.call("load_heads", path)
 
     @contextmanager
     def memory_warm_up(self) -> Iterator[None]:
-        """Inside, every rank's memory is as full as in later steps; then all is as it was."""
-        self.ask("warm_up_memory", True)
-        with ExitStack() as afterwards:
-            afterwards.callback(self.ask, "warm_up_memory", False)
+        """Allocate gradients and optimizer state on every rank inside the block; free them afterwards."""
+        self.call("warm_up_memory", True)
+        with ExitStack() as stack:
+            stack.callback(self.call, "warm_up_memory", False)
             yield
 
     def close(self) -> None:
-        """Free what the ranks hold of this model; they go on serving others."""
+        """Free this model on the ranks; they keep serving others."""
         self.ranks.release(self._number)
 
-    def ask(self, call: str, *arguments: Any) -> Any:
-        """What rank 0 says; for calls of which all ranks know the same."""
+    def call(self, call: str, *arguments: Any) -> Any:
+        """Call a handler on all ranks, and return the result of rank 0."""
         return self.ranks.call(self._number, call, *arguments)[0]
 
 
 def _filled(batches: Sequence[Batch], shares: Sequence[Share]) -> list[list[Batch]]:
-    """Each rank's micro-batches; the smallest of the step fills up."""
+    """Return each rank's micro-batches; the smallest of the step is the filler."""
     smallest = min(batches, key=lambda batch: batch.num_tokens)
-    return [[*(batches[place] for place in share.places), *[smallest] * share.fillers] for share in shares]
+    return [[*(batches[index] for index in share.indices), *[smallest] * share.fillers] for share in shares]

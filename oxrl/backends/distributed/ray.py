@@ -1,8 +1,8 @@
-"""The ranks of a backend as Ray actors: the same workers, with a process group among themselves and the driver outside.
+"""The ranks of a backend as Ray actors: the same workers in one process group, with the driver outside of it.
 
-`RayRanks` does for the driver what `Ranks` does for rank 0: one call on all ranks, replies put together, the first
-cause of a failure told with its rank. Every wait has an end. A rank that was lost is not replaced here: its weights are
-gone, so the run goes on from its last checkpoint.
+`RayRanks` does for the driver what `Ranks` does for rank 0: one call on all ranks, merged replies, and an error that
+names the rank that failed first. Every wait has a time limit. A lost rank is not replaced: its shard is gone, so the
+run resumes from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from oxrl.backends.distributed.ranks import (
     TIME_LIMIT,
     Build,
     Command,
-    Hosted,
     LostRankError,
     RankError,
     Reply,
+    WorkerHost,
     first_line,
     is_lost_peer,
     merge_errors,
@@ -43,42 +43,42 @@ from oxrl.weights.checkpoint_names import adapter_files, plain_weights
 
 logger = logging.getLogger(__name__)
 
-CALL_LIMIT = 3600.0  # seconds that one call may take on all ranks, the loading of a model included
+CALL_LIMIT = 3600.0  # seconds that one call may take on all ranks, including loading a model
 _STREAMS = count(1)
-WORD_SECONDS = 5.0  # that a rank which lost its peer gives the peer's own failure to arrive first
+PEER_ERROR_SECONDS = 5.0  # to wait for a rank's own error after another reported a lost connection to it
 
 
 class RayRanks:
-    """`RayRanks(2)`: actors of the Ray cluster that this process is connected to, each with a place of its own.
+    """`RayRanks(2)`: actors of the Ray cluster that this process is connected to, each in its own bundle.
 
-    `time_limit` bounds a collective among the ranks, and how much later than the first the last of them may answer;
-    `call_limit` bounds a whole call. `places` that are given are left to whoever gave them; with `share` less than 1
-    an engine can have the rest of each.
+    `time_limit` bounds a collective among the ranks, and the time between the first and the last reply; `call_limit`
+    bounds a call. `bundles` that are passed in are not freed here; with `share` below 1 an engine can use the rest of
+    each.
     """
 
     def __init__(
         self,
         world: int,
         *,
-        places: Bundles | None = None,
+        bundles: Bundles | None = None,
         share: float = 1.0,
         time_limit: float = TIME_LIMIT,
         call_limit: float = CALL_LIMIT,
     ) -> None:
-        if world < 1 or (places is not None and len(places) < world):
-            raise ValueError(f"{world} ranks do not fit {len(places) if places is not None else 'any'} places")
+        if world < 1 or (bundles is not None and len(bundles) < world):
+            raise ValueError(f"{world} ranks do not fit into {len(bundles) if bundles is not None else 'any'} bundles")
         ray = import_ray()
         self.world, self.time_limit, self.call_limit = world, time_limit, call_limit
-        self.places = places or reserve(world)
-        self._own_places = places is None
+        self.bundles = bundles or reserve(world)
+        self._owns_bundles = bundles is None
         self._started = 0
         self._broken: str | None = None
-        self._lock = threading.Lock()  # two calls that reach two ranks in another order would wait for each other
+        self._lock = threading.Lock()  # two calls that reach two ranks in different orders would deadlock
         actor = ray.remote(max_restarts=0, max_task_retries=0)(RankActor)
-        self._actors = [actor.options(**self.places.options(rank, share)).remote(rank) for rank in range(world)]
+        self._actors = [actor.options(**self.bundles.options(rank, share)).remote(rank) for rank in range(world)]
         self.processes: list[Process | None] = [None] * world
         try:
-            rendezvous = self._gather("start", [self._actors[0].meeting_point.remote()])[0]
+            rendezvous = self._gather("start", [self._actors[0].rendezvous_address.remote()])[0]
             joining = [actor.join.remote(world, *rendezvous, time_limit) for actor in self._actors]
             self.processes = self._gather("join", joining)
         except BaseException:
@@ -86,64 +86,64 @@ class RayRanks:
             raise
 
     def start(self, build: Build) -> int:
-        """Make a worker on every rank; returns the number to call it by."""
+        """Create a worker on every rank; return its number, for calls."""
         self._started += 1
         self.call(self._started, "start", build)
         return self._started
 
     def call(self, target: int, call: str, *arguments: Any) -> list[Any]:
-        """What each rank returns, rank 0 first."""
-        shared = self._sent(Command(target, call, arguments))
-        return self._call_each(call, [shared] * self.world)
+        """Return the result of each rank, rank 0 first."""
+        command = self._put(Command(target, call, arguments))
+        return self._call_each(call, [command] * self.world)
 
     def call_with_shares(self, target: int, call: str, shares: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """The same call with other arguments on each rank."""
-        return self._call_each(call, [self._sent(Command(target, call, arguments)) for arguments in shares])
+        """Make the same call with different arguments on each rank; return the result of each."""
+        return self._call_each(call, [self._put(Command(target, call, arguments)) for arguments in shares])
 
     def release(self, target: int) -> None:
-        if self._broken is None:  # else there is nothing left to free but the actors themselves
+        if self._broken is None:  # else only the actors are left to free
             self.call(target, "release")
 
     def stop(self) -> None:
-        """End the actors, and give their places back."""
+        """End the actors, and free their bundles if they were reserved here."""
         self._broken = self._broken or "the ranks were stopped"
         for actor, process in zip(self._actors, self.processes, strict=True):
             end_actor(actor, process)
-        if self._own_places:
-            self.places.free()
+        if self._owns_bundles:
+            self.bundles.free()
 
-    def _sent(self, command: Command) -> Any:
+    def _put(self, command: Command) -> Any:
         try:
             return import_ray().put(command)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ValueError(
-                f"{command.call} has an argument that cannot travel to another process ({first_line(error)}); use "
-                "functions of a module instead of ones made on the spot"
+                f"{command.call} has an argument that cannot be pickled ({first_line(error)}): use module-level "
+                "functions instead of lambdas and local functions"
             ) from error
 
     def _call_each(self, call: str, commands: Sequence[Any]) -> list[Any]:
         with self._lock:
             if self._broken is not None:
-                raise RankError(f"{call} cannot run any more: {self._broken}")
+                raise RankError(f"{call} cannot run after a failure: {self._broken}")
             return self._gather(
                 call, [actor.perform.remote(command) for actor, command in zip(self._actors, commands, strict=True)]
             )
 
     def _gather(self, call: str, references: Sequence[Any]) -> list[Any]:
-        """The values of all; or the first cause of a failure, as soon as it is known."""
-        asked = time.monotonic()
+        """Return the values of all ranks; raise the first cause of a failure as soon as it is known."""
+        started = time.monotonic()
         replies = self._replies(call, references)
         missing = [rank for rank in range(len(references)) if rank not in replies]
         failed = [(rank, reply.error) for rank, reply in sorted(replies.items()) if reply.error is not None]
         if not failed and not missing:
             return [replies[rank].value for rank in range(len(references))]
-        seconds = time.monotonic() - asked
-        silent = f"no word from rank {', '.join(map(str, missing))} within {seconds:.0f} s, which died or hangs"
+        seconds = time.monotonic() - started
+        no_reply = f"no reply from rank {', '.join(map(str, missing))} within {seconds:.0f} s, which died or hangs"
         if not failed:
-            error: Exception = LostRankError(f"{call}: {silent}")
+            error: Exception = LostRankError(f"{call}: {no_reply}")
         else:
             lost = missing and all(is_lost_peer(each) for _, each in failed)
-            error = merge_errors(call, failed, f"; {silent}" if lost else "")
+            error = merge_errors(call, failed, f"; {no_reply}" if lost else "")
         if isinstance(error, RankError):
             self._broken = str(error)
         raise error from (failed[0][1] if failed else None)
@@ -159,14 +159,14 @@ class RayRanks:
                 return replies
             rank = waiting.pop(ready[0])
             replies[rank] = _reply(call, ready[0])
-            until = min(until, time.monotonic() + self._patience(replies[rank].error))
+            until = min(until, time.monotonic() + self._seconds_to_wait(replies[rank].error))
         return replies
 
-    def _patience(self, error: Exception | None) -> float:
-        """How long to wait for the others when one has answered."""
-        if error is None or isinstance(error, ValueError | NonFiniteError):  # all come out of what is a mistake
+    def _seconds_to_wait(self, error: Exception | None) -> float:
+        """Return how long to wait for the other ranks after one has replied."""
+        if error is None or isinstance(error, ValueError | NonFiniteError):  # usually on all ranks: all reply
             return self.time_limit
-        return WORD_SECONDS if is_lost_peer(error) else 0.0
+        return PEER_ERROR_SECONDS if is_lost_peer(error) else 0.0
 
 
 def _reply(call: str, reference: Any) -> Reply:
@@ -181,15 +181,15 @@ def _reply(call: str, reference: Any) -> Reply:
 
 
 class RankActor:
-    """One rank, inside of its actor."""
+    """One rank, inside its actor."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self._hosted = Hosted(rank, {"put_bucket": self._put_bucket, "read_adapter": read_adapter})
+        self._host = WorkerHost(rank, {"put_bucket": self._put_bucket, "read_adapter": read_adapter})
         self._streams: dict[int, Iterator[Bucket]] = {}
 
-    def meeting_point(self) -> tuple[str, int]:
-        """Where the ranks find each other: the machine of the first, and a port that is free there."""
+    def rendezvous_address(self) -> tuple[str, int]:
+        """Return the address of this machine and a free port, at which the ranks connect."""
         from ray.util import get_node_ip_address
 
         with socket.socket() as free:
@@ -198,7 +198,7 @@ class RankActor:
             return address, int(free.getsockname()[1])
 
     def join(self, world: int, address: str, port: int, time_limit: float) -> Reply:
-        """The environment that torchrun would have given this rank, and the process group."""
+        """Set the environment as torchrun does, and join the process group."""
         import torch
         import torch.distributed as dist
 
@@ -207,7 +207,7 @@ class RankActor:
             "MASTER_PORT": str(port),
             "RANK": str(self.rank),
             "WORLD_SIZE": str(world),
-            "LOCAL_RANK": "0",  # Ray shows an actor no device but its own
+            "LOCAL_RANK": "0",  # Ray makes only its own device visible to an actor
         }
         on_gpu = torch.cuda.is_available()
         if on_gpu:
@@ -219,13 +219,13 @@ class RankActor:
         return Reply(Process.current())
 
     def perform(self, command: Command) -> Reply:
-        return self._hosted.perform(command)
+        return self._host.perform(command)
 
-    def _put_bucket(self, worker: Worker, stream: int, most: int, adapter: bool) -> Any:
-        """A reference to the next bucket of this stream, from rank 0; None at the end, and from the others."""
+    def _put_bucket(self, worker: Worker, stream: int, max_bytes: int, adapter: bool) -> Any:
+        """Return a reference to the next bucket of this stream on rank 0; None at the end, and on other ranks."""
         if stream not in self._streams:
             weights = plain_weights(worker.module, worker.full, adapter=adapter)
-            self._streams = {stream: in_buckets(weights, most, keep=self.rank == 0)}
+            self._streams = {stream: in_buckets(weights, max_bytes, keep=self.rank == 0)}
         bucket = next(self._streams[stream], None)
         if bucket is None:
             del self._streams[stream]
@@ -234,21 +234,21 @@ class RankActor:
 
 
 class RayWeights(RankedWeights):
-    """The weights that actors hold at one version; who samples gets references to them, and the driver no more."""
+    """The weights of the actors at one version; engines get references to them, which bypass the driver."""
 
-    def references(self, most: int = BUCKET_BYTES, *, adapter: bool = True) -> Iterator[Any]:
-        """To one `Bucket` after the other, each put into the object store by rank 0 when it is asked for."""
+    def references(self, max_bytes: int = BUCKET_BYTES, *, adapter: bool = True) -> Iterator[Any]:
+        """Yield references to one `Bucket` after the other; rank 0 puts each into the object store on demand."""
         stream = next(_STREAMS)
-        while (reference := self._ask("put_bucket", stream, most, adapter)) is not None:
+        while (reference := self._call("put_bucket", stream, max_bytes, adapter)) is not None:
             yield reference
 
     def adapter_files(self) -> dict[str, bytes]:
-        files: dict[str, bytes] = self._ask("read_adapter")
+        files: dict[str, bytes] = self._call("read_adapter")
         return files
 
 
 def read_adapter(worker: Worker) -> dict[str, bytes]:
-    """The files of an adapter, by name, from rank 0: they are small."""
+    """Return the files of the adapter by name, on rank 0."""
     return adapter_files(partial(write_adapter_files, worker))
 
 
@@ -260,10 +260,10 @@ class RayBackend(RankedBackend):
 
 
 def create_ray_backend(ranks: RayRanks, build: Build, *, time_limit: float | None = None) -> QueuedBackend:
-    """A backend whose workers are actors and whose calls are futures that are not done yet.
+    """Create a backend whose workers are actors and whose calls return futures that are not done yet.
 
     `create_ray_backend(RayRanks(2), partial(fsdp.build_worker, load, {}, Settings(lr=1e-4)))`.
     """
-    # Several calls of the ranks can be one call of the backend, as in `save`.
+    # One call of the backend can be several calls of the ranks, as in `save`.
     limit = 4 * ranks.call_limit if time_limit is None else time_limit
     return QueuedBackend(RayBackend(ranks, build), time_limit=limit)

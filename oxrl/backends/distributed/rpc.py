@@ -1,6 +1,6 @@
-"""What one rank does when it is asked: verbs over its worker, each the same call on all ranks at the same time.
+"""RPC handlers of one rank: functions over its worker, each called on all ranks at the same time.
 
-A worker's own verbs are asked for by name; those here are made of them. Who asks, and how, is in `ranks`.
+A worker's methods can be called by name; the handlers here combine them. How calls are sent is in `ranks`.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ if TYPE_CHECKING:
 
 
 class Worker(Protocol):
-    """One rank's part of a backend. Every verb is called on all ranks at once."""
+    """One rank's part of a backend. Every method is called on all ranks at the same time."""
 
     module: LanguageModel  # sharded
     layout: Layout
     version: int
-    dtype: torch.dtype  # that the model was loaded in, and is written in
-    whole: PreTrainedModel | None  # on rank 0, once somebody has asked for a copy in one piece; it begins as None
+    dtype: torch.dtype  # in which the model was loaded, and is saved
+    full_model: PreTrainedModel | None  # an unsharded copy on rank 0, created by `update_full_model`; None before
 
     def full(self, parameter: Tensor) -> Tensor:
-        """The whole of one parameter or buffer on every rank, in the precision that the model was loaded in."""
+        """Return one full parameter or buffer on every rank, in the precision in which it was loaded."""
         ...
 
     def fresh(self) -> PreTrainedModel:
-        """An unsharded model of the same make, whose weights do not matter; called on rank 0 alone."""
+        """Return an unsharded model of the same architecture with any weights; called on rank 0 only."""
         ...
 
     def logprobs(
@@ -84,20 +84,20 @@ class Worker(Protocol):
 
 
 def perform(worker: Any, call: str, arguments: tuple[Any, ...]) -> Any:
-    """A verb of this file (they are made of a worker's), or one that the worker has as it is."""
-    verb = VERBS.get(call)
-    return value_of(verb(worker, *arguments) if verb else getattr(worker, call)(*arguments))
+    """Call a handler of this module, or a method of the worker."""
+    handler = HANDLERS.get(call)
+    return value_of(handler(worker, *arguments) if handler else getattr(worker, call)(*arguments))
 
 
 def value_of(result: Any) -> Any:
-    """What a worker answered; its futures are always done."""
+    """Return the value of a worker's result; its futures are always done."""
     return result.value if isinstance(result, ImmediateTrainFuture) else result
 
 
 def add_gradients(
     worker: Worker, batches: Sequence[Batch], fillers: int, named: NamedAlgorithm, counts: Counts
 ) -> list[Part]:
-    """One rank's micro-batches, the last `fillers` of which only keep step with the other ranks."""
+    """Accumulate gradients of a rank's micro-batches; the last `fillers` of them have weight 0."""
     algorithm = named.rebuilt()
     real = len(batches) - fillers
     weights = [1.0] * real + [0.0] * fillers
@@ -110,7 +110,7 @@ def add_gradients(
 
 
 class Facts(NamedTuple):
-    """What a driver needs to know of a model that it does not have."""
+    """What a driver needs to know about a model that it does not hold."""
 
     layout: Layout
     version: int
@@ -126,48 +126,48 @@ def facts(worker: Worker) -> Facts:
 
 
 def optim_step(worker: Worker) -> tuple[dict[str, float], int]:
-    """Also says which version it led to."""
+    """Step, and return metrics and the new version."""
     metrics: dict[str, float] = value_of(worker.optim_step())
     return metrics, worker.version
 
 
 def write_plain_files(worker: Worker, folder: Path, adapter: bool = True) -> None:
-    """The weights as an engine loads them, by rank 0; the other ranks bring theirs."""
-    if _is_first():
+    """Write the weights as an engine loads them, on rank 0; the other ranks take part in gathering."""
+    if _is_rank_0():
         write_weights(worker.module, folder, worker.full, adapter=adapter)
     else:
         pass_weights(worker.module, worker.full, adapter=adapter)
 
 
-def send_plain_weights(worker: Worker, place: Rendezvous) -> str:
-    """The weights to engines elsewhere, by rank 0; the other ranks bring theirs. Says what went wrong on the way."""
-    if not _is_first():
+def send_plain_weights(worker: Worker, rendezvous: Rendezvous) -> str:
+    """Send the weights to remote engines, from rank 0; the others take part in gathering. Return an error message."""
+    if not _is_rank_0():
         pass_weights(worker.module, worker.full)
         return ""
-    weights, trouble = plain_weights(worker.module, worker.full), ""
+    weights, message = plain_weights(worker.module, worker.full), ""
     try:
-        send(weights, place)
+        send(weights, rendezvous)
     except TransferError as error:
-        trouble = str(error)
-        for _ in weights:  # the other ranks go on bringing theirs
+        message = str(error)
+        for _ in weights:  # the other ranks still gather
             pass
-    return trouble
+    return message
 
 
 def write_adapter_files(worker: Worker, folder: Path) -> None:
     weights = adapter_weights(worker.module, worker.full)
-    if _is_first():
+    if _is_rank_0():
         write_adapter(worker.module, folder, weights)
 
 
 def write_model_files(worker: Worker, folder: Path) -> None:
-    """What everybody can load: the adapter alone or plain weights, and the heads beside them."""
+    """Write files that transformers or PEFT can load: plain weights or the adapter alone; and the heads."""
     if hasattr(worker.module.model, "peft_config"):
         write_adapter_files(worker, folder)
     else:
         write_plain_files(worker, folder)
     heads = {name: worker.full(weight) for name, weight in worker.module.heads.state_dict(keep_vars=True).items()}
-    if not _is_first():
+    if not _is_rank_0():
         return
     if heads:
         save_file({name: weight.cpu().contiguous() for name, weight in heads.items()}, folder / HEADS)
@@ -176,8 +176,8 @@ def write_model_files(worker: Worker, folder: Path) -> None:
         inner.generation_config.save_pretrained(folder)
 
 
-def say_logprobs(worker: Worker, tokens: Sequence[int]) -> tuple[float, ...]:
-    """Of each token but the first, at temperature 1: one pass of the sharded model, the same on all ranks."""
+def sequence_logprobs(worker: Worker, tokens: Sequence[int]) -> tuple[float, ...]:
+    """Return log-probs of each token but the first at temperature 1, by one pass of the sharded model."""
     mask = np.arange(len(tokens)) > 0
     before = worker.module.temperature
     worker.set_temperature(1.0)
@@ -189,25 +189,25 @@ def say_logprobs(worker: Worker, tokens: Sequence[int]) -> tuple[float, ...]:
 
 
 @torch.no_grad()
-def fill_whole(worker: Worker, everything: bool) -> None:
-    """Bring rank 0's copy in one piece up to date, or make one; only what is trained changes by training."""
-    if _is_first() and worker.whole is None:
-        worker.whole = worker.fresh()
-    targets = dict(worker.whole.named_parameters()) if worker.whole is not None else {}
+def update_full_model(worker: Worker, everything: bool) -> None:
+    """Update rank 0's unsharded copy, or create it; without `everything`, only the trained weights."""
+    if _is_rank_0() and worker.full_model is None:
+        worker.full_model = worker.fresh()
+    targets = dict(worker.full_model.named_parameters()) if worker.full_model is not None else {}
     for name, parameter in worker.module.model.named_parameters():
         if everything or parameter.requires_grad:
-            whole = worker.full(parameter)
+            weight = worker.full(parameter)
             if targets:
-                targets[name].copy_(whole)
+                targets[name].copy_(weight)
 
 
-def _is_first() -> bool:
+def _is_rank_0() -> bool:
     return dist.get_rank() == 0
 
 
-VERBS: Mapping[str, Callable[..., Any]] = {
-    verb.__name__: verb
-    for verb in (
+HANDLERS: Mapping[str, Callable[..., Any]] = {
+    handler.__name__: handler
+    for handler in (
         add_gradients,
         facts,
         optim_step,
@@ -215,8 +215,8 @@ VERBS: Mapping[str, Callable[..., Any]] = {
         send_plain_weights,
         write_adapter_files,
         write_model_files,
-        say_logprobs,
-        fill_whole,
+        sequence_logprobs,
+        update_full_model,
     )
 }
 

@@ -1,8 +1,8 @@
-"""What one rank's part of a backend has, whatever engine shards its model: the local backend, over what rank 0 loaded.
+"""One rank's worker, whichever engine shards the model: the local backend over a shard of the model that rank 0 loaded.
 
-Rank 0 loads, every rank builds the same model empty, and gets its part weight by weight; then all prove together that
-they speak as the whole did. An engine's file says how a part is kept, brought together, updated and saved (`fsdp`,
-`deepspeed`); the verbs that all ranks do are in `ranks`.
+Rank 0 loads the model; every rank builds it empty and receives its shard weight by weight; then all ranks check that
+the sharded model has the log-probs of the loaded one. How shards are stored, gathered, updated and saved is defined per
+engine (`fsdp`, `deepspeed`); the calls that all ranks execute are in `rpc`.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ if TYPE_CHECKING:
     from oxrl.types import Batch
 
 RANDOM = "random:"
-LOAD_LIMIT = 3600.0  # seconds that ranks wait for each other while a model is read, which no other call takes
+LOAD_LIMIT = 3600.0  # seconds that ranks wait for each other while rank 0 loads a model
 T = TypeVar("T")
 Load: TypeAlias = Callable[[], Any]
-"""Gives a model; it travels: `partial(load_model, "tiny")`. Rank 0 calls it as it is, and every rank once more inside
-`torch.device("meta")`, for a model of the same make without weights."""
+"""Returns a model; it is pickled: `partial(load_model, "tiny")`. Rank 0 calls it, and every rank calls it inside
+`torch.device("meta")`, for a model of the same architecture without weights."""
 
 
 class Settings(NamedTuple):
-    """What a worker is made of; the same names and defaults as for the local backend."""
+    """Training settings of a worker, with the names and defaults of the local backend."""
 
     lr: float = 1e-5
     weight_decay: float = 0.01
@@ -61,14 +61,14 @@ class Settings(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """Some rows, and the log-probs that the whole model gave their tokens where it was loaded."""
+    """Some rows, and the log-probs of their tokens by the unsharded model on rank 0."""
 
     batch: Batch
-    said: Tensor
+    logprobs: Tensor
 
 
 class ShardedModel(NamedTuple):
-    """A module in this rank's part, and the precision that each of its weights was loaded in."""
+    """This rank's shard of a module, and the precision in which each of its weights was loaded."""
 
     module: LanguageModel
     dtypes: Mapping[str, torch.dtype]
@@ -76,13 +76,13 @@ class ShardedModel(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the model as a whole."""
+        """The precision of the model: that of its input embedding."""
         embedding = self.module.inner.get_input_embeddings().weight
         return self.dtypes[next(name for name, tensor in tensors_of(self.module).items() if tensor is embedding)]
 
 
-class Told(NamedTuple):
-    """What rank 0, which has loaded the model, tells the others of it."""
+class LoadedModel(NamedTuple):
+    """What rank 0 broadcasts about the model that it loaded."""
 
     probed: Probed
     attention: str
@@ -91,36 +91,36 @@ class Told(NamedTuple):
 
 
 class Broadcast(Protocol):
-    """The whole of one weight that rank 0 has loaded, on every rank: all ask for the same ones in the same order."""
+    """Returns one full weight that rank 0 loaded, on every rank. A collective: all ranks call it in the same order."""
 
     def __call__(self, name: str, shape: torch.Size, device: torch.device) -> Tensor: ...
 
 
 Materialize: TypeAlias = Callable[[ShardedModel, torch.device, Broadcast], Any]
-"""Gives an empty module weights on a device, of which each rank keeps its part."""
+"""Gives an empty module its weights on a device; each rank keeps its shard."""
 
 
-def spread(
-    load: Load, heads: Sequence[str], temperature: float, place: Materialize, *, frozen: bool = False
+def shard_model(
+    load: Load, heads: Sequence[str], temperature: float, materialize: Materialize, *, frozen: bool = False
 ) -> ShardedModel:
-    """Rank 0 loads, and proves the layout on the whole model; all build an empty one, for `place` to fill."""
-    loaded, module = _all_or_none(partial(_build, load, heads, temperature))
-    (told,) = _from_first([_describe(loaded)] if loaded is not None else [None])
-    module.layout, module.probed = told.probed.layout, told.probed
+    """Load on rank 0 and choose the layout there; build an empty model on all ranks, which `materialize` fills."""
+    loaded, module = _on_all_ranks(partial(_build, load, heads, temperature))
+    (described,) = _from_rank_0([_describe(loaded)] if loaded is not None else [None])
+    module.layout, module.probed = described.probed.layout, described.probed
     register_attention()
-    module.inner.set_attn_implementation(told.attention)
+    module.inner.set_attn_implementation(described.attention)
     if frozen:
         module.eval().requires_grad_(False)
-    made = ShardedModel(module, told.dtypes, told.probe)
-    found = tensors_of(loaded) if loaded is not None else {}
+    sharded = ShardedModel(module, described.dtypes, described.probe)
+    weights = tensors_of(loaded) if loaded is not None else {}
     with torch.no_grad():
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        place(made, device, partial(_broadcast, found, told.dtypes))
+        materialize(sharded, device, partial(_broadcast, weights, described.dtypes))
     if loaded is not None:
-        for name in ("generation_config", "_weight_conversions"):  # which come with weights
+        for name in ("generation_config", "_weight_conversions"):  # set when weights are loaded
             if hasattr(loaded.inner, name):
                 setattr(module.inner, name, getattr(loaded.inner, name))
-    return made
+    return sharded
 
 
 def _build(load: Load, heads: Sequence[str], temperature: float) -> tuple[LanguageModel | None, LanguageModel]:
@@ -129,15 +129,15 @@ def _build(load: Load, heads: Sequence[str], temperature: float) -> tuple[Langua
         loaded = LanguageModel(load(), heads, temperature=temperature)
         prepare_layout(loaded)
     with torch.device("meta"), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*which is a no-op")  # nothing shall be copied yet
+        warnings.filterwarnings("ignore", ".*which is a no-op")  # no weight is copied yet
         return loaded, LanguageModel(load(), heads, temperature=temperature)
 
 
 @torch.no_grad()
-def _describe(module: LanguageModel) -> Told:
-    assert module.probed is not None, "it was prepared"
+def _describe(module: LanguageModel) -> LoadedModel:
+    assert module.probed is not None, "prepare_layout was called"
     batch = probe_batch(module.inner)
-    return Told(
+    return LoadedModel(
         module.probed,
         module.inner.config._attn_implementation,
         {name: tensor.dtype for name, tensor in tensors_of(module).items()},
@@ -146,49 +146,49 @@ def _describe(module: LanguageModel) -> Told:
 
 
 def _broadcast(
-    found: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor],
     dtypes: Mapping[str, torch.dtype],
     name: str,
     shape: torch.Size,
     device: torch.device,
 ) -> Tensor:
-    whole = torch.empty(shape, dtype=dtypes[name], device=device)
-    if found:
-        whole.copy_(found[name])
-    dist.broadcast(whole, 0)
-    return whole
+    full = torch.empty(shape, dtype=dtypes[name], device=device)
+    if weights:
+        full.copy_(weights[name])
+    dist.broadcast(full, 0)
+    return full
 
 
-def _all_or_none(make: Callable[[], T]) -> T:
-    """What each rank makes; where one cannot, its reason on all of them, so that nobody waits for it."""
-    patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=LOAD_LIMIT))
-    made, error = None, None
+def _on_all_ranks(function: Callable[[], T]) -> T:
+    """Return `function()`; if it fails on any rank, raise that error on all of them, so that none waits for it."""
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=LOAD_LIMIT))
+    result, error = None, None
     try:
-        made = make()
+        result = function()
     except Exception as caught:  # noqa: BLE001 - raised again below, on every rank
         error = portable(caught)
     errors: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error, group=patient)
-    dist.destroy_process_group(patient)
+    dist.all_gather_object(errors, error, group=group)
+    dist.destroy_process_group(group)
     for failed in (error, *errors):
         if failed is not None:
             raise failed
-    assert made is not None, "there was no error"
-    return made
+    assert result is not None, "there was no error"
+    return result
 
 
-def _from_first(values: list[Any]) -> list[Any]:
+def _from_rank_0(values: list[Any]) -> list[Any]:
     dist.broadcast_object_list(values, src=0)
     return values
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers, also those that no checkpoint has; a tied one once."""
+    """Return parameters and buffers by name, non-persistent buffers included; tied ones once."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 class RankWorker(PyTorchTrainingBackend):
-    """The local backend over a module of which this rank has a part."""
+    """The local backend over this rank's shard of a module."""
 
     def __init__(
         self, trained: ShardedModel, optimizer: Any, others: Mapping[str, LanguageModel], settings: Settings, load: Load
@@ -200,43 +200,43 @@ class RankWorker(PyTorchTrainingBackend):
             max_grad_norm=settings.max_grad_norm,
             others=others,
         )
-        self.whole: PreTrainedModel | None = None
+        self.full_model: PreTrainedModel | None = None
         self.dtype = trained.dtype
         self._load = load
         self._dtypes = {id(tensor): trained.dtypes[name] for name, tensor in tensors_of(trained.module).items()}
-        self._rehearsal = ExitStack()
-        self._prove(trained.probe)
+        self._warm_up = ExitStack()
+        self._check_logprobs(trained.probe)
 
-    def _prove(self, probe: Probe) -> None:
-        """All parts together, on their devices, speak as the whole model did."""
+    def _check_logprobs(self, probe: Probe) -> None:
+        """Raise unless the sharded model has the log-probs of the unsharded one."""
         (outputs,) = value_of(self.logprobs([probe.batch]))
-        gap, allowed = relative_gap(outputs.logprob, probe.said), rounding(self.dtype)
+        gap, allowed = relative_gap(outputs.logprob, probe.logprobs), rounding(self.dtype)
         if not gap <= allowed:
             raise RuntimeError(
-                f"spread over {dist.get_world_size()} ranks, the model gives other log-probs than in one piece: they "
-                f"differ by {gap:.1e}, and rounding explains {allowed:.0e}; nothing was trained"
+                f"sharded over {dist.get_world_size()} ranks, the log-probs of the model differ from the unsharded "
+                f"model's by {gap:.1e}, where rounding explains {allowed:.0e}; nothing was trained"
             )
 
     def full(self, parameter: Tensor) -> Tensor:
-        return self._in_one_piece(parameter).detach().to(self._dtypes[id(parameter)])
+        return self._full_tensor(parameter).detach().to(self._dtypes[id(parameter)])
 
-    def _in_one_piece(self, parameter: Tensor) -> Tensor:
-        raise NotImplementedError("this is where engines differ")
+    def _full_tensor(self, parameter: Tensor) -> Tensor:
+        raise NotImplementedError("defined per engine")
 
     def fresh(self) -> PreTrainedModel:
         model: PreTrainedModel = self._load().to(self.device)
         return model
 
     def warm_up_memory(self, begin: bool) -> None:
-        """The two halves of `memory_warm_up`, which come as two calls."""
+        """Enter (`begin`) or leave `memory_warm_up`: the driver makes two calls."""
         if begin:
-            self._rehearsal.enter_context(self.memory_warm_up())
+            self._warm_up.enter_context(self.memory_warm_up())
         else:
-            self._rehearsal.close()
+            self._warm_up.close()
 
 
 def random_state() -> dict[str, Tensor]:
-    """Of this rank, by names that are its own."""
+    """Return this rank's random states, under keys that contain the rank."""
     states = {"cpu": torch.get_rng_state()} | (
         {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
     )

@@ -23,6 +23,7 @@ from oxrl.generators.embedded.cache import (
     own_attention,
     padded_length,
 )
+from oxrl.tensors import count_windowed_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -259,14 +260,7 @@ def _why_no_slots(model: PreTrainedModel, mode: Mode) -> str | None:
             gap = float((logits[row].float() - theirs).norm() / theirs.norm().clamp_min(1e-12))
             if not gap <= (1e-4 if model.dtype == torch.float32 else 5e-2):
                 return f"its logits over a cache in slots differ by {gap:.1e}"
-    expected, seen_windows = _windows_expected(config), decoder.cache.current and decoder.cache.current.windows
+    expected, seen_windows = count_windowed_layers(config), decoder.cache.current and decoder.cache.current.windows
     if seen_windows != expected:
         return f"{expected} layers have a sliding window, but it reaches the attention of {seen_windows}"
     return None
-
-
-def _windows_expected(config: Any) -> int:
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None:
-        return list(kinds).count("sliding_attention")
-    return int(config.num_hidden_layers) if getattr(config, "sliding_window", None) else 0
