@@ -287,7 +287,7 @@ async def _as_actors(
     """On places of their own, or on the trainer's."""
     from oxrl.generators.ray import ray_generator
 
-    placed = {"places": trainer.ranks.places, "share": SHARE} if config.inference_engine.colocated else {}
+    placed = {"bundles": trainer.ranks.places, "share": SHARE} if config.inference_engine.colocated else {}
     generator = await ray_generator(
         folder,
         tokenizer,

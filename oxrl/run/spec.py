@@ -519,7 +519,7 @@ def chosen_env(config: Config) -> EnvFn:
 
 
 def _check_engine(config: Config) -> None:
-    from oxrl.generators.connection import Connection, check_apart
+    from oxrl.generators.connection import Connection, check_distinct
     from oxrl.generators.vllm.settings import check_settings, vllm_settings
 
     engine = config.inference_engine
@@ -531,7 +531,7 @@ def _check_engine(config: Config) -> None:
                 raise ConfigError(f"inference_engine.{key} is no key{meant}")
     for url in config.inference_engine.urls:
         Connection(url).checked()
-    check_apart(config.inference_engine.urls)
+    check_distinct(config.inference_engine.urls)
 
 
 def rollout_config(config: Config, reward_source: Reward | None) -> RolloutConfig:

@@ -12,7 +12,8 @@ import torch
 
 from oxrl.concurrency import task_group
 from oxrl.generators.embedded.generator import EmbeddedGenerator
-from oxrl.generators.pool import HTTPGenerator, SGLangEngine, VLLMEngine
+from oxrl.generators.http import SGLangEngine, VLLMEngine
+from oxrl.generators.pool import HTTPGenerator
 from oxrl.models.load import load_model
 from oxrl.types import GenerationConfig, Request, Weights
 from tests.engines import holding_embedded, sglang_stand_in
@@ -231,7 +232,7 @@ async def test_an_answer_ends_where_the_models_context_does(voice):
 @pytest.mark.parametrize(
     ("tokens", "sampling", "told"),
     [
-        ((), SAMPLING, "nothing to continue"),
+        ((), SAMPLING, "at least one token"),
         ((1, 9999), SAMPLING, "vocabulary"),
         ((1,) * 2048, SAMPLING, "2048"),
         ((1,), SAMPLING._replace(temperature=-1.0), "temperature"),

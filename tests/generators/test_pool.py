@@ -10,18 +10,10 @@ import anyio
 import pytest
 import torch
 
-from oxrl.generators.connection import Connection, EngineError, check_apart
-from oxrl.generators.pool import (
-    EngineRequest,
-    Facts,
-    HTTPGenerator,
-    SGLangEngine,
-    VLLMEngine,
-    as_engine_request,
-    check_logprobs,
-    sglang_generator,
-    sync_weights_to_engines,
-)
+from oxrl.generators.connection import Connection, EngineError, check_distinct
+from oxrl.generators.engines import EngineRequest, Facts, as_engine_request, check_logprobs
+from oxrl.generators.http import SGLangEngine, VLLMEngine
+from oxrl.generators.pool import HTTPGenerator, sglang_generator, sync_weights_to_engines
 from oxrl.generators.probe import Probe, ProbeResult, StaleEngineError
 from oxrl.generators.vllm.worker import EXTENSION
 from oxrl.models.builtin import prepare_builtin
@@ -258,10 +250,10 @@ async def test_a_vllm_server_that_cannot_receive_says_how_to_start_it(parallel, 
 
 
 def test_one_server_under_two_names_is_refused():
-    check_apart(["http://127.0.0.1:1", "http://127.0.0.1:2", "http://127.0.0.1:1/gateway", "http://no.such.invalid"])
+    check_distinct(["http://127.0.0.1:1", "http://127.0.0.1:2", "http://127.0.0.1:1/gateway", "http://no.such.invalid"])
     for same in ("http://127.0.0.1:1", "http://127.0.0.1:1/", "http://localhost:1"):
         with pytest.raises(ValueError, match="are one server: name it once"):
-            check_apart(["http://127.0.0.1:1", same])
+            check_distinct(["http://127.0.0.1:1", same])
 
 
 async def test_the_shortest_engine_says_for_all_how_long_an_answer_may_be(tiny, caplog):
