@@ -141,21 +141,21 @@ def check_logprobs(sampling: GenerationConfig, facts: Facts) -> None:
         )
 
 
-def as_generation(name: str, begun: Generation | None, output: EngineOutput, version: int, decode: Any) -> Generation:
+def as_generation(name: str, partial: Generation | None, output: EngineOutput, version: int, decode: Any) -> Generation:
     """Return the partial generation and the engine's output as one generation; raise if the output is not valid.
 
     `version` is that of the weights when the request was sent. It is used for all tokens of an engine that does not
     report versions.
     """
-    begun = begun or Generation((), (), "aborted", version)
+    partial = partial or Generation((), (), "aborted", version)
     if output.finish_reason not in _FINISH_REASONS:
         raise EngineError(f"{name} returned the unknown finish reason {output.finish_reason!r}")
     valid = all(isinstance(each, float | int) and -9999 < each <= 1e-3 for each in output.logprobs)
     if len(output.token_ids) != len(output.logprobs) or not valid:
         raise EngineError(f"{name} returned {len(output.token_ids)} tokens whose log-probs are missing or not finite")
-    ids, logprobs = (*begun.token_ids, *output.token_ids), (*begun.logprobs, *output.logprobs)
+    ids, logprobs = (*partial.token_ids, *output.token_ids), (*partial.logprobs, *output.logprobs)
     reason: Any = _FINISH_REASONS[output.finish_reason]
     if output.versions and len(output.versions) != len(output.token_ids):
         raise EngineError(f"{name} returned {len(output.token_ids)} tokens, but versions of {len(output.versions)}")
-    versions = (*begun.token_versions, *(output.versions or (version,) * len(output.token_ids)))
+    versions = (*partial.token_versions, *(output.versions or (version,) * len(output.token_ids)))
     return Generation(ids, logprobs, reason, version, decode(ids)).with_versions(versions)

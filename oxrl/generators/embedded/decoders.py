@@ -160,7 +160,7 @@ class SlotDecoder:
 
 
 class PaddedDecoder:
-    """For models whose layers have other kinds of state: left-padded static batches (waves) over the model's own cache."""
+    """For models whose layers have other kinds of state: left-padded waves over the model's own cache."""
 
     shrinks = late_entry = False
 

@@ -65,10 +65,10 @@ class Engine:
         self, request: Request, sampling: GenerationConfig, on_token: Callable[[int], None] = lambda _: None
     ) -> Job:
         check_sampling(sampling)
-        begun = request.begun or Generation((), (), "aborted", self.version)
-        if begun.finish_reason != "aborted":
+        partial = request.begun or Generation((), (), "aborted", self.version)
+        if partial.finish_reason != "aborted":
             raise ValueError(
-                f"only an aborted generation can be resumed, not one with finish_reason {begun.finish_reason}"
+                f"only an aborted generation can be resumed, not one with finish_reason {partial.finish_reason}"
             )
         job = Job(
             request._replace(tokens=tuple(map(int, request.tokens))),
@@ -76,10 +76,10 @@ class Engine:
             stream_key(sampling.seed, request.seed),
             min(sampling.max_new_tokens, self._max_new_tokens(request.tokens)),
             self._end_tokens(sampling),
-            list(begun.token_versions),
-            list(begun.token_ids),
-            list(begun.logprobs),
-            begun.cut_mass * len(begun.token_ids),
+            list(partial.token_versions),
+            list(partial.token_ids),
+            list(partial.logprobs),
+            partial.cut_mass * len(partial.token_ids),
             on_token,
         )
         if len(job.tokens) >= job.max_tokens:
