@@ -70,6 +70,8 @@ class HTTPGenerator:
     completion, in addition to the tokenizer's own.
     """
 
+    _recovers_on_failure = False  # True: a failed request waits for its engine's recovery even if others are healthy
+
     def __init__(
         self,
         engines: Sequence[InferenceEngine],
@@ -150,12 +152,13 @@ class HTTPGenerator:
             version = self.version
             if self._aborts != aborts:
                 break
+            recoveries = self.engines[index].recoveries
             try:
                 return index, version, await self._complete_on(index, request, sampling)
             except EngineError as error:
                 if attempt == _MAX_ATTEMPTS - 1:
                     raise
-                if self._aborts == aborts:
+                if self._aborts == aborts and self.engines[index].recoveries == recoveries:
                     await self._handle_failure(index, error)
         return index, version, EngineOutput((), (), "abort")
 
@@ -167,12 +170,16 @@ class HTTPGenerator:
         if not self._is_down(index):
             self._failed[index] = self.engines[index].recoveries
             logger.warning("%s failed: %s", self.engines[index].name, error)
-        if not all(self._is_down(other) for other in range(len(self.engines))):
+        if self._healthy() and not self._recovers_on_failure:
             return
         with anyio.CancelScope() as scope:
             self._waiting.add(scope)
             try:
                 await self.engines[index].recovered(error)
+            except EngineError as failure:
+                if not self._healthy():
+                    raise
+                logger.warning("%s", failure)
             finally:
                 self._waiting.discard(scope)
 

@@ -68,6 +68,7 @@ class RayGenerator(HTTPGenerator):
     """
 
     engines: list[RayReplica]  # type: ignore[assignment]
+    _recovers_on_failure = True  # no task watches the actors
 
     def __init__(
         self, replicas: Sequence[RayReplica], tokenizer: Any, *, own_bundles: Bundles | None, **rest: Any
@@ -88,6 +89,7 @@ class RayGenerator(HTTPGenerator):
         lost = await self._send_weights({replica: replica.engine for replica in self.engines}, weights, probe)
         for replica, engine in lost.items():
             await replica.replaced(engine)
+        self._failed.clear()
         self.gap = max(result.gap for result in self._probe_results.values())
         self._version = weights.version
 
@@ -224,8 +226,7 @@ class RayReplica:
         self._facts: Facts | None = None
         self._replacing: anyio.Event | None = None
         self.restarts = 0  # in the whole run
-        self._restarts = self._aborts = 0
-        self._waiting: set[anyio.CancelScope] = set()
+        self._restarts = 0  # since the last completion
 
     async def facts(self) -> Facts:
         """Wait until the engine is ready; the facts of one replica do not change."""
@@ -234,34 +235,15 @@ class RayReplica:
         return self._facts
 
     async def complete(self, request: EngineRequest) -> EngineOutput:
-        """Continue one sequence; if the actor is lost, replace it and retry."""
-        aborts = self._aborts
-        while self._aborts == aborts:
-            engine = self.engine
-            try:
-                output: EngineOutput = await engine.call("complete", request, limit=self.time_limit)
-            except ReplicaLostError as error:
-                logger.warning("%s; replacing it", error)
-            else:
-                self._restarts = 0
-                return output
-            with anyio.CancelScope() as scope:
-                self._waiting.add(scope)
-                try:
-                    if self._aborts == aborts:
-                        await self.replaced(engine)
-                finally:
-                    self._waiting.discard(scope)
-        return EngineOutput((), (), "abort")
+        output: EngineOutput = await self.engine.call("complete", request, limit=self.time_limit)
+        self._restarts = 0
+        return output
 
     async def prompt_logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
         logprobs: tuple[float, ...] = await self.engine.call("prompt_logprobs", tuple(tokens), limit=self.time_limit)
         return logprobs
 
     async def abort(self) -> None:
-        self._aborts += 1
-        for scope in self._waiting:
-            scope.cancel()
         try:
             await self.engine.call("abort", limit=_HEALTH_LIMIT)
         except ReplicaLostError as error:  # its requests end with it, and are not retried
@@ -289,9 +271,8 @@ class RayReplica:
         await self.engine.call("refresh", checkpoint_path, new, limit=self.time_limit)
         return {"engine": self.name, "version": await self.engine.call("version", limit=_HEALTH_LIMIT)}
 
-    async def recovered(self, error: EngineError) -> None:
+    async def recovered(self, error: EngineError) -> None:  # noqa: ARG002 - the interface's
         """Replace the actor, once for all callers."""
-        logger.warning("%s; replacing it", error)
         await self.replaced(self.engine)
 
     async def replaced(self, lost: EngineHandle) -> None:
@@ -310,6 +291,7 @@ class RayReplica:
         self.restarts += 1
         if self._restarts > _MAX_RESTARTS:
             raise EngineError(f"{self.name} was lost {self._restarts} times in a row")
+        logger.warning("%s: replacing its actor (restart %d)", self.name, self.restarts)
         lost, done = self.engine, anyio.Event()
         self._replacing = done
         fresh: EngineHandle | None = None

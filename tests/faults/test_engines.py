@@ -1,4 +1,4 @@
-"""Engines that die, hang, refuse weights or are unreachable: recovery within a time limit, or an error with the name."""
+"""Engines that die, hang, refuse weights or are unreachable: recovery in time, or an error that names them."""
 
 import fcntl
 import json
@@ -171,7 +171,7 @@ NEVER_READY = "import sys; sys.stdin.read()"
 
 
 def starting(folder, scripts):
-    """Start a replica's server as the next of some scripts: real processes, which implement only vLLM's health check."""
+    """Start a replica's server as the next of some scripts: real processes with nothing but vLLM's health check."""
 
     def start():
         (port,) = free_ports(1)

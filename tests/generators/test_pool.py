@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from oxrl.generators.connection import Connection, EngineError, check_distinct
-from oxrl.generators.engines import EngineRequest, Facts, as_engine_request, check_logprobs
+from oxrl.generators.engines import EngineOutput, EngineRequest, Facts, as_engine_request, check_logprobs
 from oxrl.generators.http import SGLangEngine, VLLMEngine
 from oxrl.generators.pool import HTTPGenerator, sglang_generator, sync_weights_to_engines
 from oxrl.generators.probe import Probe, ProbeResult, StaleEngineError
+from oxrl.generators.ray import RayGenerator
 from oxrl.generators.vllm.worker import EXTENSION
 from oxrl.models.builtin import prepare_builtin
 from oxrl.models.load import load_model
@@ -316,6 +317,68 @@ async def test_a_sleeping_vllm_server_is_woken_by_the_next_call(vllm_url, tiny):
 async def test_sleep_is_rejected_for_engines_without_it(tiny):
     with pytest.raises(ValueError, match="the SGLang server at .* sleep"):
         await HTTPGenerator([SGLangEngine("http://127.0.0.1:1")], tiny[1]).sleep()
+
+
+class FailingEngine:
+    """An engine whose first `failures` requests fail; `hook` runs before each."""
+
+    restarts = 0
+
+    def __init__(self, name="engine", failures=0, hook=lambda _engine: None):
+        self.name, self.failures, self.hook = name, failures, hook
+        self.recoveries = self.completed = 0
+        self.recoverable = True
+
+    async def facts(self):
+        return Facts(64, "full")
+
+    async def complete(self, request):
+        await anyio.lowlevel.checkpoint()
+        self.hook(self)
+        if self.failures:
+            self.failures -= 1
+            raise EngineError(f"{self.name} is down")
+        self.completed += 1
+        return EngineOutput((request.tokens[0],), (-1.0,), "stop")
+
+    async def recovered(self, error):
+        if not self.recoverable:
+            raise EngineError(f"{self.name} was restarted too often") from error
+        await anyio.lowlevel.checkpoint()
+        self.recoveries += 1
+
+
+async def test_a_failed_request_waits_for_the_only_engines_recovery_and_is_retried(tiny):
+    engine = FailingEngine(failures=3)
+    (answer,) = await HTTPGenerator([engine], tiny[1]).generate([Request((5,))], SAMPLING)
+    assert answer.token_ids == (5,) and (engine.recoveries, engine.completed) == (3, 1)
+
+
+async def test_a_request_that_failed_before_a_recovery_is_retried_without_another_one(tiny):
+    def recover_meanwhile(engine):
+        engine.recoveries += engine.failures
+
+    engine = FailingEngine(failures=1, hook=recover_meanwhile)
+    (answer,) = await HTTPGenerator([engine], tiny[1]).generate([Request((5,))], SAMPLING)
+    assert answer.token_ids == (5,) and engine.recoveries == 1
+
+
+@pytest.mark.parametrize(("kind", "recoveries"), [(HTTPGenerator, 0), (RayGenerator, 1)])
+async def test_only_actors_are_recovered_by_the_failed_request_while_another_engine_is_healthy(tiny, kind, recoveries):
+    engines = [FailingEngine("first", failures=1), FailingEngine("second")]
+    options = {"own_bundles": None} if kind is RayGenerator else {}
+    answers = await kind(engines, tiny[1], **options).generate([Request((5,)), Request((6,))], SAMPLING)
+    assert [answer.token_ids for answer in answers] == [(5,), (6,)]
+    assert engines[0].recoveries == recoveries
+
+
+async def test_an_engine_that_cannot_be_recovered_stops_the_run_only_if_it_is_the_last(tiny):
+    bad, good = FailingEngine("bad", failures=9), FailingEngine("good")
+    bad.recoverable = False
+    generator = RayGenerator([bad, good], tiny[1], own_bundles=None)
+    assert len(await generator.generate([Request((5,)), Request((6,))], SAMPLING)) == 2 and good.completed == 2
+    with pytest.raises(EngineError, match="bad was restarted too often"):
+        await HTTPGenerator([bad], tiny[1]).generate([Request((5,))], SAMPLING)
 
 
 PARENT = """
