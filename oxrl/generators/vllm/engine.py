@@ -113,17 +113,17 @@ class VLLMRolloutEngine:
         await self.wake_up()
         source = source_of(weights)
         probe = await in_thread(partial(Probe.of, source, self._tolerance))
-        alone = bool(self._lora) and source.adapted
+        adapter_only = bool(self._lora) and source.adapted
         with tempfile.TemporaryDirectory(prefix="oxrl-weights-", dir=shm_dir()) as name:
             changes = []
-            if not (alone and self._has_base):
+            if not (adapter_only and self._has_base):
                 self._has_base = False
-                changes.append(await self._full_reload(weights, Path(name), adapter=not alone))
-            if alone:
+                changes.append(await self._full_reload(weights, Path(name), adapter=not adapter_only))
+            if adapter_only:
                 await in_thread(partial(source.write_adapter, Path(name)))
                 changes.append(partial(self._worker.load_adapter, Path(name)))
             await self._on_worker(partial(self._worker.change, changes, weights.version))
-        self._has_base = alone
+        self._has_base = adapter_only
         await self.verify(probe, weights.version)
         self._version, self._has_weights = weights.version, True
 

@@ -150,9 +150,9 @@ async def until_ready(server: VLLMServer, time_limit: float = 600.0) -> None:
 
 def log_tail(log: Path, lines: int = 12) -> str:
     """Return the end of a log, preceded by the first error since the last start, which is usually the cause."""
-    text = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    end = text[-lines:]
-    cause = next((line for line in text[-_LAST_START:-lines] if _ERROR.search(line)), None)
+    log_lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    end = log_lines[-lines:]
+    cause = next((line for line in log_lines[-_LAST_START:-lines] if _ERROR.search(line)), None)
     return f"its log, {log}, ends with:\n" + "\n".join(end if cause is None else [cause, "...", *end])
 
 
