@@ -19,7 +19,8 @@ import anyio
 
 import oxrl
 from oxrl.backends.distributed.queued import QueuedBackend
-from oxrl.generators.pool import HTTPGenerator, VLLMEngine
+from oxrl.generators.http import VLLMEngine
+from oxrl.generators.pool import HTTPGenerator
 from oxrl.generators.vllm.server import VLLMServer, vllm_server
 from oxrl.models.builtin import prepare_builtin
 from oxrl.types import Rollout

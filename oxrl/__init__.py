@@ -35,10 +35,10 @@ _HOMES = {
     "oxrl.run.export": "export_model merge_run push_model",
     "oxrl.generators.connection": "EngineError",
     "oxrl.generators.embedded.generator": "EmbeddedGenerator",
+    "oxrl.generators.engines": "InferenceEngine",
+    "oxrl.generators.http": "SGLangEngine VLLMEngine",
+    "oxrl.generators.pool": "HTTPGenerator sglang_generator sync_weights_to_engines",
     "oxrl.generators.servers": "served_at serving",
-    "oxrl.generators.pool": (
-        "HTTPGenerator InferenceEngine SGLangEngine VLLMEngine sglang_generator sync_weights_to_engines"
-    ),
     "oxrl.generators.probe": "StaleEngineError",
     "oxrl.generators.vllm.server": "vllm_server",
     "oxrl.generators.vllm.engine": "VLLMRolloutEngine vllm_generator",

@@ -308,7 +308,7 @@ def choose_sizes(spec: RunSpec, hardware: Hardware) -> tuple[RunSpec, tuple[Choi
     device = chosen_device(resolve_device(config.model.device), hardware)
     facts = model_facts(spec.model, spec.lora)
     work = heaviest_work(spec, facts)
-    on_cpu = device.place == "cpu"
+    on_cpu = device.device == "cpu"
     fit = fitting_batch(
         facts,
         device.free,
@@ -327,7 +327,7 @@ def choose_sizes(spec: RunSpec, hardware: Hardware) -> tuple[RunSpec, tuple[Choi
         if key not in getattr(config, section).model_fields_set
     ]
     if not fit.fits and len(chosen) == len(fit.reasons):
-        raise ValueError(f"{config.model.name} does not fit on {device.place}: {fit.reasons[1]}")
+        raise ValueError(f"{config.model.name} does not fit on {device.device}: {fit.reasons[1]}")
     for section, key in (choice.key.split(".") for choice in chosen):
         config = config.model_copy(
             update={section: getattr(config, section).model_copy(update={key: getattr(fit, key)})}
@@ -339,10 +339,10 @@ def _where(config: Config, hardware: Hardware) -> Choice:
     device = chosen_device(resolve_device(config.model.device), hardware)
     why = f"{device.name or 'the CPU'} with {device.free / 2**30:.0f} GiB free"
     if config.run.backend != "local":
-        share = "all of them" if device.place == "cpu" else "each"  # they share one CPU
+        share = "all of them" if device.device == "cpu" else "each"  # they share one CPU
         return Choice("run.backend", config.run.backend, f"{config.ranks} processes train, {share} on {why}")
     others = len(hardware.gpus) - 1
-    return Choice("model.device", device.place, why + (f"; {others} more GPUs stay unused" if others > 0 else ""))
+    return Choice("model.device", device.device, why + (f"; {others} more GPUs stay unused" if others > 0 else ""))
 
 
 def _trained(spec: RunSpec) -> RunResult:

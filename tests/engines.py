@@ -17,6 +17,7 @@ import torch
 from anyio.from_thread import start_blocking_portal
 from safetensors.torch import load_file
 
+import oxrl.generators.http
 import oxrl.generators.pool
 import oxrl.generators.ray
 from oxrl.concurrency import run_blocking
@@ -34,7 +35,7 @@ ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # engine and worker are o
 OPTIONS = {"dtype": "float32", "enforce_eager": True, "max_num_seqs": 32, "scheduler_cls": SCHEDULER}
 
 # However slow the machine is, no engine is given up for it.
-oxrl.generators.pool._HEALTH_LIMIT = oxrl.generators.pool._ABORT_LIMIT = oxrl.generators.ray._HEALTH_LIMIT = HANG
+oxrl.generators.http._HEALTH_LIMIT = oxrl.generators.pool._ABORT_LIMIT = oxrl.generators.ray._HEALTH_LIMIT = HANG
 
 
 def need(package: str) -> None:

@@ -107,10 +107,9 @@ NAMES = {
     **dict.fromkeys(["load_reward_model", "compute_reward_model_score"], "oxrl.models.reward_model"),
     "Rollout": "oxrl.types",
     # engines
-    **dict.fromkeys(
-        ["InferenceEngine", "SGLangEngine", "VLLMEngine", "sync_weights_to_engines", "sglang_generator"],
-        "oxrl.generators.pool",
-    ),
+    "InferenceEngine": "oxrl.generators.engines",
+    **dict.fromkeys(["SGLangEngine", "VLLMEngine"], "oxrl.generators.http"),
+    **dict.fromkeys(["sync_weights_to_engines", "sglang_generator"], "oxrl.generators.pool"),
     **dict.fromkeys(["VLLMRolloutEngine", "vllm_generator"], "oxrl.generators.vllm.engine"),
     # reinforcement learning
     "Status": "oxrl.types",

@@ -180,7 +180,7 @@ def _devices(environment: Environment) -> Iterator[Finding]:
         yield _unseen(environment)
     for gpu in hardware.gpus:
         used = gpu.memory - gpu.free
-        said = f"{gpu.place}: {gpu.name}, {_gib(gpu.free)} of {_gib(gpu.memory)} free"
+        said = f"{gpu.device}: {gpu.name}, {_gib(gpu.free)} of {_gib(gpu.memory)} free"
         if used > gpu.memory / 4:
             yield Finding("warning", "gpu", f"{said}: something else is using it", "nvidia-smi")
         elif not gpu.bf16:

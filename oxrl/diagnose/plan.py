@@ -176,9 +176,9 @@ def plan_spec(
     config = spec.config
     shards = shards or shards_of(config)
     device = device or chosen_device(resolve_device(config.model.device), hardware)
-    if device.place == "cpu":  # whose memory all processes share
+    if device.device == "cpu":  # whose memory all processes share
         device = device._replace(memory=device.memory // shards.gpus, free=device.free // shards.gpus)
-    kind: Kind = "cpu" if device.place == "cpu" else "cuda"
+    kind: Kind = "cpu" if device.device == "cpu" else "cuda"
     facts = model_facts(spec.model, spec.lora)
     work = heaviest_work(spec, facts)
     if framework is None:
@@ -192,7 +192,7 @@ def plan_spec(
     return Plan(
         model=config.model.name,
         tuning=_tuning(config, facts),
-        dtype=str(resolve_dtype(config.model.dtype, device.place)).removeprefix("torch."),
+        dtype=str(resolve_dtype(config.model.dtype, device.device)).removeprefix("torch."),
         facts=facts,
         algorithm=spec.algorithm.name,
         passes=_passes(spec),
@@ -206,8 +206,8 @@ def plan_spec(
         memory=needed,
         advice=() if needed.peak <= device.free else tuple(_advice(config, facts, work, held, device)),
         seconds_per_step=None
-        if device.place == ELSEWHERE
-        else _seconds(spec, facts, measure_speed(device.place)) / shards.gpus,
+        if device.device == ELSEWHERE
+        else _seconds(spec, facts, measure_speed(device.device)) / shards.gpus,
         shards=shards,
         engine_elsewhere=config.engine == "vllm" and bool(config.run.rollout_gpus),
     )
@@ -218,7 +218,7 @@ def with_engine(memory: Memory, config: Config, facts: ModelFacts, device: Devic
 
     Colocated it has a process asleep and its share of a GPU awake; on a CPU it never sleeps.
     """
-    engine, on_cpu = config.inference_engine, device.place == "cpu"
+    engine, on_cpu = config.inference_engine, device.device == "cpu"
     if config.engine == "embedded":
         return memory
     if config.engine == "http" or (config.run.rollout_gpus and not on_cpu):
@@ -602,7 +602,7 @@ def describe(plan: Plan) -> Mapping[str, str]:
         "output": str(plan.folder),
         "memory": "\n".join([*components, f"{'peak':12} {gib(plan.memory.peak):>10}{taking_turns}"]),
         **_spread(plan),
-        "device": f"{plan.device.place}, {gib(plan.device.free)} free of {gib(plan.device.memory)}",
+        "device": f"{plan.device.device}, {gib(plan.device.free)} free of {gib(plan.device.memory)}",
         "time": _time(plan),
         "verdict": _verdict(plan),
     }

@@ -1,6 +1,6 @@
 """JSON over HTTP to an engine: time limits, retries with back-off, and one kind of error that names the engine.
 
-What an engine's endpoints are called and what they answer is left to `http`.
+The endpoints of each kind of engine are in `http`.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_AGAIN = {408, 425, 429, *range(500, 600)}
-_LONGEST_WAIT = 60.0
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
+_RETRY_STATUS = {408, 425, 429, *range(500, 600)}
+_MAX_WAIT = 60.0
+_EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
 class EngineError(RuntimeError):
-    """An engine that does not answer, or not what it should; the message begins with its address."""
+    """An engine does not respond, or responds with an error; the message begins with its address."""
 
 
 class NoSuchPathError(EngineError):
-    """It answers, and knows nothing of what was asked for."""
+    """The server responds with 404 to this path."""
 
 
 class Connection(NamedTuple):
-    """`Connection("http://127.0.0.1:8000", retries=2)`. Proxies of the environment are not used: engines are near.
+    """`Connection("http://127.0.0.1:8000", retries=2)`. Proxies of the environment are not used: engines are local.
 
-    What fails by the network, the time limit (for each try), 429 or 5xx is tried `retries` times more, after `backoff`
-    seconds, then twice as many.
+    Network errors, time-outs (`time_limit` is for each attempt), 408, 425, 429 and 5xx are retried up to `retries`
+    times, after `backoff` seconds, doubled each time.
     """
 
     url: str
@@ -47,9 +47,9 @@ class Connection(NamedTuple):
     backoff: float = 0.5
 
     def checked(self) -> Connection:
-        """Itself, if an engine can be there."""
+        """Return itself with a normalized URL; raise ValueError if a field is not valid."""
         if not _is_address(self.url):
-            raise ValueError(f"{self.url!r} is no engine's address: it looks like http://HOST:PORT")
+            raise ValueError(f"{self.url!r} is not an engine's address: write http://HOST:PORT")
         if self.retries < 0 or self.backoff < 0 or not self.time_limit > 0:
             raise ValueError("an engine's connection needs retries >= 0, backoff >= 0 and time_limit > 0")
         return self._replace(url=self.url.rstrip("/"))
@@ -59,21 +59,21 @@ class Connection(NamedTuple):
         return urlsplit(self.url).hostname or ""
 
     async def get(self, path: str, *, time_limit: float | None = None) -> Any:
-        return await self._ask("GET", path, None, _NOTHING, time_limit, self.retries)
+        return await self._request("GET", path, None, _EMPTY, time_limit, self.retries)
 
     async def post(
         self,
         path: str,
-        body: Mapping[str, Any] = _NOTHING,
+        body: Mapping[str, Any] = _EMPTY,
         *,
-        query: Mapping[str, str] = _NOTHING,
+        query: Mapping[str, str] = _EMPTY,
         once: bool = False,
         time_limit: float | None = None,
     ) -> Any:
-        """The reply's JSON; `once` for what must not be done twice."""
-        return await self._ask("POST", path, body, query, time_limit, 0 if once else self.retries)
+        """Return the reply's JSON; `once` disables retries, for calls that must not be repeated."""
+        return await self._request("POST", path, body, query, time_limit, 0 if once else self.retries)
 
-    async def _ask(
+    async def _request(
         self,
         method: str,
         path: str,
@@ -83,45 +83,45 @@ class Connection(NamedTuple):
         retries: int,
     ) -> Any:
         limit = self.time_limit if time_limit is None else time_limit
-        trouble = _Trouble("not tried")
-        for tried in range(retries + 1):
+        failure = _Failure("not tried")
+        for attempt in range(retries + 1):
             try:
                 with anyio.fail_after(limit):
-                    reply = await self._once(method, path, body, query)
+                    reply = await self._attempt(method, path, body, query)
                 if isinstance(reply, _Reply):
                     return reply.content
-                trouble = reply
+                failure = reply
             except TimeoutError:
-                trouble = _Trouble(f"no answer within {limit:g} s")
-            if tried == retries:
+                failure = _Failure(f"no response within {limit:g} s")
+            if attempt == retries:
                 break
-            logger.warning("%s%s: %s; trying again", self.url, path, trouble.why)
-            await anyio.sleep(min(_LONGEST_WAIT, max(trouble.wait, self.backoff * 2**tried)))
+            logger.warning("%s%s: %s; retrying", self.url, path, failure.reason)
+            await anyio.sleep(min(_MAX_WAIT, max(failure.wait, self.backoff * 2**attempt)))
         times = f" (tried {retries + 1} times)" if retries else ""
-        raise EngineError(f"{self.url}{path}: {trouble.why}{times}")
+        raise EngineError(f"{self.url}{path}: {failure.reason}{times}")
 
-    async def _once(
+    async def _attempt(
         self, method: str, path: str, body: Mapping[str, Any] | None, query: Mapping[str, str]
-    ) -> _Reply | _Trouble:
+    ) -> _Reply | _Failure:
         import httpx
 
-        # The time limit is the caller's, over all of it.
-        async with httpx.AsyncClient(timeout=None, trust_env=False, verify=_trusted()) as client:  # noqa: S113
+        # The caller sets one time limit for the whole request.
+        async with httpx.AsyncClient(timeout=None, trust_env=False, verify=_ssl_context()) as client:  # noqa: S113
             try:
                 response = await client.request(
                     method, f"{self.url}{path}", json=None if body is None else dict(body), params=dict(query) or None
                 )
             except httpx.TransportError as error:
-                return _Trouble(f"no connection, or one that broke: {type(error).__name__}")
-        if response.status_code in _AGAIN:
+                return _Failure(f"no connection, or it was closed: {type(error).__name__}")
+        if response.status_code in _RETRY_STATUS:
             wait = response.headers.get("retry-after", "")
             seconds = float(wait) if re.fullmatch(r"\d{1,5}(\.\d{1,3})?", wait) else 0.0
-            return _Trouble(f"it answered {response.status_code}: {_said(response)}", seconds)
+            return _Failure(f"status {response.status_code}: {_error_message(response)}", seconds)
         if response.status_code == 400:
-            raise ValueError(f"{self.url} refuses the request: {_said(response)}")
+            raise ValueError(f"{self.url} rejected the request: {_error_message(response)}")
         if not response.is_success:
             kind = NoSuchPathError if response.status_code == 404 else EngineError
-            raise kind(f"{self.url}{path}: it answered {response.status_code}: {_said(response)}")
+            raise kind(f"{self.url}{path}: status {response.status_code}: {_error_message(response)}")
         if not response.content:
             return _Reply(None)
         try:
@@ -130,17 +130,17 @@ class Connection(NamedTuple):
             return _Reply(response.text)
 
 
-def check_apart(urls: Sequence[str]) -> None:
-    """Refuse one server under two names: of two things that it does in turn, each would wait for the other."""
+def check_distinct(urls: Sequence[str]) -> None:
+    """Raise ValueError if two addresses are one server: its two weight updates would wait for each other."""
     known: dict[tuple[Any, ...], int] = {}
-    for number, url in enumerate(urls):
-        for place in _places(url):
-            if (other := known.setdefault(place, number)) != number:
-                raise ValueError(f"{urls[other]} and {url} are one server: name it once")
+    for index, url in enumerate(urls):
+        for address in _addresses(url):
+            if (other := known.setdefault(address, index)) != index:
+                raise ValueError(f"{urls[other]} and {url} are one server: list it once")
 
 
-def _places(url: str) -> set[tuple[Any, ...]]:
-    """Where it is; nothing where nobody knows its name."""
+def _addresses(url: str) -> set[tuple[Any, ...]]:
+    """Return its resolved addresses with the path; empty if the host name does not resolve."""
     parts = urlsplit(url)
     try:
         found = socket.getaddrinfo(parts.hostname, parts.port or parts.scheme, type=socket.SOCK_STREAM)
@@ -152,36 +152,37 @@ def _places(url: str) -> set[tuple[Any, ...]]:
 def _is_address(url: str) -> bool:
     parts = urlsplit(url)
     try:
-        fine = parts.port != 0
-    except ValueError:  # no number, or one that no port has
+        valid_port = parts.port != 0
+    except ValueError:  # not a number, or out of range
         return False
-    return fine and parts.scheme in ("http", "https") and bool(parts.hostname) and not (parts.username or parts.query)
+    plain = not (parts.username or parts.query)
+    return valid_port and plain and parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
 class _Reply(NamedTuple):
     content: Any
 
 
-class _Trouble(NamedTuple):
-    why: str
+class _Failure(NamedTuple):
+    reason: str
     wait: float = 0.0
 
 
 @cache
-def _trusted() -> ssl.SSLContext:
-    """Certificates are read once: that takes longer than a request."""
+def _ssl_context() -> ssl.SSLContext:
+    """Cached: reading certificates takes longer than a request."""
     import ssl
 
     return ssl.create_default_context()
 
 
-def _said(response: Any) -> str:
-    """The part of an error's body that is meant for people."""
+def _error_message(response: Any) -> str:
+    """Return the human-readable part of an error's body."""
     try:
-        said = response.json()
+        body = response.json()
     except ValueError:
         return str(response.text)[:300]
-    if isinstance(said, dict):
-        error = said.get("error", said)
-        said = error.get("message", error) if isinstance(error, dict) else error
-    return str(said)[:300]
+    if isinstance(body, dict):
+        error = body.get("error", body)
+        body = error.get("message", error) if isinstance(error, dict) else error
+    return str(body)[:300]

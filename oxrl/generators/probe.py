@@ -1,6 +1,6 @@
-"""Proof that an engine speaks with the trainer's weights: both say how likely one fixed sequence is.
+"""Verification that an engine has the trainer's weights: both compute the log-probs of one fixed sequence.
 
-The trainer's own forward pass is the measure. How an engine is asked is left to the generators.
+The trainer's own forward pass is the reference. The generators get the engine's log-probs.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ import torch
 from oxrl.types import WeightSource
 
 LENGTH = 48
-# Room for another engine's arithmetic: vLLM in float32 on a CPU was off by 5e-5 at most; half precision is a guess.
+# For the arithmetic of another engine: vLLM in float32 on a CPU differed by 5e-5 at most; half precision is a guess.
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 0.1, torch.bfloat16: 0.3}
 
 
 class StaleEngineError(RuntimeError):
-    """An engine that does not speak with the weights it was given; the message begins with its name."""
+    """An engine does not have the weights that it was given; the message begins with its name."""
 
 
 def probe_tokens(vocabulary: int) -> tuple[int, ...]:
-    """A fixed sequence that is spread over the vocabulary, so that many rows of the embedding have a part in it."""
-    return tuple((7 + 7919 * place * (place + 3)) % vocabulary for place in range(LENGTH))
+    """Return a fixed sequence that is spread over the vocabulary, so that it uses many rows of the embedding."""
+    return tuple((7 + 7919 * index * (index + 3)) % vocabulary for index in range(LENGTH))
 
 
 class Probe(NamedTuple):
-    """What the trainer says about the probe sequence now, and how far an engine may be off."""
+    """The trainer's current log-probs of the probe sequence, and by how much an engine's may differ."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -36,36 +36,36 @@ class Probe(NamedTuple):
     @classmethod
     def of(cls, source: WeightSource, tolerance: float | None = None) -> Probe:
         tokens = probe_tokens(source.vocabulary)
-        most = TOLERANCE.get(source.dtype, 0.3) if tolerance is None else tolerance
-        return cls(tokens, source.logprobs(tokens), most)
+        allowed = TOLERANCE.get(source.dtype, 0.3) if tolerance is None else tolerance
+        return cls(tokens, source.logprobs(tokens), allowed)
 
-    def check(self, name: str, said: Sequence[float], version: int, before: ProbeResult | None) -> ProbeResult:
-        """What the engine says now, to be remembered; stops if it is not what the trainer says.
+    def check(self, name: str, logprobs: Sequence[float], version: int, before: ProbeResult | None) -> ProbeResult:
+        """Return the result for the next check; raise if the engine's log-probs are not the trainer's.
 
-        An update can be smaller than the tolerance. Then what an engine said before gives it away: the trainer's
-        numbers have moved, and its own are the same to the bit.
+        An update can be smaller than the tolerance. Stale weights are then detected by the previous result: the
+        trainer's log-probs have changed, and the engine's are bit-identical.
         """
-        gap = max(abs(theirs - ours) for theirs, ours in zip(said, self.logprobs, strict=True))
+        gap = max(abs(theirs - ours) for theirs, ours in zip(logprobs, self.logprobs, strict=True))
         if not gap <= self.tolerance:
             raise StaleEngineError(
-                f"{name} does not speak with version {version} of the weights: its log-probs of a probe sequence are "
-                f"off by {gap:.2g}, and at most {self.tolerance:g} is explained by arithmetic"
+                f"{name} does not have version {version} of the weights: its log-probs of a probe sequence differ from "
+                f"the trainer's by {gap:.2g}, more than the tolerance {self.tolerance:g}"
             )
-        if before is not None and before.engine == tuple(said) and self._moved(before) > self.tolerance / 20:
-            raise StaleEngineError(
-                f"{name} still speaks with old weights: the trainer's log-probs of a probe sequence have changed with "
-                f"version {version}, and its own have not"
-            )
-        if before is not None and before.engine == tuple(said):  # what the trainer has moved since then adds up
-            return before
-        return ProbeResult(self.logprobs, tuple(said), gap)
+        if before is not None and before.engine == tuple(logprobs):
+            if self._moved(before) > self.tolerance / 20:
+                raise StaleEngineError(
+                    f"{name} still has old weights: the trainer's log-probs of a probe sequence have changed with "
+                    f"version {version}, the engine's have not"
+                )
+            return before  # the older result, so that small changes of the trainer add up
+        return ProbeResult(self.logprobs, tuple(logprobs), gap)
 
     def _moved(self, before: ProbeResult) -> float:
         return max(abs(now - then) for now, then in zip(self.logprobs, before.trainer, strict=True))
 
 
 class ProbeResult(NamedTuple):
-    """What both sides said about the probe sequence, and the largest difference."""
+    """The log-probs of the probe sequence by trainer and engine, and the largest difference."""
 
     trainer: tuple[float, ...]
     engine: tuple[float, ...]

@@ -1,9 +1,9 @@
-"""vLLM replicas as Ray actors, as one generator: requests go to the one with least to do, weights to all of them.
+"""vLLM replicas as Ray actors, as one generator: requests go to the replica with the lowest load, weights to all.
 
-Weights travel as references to buckets in Ray's object store: whoever has them puts a bucket there, the driver passes
-its reference on, every replica reads it; at most a few buckets are under way. A replica that died or hangs is replaced,
-gets the weights that all have, proves them, and is asked again what was lost. Tensor parallelism, sleep and replicas on
-several machines are written for GPUs and were not run on any.
+Weights are passed as references to buckets in Ray's object store: their holder puts a bucket there, the driver forwards
+its reference, every replica reads it; at most a few buckets are in flight. A replica that died or hangs is replaced,
+gets the current weights and is verified; its requests are then retried. Tensor parallelism, sleep and replicas on
+several machines are written for GPUs and have not been run on any.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ import anyio
 
 from oxrl.concurrency import in_thread, task_group
 from oxrl.generators.connection import EngineError
-from oxrl.generators.pool import EngineOutput, EngineRequest, Facts, HTTPGenerator
+from oxrl.generators.engines import EngineOutput, EngineRequest, Facts
+from oxrl.generators.pool import HTTPGenerator
 from oxrl.generators.probe import Probe, StaleEngineError
 from oxrl.machine.ray_cluster import Bundles, Process, end_actor, import_ray, reserve
 from oxrl.types import Weights, WeightSource
@@ -42,18 +43,18 @@ from oxrl.weights.checkpoint_names import (
 logger = logging.getLogger(__name__)
 
 _HEALTH_LIMIT = 10.0
-_MOST_RESTARTS = 3  # of one replica, without an answer in between
+_MAX_RESTARTS = 3  # of one replica, without a completion in between
 
 
 class ReplicaLostError(EngineError):
-    """A replica that died, or did not answer in time; the message begins with its name."""
+    """A replica died, or did not respond in time; the message begins with its name."""
 
 
 class ReferencedWeights(WeightSource, Protocol):
-    """Weights that their holder puts into the object store itself, so that they do not pass through the driver."""
+    """Weights that their holder puts into the object store, so that they do not pass through the driver."""
 
     def references(self, *, adapter: bool = True) -> Iterator[Any]:
-        """To one `Bucket` after the other; an adapter is merged, or left out."""
+        """Yield a reference to each `Bucket`; an adapter is merged, or excluded."""
         ...
 
     def adapter_files(self) -> dict[str, bytes]: ...
@@ -62,100 +63,100 @@ class ReferencedWeights(WeightSource, Protocol):
 class RayGenerator(HTTPGenerator):
     """`await ray_generator(folder, tokenizer, replicas=2, dtype="float32")`: a `Generator` over actors.
 
-    `update_weights` answers once every replica has proved that it speaks with the new version. `sleep` gives the
-    devices to a trainer that shares them; whoever asks for something next wakes the replicas.
+    `update_weights` returns once every replica is verified to have the new version. `sleep` frees the devices for a
+    trainer that shares them; the next call wakes the replicas.
     """
 
     engines: list[RayReplica]  # type: ignore[assignment]
+    _recovers_on_failure = True  # no task watches the actors
 
     def __init__(
-        self, replicas: Sequence[RayReplica], tokenizer: Any, *, own_places: Bundles | None, **rest: Any
+        self, replicas: Sequence[RayReplica], tokenizer: Any, *, own_bundles: Bundles | None, **rest: Any
     ) -> None:
         super().__init__(replicas, tokenizer, **rest)
-        self._own_places = own_places
+        self._own_bundles = own_bundles
         self._current: Weights | None = None
-        self._news = threading.Event()  # set when other weights come
+        self._new_weights = threading.Event()  # set when the next weights arrive
         for replica in replicas:
             replica.refresh = partial(self._refresh, replica)
 
     async def update_weights(self, weights: Weights) -> None:
         await self.wake_up()
         self._current = weights
-        self._news.set()
-        self._news = threading.Event()
+        self._new_weights.set()
+        self._new_weights = threading.Event()
         probe = await self._probe(weights)
-        lost = await self._give({replica: replica.engine for replica in self.engines}, weights, probe)
+        lost = await self._send_weights({replica: replica.engine for replica in self.engines}, weights, probe)
         for replica, engine in lost.items():
             await replica.replaced(engine)
-        self.gap = max(heard.gap for heard in self._heard.values())
+        self._failed.clear()
+        self.gap = max(result.gap for result in self._probe_results.values())
         self._version = weights.version
 
     async def _probe(self, weights: Weights) -> Probe:
         return await in_thread(partial(Probe.of, source_of(weights), self._tolerance))
 
-    async def _give(self, engines: Engines, weights: Weights, probe: Probe) -> Engines:
-        """Weights to all of these side by side, and their proof; returns those that were lost on the way.
+    async def _send_weights(self, engines: Engines, weights: Weights, probe: Probe) -> Engines:
+        """Send weights to these engines concurrently and verify them; return those that were lost meanwhile.
 
-        Where an adapter travels alone, an engine gets its base first, unless it has it.
+        Where only an adapter is sent, an engine gets its base first, unless it has it.
         """
         source, lost = source_of(weights), Engines()
-        alone = source.adapted and bool(self.engines[0].lora)
-        whole = {replica: engine for replica, engine in engines.items() if not (alone and engine.has_base)}
-        if whole:
-            with closing(_references(weights, source, adapter=not alone)) as references:
-                await _stream(whole, references, weights.version, lost)
-            for engine in whole.values():
-                engine.has_base = alone
-        if alone:
+        adapter_only = source.adapted and bool(self.engines[0].lora)
+        full = {replica: engine for replica, engine in engines.items() if not (adapter_only and engine.has_base)}
+        if full:
+            with closing(_references(weights, source, adapter=not adapter_only)) as references:
+                await _stream(full, references, weights.version, lost)
+            for engine in full.values():
+                engine.has_base = adapter_only
+        if adapter_only:
             files = await in_thread(partial(_adapter_files, source))
-            await _to_all(engines, lost, "take_adapter", files, weights.version)
+            await _call_engines(engines, lost, "take_adapter", files, weights.version)
         async with task_group() as tasks:
             for replica in engines.keys() - lost.keys():
-                tasks.start_soon(self._prove, replica, engines[replica], probe, weights.version, lost)
+                tasks.start_soon(self._verify_replica, replica, engines[replica], probe, weights.version, lost)
         return lost
 
-    async def _prove(
+    async def _verify_replica(
         self, replica: RayReplica, engine: EngineHandle, probe: Probe, version: int, lost: Engines
     ) -> None:
         try:
-            told = await engine.ask("version", limit=replica.time_limit)
-            said = await engine.ask("prompt_logprobs", probe.tokens, limit=replica.time_limit)
+            reported = await engine.call("version", limit=replica.time_limit)
+            logprobs = await engine.call("prompt_logprobs", probe.tokens, limit=replica.time_limit)
         except ReplicaLostError:
             lost[replica] = engine
             return
-        if told != version:
-            raise StaleEngineError(f"{replica.name} has version {told} of the weights, and was given {version}")
-        place = self.engines.index(replica)
-        self._heard[place] = probe.check(replica.name, said, version, self._heard.get(place))
+        if reported != version:
+            raise StaleEngineError(f"{replica.name} reports version {reported} of the weights, expected {version}")
+        index = self.engines.index(replica)
+        self._probe_results[index] = probe.check(replica.name, logprobs, version, self._probe_results.get(index))
 
     async def _refresh(self, replica: RayReplica, engine: EngineHandle) -> None:
-        """What a replica that was started anew has to get before it is asked anything."""
-        self._heard.pop(self.engines.index(replica), None)
-        given: Weights | None = None
-        while self._current is not None and given is not self._current:
-            given, news = self._current, self._news
+        """Send the current weights to a replacement before it gets requests."""
+        self._probe_results.pop(self.engines.index(replica), None)
+        sent: Weights | None = None
+        while self._current is not None and sent is not self._current:
+            sent, arrived = self._current, self._new_weights
             try:
-                probe = await self._probe(given)
-            except (
-                StaleWeightsError
-            ):  # the trainer has no more what the others speak with, and hands over its next soon
-                if not await in_thread(partial(news.wait, replica.time_limit)):
-                    raise EngineError(f"no weights came for {replica.name} within {replica.time_limit:g} s") from None
+                probe = await self._probe(sent)
+            except StaleWeightsError:  # the trainer no longer has the weights of the others, and sends its next soon
+                if not await in_thread(partial(arrived.wait, replica.time_limit)):
+                    raise EngineError(f"no weights for {replica.name} within {replica.time_limit:g} s") from None
                 continue
             try:
-                lost = await self._give({replica: engine}, given, probe)
+                lost = await self._send_weights({replica: engine}, sent, probe)
             except StaleWeightsError as error:
-                raise ReplicaLostError(f"{replica.name} has half of its weights: {error}") from error
+                raise ReplicaLostError(f"{replica.name} has only a part of its weights: {error}") from error
             if lost:
-                raise ReplicaLostError(f"{replica.name} was lost again while it got its weights")
+                raise ReplicaLostError(f"{replica.name} was lost again while it received its weights")
 
     async def close(self) -> None:
         with anyio.CancelScope(shield=True):
             async with task_group() as tasks:
                 for replica in self.engines:
                     tasks.start_soon(replica.close)
-            if self._own_places is not None:
-                await in_thread(self._own_places.free)
+            if self._own_bundles is not None:
+                await in_thread(self._own_bundles.free)
 
 
 async def ray_generator(
@@ -164,7 +165,7 @@ async def ray_generator(
     *,
     replicas: int = 1,
     tensor_parallel_size: int = 1,
-    places: Bundles | None = None,
+    bundles: Bundles | None = None,
     share: float = 1.0,
     lora: int = 0,
     time_limit: float = 600.0,
@@ -172,37 +173,37 @@ async def ray_generator(
     engine_options: dict[str, Any] | None = None,
     **options: Any,
 ) -> RayGenerator:
-    """Replicas on the Ray cluster that this process is connected to, each with its place, and all of them ready.
+    """Start replicas on the Ray cluster that this process is connected to, and wait until all are ready.
 
-    `places` that are given (the trainer's, with a `share` less than 1 for each, when both are colocated) stay those of
-    whoever gave them. `engine_options` go to vLLM, `options` to the generator (`end_token_ids`, `tolerance`, ...).
+    `bundles` that are passed (the trainer's, with a `share` less than 1 for each, if both are colocated) are not freed
+    by `close`. `engine_options` go to vLLM, `options` to the generator (`end_token_ids`, `tolerance`, ...).
     """
     if replicas < 1 or tensor_parallel_size < 1:
-        raise ValueError("there must be at least one replica, on at least one device")
-    if places is not None and (tensor_parallel_size > 1 or len(places) < replicas):
+        raise ValueError("replicas and tensor_parallel_size must be at least 1")
+    if bundles is not None and (tensor_parallel_size > 1 or len(bundles) < replicas):
         raise ValueError(
-            f"{replicas} replicas of {tensor_parallel_size} devices do not fit {len(places)} places of one device: "
-            "give them places of their own"
+            f"{replicas} replicas of {tensor_parallel_size} devices do not fit {len(bundles)} bundles of one device: "
+            "leave bundles out, so that the replicas get separate ones"
         )
     given = dict(engine_options or {})
     if tensor_parallel_size > 1:
         given = {"tensor_parallel_size": tensor_parallel_size, "distributed_executor_backend": "mp", **given}
-    own = await in_thread(partial(reserve, replicas, gpus_each=tensor_parallel_size)) if places is None else None
-    found = own or places
-    assert found is not None
+    own = await in_thread(partial(reserve, replicas, gpus_each=tensor_parallel_size)) if bundles is None else None
+    used = own or bundles
+    assert used is not None
     actor = import_ray().remote(max_restarts=0, max_task_retries=0)(EngineActor)
-    made: list[RayReplica] = []
+    created: list[RayReplica] = []
     for index in range(replicas):
         start = partial(
-            actor.options(**found.options(index, share)).remote, str(model), tokenizer, lora, given, time_limit
+            actor.options(**used.options(index, share)).remote, str(model), tokenizer, lora, given, time_limit
         )
-        made.append(
+        created.append(
             RayReplica(f"vLLM replica {index}", start, lora=lora, time_limit=time_limit, start_limit=start_limit)
         )
-    generator = RayGenerator(made, tokenizer, own_places=own, **options)
+    generator = RayGenerator(created, tokenizer, own_bundles=own, **options)
     try:
         async with task_group() as tasks:
-            for replica in made:
+            for replica in created:
                 tasks.start_soon(replica.facts)
     except BaseException:
         await generator.close()
@@ -211,7 +212,7 @@ async def ray_generator(
 
 
 class RayReplica:
-    """One place among the engines; the actor that fills it can change. An `InferenceEngine`."""
+    """An `InferenceEngine` whose actor is replaced when it is lost."""
 
     def __init__(
         self, name: str, start: Callable[[], Any], *, lora: int = 0, time_limit: float, start_limit: float
@@ -219,98 +220,78 @@ class RayReplica:
         self.name, self.lora = name, lora
         self.time_limit, self.start_limit = time_limit, start_limit
         self.recoveries = 0
-        self.refresh: Callable[[EngineHandle], Awaitable[None]] = _nothing
+        self.refresh: Callable[[EngineHandle], Awaitable[None]] = _no_refresh
         self._start = start
         self.engine = EngineHandle(name, start())
         self._facts: Facts | None = None
         self._replacing: anyio.Event | None = None
         self.restarts = 0  # in the whole run
-        self._restarts = self._aborts = 0
-        self._waiting: set[anyio.CancelScope] = set()
+        self._restarts = 0  # since the last completion
 
     async def facts(self) -> Facts:
-        """Answers when the engine is ready; those of one replica do not change."""
+        """Wait until the engine is ready; the facts of one replica do not change."""
         if self._facts is None:
             self._facts = await self.engine.ready(self.start_limit)
         return self._facts
 
-    async def complete(self, ask: EngineRequest) -> EngineOutput:
-        """What is lost with its engine is asked again of the one that takes its place."""
-        aborts = self._aborts
-        while self._aborts == aborts:
-            engine = self.engine
-            try:
-                said: EngineOutput = await engine.ask("complete", ask, limit=self.time_limit)
-            except ReplicaLostError as error:
-                logger.warning("%s; another one takes its place", error)
-            else:
-                self._restarts = 0
-                return said
-            with anyio.CancelScope() as scope:
-                self._waiting.add(scope)
-                try:
-                    if self._aborts == aborts:
-                        await self.replaced(engine)
-                finally:
-                    self._waiting.discard(scope)
-        return EngineOutput((), (), "abort")
+    async def complete(self, request: EngineRequest) -> EngineOutput:
+        output: EngineOutput = await self.engine.call("complete", request, limit=self.time_limit)
+        self._restarts = 0
+        return output
 
     async def prompt_logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
-        said: tuple[float, ...] = await self.engine.ask("prompt_logprobs", tuple(tokens), limit=self.time_limit)
-        return said
+        logprobs: tuple[float, ...] = await self.engine.call("prompt_logprobs", tuple(tokens), limit=self.time_limit)
+        return logprobs
 
     async def abort(self) -> None:
-        self._aborts += 1
-        for scope in self._waiting:
-            scope.cancel()
         try:
-            await self.engine.ask("abort", limit=_HEALTH_LIMIT)
-        except ReplicaLostError as error:  # what is under way there ends with it, and is not asked again
+            await self.engine.call("abort", limit=_HEALTH_LIMIT)
+        except ReplicaLostError as error:  # its requests end with it, and are not retried
             logger.warning("%s", error)
             self.engine.kill()
 
     async def pause(self) -> None:
-        """Nothing to do: an engine takes weights between two of its steps."""
+        """Do nothing: an engine loads weights between two steps."""
 
     async def resume(self) -> None:
-        """Nothing was held."""
+        """Do nothing: `pause` does nothing."""
 
     async def sleep(self) -> None:
-        await self.engine.ask("sleep", limit=self.time_limit)
+        await self.engine.call("sleep", limit=self.time_limit)
 
     async def wake_up(self) -> None:
-        await self.engine.ask("wake_up", limit=self.time_limit)
+        await self.engine.call("wake_up", limit=self.time_limit)
 
     async def check_health(self) -> None:
-        await self.engine.ask("version", limit=_HEALTH_LIMIT)
+        await self.engine.call("version", limit=_HEALTH_LIMIT)
 
     async def update_weights_from_checkpoint(self, checkpoint_path: str, version: int | None = None) -> dict[str, Any]:
-        """From a folder that the replica's machine can read."""
-        number = await self.engine.ask("version", limit=_HEALTH_LIMIT) + 1 if version is None else version
-        await self.engine.ask("refresh", checkpoint_path, number, limit=self.time_limit)
-        return {"engine": self.name, "version": await self.engine.ask("version", limit=_HEALTH_LIMIT)}
+        """Load the weights from a folder that the replica's machine can read."""
+        new = await self.engine.call("version", limit=_HEALTH_LIMIT) + 1 if version is None else version
+        await self.engine.call("refresh", checkpoint_path, new, limit=self.time_limit)
+        return {"engine": self.name, "version": await self.engine.call("version", limit=_HEALTH_LIMIT)}
 
-    async def recovered(self, error: EngineError) -> None:
-        """Has another one take its place, whoever of several asks for it first."""
-        logger.warning("%s; another one takes its place", error)
+    async def recovered(self, error: EngineError) -> None:  # noqa: ARG002 - the interface's
+        """Replace the actor, once for all callers."""
         await self.replaced(self.engine)
 
     async def replaced(self, lost: EngineHandle) -> None:
-        """Answers when another engine is in its place and has the weights that all have."""
+        """Wait until this actor is replaced by one that has the current weights."""
         while self.engine is lost:
             if self._replacing is not None:
                 await self._replacing.wait()
                 continue
             try:
                 await self._replace()
-            except ReplicaLostError as error:  # tried again; not for ever
+            except ReplicaLostError as error:  # retried, up to `_MAX_RESTARTS`
                 logger.warning("%s", error)
 
     async def _replace(self) -> None:
         self._restarts += 1
         self.restarts += 1
-        if self._restarts > _MOST_RESTARTS:
+        if self._restarts > _MAX_RESTARTS:
             raise EngineError(f"{self.name} was lost {self._restarts} times in a row")
+        logger.warning("%s: replacing its actor (restart %d)", self.name, self.restarts)
         lost, done = self.engine, anyio.Event()
         self._replacing = done
         fresh: EngineHandle | None = None
@@ -332,39 +313,39 @@ class RayReplica:
 
 
 class EngineHandle:
-    """An actor with an engine, asked from any event loop; every answer has a time limit."""
+    """An actor with an engine, callable from any event loop; every call has a time limit."""
 
     def __init__(self, name: str, actor: Any) -> None:
         self.name, self._actor = name, actor
         self.process: Process | None = None  # once it is ready
-        self.has_base = False  # of the adapter that travels alone
+        self.has_base = False  # of the adapter that is sent alone
 
     async def ready(self, limit: float) -> Facts:
-        facts: Facts = await self.ask("facts", limit=limit)
-        self.process = await self.ask("process", limit=limit)
+        facts: Facts = await self.call("facts", limit=limit)
+        self.process = await self.call("process", limit=limit)
         return facts
 
-    async def ask(self, method: str, *arguments: Any, limit: float) -> Any:
+    async def call(self, method: str, *arguments: Any, limit: float) -> Any:
         from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
         ray = import_ray()
         reference = getattr(self._actor, method).remote(*arguments)
-        answered = False
+        done = False
         try:
-            answer = await in_thread(partial(ray.get, reference, timeout=limit))
-            answered = True
+            result = await in_thread(partial(ray.get, reference, timeout=limit))
+            done = True
         except GetTimeoutError as error:
             raise ReplicaLostError(f"{self.name}: {method} did not end within {limit:g} s") from error
         except RayActorError as error:
-            answered = True
+            done = True
             raise ReplicaLostError(f"{self.name} died in {method} ({type(error).__name__})") from error
         except RayTaskError as error:
-            answered = True
-            raise _as_raised_there(self.name, error) from error
+            done = True
+            raise _remote_error(self.name, error) from error
         finally:
-            if not answered:  # nobody waits for it any more: what it draws would be in vain
+            if not done:  # no caller waits for it any more
                 ray.cancel(reference)
-        return answer
+        return result
 
     def kill(self) -> None:
         end_actor(self._actor, self.process)
@@ -372,13 +353,13 @@ class EngineHandle:
     async def end(self, patience: float = 0.0) -> None:
         if patience:
             try:
-                await self.ask("close", limit=patience)
+                await self.call("close", limit=patience)
             except EngineError as error:
                 logger.debug("%s", error)
         self.kill()
 
 
-def _as_raised_there(name: str, error: Any) -> Exception:
+def _remote_error(name: str, error: Any) -> Exception:
     cause = error.cause
     if isinstance(cause, EngineError) and not isinstance(cause, ReplicaLostError):
         return ReplicaLostError(f"{name}: {cause}")
@@ -386,13 +367,13 @@ def _as_raised_there(name: str, error: Any) -> Exception:
 
 
 class EngineActor:
-    """An engine inside of its actor; its methods are coroutines, so that many requests are under way at once."""
+    """An engine inside of its actor; its methods are coroutines, so that many requests run concurrently."""
 
     def __init__(self, model: str, tokenizer: Any, lora: int, options: dict[str, Any], time_limit: float) -> None:
         from oxrl.generators.vllm.engine import VLLMRolloutEngine
 
         self.engine = VLLMRolloutEngine(model, tokenizer, lora=lora, time_limit=time_limit, **options)
-        self._alone = int(options.get("tensor_parallel_size", 1)) == 1
+        self._single_process = int(options.get("tensor_parallel_size", 1)) == 1
         self._time_limit = time_limit
         self._buckets: queue.Queue[Bucket | None] = queue.Queue(1)
         self._taking = False
@@ -406,8 +387,8 @@ class EngineActor:
     async def process(self) -> Process:
         return Process.current()
 
-    async def complete(self, ask: EngineRequest) -> EngineOutput:
-        return await self.engine.complete(ask)
+    async def complete(self, request: EngineRequest) -> EngineOutput:
+        return await self.engine.complete(request)
 
     async def prompt_logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
         return await self.engine.prompt_logprobs(tokens)
@@ -420,31 +401,31 @@ class EngineActor:
         self._taking = True
 
     async def feed(self, bucket: Bucket | None) -> None:
-        """The next bucket; waits until the one before is being taken."""
+        """Queue the next bucket; wait until the one before is being loaded."""
         await in_thread(partial(self._put, self._buckets, bucket))
 
     def _put(self, buckets: queue.Queue[Bucket | None], bucket: Bucket | None) -> None:
         until = time.monotonic() + self._time_limit
-        while self._taking:  # why it ended, the one who takes tells
+        while self._taking:  # `take` raises the reason why it ended
             try:
                 buckets.put(bucket, timeout=0.5)
                 return
             except queue.Full:
                 if time.monotonic() > until:
-                    raise EngineError(f"a bucket of weights was not taken within {self._time_limit:g} s") from None
+                    raise EngineError(f"a bucket of weights was not loaded within {self._time_limit:g} s") from None
 
     async def take(self, version: int) -> None:
-        """All that is fed, to the end."""
+        """Load all buckets that are fed, until the final None."""
         try:
             await self._take(self._arriving(self._buckets), version)
         finally:
             self._taking = False
 
     async def _take(self, arriving: Iterator[tuple[str, Any]], version: int) -> None:
-        if self._alone:
+        if self._single_process:
             await self.engine.take_weights(arriving, version)
             return
-        # Workers in processes of their own read files.
+        # Workers in separate processes read files.
         with tempfile.TemporaryDirectory(prefix="oxrl-weights-", dir=shm_dir()) as folder:
             await in_thread(partial(write_tensors, arriving, Path(folder)))
             await self.engine.refresh_model(folder, version)
@@ -454,7 +435,7 @@ class EngineActor:
             try:
                 bucket = buckets.get(timeout=self._time_limit)
             except queue.Empty:
-                raise EngineError(f"no more weights came within {self._time_limit:g} s") from None
+                raise EngineError(f"no more weights received within {self._time_limit:g} s") from None
             if bucket is None:
                 return
             yield from bucket.tensors()
@@ -482,36 +463,36 @@ Engines: TypeAlias = dict[RayReplica, EngineHandle]
 
 
 async def _stream(engines: Engines, references: Iterator[Any], version: int, lost: Engines) -> None:
-    """One bucket after the other to all of these, while they take them."""
+    """Send one bucket after the other to these engines while they load them."""
     for engine in engines.values():
         engine.has_base = False
-    await _to_all(engines, lost, "begin")
+    await _call_engines(engines, lost, "begin")
     async with task_group() as tasks:
-        tasks.start_soon(_to_all, engines, lost, "take", version)
+        tasks.start_soon(_call_engines, engines, lost, "take", version)
         while (reference := await in_thread(partial(next, references, None))) is not None:
-            await _to_all(engines, lost, "feed", reference)
-        await _to_all(engines, lost, "feed", None)
+            await _call_engines(engines, lost, "feed", reference)
+        await _call_engines(engines, lost, "feed", None)
 
 
-async def _to_all(engines: Engines, lost: Engines, *call: Any) -> None:
-    """The same call on all but the lost, of which there may be more then."""
+async def _call_engines(engines: Engines, lost: Engines, *call: Any) -> None:
+    """Make the same call on all engines but the lost ones; add those that fail to `lost`."""
 
-    async def to_one(replica: RayReplica, engine: EngineHandle) -> None:
+    async def call_one(replica: RayReplica, engine: EngineHandle) -> None:
         try:
-            await engine.ask(*call, limit=replica.time_limit)
+            await engine.call(*call, limit=replica.time_limit)
         except ReplicaLostError as error:
             logger.warning("%s", error)
             lost[replica] = engine
 
     async with task_group() as tasks:
         for replica in engines.keys() - lost.keys():
-            tasks.start_soon(to_one, replica, engines[replica])
+            tasks.start_soon(call_one, replica, engines[replica])
 
 
 def _references(
     weights: Weights, source: WeightSource | ReferencedWeights, *, adapter: bool
 ) -> collections.abc.Generator[Any, None, None]:
-    """By whoever has the weights, if it can; else from here, where they are or come to."""
+    """Yield references to buckets: put there by the holder of the weights if it can, else by this process."""
     if hasattr(source, "references"):
         yield from source.references(adapter=adapter)
         return
@@ -531,5 +512,5 @@ def _adapter_files(source: WeightSource | ReferencedWeights) -> dict[str, bytes]
     return adapter_files(source.write_adapter)
 
 
-async def _nothing(_: EngineHandle) -> None:
-    """For a replica whose weights are those that it was started with."""
+async def _no_refresh(_: EngineHandle) -> None:
+    """For a replica that keeps the weights it was started with."""

@@ -1,8 +1,8 @@
-"""Engines as one generator for a run: vLLM servers that we start and start again, or servers of somebody else.
+"""Servers as one generator for a run: vLLM servers that oxRL starts and restarts, or external servers.
 
-A replica that ended or hangs is killed with all that it started, started again, given the newest weights from files
-that are kept for that, proved by the probe sequence, and asked again for what it owed. Whoever else's servers are only
-asked again: `http` moves their requests to another one, or stops with the address.
+A replica that ended or hangs is killed with its child processes, restarted, given the newest weights from files that
+are kept for that, and verified by the probe sequence; its requests are then retried. External servers are retried,
+never restarted: `pool` moves their requests to another server, or raises with the address.
 """
 
 from __future__ import annotations
@@ -22,16 +22,10 @@ from typing import Any, NamedTuple, TypeVar
 import anyio
 
 from oxrl.concurrency import in_thread, task_group
-from oxrl.generators.connection import Connection, EngineError, NoSuchPathError, check_apart
-from oxrl.generators.pool import (
-    EngineOutput,
-    EngineRequest,
-    Facts,
-    HTTPGenerator,
-    InferenceEngine,
-    SGLangEngine,
-    VLLMEngine,
-)
+from oxrl.generators.connection import Connection, EngineError, NoSuchPathError, check_distinct
+from oxrl.generators.engines import EngineOutput, EngineRequest, Facts, InferenceEngine
+from oxrl.generators.http import SGLangEngine, VLLMEngine
+from oxrl.generators.pool import HTTPGenerator
 from oxrl.generators.probe import Probe, StaleEngineError
 from oxrl.generators.vllm.server import VLLMServer, log_tail, start_vllm_server, until_ready
 from oxrl.machine.processes import free_ports
@@ -40,23 +34,24 @@ from oxrl.weights.checkpoint_names import shm_dir
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_HOMES = "oxrl-engines-"
+_HOME_PREFIX = "oxrl-engines-"
 _HOUR = 3600.0
-_SAME_WEIGHTS = 0.01  # log-probs of one engine over the same weights, before and after it was started again
+_MAX_ATTEMPTS = 4  # of a call that is repeated after a recovery
+_SAME_WEIGHTS = 0.01  # tolerance of one engine's log-probs over the same weights, before and after a restart
 
 
 class Limits(NamedTuple):
-    """How many seconds things may take, and how often a replica may be started again: `Limits(stall=10)`."""
+    """Time limits in seconds, and how often a replica may be restarted: `Limits(stall=10)`."""
 
     start: float = 600.0
-    answer: float = 600.0  # to a request, or to new weights
-    stall: float = 30.0  # without a sign of life; after a failure also without drawing one token
-    look: float = 5.0  # between two looks
+    answer: float = 600.0  # for a request, or for new weights
+    stall: float = 30.0  # for a health check; after a failure also for one token
+    look: float = 5.0  # between two health checks
     restarts: int = 5  # of one replica, within an hour
 
 
 class Replica:
-    """One vLLM server of ours, as an `InferenceEngine` that recovers while `watch` runs."""
+    """A vLLM server that oxRL started, as an `InferenceEngine` that recovers while `watch` runs."""
 
     def __init__(self, number: int, start: Callable[[], VLLMServer], home: Path, limits: Limits) -> None:
         self.number, self.home, self.limits = number, home, limits
@@ -64,15 +59,15 @@ class Replica:
         self.server: VLLMServer
         self._engine: VLLMEngine
         self._start = start
-        self._well = False
-        self._given_up: str | None = None
-        self._recoveries = self._looks = 0
-        self._times: list[float] = []  # of restarts, within the last hour
+        self._healthy = False
+        self._fatal_error: str | None = None
+        self._recoveries = self._checks = 0
+        self._restart_times: list[float] = []  # within the last hour
         self._calls: set[anyio.CancelScope] = set()
-        self._doubt, self._news = anyio.Event(), anyio.Event()
+        self._check_requested, self._check_done = anyio.Event(), anyio.Event()
         self._updating = self._asleep = False
-        self._kept: _Kept | None = None
-        self._proof: _Proof | None = None
+        self._weights: _SavedWeights | None = None
+        self._probe_record: _ProbeRecord | None = None
 
     @property
     def name(self) -> str:
@@ -83,12 +78,12 @@ class Replica:
         return self._recoveries
 
     async def open(self) -> None:
-        """Start it, and wait until it can be asked: it answers, and has the weights that it had before."""
-        self.server = self._start()  # noted at once, so that it is stopped whatever comes now
+        """Start the server, and wait until it is ready and has the weights that it had before."""
+        self.server = self._start()  # assigned first, so that `close` stops it whatever fails below
         self._engine = VLLMEngine(self.server.url, time_limit=self.limits.answer, retries=0)
         await until_ready(self.server, self.limits.start)
-        await self._catch_up()
-        self._well = True
+        await self._restore_weights()
+        self._healthy = True
 
     async def close(self) -> None:
         with anyio.CancelScope(shield=True):
@@ -96,113 +91,114 @@ class Replica:
                 await in_thread(self.server.stop)
 
     async def facts(self) -> Facts:
-        return await self._try(VLLMEngine.facts)
+        return await self._call(VLLMEngine.facts)
 
-    async def complete(self, ask: EngineRequest) -> EngineOutput:
-        return await self._try(lambda engine: engine.complete(ask))
+    async def complete(self, request: EngineRequest) -> EngineOutput:
+        return await self._call(lambda engine: engine.complete(request))
 
     async def prompt_logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
-        said = await self._retry(lambda engine: engine.prompt_logprobs(tokens))
-        if self._kept is not None:
-            self._proof = _Proof(self._kept.version, tuple(tokens), said)
-        return said
+        logprobs = await self._call_with_recovery(lambda engine: engine.prompt_logprobs(tokens))
+        if self._weights is not None:
+            self._probe_record = _ProbeRecord(self._weights.version, tuple(tokens), logprobs)
+        return logprobs
 
     async def abort(self) -> None:
-        if self._well:  # else everything has been cut off already
-            await self._try(VLLMEngine.abort)
+        if self._healthy:  # else all calls have been cancelled already
+            await self._call(VLLMEngine.abort)
 
     async def pause(self) -> None:
-        await self._retry(VLLMEngine.pause)
+        await self._call_with_recovery(VLLMEngine.pause)
 
     async def resume(self) -> None:
-        await self._retry(VLLMEngine.resume)
+        await self._call_with_recovery(VLLMEngine.resume)
 
     async def sleep(self) -> None:
-        await self._retry(VLLMEngine.sleep)
+        await self._call_with_recovery(VLLMEngine.sleep)
         self._asleep = True
 
     async def wake_up(self) -> None:
         self._asleep = False
-        await self._retry(VLLMEngine.wake_up)
+        await self._call_with_recovery(VLLMEngine.wake_up)
 
     async def check_health(self) -> None:
-        await self._retry(VLLMEngine.check_health)
+        await self._call_with_recovery(VLLMEngine.check_health)
 
     async def update_weights_from_checkpoint(self, checkpoint_path: str, version: int | None = None) -> dict[str, Any]:
-        """Also through a restart: the files are kept, as links where that is possible, until the next ones come."""
-        before, self._kept = self._kept, await in_thread(partial(_keep, Path(checkpoint_path), self.home, version))
+        """Load the weights, also after a restart: the files are kept (as hard links if possible) until the next."""
+        before = self._weights
+        self._weights = await in_thread(partial(_save, Path(checkpoint_path), self.home, version))
         if before is not None:
             await in_thread(partial(shutil.rmtree, before.folder, ignore_errors=True))
-        return await self._retry(self._update)
+        return await self._call_with_recovery(self._update)
 
     async def _update(self, engine: VLLMEngine) -> dict[str, Any]:
-        assert self._kept is not None
-        self._updating = True  # it draws nothing meanwhile, and is well
+        assert self._weights is not None
+        self._updating = True  # it samples nothing meanwhile, and is healthy
         try:
-            return await engine.update_weights_from_checkpoint(str(self._kept.folder), self._kept.version)
+            return await engine.update_weights_from_checkpoint(str(self._weights.folder), self._weights.version)
         finally:
             self._updating = False
 
     async def recovered(self, error: EngineError) -> None:
-        """Have it looked at; answers when it is well, raises when it was started again too often."""
-        looks = self._looks
-        self._doubt.set()
-        while self._looks == looks:
-            if self._given_up is not None:
-                raise EngineError(self._given_up) from error
-            await self._news.wait()
+        """Request a health check and wait until it is healthy; raise if it was restarted too often."""
+        checks = self._checks
+        self._check_requested.set()
+        while self._checks == checks:
+            if self._fatal_error is not None:
+                raise EngineError(self._fatal_error) from error
+            await self._check_done.wait()
 
-    async def _retry(self, call: Callable[[VLLMEngine], Awaitable[T]]) -> T:
-        """For what is harmless when done twice; after a failure it is looked at, and started again if needed."""
-        for _ in range(3):
+    async def _call_with_recovery(self, call: Callable[[VLLMEngine], Awaitable[T]]) -> T:
+        """For calls that can be repeated: after a failure, wait for the recovery and call again."""
+        for _ in range(_MAX_ATTEMPTS - 1):
             try:
-                return await self._try(call)
+                return await self._call(call)
             except EngineError as error:
                 await self.recovered(error)
-        return await self._try(call)
+        return await self._call(call)
 
-    async def _try(self, call: Callable[[VLLMEngine], Awaitable[T]]) -> T:
-        if not self._well:
-            raise EngineError(self._given_up or f"{self.name} is being started again")
+    async def _call(self, call: Callable[[VLLMEngine], Awaitable[T]]) -> T:
+        if not self._healthy:
+            raise EngineError(self._fatal_error or f"{self.name} is restarting")
         with anyio.CancelScope() as scope:
             self._calls.add(scope)
             try:
                 return await call(self._engine)
             except EngineError:
-                self._doubt.set()
+                self._check_requested.set()
                 raise
             finally:
                 self._calls.discard(scope)
-        raise EngineError(f"{self.name} was cut off: it is being started again")
+        raise EngineError(f"{self.name}: the call was cancelled by a restart")
 
     async def watch(self) -> None:
-        """Look after it for as long as it lasts; a doubt is looked into at once."""
-        while self._given_up is None:
+        """Check the server's health until it is given up; a requested check runs immediately."""
+        while self._fatal_error is None:
             with anyio.move_on_after(self.limits.look):
-                await self._doubt.wait()
-            doubted, self._doubt = self._doubt.is_set(), anyio.Event()
-            # Started again beside a trainer at work, it would find no memory: that waits until it is woken.
-            trouble = "" if self._asleep else await self._trouble(thorough=doubted)
-            if trouble:
-                await self._start_again(trouble)
-            if trouble or doubted:
+                await self._check_requested.wait()
+            requested, self._check_requested = self._check_requested.is_set(), anyio.Event()
+            # Beside a trainer at work it would find no free memory: a restart waits until `wake_up`.
+            problem = "" if self._asleep else await self._problem(thorough=requested)
+            if problem:
+                await self._restart(problem)
+            if problem or requested:
                 self._recoveries += 1
-            self._looks += self._well
-            self._news.set()
-            self._news = anyio.Event()
+            self._checks += self._healthy
+            self._check_done.set()
+            self._check_done = anyio.Event()
 
-    async def _trouble(self, *, thorough: bool) -> str:
-        """What is wrong with it, if anything."""
+    async def _problem(self, *, thorough: bool) -> str:
+        """Return what is wrong with the server, or an empty string."""
         for _ in range(20 if thorough else 1):  # a connection breaks a moment before its process has ended
             if (code := self.server.process.poll()) is not None:
                 return f"its process ended with {code}"
             await anyio.sleep(0.1 if thorough else 0)
         with anyio.move_on_after(self.limits.stall) as healthy:
-            await self._sign_of_life()
+            await self._wait_for_health()
         if (code := self.server.process.poll()) is not None:
             return f"its process ended with {code}"
         if healthy.cancelled_caught:
-            return f"there was no sign of life for {self.limits.stall:g} s"
+            return f"no successful health check for {self.limits.stall:g} s"
         if not thorough or self._updating:
             return ""
         with anyio.move_on_after(self.limits.stall):
@@ -211,9 +207,9 @@ class Replica:
             except EngineError as error:
                 return str(error)
             return ""
-        return f"it draws no token within {self.limits.stall:g} s"
+        return f"no token sampled within {self.limits.stall:g} s"
 
-    async def _sign_of_life(self) -> None:
+    async def _wait_for_health(self) -> None:
         while self.server.process.poll() is None:
             try:
                 await self._engine.check_health()
@@ -221,65 +217,65 @@ class Replica:
             except EngineError:
                 await anyio.sleep(0.5)
 
-    async def _start_again(self, why: str) -> None:
-        self._well = False
+    async def _restart(self, reason: str) -> None:
+        self._healthy = False
         for scope in list(self._calls):
             scope.cancel()
         refused = 0
-        while not self._well:
+        while not self._healthy:
             started = time.monotonic()
-            self._times = [when for when in self._times if started - when < _HOUR]
-            if len(self._times) >= self.limits.restarts or refused == 2:
-                often = f"{self.name} was started again {len(self._times)} times within an hour, and failed once more"
-                words = "" if str(self.server.log) in why else f"; {log_tail(self.server.log)}"
-                self._given_up = f"{often}: {why}{words}"
+            self._restart_times = [when for when in self._restart_times if started - when < _HOUR]
+            if len(self._restart_times) >= self.limits.restarts or refused == 2:
+                count = f"{self.name} was restarted {len(self._restart_times)} times within an hour and failed again"
+                tail = "" if str(self.server.log) in reason else f"; {log_tail(self.server.log)}"
+                self._fatal_error = f"{count}: {reason}{tail}"
                 return
-            self._times.append(started)
+            self._restart_times.append(started)
             self.restarts += 1
-            logger.warning("%s: %s; starting it again (restart %d)", self.name, why, self.restarts)
+            logger.warning("%s: %s; restarting it (restart %d)", self.name, reason, self.restarts)
             try:
                 await in_thread(self.server.stop)
                 await self.open()
             except (EngineError, StaleEngineError) as error:
-                why = str(error)
-                refused += self.server.process.poll() is None  # it is up, and does not take the weights
-        version = self._kept.version if self._kept else 0
-        logger.warning("%s is back after %.1f s, with version %s", self.name, time.monotonic() - started, version)
+                reason = str(error)
+                refused += self.server.process.poll() is None  # it runs, and does not load the weights
+        version = self._weights.version if self._weights else 0
+        logger.warning("%s recovered after %.1f s, with version %s", self.name, time.monotonic() - started, version)
 
-    async def _catch_up(self) -> None:
-        """The weights it had, and the proof that it has them."""
-        if self._kept is None:
+    async def _restore_weights(self) -> None:
+        """Load the weights that it had, and verify them."""
+        if self._weights is None:
             return
         await self._update(self._engine)
-        if self._proof is not None and self._proof.version == self._kept.version:
-            probe = Probe(self._proof.tokens, self._proof.said, _SAME_WEIGHTS)
-            said = await self._engine.prompt_logprobs(probe.tokens)
-            probe.check(self.name, said, self._kept.version or 0, None)
+        if self._probe_record is not None and self._probe_record.version == self._weights.version:
+            probe = Probe(self._probe_record.tokens, self._probe_record.logprobs, _SAME_WEIGHTS)
+            logprobs = await self._engine.prompt_logprobs(probe.tokens)
+            probe.check(self.name, logprobs, self._weights.version or 0, None)
 
 
-class _Kept(NamedTuple):
-    """Weights in files of our own."""
+class _SavedWeights(NamedTuple):
+    """A replica's copy of the current weights."""
 
     folder: Path
     version: int | None
 
 
-class _Proof(NamedTuple):
-    """What an engine said about the probe sequence when its weights were proved."""
+class _ProbeRecord(NamedTuple):
+    """An engine's log-probs of the probe sequence when its weights were verified."""
 
     version: int | None
     tokens: tuple[int, ...]
-    said: tuple[float, ...]
+    logprobs: tuple[float, ...]
 
 
-def _keep(source: Path, home: Path, version: int | None) -> _Kept:
+def _save(source: Path, home: Path, version: int | None) -> _SavedWeights:
     folder = Path(tempfile.mkdtemp(prefix=f"kept-{version}-", dir=home))
     for file in source.iterdir():
         try:
             os.link(file, folder / file.name)
         except OSError:  # another file system
             shutil.copy(file, folder / file.name)
-    return _Kept(folder, version)
+    return _SavedWeights(folder, version)
 
 
 @asynccontextmanager
@@ -294,33 +290,33 @@ async def serving(
     limits: Limits = Limits(),  # noqa: B008 - immutable
     **options: Any,
 ) -> AsyncIterator[HTTPGenerator]:
-    """`async with serving(folder, tokenizer, replicas=2) as generator:`, vLLM in processes of their own on loopback.
+    """`async with serving(folder, tokenizer, replicas=2) as generator:`, vLLM servers as child processes on loopback.
 
-    `arguments` are vLLM's. `devices` has a replica's own CUDA_VISIBLE_DEVICES, one each; without it all see all.
-    `options` are `HTTPGenerator`'s. What they leave in memory lies in one folder, which goes with the last of them.
+    `arguments` are vLLM's. `devices` has the CUDA_VISIBLE_DEVICES of each replica; without it all replicas see all
+    devices. `options` are `HTTPGenerator`'s. Their files in shared memory are in one folder, removed at the end.
     """
     if replicas < 1 or (devices and len(devices) != replicas):
-        raise ValueError(f"{replicas} replicas on {len(devices)} sets of devices: give 1 or more, and one set each")
+        raise ValueError(f"{replicas} replicas on {len(devices)} sets of devices: use 1 or more, with one set each")
     with engines_home() as home:
         logs = Path(log_folder) if log_folder is not None else home
         logs.mkdir(parents=True, exist_ok=True)
-        fleet = [
+        servers = [
             Replica(number, _starter(number, port, model, arguments, devices, logs, home), home, limits)
             for number, port in enumerate(free_ports(replicas))
         ]
         try:
             async with task_group() as starts:
-                for replica in fleet:
+                for replica in servers:
                     starts.start_soon(replica.open)
             async with task_group() as tasks:
-                for replica in fleet:
+                for replica in servers:
                     tasks.start_soon(replica.watch)
-                yield HTTPGenerator(fleet, tokenizer, **{"folder": home, **options})
+                yield HTTPGenerator(servers, tokenizer, **{"folder": home, **options})
                 tasks.cancel_scope.cancel()
         finally:
             with anyio.CancelScope(shield=True):
                 async with task_group() as ends:
-                    for replica in fleet:
+                    for replica in servers:
                         ends.start_soon(replica.close)
 
 
@@ -328,7 +324,7 @@ def _starter(
     number: int, port: int, model: str | Path, arguments: Sequence[str], devices: Sequence[str], logs: Path, home: Path
 ) -> Callable[[], VLLMServer]:
     environment = {"CUDA_VISIBLE_DEVICES": devices[number]} if devices else {}
-    ports = iter([port])  # for the first time; somebody else may have it later
+    ports = iter([port])  # for the first start; another process may use it later
 
     def start() -> VLLMServer:
         return start_vllm_server(
@@ -345,12 +341,12 @@ def _starter(
 
 @contextmanager
 def engines_home() -> Iterator[Path]:
-    """A folder in memory that is gone afterwards. Those of runs that could not remove theirs are removed first."""
+    """Yield a folder in shared memory and remove it afterwards; remove those that ended runs left behind first."""
     root = shm_dir()
-    for left in root.glob(f"{_HOMES}*"):
-        if _is_nobodys(left):
+    for left in root.glob(f"{_HOME_PREFIX}*"):
+        if _is_abandoned(left):
             shutil.rmtree(left, ignore_errors=True)
-    home = Path(tempfile.mkdtemp(prefix=_HOMES, dir=root))
+    home = Path(tempfile.mkdtemp(prefix=_HOME_PREFIX, dir=root))
     try:
         with (home / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # held for as long as this process lives
@@ -359,12 +355,12 @@ def engines_home() -> Iterator[Path]:
         shutil.rmtree(home, ignore_errors=True)
 
 
-def _is_nobodys(home: Path) -> bool:
+def _is_abandoned(home: Path) -> bool:
     try:
         with (home / "lock").open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return time.time() - home.stat().st_mtime > 60  # a new one is locked in a moment
-    except OSError:  # held, or another user's
+            return time.time() - home.stat().st_mtime > 60  # a new one is locked a moment later
+    except OSError:  # locked, or another user's
         return False
 
 
@@ -378,12 +374,12 @@ async def served_at(
     backoff: float = 0.5,
     **options: Any,
 ) -> AsyncIterator[HTTPGenerator]:
-    """`async with served_at(["http://127.0.0.1:8000"], tokenizer) as generator:`, servers that somebody else started.
+    """`async with served_at(["http://127.0.0.1:8000"], tokenizer) as generator:`, external servers.
 
-    Each is asked whether it is vLLM or SGLang. `options` are `HTTPGenerator`'s: `folder` must be one that they read,
-    unless `transfer` is another than files.
+    Whether a server is vLLM or SGLang is detected. `options` are `HTTPGenerator`'s: the servers must be able to read
+    `folder`, unless `transfer` is gloo or nccl.
     """
-    check_apart(urls)
+    check_distinct(urls)
     engines = [await engine_at(url, time_limit=time_limit, retries=retries, backoff=backoff) for url in urls]
     generator = HTTPGenerator(engines, tokenizer, time_limit=time_limit, **options)
     try:
@@ -394,14 +390,14 @@ async def served_at(
 
 
 async def engine_at(url: str, **connection: Any) -> InferenceEngine:
-    """The engine at an address, by what it answers."""
-    asked = Connection(url, **connection).checked()
+    """Detect the kind of server at an address."""
+    server = Connection(url, **connection).checked()
     for path, kind in (("/version", VLLMEngine), ("/get_server_info", SGLangEngine)):
         try:
-            await asked.get(path, time_limit=min(60.0, asked.time_limit))
+            await server.get(path, time_limit=min(60.0, server.time_limit))
             return kind(url, **connection)
         except NoSuchPathError:
             continue
     raise EngineError(
-        f"{asked.url} is neither a vLLM nor an SGLang server: it knows neither /version nor /get_server_info"
+        f"{server.url} is neither a vLLM nor an SGLang server: it has neither /version nor /get_server_info"
     )

@@ -1,4 +1,4 @@
-"""Child processes that leave nothing behind: they end with whoever started them, in whatever way that ended."""
+"""Child processes that leave nothing behind: they end with their parent, however that ends."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from contextlib import suppress
 from pathlib import Path
 
 SERVER_PORTS = range(20_000, 32_768)  # above the ports of Ray's workers, below the default ephemeral range
-MEETING = "OXRL_MEETING"  # names a file in which the ranks of one machine find each other, instead of at a port
+RENDEZVOUS_FILE = "OXRL_MEETING"  # variable with the path of a file for the rendezvous of local ranks, not a port
 
 
 def end_with_parent(home: str | None = None) -> None:
-    """In a child whose standard input is a pipe of its parent: when that is closed, end this process group.
+    """In a child whose standard input is a pipe of its parent: when that is closed, kill this process group.
 
-    `home` is a folder that goes with it.
+    The folder `home` is removed first.
     """
     threading.Thread(target=_watch, args=(home,), name="oxrl parent", daemon=True).start()
 
@@ -33,7 +33,7 @@ def _watch(home: str | None) -> None:
 
 
 def kill_group(group: int) -> None:
-    """At once, all of a process group but the caller and those who remove shared memory when everybody else is gone."""
+    """Kill a process group, except for the caller and the resource trackers, which remove shared memory afterwards."""
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # ended meanwhile
             process = int(entry.name)
@@ -43,13 +43,13 @@ def kill_group(group: int) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Distinct free ports, outside the ephemeral range.
+    """Return distinct free ports, outside the ephemeral range.
 
-    An engine needs half a minute until it listens; meanwhile the kernel could give an ephemeral port to any process.
+    An engine listens after about half a minute; meanwhile the kernel could give an ephemeral port to any process.
     """
     found: list[int] = []
     for port in random.SystemRandom().sample(SERVER_PORTS, len(SERVER_PORTS)):
-        with socket.socket() as probe, suppress(OSError):  # taken
+        with socket.socket() as probe, suppress(OSError):  # in use
             probe.bind(("127.0.0.1", port))
             found.append(port)
         if len(found) == count:

@@ -1,7 +1,7 @@
-"""A Ray cluster to put processes on: an existing one, or one on this machine for as long as it is needed; and places.
+"""A Ray cluster for processes: an existing one, or a temporary one on this machine; and bundles of its resources.
 
-A place holds one process, with a GPU each where the cluster has any, else with a core. Who runs there is the affair of
-`backends.ray` and `generators.ray`, which share the places of one device when they are colocated.
+A bundle is for one process, with a GPU if the cluster has any, else with a core. `backends.distributed.ray` and
+`generators.ray` start their actors in bundles, and share them when they are colocated.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from typing import Any, NamedTuple
 
 logger = logging.getLogger(__name__)
 
-PLACE_LIMIT = 300.0  # seconds until the cluster has found room
+RESERVE_LIMIT = 300.0  # seconds until the cluster has free resources
 LOCAL_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # what this process may see of the devices, its actors may
-    "RAY_worker_niceness": "0",  # by default 15: beside any other work, training would stand still
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # as on those systems, a local cluster listens on loopback alone
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # actors see the devices that this process sees
+    "RAY_worker_niceness": "0",  # by default 15: beside any other load, training would stall
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # as on those systems, a local cluster listens on loopback only
 }
 
 
 @contextmanager
 def ray_cluster(address: str | None = None, *, processes: int = 1, **options: Any) -> Iterator[None]:
-    """Inside, this process is the driver of a Ray cluster; a local one has room for `processes` and ends with it.
+    """Inside, this process is the driver of a Ray cluster; a local one has cores for `processes` and ends with it.
 
-    Enter it in a thread that outlives it, the main one best: when the thread that started it ends, Linux ends a local
-    cluster with it, so that a driver that was killed leaves nothing behind. One that was entered before is used as it
-    is. `options` go to `ray.init`.
+    Enter it in a thread that outlives it, preferably the main thread: when the thread that started a local cluster
+    ends, Linux ends the cluster, so that a killed driver leaves nothing behind. A cluster that this process is already
+    connected to is reused. `options` go to `ray.init`.
     """
     if address is None:
         for name, value in LOCAL_SETTINGS.items():  # Ray reads them when it is imported
@@ -51,23 +51,21 @@ def ray_cluster(address: str | None = None, *, processes: int = 1, **options: An
         }
     else:
         options = {"address": address, **options}
-    at_the_end = signal.getsignal(signal.SIGTERM)
+    previous = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(configure_logging=False, log_to_driver=False, **options)
     except ConnectionError as error:
-        raise ValueError(
-            f"there is no Ray cluster at {address!r} ({error}): start one, or leave ray_address out"
-        ) from error
+        raise ValueError(f"no Ray cluster at {address!r} ({error}): start one, or remove ray_address") from error
     handles = threading.current_thread() is threading.main_thread()
     if handles:
-        # As an interrupt, while nobody else listens for it: Ray's own handler aborts.
+        # Handle it as an interrupt: Ray's own handler aborts the process.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:
         ray.shutdown()
         if handles:
-            signal.signal(signal.SIGTERM, at_the_end)
+            signal.signal(signal.SIGTERM, previous)
 
 
 def import_ray() -> Any:
@@ -79,7 +77,7 @@ def import_ray() -> Any:
 
 
 class Process(NamedTuple):
-    """Where an actor runs."""
+    """The node and process id of an actor."""
 
     node: str
     pid: int
@@ -90,19 +88,19 @@ class Process(NamedTuple):
 
 
 def end_actor(actor: Any, process: Process | None = None) -> None:
-    """At once, whatever it does. Ray asks a process to end; one on this machine that is stopped does not hear that."""
+    """Kill an actor. Ray only requests its end, which a stopped process ignores: on this machine, send SIGKILL too."""
     ray = import_ray()
     if not ray.is_initialized():  # it ended with the cluster
         return
     ray.kill(actor, no_restart=True)
     if process is not None and process.node == ray.get_runtime_context().get_node_id():
         with suppress(FileNotFoundError, ProcessLookupError):
-            if Path(f"/proc/{process.pid}/cmdline").read_bytes().startswith(b"ray::"):  # and not somebody else by now
+            if Path(f"/proc/{process.pid}/cmdline").read_bytes().startswith(b"ray::"):  # and not another process by now
                 os.kill(process.pid, signal.SIGKILL)
 
 
 class Bundles:
-    """`reserve(2)`: places for two processes. `options` are what an actor is made with to get one, or a share of it."""
+    """`reserve(2)`: bundles for two processes. `options` are those of an actor that uses one, or a share of it."""
 
     def __init__(self, group: Any, bundles: Sequence[dict[str, float]]) -> None:
         self._group, self._bundles = group, list(bundles)
@@ -128,23 +126,23 @@ class Bundles:
         remove_placement_group(self._group)
 
 
-def reserve(count: int, *, gpus_each: int = 1, time_limit: float = PLACE_LIMIT) -> Bundles:
-    """Places on as few machines as possible; on a cluster without GPUs a core each. What does not fit is refused."""
+def reserve(count: int, *, gpus_each: int = 1, time_limit: float = RESERVE_LIMIT) -> Bundles:
+    """Reserve bundles on as few machines as possible, of a core each if the cluster has no GPUs; raise if none fit."""
     from ray.util import placement_group, remove_placement_group
 
     ray = import_ray()
-    everything = ray.cluster_resources()
-    bundle: dict[str, float] = {"CPU": 1.0} | ({"GPU": float(gpus_each)} if everything.get("GPU") else {})
+    resources = ray.cluster_resources()
+    bundle: dict[str, float] = {"CPU": 1.0} | ({"GPU": float(gpus_each)} if resources.get("GPU") else {})
     group = placement_group([dict(bundle) for _ in range(count)], strategy="PACK")
     if not group.wait(time_limit):
         free = {name: ray.available_resources().get(name, 0.0) for name in bundle}
         remove_placement_group(group)
         raise ValueError(
-            f"the Ray cluster found no room for {count} processes with {_told(bundle)} each within {time_limit:g} s "
-            f"({_told(free)} are free): lower run.training_gpus or run.rollout_gpus, or enlarge the cluster"
+            f"no resources on the Ray cluster for {count} processes with {_describe(bundle)} each in {time_limit:g} s "
+            f"({_describe(free)} are free): lower run.training_gpus or run.rollout_gpus, or enlarge the cluster"
         )
     return Bundles(group, [bundle] * count)
 
 
-def _told(resources: dict[str, float]) -> str:
+def _describe(resources: dict[str, float]) -> str:
     return " and ".join(f"{number:g} {name}" for name, number in resources.items())

@@ -288,7 +288,7 @@ async def _as_actors(
     """On their own placement bundles, or on the trainer's."""
     from oxrl.generators.ray import ray_generator
 
-    placed = {"places": trainer.ranks.bundles, "share": SHARE} if config.inference_engine.colocated else {}
+    placed = {"bundles": trainer.ranks.bundles, "share": SHARE} if config.inference_engine.colocated else {}
     generator = await ray_generator(
         folder,
         tokenizer,

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
-from oxrl.machine.processes import MEETING, end_with_parent, free_ports
+from oxrl.machine.processes import RENDEZVOUS_FILE, end_with_parent, free_ports
 
 if TYPE_CHECKING:
     from oxrl.backends.distributed.ranks import Ranks
@@ -83,7 +83,7 @@ def _run(command: Sequence[str], ranks: int, rendezvous: Path, more: Mapping[str
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         # The rendezvous is a file and traffic stays on loopback: not reachable from outside.
-        MEETING: str(rendezvous),
+        RENDEZVOUS_FILE: str(rendezvous),
         "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
         "NCCL_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
         # DeepSpeed requires them, and then uses the existing process group.
@@ -185,7 +185,7 @@ def join(*, time_limit: float) -> Ranks:
     if _JOINED:
         return _JOINED[0]
     if STARTED_BY_US in os.environ:
-        end_with_parent(str(Path(os.environ[MEETING]).parent))
+        end_with_parent(str(Path(os.environ[RENDEZVOUS_FILE]).parent))
     ranks = join_ranks(time_limit=time_limit)
     _JOINED.append(ranks)
     if ranks.rank:

@@ -119,7 +119,7 @@ def environment(config: Config) -> EnvFn:
 
 
 def check_engine_settings(config: Config) -> None:
-    from oxrl.generators.connection import Connection, check_apart
+    from oxrl.generators.connection import Connection, check_distinct
     from oxrl.generators.vllm.settings import check_settings, vllm_settings
 
     engine = config.inference_engine
@@ -131,7 +131,7 @@ def check_engine_settings(config: Config) -> None:
                 raise ConfigError(f"inference_engine.{key} is no key{meant}")
     for url in config.inference_engine.urls:
         Connection(url).checked()
-    check_apart(config.inference_engine.urls)
+    check_distinct(config.inference_engine.urls)
 
 
 def rollout_config(config: Config, reward_fn: Reward | None) -> RolloutConfig:

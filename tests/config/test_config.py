@@ -442,7 +442,7 @@ def test_the_doors_at_the_root_train_whatever_the_file_says(door, tmp_path, monk
         ({"reward": {"reward_func": "exact_match", "params": {"nope": 1}}}, "no parameter nope"),
         ({"rollout": {"filter": "nofilter"}}, "nofilter"),
         ({"rollout": {"env": "tools"}}, "needs rollout.tools"),
-        ({"inference_engine": {"name": "http", "urls": ["host:8000"]}}, "is no engine's address"),
+        ({"inference_engine": {"name": "http", "urls": ["host:8000"]}}, "is not an engine's address"),
         ({"inference_engine": {"name": "http", "urls": ["http://127.0.0.1:1", "http://localhost:1/"]}}, "one server"),
         ({"inference_engine": {"nmae": "http"}}, "inference_engine.nmae is no key; did you mean name?"),
     ],

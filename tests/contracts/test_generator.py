@@ -1,4 +1,4 @@
-"""What every `Generator` must do, run over each implementation."""
+"""The contract of a `Generator`, run over each implementation."""
 
 import copy
 from collections.abc import Callable
@@ -12,7 +12,8 @@ import torch
 
 from oxrl.concurrency import task_group
 from oxrl.generators.embedded.generator import EmbeddedGenerator
-from oxrl.generators.pool import HTTPGenerator, SGLangEngine, VLLMEngine
+from oxrl.generators.http import SGLangEngine, VLLMEngine
+from oxrl.generators.pool import HTTPGenerator
 from oxrl.models.load import load_model
 from oxrl.types import GenerationConfig, Request, Weights
 from tests.engines import holding_embedded, sglang_stand_in
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.anyio
 SAMPLING = GenerationConfig(max_new_tokens=12, seed=4)
 PROMPTS = [(1, 50, 51), (7,), (200, 100, 3, 4, 5, 6), (9, 9)]
 LONG = SAMPLING._replace(max_new_tokens=48)
-HELD = 4  # tokens; four requests that come one after the other have at most four times as many
+HELD = 4  # tokens; four requests that arrive one after the other have at most four times as many
 
 
 LOOPS = ("asyncio", "trio")
@@ -35,7 +36,7 @@ def anyio_backend(request):
 
 
 def on_both_loops(test):
-    """Also with the engines that take long: it is about what tasks do side by side."""
+    """Also with slow engines: the test is about concurrent tasks."""
     test.loops = LOOPS
     return test
 
@@ -44,15 +45,15 @@ def pytest_generate_tests(metafunc):
     """Every test runs over every generator: on both event loops, or, with real engines, mostly on one in turn."""
     tests = [name for name in vars(metafunc.module) if name.startswith("test_")]
     number, cases = tests.index(metafunc.function.__name__), []
-    for place, (name, generator) in enumerate(GENERATORS.items()):
-        turn = LOOPS[(number + place) % 2 :][:1]
+    for index, (name, generator) in enumerate(GENERATORS.items()):
+        turn = LOOPS[(number + index) % 2 :][:1]
         loops = getattr(metafunc.function, "loops", turn if name.startswith("vllm") else LOOPS)
         cases += [pytest.param(loop, generator.fixture, marks=generator.marks, id=f"{loop}-{name}") for loop in loops]
-    metafunc.parametrize(("anyio_backend", "voice"), cases, indirect=True)
+    metafunc.parametrize(("anyio_backend", "policy"), cases, indirect=True)
 
 
 class Engine(NamedTuple):
-    """A generator, and what holds its sequences once they have so many tokens: see `tests.holding`."""
+    """A generator, and a context that holds its sequences after a number of tokens: see `tests.holding`."""
 
     generator: Any
     hold: Callable[[int], Any]
@@ -79,24 +80,24 @@ def vllm_in_actor(ray_replicas):
     return Engine(ray_replicas, holding)
 
 
-class Made(NamedTuple):
-    """A generator by the fixture that has it, and the marks of the engine behind that."""
+class Case(NamedTuple):
+    """The fixture of a generator, and the marks of its engine."""
 
     fixture: str | None
     marks: Any = ()
 
 
 GENERATORS = {
-    "embedded": Made(None),
-    "vllm over http": Made("vllm_over_http", pytest.mark.engine("vllm_url")),
-    "vllm in process": Made("vllm_here", pytest.mark.engine("vllm_in_process")),
-    "vllm in a ray actor": Made("vllm_in_actor", pytest.mark.engine("ray_replicas")),
-    "sglang stand-in": Made("sglang"),
+    "embedded": Case(None),
+    "vllm over http": Case("vllm_over_http", pytest.mark.engine("vllm_url")),
+    "vllm in process": Case("vllm_here", pytest.mark.engine("vllm_in_process")),
+    "vllm in a ray actor": Case("vllm_in_actor", pytest.mark.engine("ray_replicas")),
+    "sglang stand-in": Case("sglang"),
 }
 
 
-class Voice(NamedTuple):
-    """A generator and the trainer's module whose weights it is to have."""
+class Policy(NamedTuple):
+    """A generator and the trainer's module whose weights it gets."""
 
     generator: Any
     hold: Callable[[int], Any]
@@ -107,8 +108,8 @@ class Voice(NamedTuple):
         await self.generator.update_weights(Weights(self.model, version))
 
     @asynccontextmanager
-    async def under_way(self, requests):
-        """Each of these has some tokens, and gets no more until the weights change; the answers come with the end."""
+    async def in_flight(self, requests):
+        """Each request has some tokens, and gets no more until the weights change; answers are there at the end."""
         for engine in getattr(self.generator, "engines", ()):
             await engine.abort()  # what another test cancelled
         answers = []
@@ -122,26 +123,26 @@ class Voice(NamedTuple):
                 await wait_until_async(lambda: answers or hold.reached >= len(requests), "some tokens of each answer")
                 assert not answers
                 for engine in getattr(self.generator, "engines", ()):
-                    if isinstance(engine, VLLMEngine):  # the answer to this comes behind the tokens of those
+                    if isinstance(engine, VLLMEngine):  # its response comes after the tokens of those
                         await engine.prompt_logprobs((1, 2))
                 yield answers, tasks
 
 
 @pytest.fixture
-async def voice(request, anyio_backend, tiny):
+async def policy(request, anyio_backend, tiny):
     model = load_model(tiny[0])
     if request.param is None:
         generator = EmbeddedGenerator(model, tiny[1], slots=4)
         engine = Engine(generator, partial(holding_embedded, generator))
     else:
         engine = request.getfixturevalue(request.param)
-    voice = Voice(*engine, model, engine.generator.version + 1)
-    await voice.sync(voice.first)
-    return voice
+    policy = Policy(*engine, model, engine.generator.version + 1)
+    await policy.sync(policy.first)
+    return policy
 
 
 def logprobs(model, prompt, answer, temperature=1.0):
-    """Of the answer's tokens, by a plain forward pass."""
+    """Return log-probs of the answer's tokens, by a plain forward pass."""
     ids = torch.tensor([[*prompt, *answer]])
     with torch.no_grad():
         p = (model(ids).logits.double() / temperature).log_softmax(-1)[0]
@@ -155,176 +156,176 @@ def move(model, amount=0.05):
             weight += amount * torch.randn_like(weight)
 
 
-async def test_there_is_one_generation_per_request_in_order(voice):
+async def test_there_is_one_generation_per_request_in_order(policy):
     requests = [Request(prompt, seed=index) for index, prompt in enumerate(PROMPTS)]
-    answers = await voice.generator.generate(requests, SAMPLING)
+    answers = await policy.generator.generate(requests, SAMPLING)
     assert len(answers) == len(requests)
     for request, answer in zip(requests, answers, strict=True):
         assert len(answer.token_ids) == len(answer.logprobs) <= 12
         assert answer.finish_reason == ("length" if len(answer.token_ids) == 12 else "stop")
-        assert answer.version == voice.first == voice.generator.version
-        assert answer.text == voice.generator.tokenizer.decode(answer.token_ids, skip_special_tokens=True)
-        (alone,) = await voice.generator.generate([request], SAMPLING)
+        assert answer.version == policy.first == policy.generator.version
+        assert answer.text == policy.generator.tokenizer.decode(answer.token_ids, skip_special_tokens=True)
+        (alone,) = await policy.generator.generate([request], SAMPLING)
         assert alone.token_ids == answer.token_ids
-    assert await voice.generator.generate([], SAMPLING) == []
+    assert await policy.generator.generate([], SAMPLING) == []
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
-async def test_log_probs_are_the_trainers_at_the_sampling_temperature(voice, temperature):
-    move(voice.model)  # random weights are nearly uniform at every temperature
-    await voice.sync(voice.first + 1)
+async def test_log_probs_are_the_trainers_at_the_sampling_temperature(policy, temperature):
+    move(policy.model)  # random weights are nearly uniform at every temperature
+    await policy.sync(policy.first + 1)
     sampling = SAMPLING._replace(temperature=temperature)
     for answer, prompt in zip(
-        await voice.generator.generate([Request(prompt) for prompt in PROMPTS], sampling), PROMPTS, strict=True
+        await policy.generator.generate([Request(prompt) for prompt in PROMPTS], sampling), PROMPTS, strict=True
     ):
         assert answer.logprobs == pytest.approx(
-            logprobs(voice.model, prompt, answer.token_ids, temperature or 1.0), abs=2e-4
+            logprobs(policy.model, prompt, answer.token_ids, temperature or 1.0), abs=2e-4
         )
 
 
-async def test_seeds_decide_what_is_drawn(voice):
+async def test_seeds_determine_what_is_sampled(policy):
     requests = [Request(PROMPTS[0], seed=seed) for seed in range(4)]
-    answers = await voice.generator.generate(requests, SAMPLING)
+    answers = await policy.generator.generate(requests, SAMPLING)
     assert len({answer.token_ids for answer in answers}) == 4, "n samples of one prompt differ by their seeds"
-    again = await voice.generator.generate(requests[::-1], SAMPLING)
+    again = await policy.generator.generate(requests[::-1], SAMPLING)
     assert [answer.token_ids for answer in again] == [answer.token_ids for answer in answers[::-1]]
-    (other,) = await voice.generator.generate(requests[:1], SAMPLING._replace(seed=5))
+    (other,) = await policy.generator.generate(requests[:1], SAMPLING._replace(seed=5))
     assert other.token_ids != answers[0].token_ids
 
 
-async def test_temperature_0_takes_the_likeliest(voice):
-    (answer,) = await voice.generator.generate([Request((1, 50, 51))], SAMPLING._replace(temperature=0))
+async def test_temperature_0_takes_the_likeliest(policy):
+    (answer,) = await policy.generator.generate([Request((1, 50, 51))], SAMPLING._replace(temperature=0))
     ids = [1, 50, 51]
     for token in answer.token_ids:
         with torch.no_grad():
-            assert token == int(voice.model(torch.tensor([ids])).logits[0, -1].argmax())
+            assert token == int(policy.model(torch.tensor([ids])).logits[0, -1].argmax())
         ids.append(token)
 
 
-async def test_a_stop_token_ends_an_answer_and_belongs_to_it(voice):
-    (free,) = await voice.generator.generate([Request((1, 2))], SAMPLING)
+async def test_a_stop_token_ends_an_answer_and_belongs_to_it(policy):
+    (free,) = await policy.generator.generate([Request((1, 2))], SAMPLING)
     stop = free.token_ids[5]
-    (answer,) = await voice.generator.generate([Request((1, 2))], SAMPLING._replace(stop_token_ids=(stop,)))
+    (answer,) = await policy.generator.generate([Request((1, 2))], SAMPLING._replace(stop_token_ids=(stop,)))
     assert answer.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
     assert answer.finish_reason == "stop"
 
 
-async def test_a_stop_text_ends_an_answer_and_belongs_to_it(voice):
+async def test_a_stop_text_ends_an_answer_and_belongs_to_it(policy):
     sampling = SAMPLING._replace(max_new_tokens=16)
     for seed in range(16):
-        (free,) = await voice.generator.generate([Request((1, 2), seed=seed)], sampling)
+        (free,) = await policy.generator.generate([Request((1, 2), seed=seed)], sampling)
         letters = [i for i, token in enumerate(free.token_ids[:-1]) if 33 <= token < 127]
         if letters:
             break
     letter = chr(free.token_ids[letters[0]])
-    (answer,) = await voice.generator.generate([Request((1, 2), seed=seed)], sampling._replace(stop=(letter,)))
+    (answer,) = await policy.generator.generate([Request((1, 2), seed=seed)], sampling._replace(stop=(letter,)))
     assert answer.token_ids == free.token_ids[: letters[0] + 1]
     assert answer.finish_reason == "stop" and letter in answer.text
 
 
-async def test_an_answer_ends_where_the_models_context_does(voice):
+async def test_an_answer_ends_where_the_models_context_does(policy):
     prompt = tuple(index % 250 for index in range(2040))
-    (answer,) = await voice.generator.generate([Request(prompt)], SAMPLING._replace(max_new_tokens=16))
+    (answer,) = await policy.generator.generate([Request(prompt)], SAMPLING._replace(max_new_tokens=16))
     assert (len(answer.token_ids), answer.finish_reason) == (8, "length")
 
 
 @pytest.mark.parametrize(
-    ("tokens", "sampling", "told"),
+    ("tokens", "sampling", "message"),
     [
-        ((), SAMPLING, "nothing to continue"),
+        ((), SAMPLING, "at least one token"),
         ((1, 9999), SAMPLING, "vocabulary"),
         ((1,) * 2048, SAMPLING, "2048"),
         ((1,), SAMPLING._replace(temperature=-1.0), "temperature"),
         ((1,), SAMPLING._replace(top_p=0.0), "top_p"),
     ],
 )
-async def test_what_cannot_be_done_is_refused(voice, tokens, sampling, told):
-    with pytest.raises(ValueError, match=told):
-        await voice.generator.generate([Request((1, 2)), Request(tokens)], sampling)
-    (answer,) = await voice.generator.generate([Request((1, 2))], SAMPLING)
-    assert answer.token_ids, "and whoever asks properly is served"
+async def test_invalid_requests_are_rejected(policy, tokens, sampling, message):
+    with pytest.raises(ValueError, match=message):
+        await policy.generator.generate([Request((1, 2)), Request(tokens)], sampling)
+    (answer,) = await policy.generator.generate([Request((1, 2))], SAMPLING)
+    assert answer.token_ids, "a valid request is served afterwards"
 
 
 @on_both_loops
-async def test_tasks_share_the_engine_and_each_gets_its_own(voice):
+async def test_tasks_share_the_engine_and_each_gets_its_own_results(policy):
     answers = {}
 
     async def ask(index):
-        (answers[index],) = await voice.generator.generate([Request((index, 7, 9), seed=index)], SAMPLING)
+        (answers[index],) = await policy.generator.generate([Request((index, 7, 9), seed=index)], SAMPLING)
 
     with anyio.fail_after(HANG):
         async with task_group() as tasks:
             for index in range(8):
                 tasks.start_soon(ask, index)
-    together = await voice.generator.generate([Request((index, 7, 9), seed=index) for index in range(8)], SAMPLING)
+    together = await policy.generator.generate([Request((index, 7, 9), seed=index) for index in range(8)], SAMPLING)
     assert [answers[index].token_ids for index in range(8)] == [answer.token_ids for answer in together]
 
 
 @on_both_loops
-async def test_what_is_aborted_returns_what_it_has_and_can_be_resumed(voice):
-    async with voice.under_way([Request(p, seed=i) for i, p in enumerate(PROMPTS)]) as (answers, _):
-        await voice.generator.abort()
+async def test_an_aborted_generation_returns_its_tokens_and_can_be_resumed(policy):
+    async with policy.in_flight([Request(p, seed=i) for i, p in enumerate(PROMPTS)]) as (answers, _):
+        await policy.generator.abort()
     assert [each.finish_reason for each in answers] == ["aborted"] * len(PROMPTS)
     assert all(HELD <= len(each.token_ids) == len(each.logprobs) < LONG.max_new_tokens for each in answers)
-    index, begun = 2, answers[2]
-    await voice.sync(voice.first + 1)
-    more = SAMPLING._replace(max_new_tokens=len(begun.token_ids) + 5)
-    (whole,) = await voice.generator.generate([Request(PROMPTS[index], seed=index, begun=begun)], more)
-    assert whole.token_ids[: len(begun.token_ids)] == begun.token_ids
-    assert whole.logprobs[: len(begun.logprobs)] == begun.logprobs
-    assert whole.version == voice.first, "that of the oldest weights which had a part in it"
-    drawn_now = len(whole.token_ids) - len(begun.token_ids)
-    assert whole.token_versions == (voice.first,) * len(begun.token_ids) + (voice.first + 1,) * drawn_now
-    assert whole.finish_reason == ("length" if len(whole.token_ids) == len(begun.token_ids) + 5 else "stop")
-    assert whole.logprobs == pytest.approx(logprobs(voice.model, PROMPTS[index], whole.token_ids), abs=2e-4)
+    index, aborted = 2, answers[2]
+    await policy.sync(policy.first + 1)
+    more = SAMPLING._replace(max_new_tokens=len(aborted.token_ids) + 5)
+    (whole,) = await policy.generator.generate([Request(PROMPTS[index], seed=index, begun=aborted)], more)
+    assert whole.token_ids[: len(aborted.token_ids)] == aborted.token_ids
+    assert whole.logprobs[: len(aborted.logprobs)] == aborted.logprobs
+    assert whole.version == policy.first, "that of the oldest weights which sampled a part of it"
+    new_tokens = len(whole.token_ids) - len(aborted.token_ids)
+    assert whole.token_versions == (policy.first,) * len(aborted.token_ids) + (policy.first + 1,) * new_tokens
+    assert whole.finish_reason == ("length" if len(whole.token_ids) == len(aborted.token_ids) + 5 else "stop")
+    assert whole.logprobs == pytest.approx(logprobs(policy.model, PROMPTS[index], whole.token_ids), abs=2e-4)
 
 
-async def test_only_what_was_aborted_can_be_resumed(voice):
-    (ended,) = await voice.generator.generate([Request((1, 2))], SAMPLING)
+async def test_only_an_aborted_generation_can_be_resumed(policy):
+    (ended,) = await policy.generator.generate([Request((1, 2))], SAMPLING)
     with pytest.raises(ValueError, match="only an aborted generation"):
-        await voice.generator.generate([Request((1, 2), begun=ended)], SAMPLING)
+        await policy.generator.generate([Request((1, 2), begun=ended)], SAMPLING)
 
 
-async def test_new_weights_answer_from_then_on(voice):
-    (before,) = await voice.generator.generate([Request((1, 2, 3))], SAMPLING)
-    move(voice.model)
-    await voice.sync(voice.first + 7)
-    assert voice.generator.version == voice.first + 7
-    (after,) = await voice.generator.generate([Request((1, 2, 3))], SAMPLING)
-    assert after.version == voice.first + 7
-    assert after.logprobs == pytest.approx(logprobs(voice.model, (1, 2, 3), after.token_ids), abs=2e-4)
+async def test_new_weights_are_used_after_an_update(policy):
+    (before,) = await policy.generator.generate([Request((1, 2, 3))], SAMPLING)
+    move(policy.model)
+    await policy.sync(policy.first + 7)
+    assert policy.generator.version == policy.first + 7
+    (after,) = await policy.generator.generate([Request((1, 2, 3))], SAMPLING)
+    assert after.version == policy.first + 7
+    assert after.logprobs == pytest.approx(logprobs(policy.model, (1, 2, 3), after.token_ids), abs=2e-4)
     assert after.token_ids != before.token_ids
 
 
 @on_both_loops
-async def test_weights_can_change_while_answers_are_under_way(voice):
+async def test_weights_can_change_while_requests_are_in_flight(policy):
     """No cache of the old weights survives: the tail has the new ones' log-probs, given the whole text before it."""
-    old, prompt = copy.deepcopy(voice.model), (5, 6)
-    async with voice.under_way([Request(prompt, seed=seed) for seed in range(3)]) as (answers, _):
-        move(voice.model, 0.02)
-        await voice.sync(voice.first + 1)
+    old, prompt = copy.deepcopy(policy.model), (5, 6)
+    async with policy.in_flight([Request(prompt, seed=seed) for seed in range(3)]) as (answers, _):
+        move(policy.model, 0.02)
+        await policy.sync(policy.first + 1)
     answer = max(answers, key=lambda one: len(one.token_ids))
     by_old, by_new = (
         (torch.tensor(answer.logprobs) - torch.tensor(logprobs(model, prompt, answer.token_ids))).abs() < 1e-3
-        for model in (old, voice.model)
+        for model in (old, policy.model)
     )
     switch = int(by_old.int().cumprod(0).sum())
     assert HELD <= switch < len(answer.token_ids), "the change fell into the middle"
-    assert answer.version == voice.first
-    assert by_new[switch:].all(), f"the new weights have a part from token {switch} on"
-    if any(isinstance(each, SGLangEngine) for each in getattr(voice.generator, "engines", ())):
-        assert not answer.versions, "SGLang does not tell"
+    assert answer.version == policy.first
+    assert by_new[switch:].all(), f"the new weights sampled from token {switch} on"
+    if any(isinstance(each, SGLangEngine) for each in getattr(policy.generator, "engines", ())):
+        assert not answer.versions, "SGLang does not report versions"
         return
-    first_new = answer.token_versions.index(voice.first + 1)
-    assert set(answer.token_versions) == {voice.first, voice.first + 1} and first_new >= HELD
-    assert by_old[:first_new].all() and by_new[first_new:].all(), "each token has the version that drew it"
+    first_new = answer.token_versions.index(policy.first + 1)
+    assert set(answer.token_versions) == {policy.first, policy.first + 1} and first_new >= HELD
+    assert by_old[:first_new].all() and by_new[first_new:].all(), "each token has the version that sampled it"
 
 
 @on_both_loops
-async def test_a_cancelled_call_costs_others_nothing(voice):
-    async with voice.under_way([Request((3,), seed=seed) for seed in range(3)]) as (cancelled, tasks):
+async def test_a_cancelled_call_does_not_affect_others(policy):
+    async with policy.in_flight([Request((3,), seed=seed) for seed in range(3)]) as (cancelled, tasks):
         tasks.cancel_scope.cancel()
     assert not cancelled
     with anyio.fail_after(HANG):
-        (answer,) = await voice.generator.generate([Request((1, 2))], SAMPLING)
+        (answer,) = await policy.generator.generate([Request((1, 2))], SAMPLING)
     assert answer.token_ids

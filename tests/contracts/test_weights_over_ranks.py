@@ -15,7 +15,8 @@ from torch import nn
 from oxrl.algorithms import algorithm
 from oxrl.backends.local import create_pytorch_backend
 from oxrl.data.pack import collate
-from oxrl.generators.pool import HTTPGenerator, SGLangEngine
+from oxrl.generators.http import SGLangEngine
+from oxrl.generators.pool import HTTPGenerator
 from oxrl.generators.probe import probe_tokens
 from oxrl.loops.step import train_step
 from oxrl.models.load import builds_empty, load_model, load_tokenizer

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from _pytest.runner import runtestprotocol
 
-from oxrl.machine.processes import MEETING, free_ports
+from oxrl.machine.processes import RENDEZVOUS_FILE, free_ports
 from tests import forks
 from tests.scheduling import SHARED
 from tests.waiting import HANG
@@ -32,7 +32,7 @@ _SHARED: list[forks.Forked] = []  # two ranks that run one test after the other
 def settings(home: Path, ranks: int) -> dict[str, str]:
     """As `oxrl.run.launch` gives them to its ranks."""
     return {
-        MEETING: str(home / "meeting"),
+        RENDEZVOUS_FILE: str(home / "meeting"),
         "WORLD_SIZE": str(ranks),
         "GLOO_SOCKET_IFNAME": "lo",
         "MASTER_ADDR": "127.0.0.1",  # what DeepSpeed asks for, and does not use

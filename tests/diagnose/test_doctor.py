@@ -39,7 +39,7 @@ WELL = Environment(
 GPUS = WELL._replace(
     torch=Torch("2.13.0", cuda="12.8", sees_cuda=True, threads=8),
     driver=Driver("570.86", "12.8"),
-    hardware=Hardware((GPU, GPU._replace(place="cuda:1")), 8, 64 * GIB, 60 * GIB),
+    hardware=Hardware((GPU, GPU._replace(device="cuda:1")), 8, 64 * GIB, 60 * GIB),
 )
 ROOM = Folder("runs", "/checkpoints", 100 * GIB, writable=True)
 FACTS = Facts(WELL, (ROOM,), shm=8 * GIB, has_hf_token=True, sandbox="bubblewrap")

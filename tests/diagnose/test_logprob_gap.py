@@ -13,7 +13,9 @@ from oxrl.cli import app
 from oxrl.config import load_config
 from oxrl.diagnose.logprob_gap import audit_mismatch
 from oxrl.generators.embedded.generator import EmbeddedGenerator
-from oxrl.generators.pool import Facts, HTTPGenerator, VLLMEngine
+from oxrl.generators.engines import Facts
+from oxrl.generators.http import VLLMEngine
+from oxrl.generators.pool import HTTPGenerator
 from oxrl.models.load import load_model, load_tokenizer
 from oxrl.run.checkpoint import checkpoints
 from oxrl.run.train import train_run
@@ -113,7 +115,7 @@ class AfterCutOffs(VLLMEngine):
     """A server whose log-probs, as vLLM's are by `processed_logprobs`, count what the cut-offs left as all."""
 
     async def facts(self):
-        return Facts((await super().facts()).longest, "full")
+        return Facts((await super().facts()).max_length, "full")
 
 
 def test_log_probs_after_cut_offs_are_named(run, vllm_url, tmp_path):

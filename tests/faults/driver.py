@@ -1,4 +1,4 @@
-"""A process with a vLLM server of its own, which is killed while it generates; then it trains until it is killed, too.
+"""A process with a vLLM server, which is killed while it generates; then it trains until it is killed, too.
 
 It does so when the files "fault" and "train" appear in its folder, and reports what happened, one JSON line each;
 `test_engines` reads them.
@@ -32,7 +32,7 @@ LONG = GenerationConfig(max_new_tokens=40, seed=4)
 SHORT = LONG._replace(max_new_tokens=3)
 
 
-def tell(**facts):
+def report(**facts):
     sys.stdout.write(json.dumps(facts) + "\n")
     sys.stdout.flush()
 
@@ -45,28 +45,30 @@ def shift(model):
 
 
 async def with_fault(generator):
-    """The answers to the same requests while the server is killed, and to one that is asked at every moment since."""
+    """Return answers to the same requests while the server is killed, and to one that is sent repeatedly since."""
     (replica,) = generator.engines
     answers, meanwhile = [], []
 
     async def ask():
         answers.extend(await generator.generate(REQUESTS, LONG))
 
-    async def ask_shortly():
+    async def send_short():
         meanwhile.extend(await generator.generate(REQUESTS[:1], SHORT))
 
-    async def ask_again_and_again():
+    async def send_repeatedly():
         while not answers:
-            tasks.start_soon(ask_shortly)
+            tasks.start_soon(send_short)
             await anyio.sleep(0.25)
 
     with holding(8) as hold:
         async with task_group() as tasks:
             tasks.start_soon(ask)
             await wait_until_async(lambda: hold.reached == len(REQUESTS), "some tokens of each answer")
-            os.kill(replica.server.process.pid, signal.SIGKILL)  # the server alone: what it started is ours to end
+            os.kill(
+                replica.server.process.pid, signal.SIGKILL
+            )  # the server only: its child processes must be ended by oxRL
             hold.release()
-            tasks.start_soon(ask_again_and_again)
+            tasks.start_soon(send_repeatedly)
     return answers, {answer.token_ids for answer in meanwhile}
 
 
@@ -75,7 +77,7 @@ async def report_fault(generator):
     before = replica.server.process.pid
     expected = await generator.generate(REQUESTS, LONG)
     answers, meanwhile = await with_fault(generator)
-    tell(
+    report(
         fault=True,
         equal=[answer.token_ids for answer in answers] == [answer.token_ids for answer in expected],
         meanwhile=meanwhile == {expected[0].token_ids[: SHORT.max_new_tokens]},
@@ -96,7 +98,7 @@ async def main(folder):
         (replica,) = generator.engines
         await generator.update_weights(Weights(setting.model, 5))
         del os.environ[IN_ONE]
-        tell(ready=True, group=replica.server.process.pid, home=str(replica.home))
+        report(ready=True, group=replica.server.process.pid, home=str(replica.home))
         fault, train = folder / "fault", folder / "train"
         await wait_until_async(lambda: fault.exists() or train.exists(), "there is something to do")
         if fault.exists():
@@ -110,12 +112,12 @@ async def main(folder):
             [generator],
             setting.render,
             OnlineConfig(num_steps=10_000),
-            log=lambda step, metrics: tell(step=step, gap=metrics["logprob_gap"], restarts=replica.restarts),
+            log=lambda step, metrics: report(step=step, gap=metrics["logprob_gap"], restarts=replica.restarts),
         )
 
 
 def run(_connection: object, folder: Path) -> None:
-    """In a fork; what it reports and what it logs goes to two files of its folder."""
+    """In a fork; its reports and its log are written to two files of its folder."""
     for name, stream in (("reports", 1), ("log", 2)):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     logging.basicConfig(level="WARNING", force=True)

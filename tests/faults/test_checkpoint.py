@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be written, and files that are not what was written: found out before training goes on."""
+"""Checkpoints that cannot be written and damaged files are detected before training resumes."""
 
 import json
 import logging
@@ -30,7 +30,7 @@ STATE = TrainingState(3, 3, 0, {"data": {"position": 12, "order": {10: 1, 9: 2}}
 
 @pytest.fixture(scope="module")
 def written(tiny, tmp_path_factory):
-    """Two checkpoints, of the steps 2 and 3; nobody changes them."""
+    """Two checkpoints, of the steps 2 and 3; tests do not change them."""
     root = tmp_path_factory.mktemp("checkpoints")
     backend = create_pytorch_backend(load_model(tiny[0]), lr=1e-3)
     for step in (2, 3):
@@ -67,7 +67,7 @@ def test_vllm_finds_the_weights_among_the_files(written):
     assert found == [str(folder / "model.safetensors")] and len(files) == 3
 
 
-def test_every_file_of_a_checkpoint_is_watched(written):
+def test_every_file_of_a_checkpoint_has_a_digest(written):
     names = {file.name for file in (written[0] / "step_0003").iterdir()}
     assert {"model.safetensors", "optimizer.safetensors", "rng.safetensors", "training_state.json"} < names
     assert {"config.json", "tokenizer.json"} < names
@@ -88,7 +88,7 @@ def test_each_damaged_file_is_named_before_anything_is_loaded(written, root, dam
     assert all(weights[name].equal(tensor) for name, tensor in backend.model.state_dict().items())
 
 
-def test_a_damaged_checkpoint_is_moved_aside_and_the_one_before_is_taken(root, caplog):
+def test_a_damaged_checkpoint_is_moved_and_the_one_before_is_used(root, caplog):
     flip(root / "step_0003" / "optimizer.safetensors")
     with caplog.at_level(logging.WARNING):
         assert intact_checkpoint(root) == root / "step_0002"
@@ -96,7 +96,7 @@ def test_a_damaged_checkpoint_is_moved_aside_and_the_one_before_is_taken(root, c
     assert checkpoints(root) == [root / "step_0002"] and (root / "damaged-step_0003").exists()
 
 
-def test_where_no_checkpoint_is_whole_it_stops_and_nothing_is_moved(root):
+def test_if_all_checkpoints_are_damaged_it_raises_and_nothing_is_moved(root):
     for step in ("step_0002", "step_0003"):
         flip(root / step / "model.safetensors")
     with pytest.raises(CorruptCheckpointError, match=r"step_0003/model.safetensors is damaged.*every one before"):
@@ -133,7 +133,7 @@ def fill_the_disk(path: str) -> None:
 
 
 def two_runs(home: Path) -> tuple[list[int], list[str]]:
-    """One in `home/whole` that is left alone, one in `home/broken`; exit codes, and what its first life left."""
+    """One in `home/whole` without faults, one in `home/broken`; exit codes, and the files after its first start."""
     from oxrl.config import check_config
     from oxrl.tracking.logs import set_up_logging
 

@@ -1,4 +1,4 @@
-"""Engines that die, hang, refuse or stay away: recovered from within a stated time, or a stop that names them."""
+"""Engines that die, hang, refuse weights or are unreachable: recovery in time, or an error that names them."""
 
 import fcntl
 import json
@@ -18,11 +18,13 @@ import pytest
 
 from oxrl.concurrency import task_group
 from oxrl.generators.connection import EngineError
-from oxrl.generators.pool import HTTPGenerator, SGLangEngine, VLLMEngine, shm_dir
+from oxrl.generators.http import SGLangEngine, VLLMEngine
+from oxrl.generators.pool import HTTPGenerator
 from oxrl.generators.servers import Limits, Replica, engine_at, engines_home, served_at
 from oxrl.generators.vllm.server import VLLMServer, free_ports
 from oxrl.models.load import load_model
 from oxrl.types import GenerationConfig, Request, Weights
+from oxrl.weights.checkpoint_names import shm_dir
 from tests.engines import need_vllm, sglang_stand_in
 from tests.faults import driver as driver_process
 from tests.forks import Server
@@ -39,18 +41,18 @@ def anyio_backend():
 
 
 class Driver:
-    """The process of `driver.py`, which does what it is told by `tell` and reports what `next` reads."""
+    """The process of `driver.py`, which runs the commands of `send` and writes the reports that `next` reads."""
 
     def __init__(self, forks: Server, folder: Path) -> None:
         self.folder, self.read, self.group = folder, 0, 0
         self.process = forks.start([(driver_process.run, (folder,))])
         self.home = Path(self.next("ready")["home"])
 
-    def tell(self, command: str) -> None:
+    def send(self, command: str) -> None:
         (self.folder / command).touch()
 
     def next(self, key: str) -> dict:
-        """The next line that has this key."""
+        """Return the next report that has this key."""
 
         def found() -> dict | None:
             reports = self.folder / "reports"
@@ -114,7 +116,7 @@ def lives(group: int) -> bool:
 
 
 def shared_memory(group: int) -> set[Path]:
-    """What the processes of a group have mapped of it."""
+    """Return the files of shared memory that the processes of a group have mapped."""
     names = set()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # ended meanwhile
@@ -123,29 +125,29 @@ def shared_memory(group: int) -> set[Path]:
     return {Path(name) for name in names}
 
 
-def test_a_vllm_server_that_dies_comes_back_with_its_weights_and_answers_what_was_lost(driver):
-    driver.tell("fault")
+def test_a_vllm_server_that_dies_is_restarted_with_its_weights_and_its_requests_are_retried(driver):
+    driver.send("fault")
     seen = driver.next("fault")
     assert seen["restarts"] == 1
-    assert seen["meanwhile"], "a request got an answer with other weights while it was started"
+    assert seen["meanwhile"], "a request was answered with other weights during the restart"
     assert seen["equal"] and seen["gap"] < 1e-4 and seen["versions"] == [5]
-    assert not lives(seen["old_group"]), "what the old server had started is gone"
+    assert not lives(seen["old_group"]), "child processes of the old server have ended"
     assert "restart 1" in driver.log()
     assert shared_memory(driver.group), "this server has processes that share memory, which are killed with the driver"
-    driver.tell("train")
+    driver.send("train")
     for _ in range(2):
         step = driver.next("step")
         assert step["gap"] < 1e-4 and step["restarts"] == 1
 
 
 def test_a_killed_driver_leaves_nothing(driver):
-    driver.tell("train")
+    driver.send("train")
     driver.next("step")
     assert driver.home.exists()
     ours = {driver.home, *shared_memory(driver.group)}
     driver.kill()
     wait_until(lambda: not lives(driver.group), "its server ends with it")
-    wait_until(lambda: not any(each.exists() for each in ours), "what it had in memory is gone")
+    wait_until(lambda: not any(each.exists() for each in ours), "its files in memory are removed")
 
 
 HEALTHY = """
@@ -160,7 +162,7 @@ class Fine(BaseHTTPRequestHandler):
 
     do_POST = do_GET
 
-subprocess.Popen(["cat"])  # as vLLM has processes of its own; both end with the test
+subprocess.Popen(["cat"])  # as vLLM has child processes; both end with the test
 threading.Thread(target=lambda: (os.read(0, 1), os._exit(0)), daemon=True).start()
 HTTPServer(("127.0.0.1", int(sys.argv[1])), Fine).serve_forever()
 """
@@ -169,7 +171,7 @@ NEVER_READY = "import sys; sys.stdin.read()"
 
 
 def starting(folder, scripts):
-    """A replica's server as the next of some scripts: real processes, which know no more of vLLM than its health."""
+    """Start a replica's server as the next of some scripts: real processes with nothing but vLLM's health check."""
 
     def start():
         (port,) = free_ports(1)
@@ -189,12 +191,12 @@ def starting(folder, scripts):
 
 def kill(replica):
     replica.server.process.kill()
-    replica.server.process.wait()  # else it may answer once more
+    replica.server.process.wait()  # else it may respond once more
 
 
 @asynccontextmanager
 async def watched(folder, scripts, before_it_is_watched=lambda replica: None, **limits):
-    """A replica that runs these one after the other, looked after while the block lasts."""
+    """A replica that runs these scripts one after the other, watched inside the block."""
     limits = {"start": HANG, "answer": HANG, "stall": HANG, "look": 0.05} | limits
     replica = Replica(0, starting(folder, iter(scripts)), folder, Limits(**limits))
     try:
@@ -209,35 +211,33 @@ async def watched(folder, scripts, before_it_is_watched=lambda replica: None, **
         await replica.close()
 
 
-async def test_a_replica_that_hangs_is_ended_with_all_that_it_started_and_started_again(tmp_path):
+async def test_a_replica_that_hangs_is_killed_with_its_child_processes_and_restarted(tmp_path):
     def stop(replica):
         os.killpg(replica.server.process.pid, signal.SIGSTOP)
 
     async with watched(tmp_path, [HEALTHY, HEALTHY], stop, stall=EXPIRES) as replica:
         hung = replica.server.process.pid
-        await wait_until_async(lambda: replica.restarts == 1 and replica._well, "it is started again")
+        await wait_until_async(lambda: replica.restarts == 1 and replica._healthy, "it is restarted")
         assert replica.server.process.pid != hung and not lives(hung)
         assert replica.server.process.poll() is None
 
 
-async def test_a_replica_that_fails_again_and_again_is_given_up_with_its_last_words(tiny, tmp_path):
+async def test_a_replica_that_fails_repeatedly_raises_with_the_end_of_its_log(tiny, tmp_path):
     async with watched(tmp_path, [HEALTHY, BROKEN, BROKEN], kill, restarts=2) as replica:
         generator = HTTPGenerator([replica], tiny[1])
-        with pytest.raises(
-            EngineError, match=r"(?s)replica 0 .* started again 2 times .*ends with:.*\nno such device$"
-        ):
+        with pytest.raises(EngineError, match=r"(?s)replica 0 .* restarted 2 times .*ends with:.*\nno such device$"):
             await generator.generate(REQUESTS, SAMPLING)
         assert generator.restarts == 2
 
 
-async def test_a_replica_that_died_asleep_is_started_again_when_it_is_woken(tiny, tmp_path):
-    """Not before: the trainer has its memory."""
+async def test_a_replica_that_died_asleep_is_restarted_at_wake_up(tiny, tmp_path):
+    """Not before: the trainer uses its memory."""
     async with watched(tmp_path, [HEALTHY, HEALTHY]) as replica:
         generator = HTTPGenerator([replica], tiny[1])
         await generator.sleep()
         kill(replica)
-        looks = replica._looks
-        await wait_until_async(lambda: replica._looks > looks + 2, "it was looked at again")
+        checks = replica._checks
+        await wait_until_async(lambda: replica._checks > checks + 2, "its health is checked again")
         assert replica.restarts == 0
         await generator.wake_up()
         assert replica.restarts == 1 and replica.server.process.poll() is None
@@ -258,15 +258,15 @@ async def test_an_abort_does_not_wait_for_a_replica_that_is_being_started(tiny, 
     assert [(each.finish_reason, each.token_ids) for each in answers] == [("aborted", ())] * 6
 
 
-def test_memory_of_runs_that_are_gone_is_given_back_and_that_of_others_is_not():
-    def forsaken(name):
+def test_shared_memory_of_ended_runs_is_removed_and_that_of_others_is_not():
+    def old_home(name):
         home = shm_dir() / f"oxrl-engines-{name}-{os.getpid()}"
         home.mkdir()
         (home / "lock").touch()
         os.utime(home, (1, 1))
         return home
 
-    dead, living = forsaken("dead"), forsaken("living")
+    dead, living = old_home("dead"), old_home("living")
     try:
         with (living / "lock").open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -277,7 +277,7 @@ def test_memory_of_runs_that_are_gone_is_given_back_and_that_of_others_is_not():
         shutil.rmtree(living)
 
 
-async def test_requests_of_a_server_that_is_gone_go_to_another_one_with_a_warning(tiny, caplog):
+async def test_requests_of_an_unreachable_server_are_sent_to_another_one_with_a_warning(tiny, caplog):
     with sglang_stand_in(load_model(tiny[0]), tiny[1]) as good:
         with sglang_stand_in(load_model(tiny[0]), tiny[1]) as gone:
             urls = [gone.url, good.url]
@@ -287,15 +287,15 @@ async def test_requests_of_a_server_that_is_gone_go_to_another_one_with_a_warnin
             generator.engines.insert(0, SGLangEngine(urls[0], retries=1, backoff=0.01))
             generator._load.insert(0, 0)
             with caplog.at_level(logging.WARNING):
-                said = await generator.generate(REQUESTS, SAMPLING)
+                answers = await generator.generate(REQUESTS, SAMPLING)
                 await generator.update_weights(Weights(load_model(tiny[0]), 3))
-        assert [each.token_ids for each in said] == [each.token_ids for each in expected]
+        assert [each.token_ids for each in answers] == [each.token_ids for each in expected]
         assert generator.version == 3
-    assert caplog.text.count(f"SGLang server at {urls[0]} does not answer") == 1
-    assert f"SGLang server at {urls[0]} is left out" in caplog.text
+    assert caplog.text.count(f"SGLang server at {urls[0]} failed") == 1
+    assert f"SGLang server at {urls[0]} is skipped" in caplog.text
 
 
-async def test_where_no_server_answers_it_stops_with_the_address(tiny):
+async def test_if_no_server_responds_it_raises_with_the_address(tiny):
     with sglang_stand_in(load_model(tiny[0]), tiny[1]) as gone:
         async with served_at([gone.url], tiny[1], retries=1, backoff=0.01) as generator:
             gone.shutdown()
@@ -310,26 +310,26 @@ async def test_a_server_that_refuses_weights_stops_the_run_with_its_name(tiny):
     with sglang_stand_in(load_model(tiny[0]), tiny[1]) as server:
         server.refuses = True
         async with served_at([server.url], tiny[1]) as generator:
-            with pytest.raises(EngineError, match=f"SGLang server at {server.url} did not take the weights: no room"):
+            with pytest.raises(EngineError, match=f"SGLang server at {server.url} .* weights: no room"):
                 await generator.update_weights(Weights(load_model(tiny[0]), 1))
         assert generator.version == 0
 
 
-async def test_servers_are_told_apart_by_what_they_answer(tiny):
+async def test_the_kind_of_a_server_is_detected(tiny):
     with sglang_stand_in(load_model(tiny[0]), tiny[1]) as server:
         assert isinstance(await engine_at(server.url), SGLangEngine)
 
 
-async def test_a_vllm_server_is_told_apart(vllm_url):
+async def test_a_vllm_server_is_detected(vllm_url):
     assert isinstance(await engine_at(vllm_url), VLLMEngine)
 
 
-async def test_vllm_in_this_process_that_hangs_is_given_up_on_in_time(vllm_in_process):
+async def test_a_call_to_vllm_in_this_process_that_hangs_times_out(vllm_in_process):
     worker, end = vllm_in_process._worker, threading.Event()
     limit, worker.time_limit = worker.time_limit, 0.5
     held = worker.submit(lambda: end.wait(HANG))
     try:
-        with pytest.raises(EngineError, match="vLLM in this process hangs: it has not moved for 0.5 s"):
+        with pytest.raises(EngineError, match="vLLM in this process hangs: .* 0.5 s"):
             await vllm_in_process.generate(REQUESTS, SAMPLING)
     finally:
         worker.time_limit = limit

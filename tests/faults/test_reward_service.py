@@ -1,4 +1,4 @@
-"""A reward that asks a service which hangs, answers nonsense or is down: errors are data, and never a reward of 0."""
+"""A reward service that hangs, returns invalid replies or is down: errors are data, and never a reward of 0."""
 
 import json
 import threading
@@ -13,7 +13,7 @@ from tests.web import Quiet, serving
 
 
 class Service(Quiet):
-    """Grades as `small_letters` does; `server.fault(count)` says what is wrong with the request of this number."""
+    """Grades as `small_letters` does; `server.fault(count)` returns the fault of the request with this number."""
 
     def do_POST(self):
         tokens = json.loads(self.read())
@@ -36,7 +36,7 @@ def service(fault):
             release.set()
 
 
-def asking(port):
+def reward_of(port):
     def service_reward(rollout):
         body = json.dumps(list(rollout.generation.token_ids)).encode()
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/", body, timeout=HANG) as reply:
@@ -46,11 +46,11 @@ def asking(port):
 
 
 @pytest.mark.trains
-def test_a_service_that_fails_now_and_then_costs_answers_and_the_run_goes_on():
+def test_a_service_that_fails_now_and_then_leaves_answers_ungraded_and_the_run_continues():
     kinds = {5: "hangs", 11: "busy", 17: "nonsense"}  # of every 40 requests
     seen, setting = [], Setting()
     with service(lambda count: kinds.get(count % 40)) as server:
-        manager = setting.manager(batch_size=5, reward_fn=asking(server.server_port), reward_time_limit=EXPIRES)
+        manager = setting.manager(batch_size=5, reward_fn=reward_of(server.server_port), reward_time_limit=EXPIRES)
         history = setting.run(4, manager, observe=lambda _step, groups: seen.extend(groups))
     ungraded = sum(line["ungraded"] for line in history)
     assert len(history) == 4 and ungraded >= 4 * 3
@@ -60,10 +60,10 @@ def test_a_service_that_fails_now_and_then_costs_answers_and_the_run_goes_on():
 
 
 @pytest.mark.trains
-def test_a_service_that_goes_down_stops_the_run_with_its_own_words_and_teaches_nothing():
+def test_a_service_that_goes_down_stops_the_run_with_its_error_and_unchanged_weights():
     setting, steps = Setting(), []
     with service(lambda _: None) as server:
-        manager = setting.manager(reward_fn=asking(server.server_port), reward_time_limit=HANG)
+        manager = setting.manager(reward_fn=reward_of(server.server_port), reward_time_limit=HANG)
 
         def down_after_two(step, _metrics):
             steps.append({name: tensor.clone() for name, tensor in setting.model.state_dict().items()})

@@ -1,4 +1,4 @@
-"""The soak of `benchmarks/soak.py`, for two faults: what runs for half an hour there must run at all."""
+"""`benchmarks/soak.py` with two faults."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ SOAK = Path(__file__).parents[2] / "benchmarks" / "soak.py"
 
 
 def soak(*arguments: str) -> str:
-    """What it prints."""
+    """Return its output."""
     sys.argv = [str(SOAK), *arguments]
     with redirect_stdout(io.StringIO()) as out:
         runpy.run_path(str(SOAK), run_name="__main__")
     return out.getvalue()
 
 
-def test_a_run_that_is_struck_and_resumed_ends_as_one_that_is_left_alone(forks):
+def test_a_run_with_faults_that_is_resumed_ends_as_one_without(forks):
     faults = ["--every-steps", "4", "--faults", "damage,term", "--most-faults", "2"]
     out = forks.run(soak, "--steps", "12", *faults, "--set", "train.checkpoint_every=1")
     assert "12 steps, 2 faults" in out and "| bytes equal to the run without faults | yes |" in out

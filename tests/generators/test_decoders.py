@@ -1,4 +1,4 @@
-"""Slots against the model's own forward pass, for the decoder shapes in use; bits that depend on nobody else."""
+"""Slots against the model's own forward pass, for the decoder shapes in use; batch-invariant results in fixed mode."""
 
 import logging
 
@@ -89,20 +89,20 @@ def largest_gap(model, generations, prompts=PROMPTS):
 @pytest.mark.parametrize("shape", SLOTTED)
 def test_every_decoder_shape_gives_its_own_log_probs_from_slots(tiny, shape, mode):
     model = build(*SLOTTED[shape])
-    speaker = EmbeddedGenerator(model, tiny[1], slots=3, mode=mode)
-    generations = speaker.complete(PROMPTS, GenerationConfig(max_new_tokens=12, seed=1))
-    assert isinstance(speaker._engine._decoder, SlotDecoder)
+    generator = EmbeddedGenerator(model, tiny[1], slots=3, mode=mode)
+    generations = generator.complete(PROMPTS, GenerationConfig(max_new_tokens=12, seed=1))
+    assert isinstance(generator._engine._decoder, SlotDecoder)
     assert largest_gap(model, generations) < 1e-4
     assert model.config._attn_implementation == "eager"
 
 
 @pytest.mark.parametrize("shape", STATEFUL)
-def test_models_that_remember_in_their_own_way_run_in_waves_and_the_log_says_so(tiny, shape, caplog):
+def test_models_with_other_layer_states_run_in_waves_with_a_warning(tiny, shape, caplog):
     model = build(*STATEFUL[shape])
-    speaker = EmbeddedGenerator(model, tiny[1], slots=3)
+    generator = EmbeddedGenerator(model, tiny[1], slots=3)
     with caplog.at_level(logging.WARNING, logger="oxrl.generators.embedded.decoders"):
-        generations = speaker.complete(PROMPTS, GenerationConfig(max_new_tokens=8, seed=1))
-    assert isinstance(speaker._engine._decoder, PaddedDecoder)
+        generations = generator.complete(PROMPTS, GenerationConfig(max_new_tokens=8, seed=1))
+    assert isinstance(generator._engine._decoder, PaddedDecoder)
     assert "padded waves" in caplog.text
     assert largest_gap(model, generations) < 1e-4
 
@@ -116,9 +116,9 @@ SAMPLING = GenerationConfig(max_new_tokens=70, seed=9)
 WATCHED = Request((9, 8, 7, 6), seed=1)
 
 
-def run_engine(speaker, schedule):
-    """Requests by the step before which they come; the generation of the watched one."""
-    engine, jobs = speaker._engine, []
+def run_engine(generator, schedule):
+    """Submit requests by the step before which they arrive; return the generation of the watched one."""
+    engine, jobs = generator._engine, []
     for step in range(400):
         jobs += [engine.submit(request, sampling) for request, sampling in schedule.get(step, [])]
         if step >= max(schedule) and all(job.result for job in jobs):
@@ -128,7 +128,7 @@ def run_engine(speaker, schedule):
     return watched
 
 
-COMPANIES = {
+BATCHES = {
     "a crowd": {0: [(Request((5, index), seed=index), SAMPLING) for index in range(9)] + [(WATCHED, SAMPLING)]},
     "siblings": {0: [(WATCHED._replace(seed=seed), SAMPLING) for seed in range(4)]},
     "a late entry": {
@@ -158,25 +158,25 @@ def alone(fixed):
     return run_engine(fixed, {0: [(WATCHED, SAMPLING)]})
 
 
-@pytest.mark.parametrize("company", COMPANIES)
-def test_in_fixed_mode_no_bit_depends_on_companions_slot_or_entry_time(fixed, alone, company):
+@pytest.mark.parametrize("batch", BATCHES)
+def test_fixed_mode_is_invariant_to_batch_slot_and_entry_time(fixed, alone, batch):
     assert len(alone.token_ids) == 70
-    assert run_engine(fixed, COMPANIES[company]) == alone
+    assert run_engine(fixed, BATCHES[batch]) == alone
 
 
 @pytest.mark.parametrize("rules", [{"top_p": 0.8}, {"top_k": 7}, {"min_p": 0.3, "temperature": 0.5}], ids=str)
-def test_in_fixed_mode_cut_off_draws_depend_on_nobody_either(fixed, rules):
+def test_fixed_mode_is_batch_invariant_with_cut_offs(fixed, rules):
     mine = SAMPLING._replace(**rules)
     crowd = [(Request((5, index), seed=index), SAMPLING._replace(top_k=index)) for index in range(7)]
     assert run_engine(fixed, {0: [*crowd, (WATCHED, mine)]}) == run_engine(fixed, {0: [(WATCHED, mine)]})
 
 
-def test_in_fixed_mode_the_real_models_bits_depend_on_nobody(smollm2):
+def test_fixed_mode_is_batch_invariant_for_a_real_model(smollm2):
     config, tokenizer = smollm2
-    speaker = EmbeddedGenerator(load_model(config), tokenizer, slots=3, mode="fixed")
+    generator = EmbeddedGenerator(load_model(config), tokenizer, slots=3, mode="fixed")
     short = SAMPLING._replace(max_new_tokens=4)
     crowd = {0: [(Request((500, 600)), short)], 2: [(WATCHED, short), (Request((7,) * 70, seed=3), short)]}
-    assert run_engine(speaker, crowd) == run_engine(speaker, {0: [(WATCHED, short)]})
+    assert run_engine(generator, crowd) == run_engine(generator, {0: [(WATCHED, short)]})
 
 
 @pytest.fixture
@@ -187,18 +187,18 @@ def two_threads():
     torch.set_num_threads(before)
 
 
-def test_in_fixed_mode_it_does_not_matter_which_thread_serves_a_slot(tiny, two_threads):
-    """Of five rows, the second thread gets a single one, and adds up in another order unless the batch is widened."""
+def test_fixed_mode_does_not_depend_on_the_thread_of_a_slot(tiny, two_threads):
+    """Of five rows, the second thread gets a single one, and sums in another order unless the batch is widened."""
     model = build(
         "LlamaConfig", {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "num_hidden_layers": 1}
     )
     for parameter in model.parameters():  # attention to one token alone, or a nearly certain answer, would hide much
         torch.nn.init.normal_(parameter, std=0.04)
-    speaker = EmbeddedGenerator(model, tiny[1], slots=5, mode="fixed")
+    generator = EmbeddedGenerator(model, tiny[1], slots=5, mode="fixed")
     short = SAMPLING._replace(max_new_tokens=6)
-    alone = run_engine(speaker, {0: [(WATCHED, short)]})
+    alone = run_engine(generator, {0: [(WATCHED, short)]})
     crowd = [(Request((index,)), short) for index in range(4)]
-    assert run_engine(speaker, {0: [*crowd, (WATCHED, short)]}) == alone
+    assert run_engine(generator, {0: [*crowd, (WATCHED, short)]}) == alone
 
 
 @pytest.mark.parametrize(("heads", "shared"), [(9, 3), (4, 4), (4, 2), (7, 1)])
@@ -214,16 +214,16 @@ def test_exact_attention_gives_equal_rows_equal_bits_on_every_thread(two_threads
         torch.testing.assert_close(rows, plain, atol=1e-6, rtol=1e-5)
 
 
-def test_in_shrinking_mode_log_probs_agree_whoever_is_there(tiny):
-    speaker = EmbeddedGenerator(load_model(tiny[0]), tiny[1], slots=5)
-    alone = run_engine(speaker, {0: [(WATCHED, SAMPLING)]})
-    for company in COMPANIES.values():
-        other = run_engine(speaker, company)
+def test_shrinking_mode_log_probs_agree_in_any_batch(tiny):
+    generator = EmbeddedGenerator(load_model(tiny[0]), tiny[1], slots=5)
+    alone = run_engine(generator, {0: [(WATCHED, SAMPLING)]})
+    for batch in BATCHES.values():
+        other = run_engine(generator, batch)
         assert other.token_ids == alone.token_ids
         assert other.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
 
 
-def test_a_row_is_read_at_most_twice_too_far():
+def test_at_most_twice_the_length_of_a_row_is_read():
     ends = [70, 90, 128, 1000, 65, 64, 3]
     for exact in (False, True):
         runs = length_buckets(ends, exact=exact)
@@ -237,31 +237,31 @@ def test_a_row_is_read_at_most_twice_too_far():
 def test_equal_prompts_are_prefilled_once(tiny_model, tiny):
     seen = []
     tiny_model.model.embed_tokens.register_forward_hook(lambda _module, inputs, _output: seen.append(inputs[0].numel()))
-    speaker = EmbeddedGenerator(tiny_model, tiny[1], slots=8)
-    speaker.complete([[1, 2]], GenerationConfig(max_new_tokens=1))  # the probe is over
+    generator = EmbeddedGenerator(tiny_model, tiny[1], slots=8)
+    generator.complete([[1, 2]], GenerationConfig(max_new_tokens=1))  # the probe is over
     seen.clear()
-    speaker.complete([list(range(30))] * 6 + [[5, 6]], GenerationConfig(max_new_tokens=3))
+    generator.complete([list(range(30))] * 6 + [[5, 6]], GenerationConfig(max_new_tokens=3))
     assert seen == [32, 7, 7]
 
 
 @pytest.mark.parametrize("mode", ["shrinking", "fixed"])
-def test_a_step_that_fails_half_way_costs_the_others_nothing(tiny, mode):
-    speaker = EmbeddedGenerator(load_model(tiny[0]), tiny[1], slots=3, mode=mode)
+def test_a_step_that_fails_half_way_does_not_affect_the_others(tiny, mode):
+    generator = EmbeddedGenerator(load_model(tiny[0]), tiny[1], slots=3, mode=mode)
     prompts = [[1, 2], [3, 4]]
-    expected = speaker.complete(prompts, SAMPLING)
-    engine, drawn = speaker._engine, []
+    expected = generator.complete(prompts, SAMPLING)
+    engine, drawn = generator._engine, []
 
-    def stumble_at_the_third(token):
+    def fail_at_the_third(token):
         drawn.append(token)
         if len(drawn) == 3:
             raise KeyError("from the callback")
 
-    stumbling = engine.submit(Request((0,)), SAMPLING, stumble_at_the_third)  # the first to be served
+    failing = engine.submit(Request((0,)), SAMPLING, fail_at_the_third)  # the first to be served
     jobs = [engine.submit(Request(tuple(prompt), seed=seed), SAMPLING) for seed, prompt in enumerate(prompts)]
-    engine.step()  # lets all of them in, and draws two tokens for each
+    engine.step()  # admits all of them, and samples two tokens for each
     with pytest.raises(KeyError, match="from the callback"):
         engine.step()
-    engine.drop([stumbling])
+    engine.drop([failing])
     while not all(job.result for job in jobs):
         engine.step()
     assert [job.result.token_ids for job in jobs] == [one.token_ids for one in expected]

@@ -16,7 +16,7 @@ MODES = ["shrinking", "fixed"]
 
 
 @pytest.fixture(scope="module", params=MODES)
-def speaker(request):
+def generator(request):
     return EmbeddedGenerator(load_model("tiny"), load_tokenizer("tiny"), slots=4, mode=request.param)
 
 
@@ -30,58 +30,58 @@ def naive_logprobs(model, prompt, generation, temperature=1.0):
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
-async def test_log_probs_of_what_was_sampled_are_the_trainers(speaker, anyio_backend):
-    backend = create_pytorch_backend(speaker.model)  # it changes the model's attention, as in training
-    sampled = speaker.complete(PROMPTS, GenerationConfig(max_new_tokens=12, seed=3))
+async def test_log_probs_of_what_was_sampled_are_the_trainers(generator, anyio_backend):
+    backend = create_pytorch_backend(generator.model)  # it changes the model's attention, as in training
+    sampled = generator.complete(PROMPTS, GenerationConfig(max_new_tokens=12, seed=3))
     rows = [
         Row(str(i), [*prompt, *one.token_ids], np.arange(len(prompt) + len(one.token_ids)) >= len(prompt))
         for i, (prompt, one) in enumerate(zip(PROMPTS, sampled, strict=True))
     ]
     (outputs,) = await backend.logprobs([collate([(row,) for row in rows])])
-    assert speaker.model.config._attn_implementation == "oxrl_sdpa"
+    assert generator.model.config._attn_implementation == "oxrl_sdpa"
     ours = outputs.logprob[outputs.logprob != 0].tolist()
     assert [value for one in sampled for value in one.logprobs] == pytest.approx(ours, abs=2e-5)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
-def test_log_probs_are_those_of_a_full_forward_pass(speaker, temperature):
+def test_log_probs_are_those_of_a_full_forward_pass(generator, temperature):
     sampling = GenerationConfig(max_new_tokens=70, temperature=temperature, seed=5)
-    for prompt, one in zip(PROMPTS, speaker.complete(PROMPTS, sampling), strict=True):
-        assert one.logprobs == pytest.approx(naive_logprobs(speaker.model, prompt, one, temperature or 1.0), abs=1e-4)
+    for prompt, one in zip(PROMPTS, generator.complete(PROMPTS, sampling), strict=True):
+        assert one.logprobs == pytest.approx(naive_logprobs(generator.model, prompt, one, temperature or 1.0), abs=1e-4)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_real_models_log_probs_are_those_of_a_full_forward_pass(smollm2, mode):
     config, tokenizer = smollm2
-    speaker = EmbeddedGenerator(load_model(config), tokenizer, slots=3, mode=mode)
+    generator = EmbeddedGenerator(load_model(config), tokenizer, slots=3, mode=mode)
     prompts = [tokenizer.encode(text) for text in ("The capital of Peru is", "One, two, three,")]
     prompts = [*prompts, prompts[0]]
-    generations = speaker.complete(prompts, GenerationConfig(max_new_tokens=6, seed=1))
+    generations = generator.complete(prompts, GenerationConfig(max_new_tokens=6, seed=1))
     assert generations[0].token_ids != generations[2].token_ids
     for prompt, one in zip(prompts, generations, strict=True):
-        assert one.logprobs == pytest.approx(naive_logprobs(speaker.model, prompt, one), abs=1e-4)
+        assert one.logprobs == pytest.approx(naive_logprobs(generator.model, prompt, one), abs=1e-4)
 
 
-def test_greedy_answers_do_not_depend_on_companions(speaker):
+def test_greedy_answers_do_not_depend_on_the_batch(generator):
     greedy = GenerationConfig(max_new_tokens=8, temperature=0)
-    together = [one.token_ids for one in speaker.complete(PROMPTS, greedy)]
-    assert together == [speaker.complete([prompt], greedy)[0].token_ids for prompt in PROMPTS]
+    together = [one.token_ids for one in generator.complete(PROMPTS, greedy)]
+    assert together == [generator.complete([prompt], greedy)[0].token_ids for prompt in PROMPTS]
 
 
-def test_equal_prompts_get_different_answers_and_the_same_seed_the_same(speaker):
+def test_equal_prompts_get_different_answers_and_the_same_seed_the_same(generator):
     sampling = GenerationConfig(max_new_tokens=8, seed=1)
-    first = speaker.complete([PROMPTS[0]] * 6, sampling)
+    first = generator.complete([PROMPTS[0]] * 6, sampling)
     assert len({one.token_ids for one in first}) == 6
-    assert [one.token_ids for one in speaker.complete([PROMPTS[0]] * 6, sampling)] == [one.token_ids for one in first]
-    other = speaker.complete([PROMPTS[0]] * 6, sampling._replace(seed=2))
+    assert [one.token_ids for one in generator.complete([PROMPTS[0]] * 6, sampling)] == [one.token_ids for one in first]
+    other = generator.complete([PROMPTS[0]] * 6, sampling._replace(seed=2))
     assert not {one.token_ids for one in first} & {one.token_ids for one in other}
 
 
-def test_generation_ends_at_the_end_token_and_says_why(speaker):
+def test_generation_ends_at_the_end_token_with_a_finish_reason(generator):
     greedy = GenerationConfig(max_new_tokens=6, temperature=0)
-    (free,) = speaker.complete([PROMPTS[0]], greedy)
+    (free,) = generator.complete([PROMPTS[0]], greedy)
     assert (free.finish_reason, len(free.token_ids)) == ("length", 6)
-    (stopped,) = speaker.complete([PROMPTS[0]], greedy._replace(stop_token_ids=(free.token_ids[2],)))
+    (stopped,) = generator.complete([PROMPTS[0]], greedy._replace(stop_token_ids=(free.token_ids[2],)))
     first = free.token_ids.index(free.token_ids[2])
     assert (stopped.finish_reason, stopped.token_ids) == ("stop", free.token_ids[: first + 1])
 
@@ -91,42 +91,42 @@ def test_the_tokenizers_end_token_ends_generation_too(tiny_model, tiny):
     with torch.no_grad():
         tiny_model.lm_head.weight[end] = 0.0
         tiny_model.lm_head.weight *= 1e-3  # all tokens are about as likely
-    speaker = EmbeddedGenerator(tiny_model, tiny[1])
-    generations = speaker.complete([PROMPTS[0]] * 40, GenerationConfig(max_new_tokens=200))
+    generator = EmbeddedGenerator(tiny_model, tiny[1])
+    generations = generator.complete([PROMPTS[0]] * 40, GenerationConfig(max_new_tokens=200))
     ended = [one for one in generations if one.finish_reason == "stop"]
     assert ended and all(one.token_ids.index(end) == len(one.token_ids) - 1 for one in ended)
     assert all(end not in one.token_ids for one in generations if one.finish_reason == "length")
 
 
-def test_a_stop_text_ends_generation_at_its_last_token(speaker):
+def test_a_stop_text_ends_generation_at_its_last_token(generator):
     sampling = GenerationConfig(max_new_tokens=60, temperature=1.0, seed=1)
-    (free,) = speaker.complete([PROMPTS[0]], sampling)
+    (free,) = generator.complete([PROMPTS[0]], sampling)
     start = next(i for i in range(5, 50) if free.text[i : i + 2].isascii() and free.text[i : i + 2].strip())
     text = free.text[start : start + 2]
-    (stopped,) = speaker.complete([PROMPTS[0]], sampling._replace(stop=("never said", text)))
+    (stopped,) = generator.complete([PROMPTS[0]], sampling._replace(stop=("never generated", text)))
     assert stopped.finish_reason == "stop"
     assert text in stopped.text
-    assert text not in speaker.tokenizer.decode(stopped.token_ids[:-1], skip_special_tokens=True)
+    assert text not in generator.tokenizer.decode(stopped.token_ids[:-1], skip_special_tokens=True)
     assert stopped.token_ids == free.token_ids[: len(stopped.token_ids)]
 
 
-def test_more_requests_than_slots_are_all_served(speaker):
+def test_more_requests_than_slots_are_all_served(generator):
     sampling = GenerationConfig(max_new_tokens=5, seed=4)
-    generations = speaker.complete([[index, 7] for index in range(11)], sampling)
+    generations = generator.complete([[index, 7] for index in range(11)], sampling)
     assert [len(one.token_ids) for one in generations] == [5] * 11
-    assert generations[9].token_ids == speaker.complete([[index, 7] for index in range(10)], sampling)[9].token_ids
+    assert generations[9].token_ids == generator.complete([[index, 7] for index in range(10)], sampling)[9].token_ids
 
 
-def test_the_cut_off_mass_is_reported(speaker):
+def test_the_cut_off_mass_is_reported(generator):
     sampling = GenerationConfig(max_new_tokens=5, seed=4)
-    assert speaker.complete([PROMPTS[0]], sampling)[0].cut_mass == 0.0
-    (cut,) = speaker.complete([PROMPTS[0]], sampling._replace(top_k=1))
+    assert generator.complete([PROMPTS[0]], sampling)[0].cut_mass == 0.0
+    (cut,) = generator.complete([PROMPTS[0]], sampling._replace(top_k=1))
     assert cut.cut_mass == pytest.approx(np.mean([1 - np.exp(value) for value in cut.logprobs]), abs=1e-6)
 
 
-def test_each_token_is_shown_as_it_is_drawn(speaker):
+def test_the_callback_gets_each_token_as_it_is_sampled(generator):
     seen = {0: [], 1: []}
-    generations = speaker.complete(
+    generations = generator.complete(
         PROMPTS[:2], GenerationConfig(max_new_tokens=4), on_token=lambda prompt, token: seen[prompt].append(token)
     )
     assert [tuple(seen[0]), tuple(seen[1])] == [one.token_ids for one in generations]
@@ -148,7 +148,7 @@ def test_checkpointed_gradients_and_dropout_change_nothing_and_the_mode_is_resto
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_lora_adapter_speaks_along(tiny_model, tiny, mode):
+def test_a_lora_adapter_is_applied(tiny_model, tiny, mode):
     adapted = attach_lora(tiny_model, LoraSettings(r=2))
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
@@ -159,19 +159,19 @@ def test_a_lora_adapter_speaks_along(tiny_model, tiny, mode):
         assert one.logprobs != pytest.approx(naive_logprobs(adapted, [1, 2, 3], one), abs=1e-2)
 
 
-def test_it_speaks_with_the_trainers_own_weights(tiny_model, tiny):
-    speaker = EmbeddedGenerator(tiny_model, tiny[1])
+def test_it_uses_the_trainers_own_weights(tiny_model, tiny):
+    generator = EmbeddedGenerator(tiny_model, tiny[1])
     greedy = GenerationConfig(max_new_tokens=3, temperature=0)
-    speaker.complete([[1, 2]], greedy)
+    generator.complete([[1, 2]], greedy)
     with torch.no_grad():
         tiny_model.lm_head.weight.zero_()
-    (one,) = speaker.complete([[1, 2]], greedy)
+    (one,) = generator.complete([[1, 2]], greedy)
     assert one.logprobs == pytest.approx([-np.log(tiny_model.config.vocab_size)] * 3, abs=1e-5)
 
 
-def test_memory_is_given_back_when_nothing_is_under_way(speaker):
-    speaker.complete(PROMPTS, GenerationConfig(max_new_tokens=3))
-    decoder = speaker._engine._decoder
+def test_memory_is_freed_when_nothing_is_in_flight(generator):
+    generator.complete(PROMPTS, GenerationConfig(max_new_tokens=3))
+    decoder = generator._engine._decoder
     assert decoder.cache.keys == decoder.cache.values == []
 
 
@@ -197,40 +197,40 @@ def test_logits_that_are_not_numbers_stop_generation(tiny_model, tiny):
         ([1], {"stop": ("",)}, "at least one character"),
     ],
 )
-def test_what_cannot_be_is_refused_and_leaves_nothing_behind(speaker, prompt, sampling, message):
+def test_invalid_requests_are_rejected_and_leave_nothing_behind(generator, prompt, sampling, message):
     with pytest.raises(ValueError, match=message):
-        speaker.complete([[1, 2], prompt], GenerationConfig(**sampling))
-    assert not speaker._engine.arrived and not speaker._engine.waiting
+        generator.complete([[1, 2], prompt], GenerationConfig(**sampling))
+    assert not generator._engine.arrived and not generator._engine.waiting
 
 
-def test_answers_end_where_the_models_positions_end(speaker):
-    (one,) = speaker.complete([[7] * 2045], GenerationConfig(max_new_tokens=50, temperature=0))
+def test_answers_end_where_the_models_positions_end(generator):
+    (one,) = generator.complete([[7] * 2045], GenerationConfig(max_new_tokens=50, temperature=0))
     assert (len(one.token_ids), one.finish_reason) == (3, "length")
 
 
 @pytest.mark.parametrize("bad", [{"slots": 0}, {"mode": "wide"}])
-def test_a_generator_that_cannot_be_is_refused(tiny_model, tiny, bad):
+def test_invalid_options_are_rejected(tiny_model, tiny, bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         EmbeddedGenerator(tiny_model, tiny[1], **bad)
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
-async def test_another_modules_weights_are_refused(tiny_model, tiny, anyio_backend):
-    speaker = EmbeddedGenerator(tiny_model, tiny[1])
-    with pytest.raises(ValueError, match="module it was made with"):
-        await speaker.update_weights(Weights(torch.nn.Linear(1, 1), 3))
-    await speaker.update_weights(Weights(tiny_model, 3))
-    (one,) = await speaker.generate([Request((1, 2))], GenerationConfig(max_new_tokens=2))
-    assert speaker.version == one.version == 3
+async def test_another_modules_weights_are_rejected(tiny_model, tiny, anyio_backend):
+    generator = EmbeddedGenerator(tiny_model, tiny[1])
+    with pytest.raises(ValueError, match="module it was built with"):
+        await generator.update_weights(Weights(torch.nn.Linear(1, 1), 3))
+    await generator.update_weights(Weights(tiny_model, 3))
+    (one,) = await generator.generate([Request((1, 2))], GenerationConfig(max_new_tokens=2))
+    assert generator.version == one.version == 3
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
-async def test_only_an_aborted_generation_is_gone_on_with(tiny_model, tiny, anyio_backend):
-    speaker, sampling = EmbeddedGenerator(tiny_model, tiny[1]), GenerationConfig(max_new_tokens=3)
-    with pytest.raises(ValueError, match="ended by stop"):
-        await speaker.generate([Request((1, 2), begun=Generation((3,), (-1.0,), "stop"))], sampling)
+async def test_only_an_aborted_generation_is_resumed(tiny_model, tiny, anyio_backend):
+    generator, sampling = EmbeddedGenerator(tiny_model, tiny[1]), GenerationConfig(max_new_tokens=3)
+    with pytest.raises(ValueError, match="aborted .* stop"):
+        await generator.generate([Request((1, 2), begun=Generation((3,), (-1.0,), "stop"))], sampling)
     full = Generation((3, 4, 5), (-1.0, -2.0, -3.0), "aborted", version=7, cut_mass=0.25)
-    (one,) = await speaker.generate([Request((1, 2), begun=full)], sampling)
+    (one,) = await generator.generate([Request((1, 2), begun=full)], sampling)
     assert one == full._replace(finish_reason="length", text=one.text)

@@ -39,15 +39,15 @@ def process_id(generator):
     return generator.engines[0].engine.process.pid
 
 
-async def test_an_adapter_is_reloaded_in_place_and_gone_with_plain_weights(ray_replicas, tiny):
+async def test_an_adapter_is_reloaded_in_place_and_removed_by_plain_weights(ray_replicas, tiny):
     generator, model = ray_replicas, attach_lora(load_model(tiny[0]), LoraSettings(r=8)).eval()
-    for version, speaker in ((101, model), (102, model), (103, load_model(tiny[0]))):
-        if speaker is model:
+    for version, trained in ((101, model), (102, model), (103, load_model(tiny[0]))):
+        if trained is model:
             step(model, version)
-        await generator.update_weights(Weights(speaker, version))
+        await generator.update_weights(Weights(trained, version))
         (answer,) = await generator.generate([Request((1, 2, 3))], SAMPLING)
         assert answer.version == version == generator.version
-        assert answer.logprobs == pytest.approx(logprobs(speaker, (1, 2, 3), answer.token_ids), abs=5e-4)
+        assert answer.logprobs == pytest.approx(logprobs(trained, (1, 2, 3), answer.token_ids), abs=5e-4)
 
 
 async def test_a_base_is_sent_once_and_then_its_adapter_alone(ray_replicas, tiny):
@@ -64,37 +64,37 @@ async def test_weights_go_from_training_actors_to_replicas_and_the_driver_has_no
     weights = weights._replace(version=105)
     await ray_replicas.update_weights(weights)
     (answer,) = await ray_replicas.generate([Request((1, 2, 3))], SAMPLING)
-    spoken = weights.source.logprobs((1, 2, 3, *answer.token_ids))[2:]
-    assert answer.logprobs == pytest.approx(spoken, abs=5e-4)
+    expected = weights.source.logprobs((1, 2, 3, *answer.token_ids))[2:]
+    assert answer.logprobs == pytest.approx(expected, abs=5e-4)
     backend.close()
 
 
-class Liar(ModuleWeights):
-    """Hands out other weights than it speaks with."""
+class WrongWeights(ModuleWeights):
+    """Writes other weights than those of its log-probs."""
 
     def write(self, folder):
         ModuleWeights(load_model("tiny")).write(folder)
 
 
-async def test_a_replica_with_other_weights_is_told_by_its_name(ray_replicas, tiny):
+async def test_a_replica_with_other_weights_is_named(ray_replicas, tiny):
     moved = load_model(tiny[0])
     with torch.no_grad():
         for weight in moved.parameters():
             weight += 0.05 * torch.randn_like(weight)
-    with pytest.raises(StaleEngineError, match="^vLLM replica 0 does not speak with version 110"):
-        await ray_replicas.update_weights(Weights(None, 110, Liar(moved)))
+    with pytest.raises(StaleEngineError, match="^vLLM replica 0 .* version 110"):
+        await ray_replicas.update_weights(Weights(None, 110, WrongWeights(moved)))
     await ray_replicas.update_weights(Weights(moved, 111))
     assert ray_replicas.version == 111 and ray_replicas.gap < 1e-3
 
 
-async def test_sleep_is_harmless_on_a_cpu_and_whoever_asks_wakes(ray_replicas):
+async def test_sleep_is_harmless_on_a_cpu_and_the_next_call_wakes(ray_replicas):
     await ray_replicas.sleep()
     (answer,) = await ray_replicas.generate([Request((1, 2, 3))], SAMPLING)
     assert answer.token_ids
 
 
-async def test_a_replica_that_was_killed_comes_back_with_the_weights_and_answers_what_was_lost(ray_replicas, tiny):
-    generator, model = ray_replicas, adapted_to(tiny[0], 9)  # its successor needs the base, too
+async def test_a_killed_replica_is_replaced_with_its_weights_and_its_requests_are_retried(ray_replicas, tiny):
+    generator, model = ray_replicas, adapted_to(tiny[0], 9)  # its replacement needs the base, too
     await generator.update_weights(Weights(model, 120))
     requests = [Request((1, 2, 3), seed=seed) for seed in range(3)]
     expected = await generator.generate(requests, SAMPLING)
@@ -115,25 +115,25 @@ async def test_a_replica_that_was_killed_comes_back_with_the_weights_and_answers
         assert answer.logprobs == pytest.approx(logprobs(model, (1, 2, 3), answer.token_ids), abs=5e-4)
 
 
-class Passing(ModuleWeights):
-    """Weights that their trainer has until it goes on."""
+class Transient(ModuleWeights):
+    """Weights that the trainer replaces at its next step."""
 
-    gone = False
+    replaced = False
 
     def __init__(self, module):
         super().__init__(module)
         self.refused = threading.Event()
 
     def logprobs(self, tokens):
-        if self.gone:
+        if self.replaced:
             self.refused.set()
-            raise StaleWeightsError("the trainer has moved on")
+            raise StaleWeightsError("the trainer has newer weights")
         return super().logprobs(tokens)
 
 
-async def test_a_replica_that_hangs_is_given_up_and_its_successor_waits_for_weights_that_exist(ray_replicas, tiny):
+async def test_a_hanging_replica_is_replaced_and_its_replacement_waits_for_current_weights(ray_replicas, tiny):
     generator, (replica,) = ray_replicas, ray_replicas.engines
-    source, answers = Passing(load_model(tiny[0])), []
+    source, answers = Transient(load_model(tiny[0])), []
     await generator.update_weights(Weights(None, 130, source))
     pid = process_id(generator)
 
@@ -141,18 +141,18 @@ async def test_a_replica_that_hangs_is_given_up_and_its_successor_waits_for_weig
         answers.extend(await generator.generate([Request((1, 2, 3))], SAMPLING))
 
     os.kill(pid, signal.SIGSTOP)
-    source.gone = True
+    source.replaced = True
     replica.time_limit, before = EXPIRES, replica.time_limit
     restarts = replica.restarts
     with anyio.fail_after(HANG):
         async with task_group() as tasks:
             tasks.start_soon(ask)
-            await wait_until_async(lambda: replica.restarts > restarts, "it is given up, and another one started")
+            await wait_until_async(lambda: replica.restarts > restarts, "it is replaced")
             await generator.abort()
     replica.time_limit = before
     assert [answer.finish_reason for answer in answers] == ["aborted"]
-    assert not source.refused.is_set(), "without a wait for the successor"
-    await wait_until_async(lambda: not Path(f"/proc/{pid}").exists(), "the process that hung is gone")
+    assert not source.refused.is_set(), "the abort does not wait for the replacement"
+    await wait_until_async(lambda: not Path(f"/proc/{pid}").exists(), "the process that hung has ended")
     with anyio.fail_after(HANG):
         async with task_group() as tasks:
             tasks.start_soon(ask)

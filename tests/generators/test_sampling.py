@@ -46,7 +46,7 @@ def test_random_numbers_never_change_between_releases():
     assert uniforms([stream_key(42, 7)] * 5, range(5)).tolist() == expected
 
 
-def test_draws_are_as_frequent_as_their_probabilities():
+def test_tokens_are_as_frequent_as_their_probabilities():
     n, rule = 40_000, GenerationConfig(temperature=0.8)
     numbers = numbers_of(range(n), [0] * n)
     drawn = draw(torch.tensor(LOGITS).expand(n, -1), [rule] * n, numbers)
@@ -68,10 +68,10 @@ def test_a_number_finds_the_token_that_float64_sums_find(size):
     numbers = generator.random(40)
     found = search(weights, torch.from_numpy(numbers)).tolist()
     sums = weights.double().cumsum(-1).numpy()
-    for row, place in enumerate(found):
-        assert weights[row, place] > 0
-        total, below = sums[row, -1], sums[row, place - 1] if place else 0.0
-        assert below / total - 1e-6 <= numbers[row] <= sums[row, place] / total + 1e-6
+    for row, index in enumerate(found):
+        assert weights[row, index] > 0
+        total, below = sums[row, -1], sums[row, index - 1] if index else 0.0
+        assert below / total - 1e-6 <= numbers[row] <= sums[row, index] / total + 1e-6
 
 
 def test_the_ends_of_the_unit_interval_find_kept_tokens_only():
@@ -87,8 +87,10 @@ def test_a_tail_of_tiny_probabilities_is_drawn_as_often_as_it_weighs():
     weights[0, 0] = 1.0 - 0.015
     numbers = torch.from_numpy(numbers_of(range(2_000), [0] * 2_000) * 0.015 + 0.985)
     found = search(weights.expand(2_000, -1), numbers).numpy()
-    places = np.sort(found) / 150_000
-    assert np.abs(places - (np.arange(2_000) + 0.5) / 2_000).max() < 1.95 / 2_000**0.5  # Kolmogorov: once in a thousand
+    positions = np.sort(found) / 150_000
+    assert (
+        np.abs(positions - (np.arange(2_000) + 0.5) / 2_000).max() < 1.95 / 2_000**0.5
+    )  # Kolmogorov: once in a thousand
 
 
 def kept_by_reference(p, rule):

@@ -1,4 +1,4 @@
-"""What vLLM in this process does beyond the contract: adapters, checkpoints on disk, and a trainer that is not idle."""
+"""vLLM in this process, beyond the contract: adapters, checkpoints on disk, and weights from elsewhere."""
 
 import anyio
 import pytest
@@ -37,7 +37,7 @@ def step(model, seed):
 
 
 def adapted_to(config, seed):
-    """A model with an adapter, whose base is not the one that the engine was started with."""
+    """Return a model with an adapter, whose base is not the one that the engine was started with."""
     base = load_model(config)
     torch.manual_seed(seed)
     with torch.no_grad():
@@ -49,7 +49,7 @@ def adapted_to(config, seed):
 
 
 class Counted(ModuleWeights):
-    """Says what it was asked for, with the bytes of it."""
+    """Records which files were written, with their size."""
 
     def __init__(self, module):
         super().__init__(module)
@@ -60,7 +60,7 @@ class Counted(ModuleWeights):
         self.sent.append((what, sum(file.stat().st_size for file in folder.glob(f"{what}*.safetensors"))))
 
     def write(self, folder):
-        raise AssertionError("merged weights were asked for")
+        raise AssertionError("merged weights were written")
 
     def write_base(self, folder):
         self._counted("model", super().write_base, folder)
@@ -70,24 +70,24 @@ class Counted(ModuleWeights):
 
 
 async def base_once_then_the_adapter_alone(generator, config, first):
-    """Three versions from somewhere else; then another base, by its module."""
+    """Three versions from files; then another base, by its module."""
     model = adapted_to(config, 1)
     source = Counted(model)
     for version in range(first, first + 3):
         step(model, version)
         await generator.update_weights(Weights(None, version, source))
-        await speaks_as(generator, model, version)
+        await has_weights_of(generator, model, version)
     assert [what for what, _ in source.sent] == ["model", "adapter", "adapter", "adapter"]
     adapter = sum(4 * weight.numel() for weight in model.parameters() if weight.requires_grad)
     assert all(adapter < size < 1.2 * adapter for what, size in source.sent if what == "adapter")
     await generator.update_weights(Weights(load_model(config), first + 3))
     other = adapted_to(config, 2)
     await generator.update_weights(Weights(other, first + 4))
-    await speaks_as(generator, other, first + 4)
+    await has_weights_of(generator, other, first + 4)
     await generator.update_weights(Weights(load_model(config), first + 5))  # as the other tests expect it
 
 
-async def speaks_as(generator, model, version):
+async def has_weights_of(generator, model, version):
     (answer,) = await generator.generate([Request((1, 2, 3))], SAMPLING)
     assert answer.version == version == generator.version and generator.gap < 1e-3
     assert answer.logprobs == pytest.approx(logprobs(model, (1, 2, 3), answer.token_ids), abs=5e-4)
@@ -98,22 +98,22 @@ async def test_a_base_is_sent_once_and_then_its_adapter_alone(vllm_in_process, t
 
 
 async def test_an_adapter_is_reloaded_in_place_each_time(vllm_in_process, tiny):
-    """The same adapter id with other weights: without `load_inplace` the first would speak for ever."""
+    """The same adapter id with other weights: without `load_inplace` the first would stay in use."""
     engine = vllm_in_process
     await engine.update_weights(Weights(load_model(tiny[0]), 100))
     model = attach_lora(load_model(tiny[0]), LoraSettings(r=8)).eval()
-    said = []
+    seen = []
     for version in (101, 102, 103):
         step(model, version)
         await engine.update_weights(Weights(model, version))
         (answer,) = await engine.generate([Request((1, 2, 3))], SAMPLING)
         assert answer.version == version and engine.gap < 1e-3
         assert answer.logprobs == pytest.approx(logprobs(model, (1, 2, 3), answer.token_ids), abs=5e-4)
-        said.append(answer.logprobs)
-    assert len(set(said)) == 3
+        seen.append(answer.logprobs)
+    assert len(set(seen)) == 3
 
 
-async def test_plain_weights_after_an_adapter_speak_without_it(vllm_in_process, tiny):
+async def test_plain_weights_remove_an_adapter(vllm_in_process, tiny):
     engine, plain = vllm_in_process, load_model(tiny[0])
     adapted = attach_lora(load_model(tiny[0]), LoraSettings(r=8)).eval()
     step(adapted, 7)
@@ -123,8 +123,8 @@ async def test_plain_weights_after_an_adapter_speak_without_it(vllm_in_process, 
     assert answer.logprobs == pytest.approx(logprobs(plain, (1, 2, 3), answer.token_ids), abs=2e-4)
 
 
-async def test_asleep_it_holds_still_until_it_is_asked(vllm_in_process, tiny):
-    """On a CPU no memory is given back; what wakes it is the same."""
+async def test_the_next_call_wakes_a_sleeping_engine(vllm_in_process, tiny):
+    """On a CPU no memory is freed; waking up is the same."""
     engine, model = vllm_in_process, load_model(tiny[0])
     await engine.update_weights(Weights(model, 115))
     for wake in ("weights", "request"):
@@ -138,7 +138,7 @@ async def test_asleep_it_holds_still_until_it_is_asked(vllm_in_process, tiny):
         assert answer.logprobs == pytest.approx(logprobs(model, (1, 2, 3), answer.token_ids), abs=5e-4)
 
 
-async def test_a_checkpoint_on_disk_is_taken_once_per_version(vllm_in_process, tiny, tmp_path):
+async def test_a_checkpoint_on_disk_is_loaded_once_per_version(vllm_in_process, tiny, tmp_path):
     engine, model = vllm_in_process, load_model(tiny[0])
     step(model, 3)
     for weight in model.parameters():
@@ -151,26 +151,26 @@ async def test_a_checkpoint_on_disk_is_taken_once_per_version(vllm_in_process, t
         await engine.refresh_model(tmp_path / "none", 121)
 
 
-async def test_an_engine_with_other_weights_is_told_by_its_name(vllm_in_process, tiny):
+async def test_an_engine_with_other_weights_is_named(vllm_in_process, tiny):
     engine, model = vllm_in_process, load_model(tiny[0])
     await engine.update_weights(Weights(model, 130))
     step(model, 5)
-    with pytest.raises(StaleEngineError, match="^vLLM in this process does not speak with version 131"):
+    with pytest.raises(StaleEngineError, match="^vLLM in this process .* version 131"):
         await engine.verify(Probe.of(ModuleWeights(model)), 131)
 
 
 class Written(ModuleWeights):
-    """Remembers where it wrote its weights to."""
+    """Records the folder of its files."""
 
     def write(self, folder):
         self.folder = folder
         super().write(folder)
 
 
-async def test_weights_that_are_elsewhere_come_through_files_that_do_not_stay(
+async def test_weights_of_another_process_are_read_from_files_that_are_removed(
     vllm_in_process, tiny, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("oxrl.generators.vllm.engine.near_folder", lambda: tmp_path)  # others use the real one
+    monkeypatch.setattr("oxrl.generators.vllm.engine.shm_dir", lambda: tmp_path)  # others use the real one
     engine, model = vllm_in_process, load_model(tiny[0])
     step(model, 6)
     for weight in model.parameters():
@@ -182,5 +182,5 @@ async def test_weights_that_are_elsewhere_come_through_files_that_do_not_stay(
     assert source.folder.parent == tmp_path
     assert engine.version == 141 and engine.gap < 1e-3
     await engine.update_weights(Weights(None, 142, ModuleWeights(adapted)))
-    assert engine.version == 142 and engine.gap < 1e-3, "its base is another one, and came along"
+    assert engine.version == 142 and engine.gap < 1e-3, "its base is another one, and was sent too"
     assert not list(tmp_path.iterdir())

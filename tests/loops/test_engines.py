@@ -2,7 +2,8 @@
 
 import pytest
 
-from oxrl.generators.pool import HTTPGenerator, VLLMEngine
+from oxrl.generators.http import VLLMEngine
+from oxrl.generators.pool import HTTPGenerator
 from oxrl.rollouts.collect import RolloutSampler
 from oxrl.types import GenerationConfig
 from tests.loops.test_online import Setting

@@ -10,7 +10,8 @@ from oxrl.backends.distributed.queued import QueuedBackend
 from oxrl.concurrency import task_group
 from oxrl.data.buffer import DataBuffer
 from oxrl.generators.embedded.generator import EmbeddedGenerator
-from oxrl.generators.pool import HTTPGenerator, VLLMEngine
+from oxrl.generators.http import VLLMEngine
+from oxrl.generators.pool import HTTPGenerator
 from oxrl.loops import rollout_queue
 from oxrl.loops.evaluate import sample_and_grade
 from oxrl.loops.online import OnlineConfig, run_online

@@ -31,7 +31,7 @@ def test_the_process_that_removes_shared_memory_outlives_the_others_of_its_group
 
 
 def trackers_of(pid: int) -> bool:
-    """Whether a child of it runs the code that removes shared memory, and not yet its parent's."""
+    """Return whether a child of it already runs the resource tracker."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return any(b"resource_tracker" in Path(f"/proc/{each}/cmdline").read_bytes() for each in children)
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from oxrl.backends.distributed.rpc import perform
 from oxrl.backends.local import NonFiniteError
-from oxrl.machine.processes import MEETING
+from oxrl.machine.processes import RENDEZVOUS_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -306,7 +306,7 @@ def join_ranks(*, time_limit: float = TIME_LIMIT, idle_limit: float = IDLE_LIMIT
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     rendezvous: dict[str, Any] = {}
-    if (file := os.environ.get(MEETING)) is not None:
+    if (file := os.environ.get(RENDEZVOUS_FILE)) is not None:
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         untyped: Any = dist  # mypy finds FileStore in it or not, depending on the import order
         rendezvous = {"store": untyped.FileStore(file, world), "rank": rank, "world_size": world}

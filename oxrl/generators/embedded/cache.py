@@ -1,8 +1,8 @@
 """Keys and values of many sequences in one buffer per layer, and the attention that reads them there.
 
-Models write through transformers' cache interface and read through its attention interface, so this serves any decoder
-that uses both. A buffer is `[rows, length, heads, dim]`, written in place and never concatenated. Which tokens run when
-is not known here: a pass is told what it writes where.
+Models write through transformers' cache interface and read through its attention interface, so this works with any
+decoder that uses both. A buffer is `[rows, length, heads, dim]`, written in place and never concatenated. Scheduling is
+left to `decoders`: a `Pass` defines what is written where.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ ALIGNED = 16  # float32 numbers in a cache line
 
 
 def padded_length(length: int) -> int:
-    """The power of two that a sequence's cache is read up to; sequences of one reach are attended together."""
+    """Return the power of two up to which a sequence's cache is read; sequences of equal padded length run together."""
     return max(STEP, 1 << (length - 1).bit_length())
 
 
 class SlotCache(Cache):  # type: ignore[misc]  # transformers comes without types
-    """What each row has seen, layer by layer; `current` says what the pass under way writes and returns."""
+    """Keys and values of each row, layer by layer; `current` is the running pass, which writes and returns them."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -38,7 +38,7 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers comes without type
         self.current: Pass | None = None
 
     def reserve(self, rows: int, length: int) -> None:
-        """Make room for `rows` sequences of `length` tokens, keeping what is there."""
+        """Allocate `rows` sequences of `length` tokens, keeping the content."""
         if rows <= self.rows and length <= self.length:
             return
         self.rows, self.length = max(rows, self.rows), max(length, self.length)
@@ -48,7 +48,7 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers comes without type
                 buffers[layer][: old.shape[0], : old.shape[1]] = old
 
     def _empty(self, like: Tensor) -> Tensor:
-        # Zeros, because what a mask hides is still multiplied by 0, and 0 times a stray NaN is not 0.
+        # Zeros, because masked values are still multiplied by 0, and 0 times NaN is not 0.
         return like.new_zeros(self.rows, self.length, *like.shape[-2:])
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -67,7 +67,7 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers comes without type
             buffer[target, :length] = buffer[source, :length]
 
     def clear(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self.keys, self.values, self.rows, self.length = [], [], 0, 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - the interface's
@@ -77,24 +77,24 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers comes without type
 class Pass(Protocol):
     """One forward pass: where its keys and values go, and what its queries see."""
 
-    windows: int  # layers that asked for a sliding window
+    windows: int  # layers that requested a sliding window
 
     def write(self, buffer: Tensor, new: Tensor) -> Tensor:
-        """Put `[B, T, heads, dim]` into the buffer; what attention will be given."""
+        """Write `[B, T, heads, dim]` into the buffer; return what attention gets."""
         ...
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor: ...
 
 
 class Prefill:
-    """Whole prompts end to end as `[1, T]`, each seeing itself; `places` are the rows that each of them goes to."""
+    """Whole prompts concatenated as `[1, T]`, each attending to itself; `rows` are the cache rows of each prompt."""
 
-    def __init__(self, cache: SlotCache, lengths: Sequence[int], places: Sequence[Sequence[int]], device: Any) -> None:
+    def __init__(self, cache: SlotCache, lengths: Sequence[int], rows: Sequence[Sequence[int]], device: Any) -> None:
         self.windows = 0
         self.borders = [0, *accumulate(lengths)]
         sources, targets = [], []
-        for (start, end), rows in zip(pairwise(self.borders), places, strict=True):
-            for row in rows:
+        for (start, end), own in zip(pairwise(self.borders), rows, strict=True):
+            for row in own:
                 sources.append(torch.arange(start, end))
                 targets.append(torch.arange(end - start) + row * cache.length)
         self.sources, self.targets = torch.cat(sources).to(device), torch.cat(targets).to(device)
@@ -110,7 +110,7 @@ class Prefill:
         for length, group in groupby(end - start for start, end in pairwise(self.borders)):
             count = len(list(group))
             own = slice(start, start + count * length)
-            # Prompts of one length side by side: [1, heads, count * length, dim] to [count, heads, length, dim].
+            # Prompts of one length as a batch: [1, heads, count * length, dim] to [count, heads, length, dim].
             q, k, v = (x[0, :, own].view(x.shape[1], count, length, -1).transpose(0, 1) for x in (query, key, value))
             mask = None
             if options.get("softcap") or (window is not None and length > window):
@@ -121,18 +121,18 @@ class Prefill:
 
 
 class Run(NamedTuple):
-    """Neighbouring rows that read their caches equally far."""
+    """Neighbouring rows that read their caches up to the same length."""
 
     start: int
     end: int
     length: int
-    full: bool  # nothing of that length is hidden from any of them
+    full: bool  # nothing within that length is masked
 
 
 class Continue:
-    """The next tokens `[B, T]` of the rows from `first` on, each seeing its own cache up to itself.
+    """The next tokens `[B, T]` of the rows from `first` on, each attending to its own cache up to itself.
 
-    `exact` reads up to a length that depends on the row alone, so that its bits do, too; else as far as needed.
+    `exact` reads up to a length that depends on the row alone, so that its result does, too; else as far as needed.
     """
 
     def __init__(self, cache: SlotCache, first: int, positions: Tensor, ends: Sequence[int], *, exact: bool) -> None:
@@ -167,18 +167,18 @@ class Continue:
 
 
 def length_buckets(ends: Sequence[int], *, exact: bool) -> list[Run]:
-    """Rows that have seen `ends` tokens each, split where the reach changes: a row is read at most twice too far."""
+    """Split rows of `ends` tokens each where the padded length changes: at most twice a row's length is read."""
     runs, start = [], 0
-    for far, group in groupby(ends, key=padded_length):
+    for padded, group in groupby(ends, key=padded_length):
         lengths = list(group)
-        length = far if exact else max(lengths)
+        length = padded if exact else max(lengths)
         runs.append(Run(start, start + len(lengths), length, full=not exact and min(lengths) == length))
         start += len(lengths)
     return runs
 
 
 def additive_mask(at: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """`[B, 1, T, length]`: 0 where a query at position `at [B, T]` may look, and minus infinity elsewhere."""
+    """`[B, 1, T, length]`: 0 where a query at position `at [B, T]` may attend, minus infinity elsewhere."""
     distance = at[:, :, None] - torch.arange(length, device=at.device)
     seen = (distance >= 0) & (distance < (window or length + 1))
     return torch.zeros(seen.shape, dtype=dtype, device=at.device).masked_fill(~seen, float("-inf"))[:, None]
@@ -187,16 +187,16 @@ def additive_mask(at: Tensor, length: int, window: int | None, dtype: torch.dtyp
 def attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any], *, exact: bool = False
 ) -> Tensor:
-    """`[B, heads, T, dim]`; without a mask several queries are causal and a single one sees everything."""
+    """Return `[B, heads, T, dim]`; without a mask several queries are causal, and a single one attends to all keys."""
     if options.get("softcap"):
         return _capped_attention(query, key, value, mask, options)
     shape, groups = query.shape, query.shape[1] // key.shape[1]
     single = shape[2] == 1
-    # Heads that share a key become queries of one head: masked CUDA kernels know no shared heads.
+    # Heads that share a key become queries of one head: masked CUDA kernels do not support shared heads.
     folded = single and (exact or (query.is_cuda and groups > 1))
     if folded:
         query = query.reshape(shape[0], key.shape[1], groups, shape[3])
-    if exact:  # threads work in equally aligned memory then; where they do not, the CPU's products differ in their bits
+    if exact:  # so that all threads use equally aligned memory, else the CPU's products differ in their last bits
         query = nn.functional.pad(query, (0, 0, 0, -query.shape[2] % ALIGNED))
     attended = nn.functional.scaled_dot_product_attention(
         query,
@@ -213,7 +213,7 @@ def attention(
 def _capped_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
 ) -> Tensor:
-    """With the soft cap that some models put on attention scores; a causal mask must have been made."""
+    """Attention with a soft cap on the scores, which some models use; the mask must include causality."""
     key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
     scores = query @ key.transpose(2, 3) * (options.get("scaling") or query.shape[-1] ** -0.5)
     scores = options["softcap"] * torch.tanh(scores / options["softcap"])
@@ -226,7 +226,7 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,  # noqa: ARG001 - the interface's; a pass knows better
+    attention_mask: Tensor | None,  # noqa: ARG001 - the interface's; a pass has its own
     *,
     slot_pass: Pass,
     **options: Any,
@@ -235,14 +235,14 @@ def _attend(
 
 
 def attention_configs(model: PreTrainedModel) -> list[Any]:
-    """Where the model's layers look up which attention to call."""
+    """Return the configs from which the model's layers read their attention implementation."""
     configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
     return list(configs.values())
 
 
 @contextmanager
 def own_attention(configs: Sequence[Any]) -> Iterator[None]:
-    """Layers call `_attend` here; outside they find the attention that they had."""
+    """Inside, layers call `_attend`; their own attention is restored afterwards."""
     AttentionInterface.register(ATTENTION, _attend)
     before = [config._attn_implementation for config in configs]
     for config in configs:

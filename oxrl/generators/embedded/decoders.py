@@ -1,7 +1,7 @@
-"""Rows of token ids to the logits of what comes next, by a transformers decoder that remembers what it has seen.
+"""Rows of token ids to the logits of the next token, by a transformers model with a key-value cache.
 
-`SlotDecoder` holds many sequences that come and go; `PaddedDecoder` runs any model at all, one wave at a time. Which
-sequence sits in which row, and what is drawn from the logits, is the engine's affair.
+`SlotDecoder` runs sequences that enter and leave at any time; `PaddedDecoder` runs any model, one padded batch after
+the other. `engine` assigns sequences to rows and samples from the logits.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Mode = Literal["shrinking", "fixed"]
-NOT_FINITE = "the model's logits are not finite; are its weights, and is its precision enough?"
+NOT_FINITE = "the model's logits are not finite: check its weights, or use a higher precision"
 CHUNK = 64  # tokens per prefill pass in fixed mode
 PREFILL = 2048  # tokens per prefill pass in shrinking mode, if a single prompt is not longer
 
 
 class Decoder(Protocol):
-    """Rows are numbered from 0; `next_logits` continues each with its token, and lets those with None idle."""
+    """Rows are numbered from 0; `next_logits` continues each with its token; rows with None are idle."""
 
     shrinks: bool  # rows can be moved, so that none is idle
-    late_entry: bool  # sequences may enter while others are under way
+    late_entry: bool  # sequences may enter while others are in flight
 
     def enter(self, rows: Sequence[int], contexts: Sequence[Sequence[int]]) -> Tensor:
-        """Logits behind each context, `[len(rows), V]`."""
+        """Return the logits after each context, `[len(rows), V]`."""
         ...
 
     def next_logits(self, tokens: Sequence[int | None]) -> Tensor: ...
@@ -57,14 +57,14 @@ class SlotDecoder:
     """Sequences in the rows of one `SlotCache`.
 
     Shrinking: whole prompts in one pass, decoding as wide as there are rows. Fixed: prompts one by one in padded chunks
-    of one size, decoding always `width` wide; every product has the same shape then, whatever else is under way.
+    of one size, decoding always `width` wide; then every product has the same shape, whatever else is in the batch.
     """
 
     late_entry = True
 
     def __init__(self, model: PreTrainedModel, slots: int, mode: Mode) -> None:
         self.model, self.fixed = model, mode == "fixed"
-        self.slots = self.width = slots  # the width may be larger, where that makes all rows equal
+        self.slots = self.width = slots  # the width may be larger, if that makes all rows equal
         self.shrinks = not self.fixed
         self.configs = attention_configs(model)
         self.cache = SlotCache()
@@ -75,14 +75,14 @@ class SlotDecoder:
         self.clear()
 
     def enter(self, rows: Sequence[int], contexts: Sequence[Sequence[int]]) -> Tensor:
-        places: dict[tuple[int, ...], list[int]] = {}  # each prompt once
+        rows_of: dict[tuple[int, ...], list[int]] = {}  # each prompt once
         for row, context in zip(rows, contexts, strict=True):
-            places.setdefault(tuple(context), []).append(row)
+            rows_of.setdefault(tuple(context), []).append(row)
             self.lengths[row] = len(context)
-        places = dict(sorted(places.items(), key=lambda place: len(place[0])))  # equal lengths run side by side
+        rows_of = dict(sorted(rows_of.items(), key=lambda item: len(item[0])))  # equal lengths run as a batch
         self._reserve(max(rows) + 1, max(map(len, contexts)))
-        logits = self._in_chunks(places) if self.fixed else self._in_passes(places)
-        order = {context: index for index, context in enumerate(places)}
+        logits = self._in_chunks(rows_of) if self.fixed else self._in_passes(rows_of)
+        order = {context: index for index, context in enumerate(rows_of)}
         return logits[[order[tuple(context)] for context in contexts]]
 
     def next_logits(self, tokens: Sequence[int | None]) -> Tensor:
@@ -108,29 +108,29 @@ class SlotDecoder:
         if self.fixed:
             self.cache.reserve(self.width, padded_length(-(-length // CHUNK) * CHUNK))
         elif rows > self.cache.rows or length > self.cache.length:
-            # A little ahead, so that growth costs little; memory that is never touched costs nothing on a CPU.
+            # A little more than needed, so that it grows rarely; on a CPU memory that is never touched costs nothing.
             ahead = -(-(length + length // 4) // STEP) * STEP if length > self.cache.length else 0
             self.cache.reserve(min(self.slots, max(rows, self.cache.rows * 2)), ahead)
 
-    def _in_passes(self, places: dict[tuple[int, ...], list[int]]) -> Tensor:
+    def _in_passes(self, rows_of: dict[tuple[int, ...], list[int]]) -> Tensor:
         logits, portion = [], dict[tuple[int, ...], list[int]]()
-        for context, rows in places.items():
+        for context, rows in rows_of.items():
             if portion and sum(map(len, portion)) + len(context) > PREFILL:
                 logits.append(self._prefill(portion))
                 portion = {}
             portion[context] = rows
         return torch.cat([*logits, self._prefill(portion)])
 
-    def _prefill(self, places: dict[tuple[int, ...], list[int]]) -> Tensor:
-        device, lengths = self.model.device, [len(context) for context in places]
-        tokens = torch.tensor([token for context in places for token in context], device=device)[None]
+    def _prefill(self, rows_of: dict[tuple[int, ...], list[int]]) -> Tensor:
+        device, lengths = self.model.device, [len(context) for context in rows_of]
+        tokens = torch.tensor([token for context in rows_of for token in context], device=device)[None]
         positions = torch.cat([torch.arange(length, device=device) for length in lengths])[None]
-        prefill = Prefill(self.cache, lengths, list(places.values()), device)
+        prefill = Prefill(self.cache, lengths, list(rows_of.values()), device)
         return self._pass(tokens, positions, prefill, torch.tensor(prefill.borders[1:], device=device) - 1)[0]
 
-    def _in_chunks(self, places: dict[tuple[int, ...], list[int]]) -> Tensor:
+    def _in_chunks(self, rows_of: dict[tuple[int, ...], list[int]]) -> Tensor:
         logits = []
-        for context, rows in places.items():
+        for context, rows in rows_of.items():
             for start in range(0, len(context), CHUNK):
                 end = min(start + CHUNK, len(context))
                 tokens = torch.zeros(1, CHUNK, dtype=torch.int64)
@@ -138,7 +138,7 @@ class SlotDecoder:
                 positions = torch.arange(start, start + CHUNK, device=self.model.device)[None]
                 chunk = Continue(self.cache, rows[0], positions, [start + CHUNK], exact=True)
                 last = torch.tensor([end - start - 1], device=self.model.device)
-                seen = positions.clamp_max(end - 1)  # padding must not ask for positions that the model has not
+                seen = positions.clamp_max(end - 1)  # padding must not use positions that the model does not have
                 one = self._pass(tokens.to(self.model.device), seen, chunk, last)[0]
             logits.append(one)
             for row in rows[1:]:
@@ -161,7 +161,7 @@ class SlotDecoder:
 
 
 class PaddedDecoder:
-    """For models whose layers remember in their own ways: left-padded waves over the model's own cache."""
+    """For models whose layers have other kinds of state: left-padded waves over the model's own cache."""
 
     shrinks = late_entry = False
 
@@ -183,7 +183,7 @@ class PaddedDecoder:
         return self._pass(_column(tokens, self.model.device))
 
     def move(self, source: int, target: int) -> None:
-        raise NotImplementedError("rows of the model's own cache stay where they are")
+        raise NotImplementedError("rows of the model's own cache cannot be moved")
 
     def clear(self) -> None:
         self.cache: Any = None
@@ -209,22 +209,22 @@ def _column(tokens: Sequence[int | None], device: torch.device) -> Tensor:
 
 
 def choose_decoder(model: PreTrainedModel, slots: int, mode: Mode) -> Decoder:
-    """Slots where a probe shows that they give the model's own logits, else padded waves, and why in the log."""
+    """Return a `SlotDecoder` if a probe gives the model's own logits, else a `PaddedDecoder`; log the reason."""
     reason = _why_no_slots(model, mode)
     if reason is None:
         decoder = SlotDecoder(model, slots, mode)
         if mode == "fixed":
             _make_rows_equal(decoder)
         return decoder
-    promise = "; bits will depend on companions" if mode == "fixed" else ""
-    logger.warning("generation runs in padded waves, which is slower: %s%s", reason, promise)
+    variance = "; results are not batch-invariant" if mode == "fixed" else ""
+    logger.warning("generation runs in padded waves, which is slower: %s%s", reason, variance)
     return PaddedDecoder(model)
 
 
 def _make_rows_equal(decoder: SlotDecoder) -> None:
-    """Find a width at which one sequence gets the same bits in every row.
+    """Find a width at which a sequence gets bit-identical logits in every row.
 
-    Products are split among threads by rows, and a thread that is left with a single row adds up in another order.
+    Products are split among threads by rows, and a thread with a single row sums in another order.
     """
     for width in (decoder.slots, *(-(-decoder.slots // step) * step for step in (4, 8, 16, 32, 64))):
         decoder.widen(width)
@@ -235,7 +235,7 @@ def _make_rows_equal(decoder: SlotDecoder) -> None:
         if bool((logits == logits[:1]).all()):
             logger.info("fixed mode runs %d rows wide for %d slots", width, decoder.slots)
             return
-    logger.warning("on this machine a sequence's bits depend on its slot; fewer threads or other slots may help")
+    logger.warning("on this machine results depend on the slot of a sequence; fewer threads or other slots may help")
 
 
 def _why_no_slots(model: PreTrainedModel, mode: Mode) -> str | None:
@@ -250,7 +250,7 @@ def _why_no_slots(model: PreTrainedModel, mode: Mode) -> str | None:
     try:
         ours = [decoder.enter([0, 1], contexts), decoder.next_logits([tokens[0][7], tokens[1][10]])]
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        return f"the model does not take a cache in slots ({str(error).splitlines()[0]})"
+        return f"the model does not support a cache in slots ({str(error).splitlines()[0]})"
     for more, logits in enumerate(ours):
         for row, context in enumerate(contexts):
             seen = torch.tensor(tokens[row][: len(context) + more], device=model.device)[None]

@@ -1,7 +1,7 @@
-"""Requests to generations, one step at a time: who is in the batch, what is drawn, when a sequence ends.
+"""Requests to generations, one step at a time: continuous batching, sampling, and the end of a sequence.
 
-Finished sequences leave the batch and waiting ones enter. All of it is synchronous; who calls `step`, and who waits
-for what, is left to `embedded`.
+Finished sequences leave the batch and waiting ones enter. All of it is synchronous; `generator` calls `step` and waits
+for results.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request on its way to a generation."""
+    """A request and its tokens so far."""
 
     request: Request
     sampling: GenerationConfig
     key: int  # of its random numbers
-    most: int  # tokens that it may draw in all
-    ends: frozenset[int]  # tokens that end it
-    versions: list[int]  # of the weights that drew each token
+    max_tokens: int  # in all, those of a resumed generation included
+    end_token_ids: frozenset[int]
+    versions: list[int]  # of the weights that sampled each token
     tokens: list[int]
     logprobs: list[float]
     cut_mass: float
@@ -45,12 +45,12 @@ class Job:
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """In which jobs that came together are served; equal prompts are neighbours."""
+        """Sort key of jobs that were submitted together; equal prompts are neighbours."""
         return (self.request.tokens, self.tokens, self.request.seed, self.sampling)
 
 
 class Engine:
-    """`submit` jobs, then `step` until each has its `result`; the model's mode and attention stay as they were."""
+    """`submit` jobs, then `step` until each has its `result`; the model's mode and attention are restored."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, slots: int, mode: Mode) -> None:
         self.model: PreTrainedModel = model.get_base_model() if hasattr(model, "peft_config") else model
@@ -65,31 +65,31 @@ class Engine:
         self, request: Request, sampling: GenerationConfig, on_token: Callable[[int], None] = lambda _: None
     ) -> Job:
         check_sampling(sampling)
-        begun = request.begun or Generation((), (), "aborted", self.version)
-        if begun.finish_reason != "aborted":
+        partial = request.begun or Generation((), (), "aborted", self.version)
+        if partial.finish_reason != "aborted":
             raise ValueError(
-                f"only an aborted generation can be gone on with, not one that ended by {begun.finish_reason}"
+                f"only an aborted generation can be resumed, not one with finish_reason {partial.finish_reason}"
             )
         job = Job(
             request._replace(tokens=tuple(map(int, request.tokens))),
             sampling,
             stream_key(sampling.seed, request.seed),
-            min(sampling.max_new_tokens, self._room(request.tokens)),
+            min(sampling.max_new_tokens, self._max_new_tokens(request.tokens)),
             self._end_tokens(sampling),
-            list(begun.token_versions),
-            list(begun.token_ids),
-            list(begun.logprobs),
-            begun.cut_mass * len(begun.token_ids),
+            list(partial.token_versions),
+            list(partial.token_ids),
+            list(partial.logprobs),
+            partial.cut_mass * len(partial.token_ids),
             on_token,
         )
-        if len(job.tokens) >= job.most:
+        if len(job.tokens) >= job.max_tokens:
             self._finish(job, "length")
         else:
             self.arrived.append(job)
         return job
 
     def step(self) -> None:
-        """Let in whom there is room for, then draw the next token of every sequence."""
+        """Admit waiting sequences to free rows, then sample the next token of every sequence."""
         self.waiting += sorted(self.arrived, key=lambda job: job.order)
         self.arrived.clear()
         with eval_mode(self.model):
@@ -98,25 +98,25 @@ class Engine:
             try:
                 self._admit(self._decoder)
                 self._continue(self._decoder)
-            except BaseException:  # in the middle of a step tokens and cache may disagree
+            except BaseException:  # in the middle of a step tokens and cache may be inconsistent
                 self._start_over()
                 raise
 
     def abort(self) -> None:
-        """Finish everything now, with what it has."""
+        """Finish all jobs now, with their tokens so far."""
         for job in self._unfinished():
             self._finish(job, "aborted")
         self.drop([*self.waiting, *self.arrived, *filter(None, self.rows)])
 
     def drop(self, jobs: Sequence[Job]) -> None:
-        """Forget these, finished or not."""
-        gone = set(map(id, jobs))
-        self.arrived = [job for job in self.arrived if id(job) not in gone]
-        self.waiting = [job for job in self.waiting if id(job) not in gone]
-        self._vacate([row for row, job in enumerate(self.rows) if id(job) in gone])
+        """Remove these jobs, finished or not."""
+        dropped = set(map(id, jobs))
+        self.arrived = [job for job in self.arrived if id(job) not in dropped]
+        self.waiting = [job for job in self.waiting if id(job) not in dropped]
+        self._vacate([row for row, job in enumerate(self.rows) if id(job) in dropped])
 
     def change_version(self, version: int) -> None:
-        """The weights have changed: what is under way goes on through a fresh prefill."""
+        """Set the version of new weights; sequences in flight continue after a fresh prefill."""
         self.version = version
         self._start_over()
 
@@ -127,16 +127,18 @@ class Engine:
     def _unfinished(self) -> list[Job]:
         return [job for job in (*self.rows, *self.waiting, *self.arrived) if job is not None and job.result is None]
 
-    def _room(self, tokens: Sequence[int]) -> int:
+    def _max_new_tokens(self, tokens: Sequence[int]) -> int:
         vocabulary = self.model.get_input_embeddings().weight.shape[0]
         if not len(tokens):
-            raise ValueError("there is nothing to continue: every prompt needs at least one token")
+            raise ValueError("the prompt is empty: every prompt needs at least one token")
         if not 0 <= min(tokens) <= max(tokens) < vocabulary:
             raise ValueError(f"the prompt has token ids outside of the model's vocabulary of {vocabulary}")
-        longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        if longest is not None and len(tokens) >= longest:
-            raise ValueError(f"the prompt has {len(tokens)} tokens, and prompt and answer together may have {longest}")
-        return int(longest - len(tokens)) if longest is not None else 2**63
+        max_length = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if max_length is not None and len(tokens) >= max_length:
+            raise ValueError(
+                f"the prompt has {len(tokens)} tokens; prompt and completion together may have {max_length}"
+            )
+        return int(max_length - len(tokens)) if max_length is not None else 2**63
 
     def _admit(self, decoder: Decoder) -> None:
         if not self.waiting or (not decoder.late_entry and any(self.rows)):
@@ -156,24 +158,24 @@ class Engine:
             self.rows[row] = job
         if decoder.shrinks or not decoder.late_entry:
             self._draw(logits, entering)
-        else:  # always as wide as there are slots, so that nobody's bits depend on who else enters
+        else:  # always as wide as there are slots, so that the result is batch-invariant
             wide = logits.new_zeros(self.slots, logits.shape[1])
             wide[list(entering)] = logits
             self._draw(wide, entering, list(range(self.slots)))
 
     def _continue(self, decoder: Decoder) -> None:
-        under_way = {row: job for row, job in enumerate(self.rows) if job is not None}
-        if under_way:
+        occupied = {row: job for row, job in enumerate(self.rows) if job is not None}
+        if occupied:
             logits = decoder.next_logits([None if job is None else job.tokens[-1] for job in self.rows])
-            self._draw(logits, under_way, list(range(len(self.rows))))
+            self._draw(logits, occupied, list(range(len(self.rows))))
 
     def _draw(self, logits: Tensor, jobs: dict[int, Job], rows: Sequence[int] | None = None) -> None:
-        """One token for each of `jobs`; `rows` says whose each line of the logits is, where some are nobody's."""
+        """Sample one token for each of `jobs`; `rows` maps the rows of the logits to jobs if some have none."""
         owners = [jobs.get(row) for row in (list(jobs) if rows is None else rows)]
         numbers = uniforms(
             [0 if job is None else job.key for job in owners], [0 if job is None else len(job.tokens) for job in owners]
         )
-        drawn = draw(logits, [IDLE if job is None else job.sampling for job in owners], numbers)
+        drawn = draw(logits, [_IDLE if job is None else job.sampling for job in owners], numbers)
         # One transfer for all three; float64 holds each of them exactly.
         lines = torch.stack([drawn.tokens.double(), drawn.logprobs.double(), drawn.cut_mass], dim=1).tolist()
         if not all(isfinite(logprob) for _, logprob, _ in lines):
@@ -189,19 +191,19 @@ class Engine:
         job.versions.append(self.version)
         job.cut_mass += cut_mass
         job.on_token(token)
-        if token in job.ends or self._said_stop(job.tokens, job.sampling.stop):
+        if token in job.end_token_ids or self._has_stop(job.tokens, job.sampling.stop):
             self._finish(job, "stop")
-        elif len(job.tokens) >= job.most:
+        elif len(job.tokens) >= job.max_tokens:
             self._finish(job, "length")
 
     def _finish(self, job: Job, reason: Literal["stop", "length", "aborted"]) -> None:
         mean_cut = job.cut_mass / max(len(job.tokens), 1)
         text = self._text(job.tokens)
-        drawn = Generation(tuple(job.tokens), tuple(job.logprobs), reason, self.version, text, mean_cut)
-        job.result = drawn.with_versions(job.versions)
+        generation = Generation(tuple(job.tokens), tuple(job.logprobs), reason, self.version, text, mean_cut)
+        job.result = generation.with_versions(job.versions)
 
     def _vacate(self, rows: Sequence[int]) -> None:
-        """Free these rows; where rows can be moved the last ones close the gaps."""
+        """Free these rows; if rows can be moved, the last ones fill the gaps."""
         for row in sorted(rows, reverse=True):
             self.rows[row] = None
             if self._decoder is not None and self._decoder.shrinks:
@@ -211,19 +213,19 @@ class Engine:
                 self.rows.pop()
         if not any(self.rows):
             self.rows = []
-            nobody_waits = not self.waiting and not self.arrived
-            if self._decoder is not None and (nobody_waits or not self._decoder.late_entry):
+            idle = not self.waiting and not self.arrived
+            if self._decoder is not None and (idle or not self._decoder.late_entry):
                 self._decoder.clear()
 
     def _end_tokens(self, sampling: GenerationConfig) -> frozenset[int]:
-        ends = self.model.generation_config.eos_token_id
-        listed = ends if isinstance(ends, list) else [ends]
+        eos = self.model.generation_config.eos_token_id
+        listed = eos if isinstance(eos, list) else [eos]
         return frozenset({*listed, self.tokenizer.eos_token_id, *sampling.stop_token_ids} - {None})
 
-    def _said_stop(self, ids: list[int], stop: tuple[str, ...]) -> bool:
+    def _has_stop(self, ids: list[int], stop: tuple[str, ...]) -> bool:
         if not stop:
             return False
-        # A stop text that ends with this token lies in as many tokens as it has bytes; only a hit is worth all of them.
+        # A stop text that ends with this token spans at most as many tokens as bytes; decode all only after a hit.
         tail = self._text(ids[-max(len(text.encode()) for text in stop) - 16 :])
         return any(text in tail for text in stop) and any(text in self._text(ids) for text in stop)
 
@@ -231,7 +233,7 @@ class Engine:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
 
-IDLE = GenerationConfig(temperature=0)
+_IDLE = GenerationConfig(temperature=0)
 
 
 def check_sampling(sampling: GenerationConfig) -> None:
@@ -243,6 +245,6 @@ def check_sampling(sampling: GenerationConfig) -> None:
         "min_p": (0 <= sampling.min_p <= 1, "between 0 and 1"),
         "stop": (all(sampling.stop), "texts with at least one character"),
     }
-    for name, (fine, rule) in allowed.items():
-        if not fine:
+    for name, (valid, rule) in allowed.items():
+        if not valid:
             raise ValueError(f"{name} is {getattr(sampling, name)!r}; it must be {rule}")

@@ -1,7 +1,7 @@
-"""Prompt ids to sampled ids with their log-probs, by the trainer's own weights: no copy, no reload.
+"""Prompt ids to sampled ids with their log-probs, with the trainer's own weights: no copy, no reload.
 
-Tasks that wait for generations share one engine, and one of them drives it: step by step, letting the others run in
-between, until its own work is done; then the next one takes over. How a step works is `engine`'s affair.
+Tasks that wait for generations share one engine, and one of them drives it: it steps the engine, yielding to the others
+in between, until its own requests are done; then the next task takes over. `engine` implements a step.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 class EmbeddedGenerator:
     """`await EmbeddedGenerator(model, tokenizer).generate([Request(prompt_ids)], GenerationConfig(max_new_tokens=32))`.
 
-    At most `slots` sequences run side by side. In the mode "shrinking" the batch is as wide as there are sequences: the
-    fastest way, log-probs to 1e-4. In the mode "fixed" it is always `slots` wide, and on a CPU no bit of a token or
-    log-prob depends on what else is under way.
+    At most `slots` sequences run in one batch. In the mode "shrinking" the batch is as wide as there are sequences: the
+    fastest, with log-probs to 1e-4. In the mode "fixed" it is always `slots` wide, and on a CPU tokens and log-probs
+    are batch-invariant, to the bit.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, *, slots: int = 64, mode: Mode = "shrinking") -> None:
@@ -45,7 +45,7 @@ class EmbeddedGenerator:
         return self._engine.version
 
     async def generate(self, requests: Sequence[Request], sampling: GenerationConfig) -> list[Generation]:
-        """One generation per request, in order. Calls of several tasks share the engine."""
+        """Return one generation per request, in order. Calls of several tasks share the engine."""
         call = _Call()
         self._calls.append(call)
         try:
@@ -60,15 +60,17 @@ class EmbeddedGenerator:
         return call.results
 
     async def abort(self) -> None:
-        """Everything under way returns now, as "aborted", with what it has."""
+        """End all generations in flight; each returns its partial result as "aborted"."""
         self._engine.abort()
         self._wake_done()
         await checkpoint()
 
     async def update_weights(self, weights: Weights) -> None:
-        """Speak as this version from now on; the module is the one that it always spoke with."""
+        """Set the version; the module must be the one that this generator was built with."""
         if weights.module is not self.model:
-            raise ValueError("an embedded generator speaks with the module it was made with; make another one for this")
+            raise ValueError(
+                "an embedded generator uses the module it was built with; build another one for this module"
+            )
         self._engine.change_version(weights.version)
         await checkpoint()
 
@@ -81,9 +83,9 @@ class EmbeddedGenerator:
         sampling: GenerationConfig,
         on_token: Callable[[int, int], None] = lambda _prompt, _token: None,
     ) -> list[Generation]:
-        """The same without waiting, for scripts: a prompt's seed is its index.
+        """Generate synchronously, for scripts: a prompt's seed is its index.
 
-        `on_token(prompt index, token)` sees each token as it is drawn.
+        `on_token(prompt index, token)` is called with each token as it is sampled.
         """
         call = _Call()
         try:
@@ -103,7 +105,7 @@ class EmbeddedGenerator:
             if self._driver is not call:
                 await call.wake.wait()
                 continue
-            # Twice: who is woken by a step needs one turn, and who comes back with more must not race the next step.
+            # Twice: a task that a step woke needs one turn, and its next requests must not race the next step.
             await checkpoint()
             await checkpoint()
             if not call.done:
@@ -123,7 +125,7 @@ class EmbeddedGenerator:
 
 
 class _Call:
-    """What one task waits for; it is woken when that is done, or when it is to drive."""
+    """The jobs that one task waits for; it is woken when they are done, or when it becomes the driver."""
 
     def __init__(self) -> None:
         self.jobs: list[Job] = []

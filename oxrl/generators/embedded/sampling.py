@@ -1,7 +1,7 @@
-"""Logits to drawn tokens: counter-based random numbers, cut-off rules, and one search per draw.
+"""Logits to sampled tokens: counter-based random numbers, cut-off rules, and one search per token.
 
-A draw is a function of its own row of logits, its own rules and its own number, whatever runs beside it. Nothing here
-knows where logits come from or when a sequence ends.
+A sampled token depends on its own row of logits, rules and random number only, not on the rest of the batch. Computing
+logits and ending sequences are left to `decoders` and `engine`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ LIKELIEST = 1024  # tokens that are sorted first; hardly any nucleus is larger, 
 
 
 def stream_key(sampling_seed: int, request_seed: int) -> int:
-    """Where in the generator's 2^64 states the numbers of one request begin."""
+    """Return the state, of the random generator's 2^64, at which the numbers of one request start."""
     return splitmix64(splitmix64(sampling_seed & MASK) ^ ((request_seed + GOLDEN_GAMMA) & MASK))
 
 
 def uniforms(keys: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
-    """One number in [0, 1) per (key, position), by splitmix64 as a counter."""
+    """Return one number in [0, 1) per (key, position), by splitmix64 as a counter."""
     counters = np.array(positions, dtype=np.uint64) + np.uint64(1)
     states = np.array(keys, dtype=np.uint64) + counters * np.uint64(GOLDEN_GAMMA)
     return np.asarray((splitmix64(states) >> np.uint64(11)) * 2.0**-53, dtype=np.float64)
@@ -42,10 +42,10 @@ class Drawn(NamedTuple):
 
 
 def draw(logits: Tensor, rules: Sequence[GenerationConfig], numbers: NDArray[np.float64]) -> Drawn:
-    """One token per row of `[B, V]`, each by its own rules and number in [0, 1).
+    """Sample one token per row of `[B, V]`, each by its own rules and number in [0, 1).
 
-    Temperature 0 is greedy, its log-prob that of temperature 1. Tokens below min-p go first, then all but the top-k;
-    top-p is a share of what these left, as in vLLM.
+    Temperature 0 is greedy, with the log-prob at temperature 1. Tokens below min-p are removed first, then all but the
+    top-k; top-p is a share of the rest, as in vLLM.
     """
     p = _probabilities(logits, rules)
     tokens = torch.zeros(len(p), dtype=torch.int64, device=p.device)
@@ -73,7 +73,7 @@ def _probabilities(logits: Tensor, rules: Sequence[GenerationConfig]) -> Tensor:
 
 
 def _draw_likely(p: Tensor, rule: GenerationConfig, numbers: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Tokens drawn from what the rule keeps, and the probability that it cuts off."""
+    """Return tokens sampled from those that the rule keeps, and the probability that it cuts off."""
     kept, order = likeliest(p, rule, width)
     tokens = order.gather(1, search(kept, numbers)[:, None])[:, 0]
     cut_mass = (1.0 - kept.double().cumsum(-1)[:, -1]).clamp_min(0.0)
@@ -86,7 +86,7 @@ def _draw_likely(p: Tensor, rule: GenerationConfig, numbers: Tensor, width: int)
 
 
 def likeliest(p: Tensor, rule: GenerationConfig, width: int) -> tuple[Tensor, Tensor]:
-    """The `width` likeliest of each row, in order: probabilities, 0 where the rule cuts them, and their tokens."""
+    """Return the `width` likeliest of each row, in order: probabilities, 0 where the rule cuts them, and tokens."""
     sorted_p, order = p.topk(min(width, p.shape[1]), dim=-1)
     floor = rule.min_p * sorted_p[:, :1]
     kept = sorted_p * (sorted_p >= floor)
@@ -100,32 +100,32 @@ def likeliest(p: Tensor, rule: GenerationConfig, width: int) -> tuple[Tensor, Te
 
 
 def search(weights: Tensor, numbers: Tensor) -> Tensor:
-    """Per row of `[B, V]` the first index at which the running share of the sum exceeds the number in [0, 1).
+    """Return per row of `[B, V]` the first index at which the running share of the sum exceeds the number in [0, 1).
 
     Blocks are summed in float32 and searched in float64, then the tokens of one block: float32 sums over a whole
-    vocabulary would starve its tail, float64 ones cost ten times as much. What weighs 0 is never found.
+    vocabulary would starve its tail, float64 ones cost ten times as much. Tokens of weight 0 are never found.
     """
     block, rest = _search_row(_blocks(weights), numbers)
     indices = block[:, None] * BLOCK + torch.arange(BLOCK, device=weights.device)
     inside = weights.gather(1, indices.clamp_max(weights.shape[1] - 1)) * (indices < weights.shape[1])
-    return (block * BLOCK + _search_row(inside, rest)[0]).clamp_max(weights.shape[1] - 1)  # where nothing is a number
+    return (block * BLOCK + _search_row(inside, rest)[0]).clamp_max(weights.shape[1] - 1)  # for rows of NaN
 
 
 def _blocks(weights: Tensor) -> Tensor:
-    """Sums of `[B, V]` over blocks of the vocabulary; the same bits however many rows there are."""
+    """Return sums of `[B, V]` over blocks of the vocabulary; bit-identical for any number of rows."""
     rows, size = weights.shape
-    whole = size - size % BLOCK
-    blocks = weights[:, :whole].reshape(rows, whole // BLOCK, BLOCK).sum(-1)
-    return blocks if whole == size else torch.cat([blocks, weights[:, whole:].sum(-1, keepdim=True)], dim=1)
+    full = size - size % BLOCK
+    blocks = weights[:, :full].reshape(rows, full // BLOCK, BLOCK).sum(-1)
+    return blocks if full == size else torch.cat([blocks, weights[:, full:].sum(-1, keepdim=True)], dim=1)
 
 
 def _search_row(weights: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """The place found, and how far into it the number reaches, again in [0, 1)."""
+    """Return the index found, and how far into its weight the number reaches, again in [0, 1)."""
     sums = weights.double().cumsum(-1)
     total = sums[:, -1:]
-    # Rounding may lift a threshold to the very sum, which nothing exceeds.
+    # Rounding may lift a threshold to the sum itself, which nothing exceeds.
     thresholds = torch.minimum(numbers[:, None] * total, total.nextafter(torch.zeros_like(total)))
-    places = torch.searchsorted(sums, thresholds, right=True).clamp_max(weights.shape[1] - 1)
-    own = weights.double().gather(1, places)
-    reached = (thresholds - (sums.gather(1, places) - own)) / own
-    return places[:, 0], reached[:, 0].clamp(0.0, 1.0 - 2.0**-53)
+    indices = torch.searchsorted(sums, thresholds, right=True).clamp_max(weights.shape[1] - 1)
+    own = weights.double().gather(1, indices)
+    reached = (thresholds - (sums.gather(1, indices) - own)) / own
+    return indices[:, 0], reached[:, 0].clamp(0.0, 1.0 - 2.0**-53)

@@ -1,7 +1,7 @@
 """vLLM in this process: requests to generations, and weights from the trainer without the disk.
 
-One thread of its own holds the engine and steps it; whoever waits does so in a thread, so that loops stay on anyio
-while vLLM is asyncio's. An engine in a process of its own is `http`'s affair.
+A dedicated thread holds the engine and steps it. Callers wait for it in threads, so that loops stay on anyio although
+vLLM needs asyncio. Engines in separate processes are in `http`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import anyio
 from oxrl.concurrency import in_thread
 from oxrl.generators.connection import EngineError
 from oxrl.generators.embedded.engine import check_sampling
-from oxrl.generators.pool import EngineOutput, EngineRequest, Facts, as_engine_request, as_generation
+from oxrl.generators.engines import EngineOutput, EngineRequest, Facts, as_engine_request, as_generation
 from oxrl.generators.probe import Probe, ProbeResult
 from oxrl.generators.vllm.server import CPU_SETTINGS
 from oxrl.generators.vllm.worker import EXTENSION
@@ -42,13 +42,13 @@ _START_LIMIT = 3600.0  # seconds, for a model of any size from any disk
 
 
 class VLLMRolloutEngine:
-    """`VLLMRolloutEngine(folder, tokenizer, dtype="float32")`: a `Generator` that vLLM (0.32) speaks for.
+    """`VLLMRolloutEngine(folder, tokenizer, dtype="float32")`: a `Generator` by vLLM (0.32).
 
     `options` go to vLLM: `tensor_parallel_size`, `gpu_memory_utilization`, `max_model_len`, `enforce_eager` and so on.
-    With `lora` the rank of an adapter, the base of a model that has one comes once, and from then on the adapter alone;
-    without it an adapter's weights are merged on their way. An engine that does not move for `time_limit` seconds while
-    somebody waits is given up on: inside of this process it cannot be started again. Making one takes many seconds:
-    `vllm_generator` does so in a thread.
+    With `lora`, the maximum rank of an adapter, the base of a model with an adapter is loaded once, and after that only
+    the adapter; without it the adapter is merged into the weights that are sent. A call raises if the engine makes no
+    progress for `time_limit` seconds: inside of this process it cannot be restarted. Construction takes many seconds:
+    `vllm_generator` does it in a thread.
     """
 
     def __init__(
@@ -63,14 +63,14 @@ class VLLMRolloutEngine:
         **options: Any,
     ) -> None:
         self.tokenizer = tokenizer
-        self.gap = 0.0  # the largest difference to the trainer's log-probs that the last sync showed
-        self._ends = tuple(sorted({*end_token_ids, tokenizer.eos_token_id} - {None}))
+        self.gap = 0.0  # the largest difference to the trainer's log-probs in the last sync
+        self._end_token_ids = tuple(sorted({*end_token_ids, tokenizer.eos_token_id} - {None}))
         self._lora = lora
         self._tolerance = tolerance
         self._version = 0
-        self._has_weights = False  # of a trainer; until then those that it was started with
-        self._asleep = self._has_base = False  # base: that of the adapter which it speaks with
-        self._heard: ProbeResult | None = None
+        self._has_weights = False  # of a trainer; before that it has those that it was started with
+        self._asleep = self._has_base = False  # base: of the adapter in use
+        self._probe_result: ProbeResult | None = None
         self._worker = _Worker(partial(_open_engine, str(model), lora, dict(options)), time_limit)
 
     @property
@@ -82,52 +82,53 @@ class VLLMRolloutEngine:
         return self._worker.facts
 
     async def generate(self, requests: Sequence[Request], sampling: GenerationConfig) -> list[Generation]:
-        """One generation per request, in order. Calls of several tasks share the engine."""
+        """Return one generation per request, in order. Calls of several tasks share the engine."""
         check_sampling(sampling)
         await self.wake_up()
-        asks = [as_engine_request(request, sampling, self._worker.facts, self._ends) for request in requests]
+        jobs = [
+            _Job(as_engine_request(request, sampling, self._worker.facts, self._end_token_ids)) for request in requests
+        ]
         version = self.version
-        said = await self._said([_Job(ask) for ask in asks])
-        pairs = zip(requests, said, strict=True)
-        return [as_generation(NAME, request.begun, each, version, self._text) for request, each in pairs]
+        pairs = zip(requests, await self._run(jobs), strict=True)
+        return [as_generation(NAME, request.begun, output, version, self._text) for request, output in pairs]
 
-    async def complete(self, ask: EngineRequest) -> EngineOutput:
-        """One sequence, as an engine of several is asked."""
-        (said,) = await self._said([_Job(ask)])
-        return said
+    async def complete(self, request: EngineRequest) -> EngineOutput:
+        """Continue one sequence, as `InferenceEngine.complete`."""
+        (output,) = await self._run([_Job(request)])
+        return output
 
-    async def _said(self, jobs: Sequence[_Job]) -> list[EngineOutput]:
+    async def _run(self, jobs: Sequence[_Job]) -> list[EngineOutput]:
         try:
-            await self._on_worker(partial(self._worker.add, [job for job in jobs if job.ask.most > 0]))
-            return await in_thread(lambda: [job.said(self._worker.wait) for job in jobs])
+            await self._on_worker(partial(self._worker.add, [job for job in jobs if job.request.max_tokens > 0]))
+            return await in_thread(lambda: [job.output(self._worker.wait) for job in jobs])
         finally:
             self._worker.submit(partial(self._worker.drop, jobs))
 
     async def abort(self) -> None:
-        """Everything under way returns now, as "aborted", with what it has."""
+        """End all generations in flight; each returns its partial result as "aborted"."""
         await self._on_worker(self._worker.abort)
 
     async def update_weights(self, weights: Weights) -> None:
-        """Take the trainer's weights one by one, or its adapter; what is under way goes on through a fresh prefill."""
+        """Load the trainer's weights or its adapter; requests in flight continue after a fresh prefill."""
         await self.wake_up()
         source = source_of(weights)
         probe = await in_thread(partial(Probe.of, source, self._tolerance))
-        alone = bool(self._lora) and source.adapted
+        adapter_only = bool(self._lora) and source.adapted
         with tempfile.TemporaryDirectory(prefix="oxrl-weights-", dir=shm_dir()) as name:
             changes = []
-            if not (alone and self._has_base):
+            if not (adapter_only and self._has_base):
                 self._has_base = False
-                changes.append(await self._whole(weights, Path(name), adapter=not alone))
-            if alone:
+                changes.append(await self._full_reload(weights, Path(name), adapter=not adapter_only))
+            if adapter_only:
                 await in_thread(partial(source.write_adapter, Path(name)))
                 changes.append(partial(self._worker.load_adapter, Path(name)))
             await self._on_worker(partial(self._worker.change, changes, weights.version))
-        self._has_base = alone
+        self._has_base = adapter_only
         await self.verify(probe, weights.version)
         self._version, self._has_weights = weights.version, True
 
-    async def _whole(self, weights: Weights, folder: Path, *, adapter: bool) -> Callable[[], None]:
-        """What takes all weights, an adapter merged into them or left out: from the module, or through files."""
+    async def _full_reload(self, weights: Weights, folder: Path, *, adapter: bool) -> Callable[[], None]:
+        """Return a function that loads all weights, with or without the adapter: from the module, or from files."""
         if weights.module is not None:
             return partial(self._worker.reload, weights_iterator=plain_weights(weights.module, adapter=adapter))
         source = source_of(weights)
@@ -135,48 +136,49 @@ class VLLMRolloutEngine:
         return partial(self._worker.reload, weights_iterator=read_weights(folder))
 
     async def refresh_model(self, model_path: str | Path, version: int) -> bool:
-        """The weights of a checkpoint on disk; False if that version is in place already. Nothing is proved here."""
+        """Load a checkpoint on disk; return False if the engine has that version already. Not verified."""
         if version == self.version and self._has_weights:
             return False
         if not Path(model_path).is_dir():
-            raise ValueError(f"there is no checkpoint folder {model_path}")
+            raise ValueError(f"no checkpoint folder {model_path}")
         await self._change(partial(self._worker.take_files, str(model_path)), version)
         return True
 
     async def take_weights(self, weights: Iterator[tuple[str, Any]], version: int) -> None:
-        """Plain weights one by one, from wherever they come. Nothing is proved here."""
+        """Load weights (name, tensor) from an iterator. Not verified."""
         await self._change(partial(self._worker.reload, weights_iterator=weights), version)
 
     async def take_adapter(self, folder: Path, version: int) -> None:
-        """An adapter from its files, beside the base that is there. Nothing is proved here."""
+        """Load an adapter from its files, on top of the current base. Not verified."""
         await self._change(partial(self._worker.load_adapter, folder), version)
 
     async def _change(self, change: Callable[[], None], version: int) -> None:
-        self._has_base = False  # as far as is known here
+        self._has_base = False  # not known here
         await self._on_worker(partial(self._worker.change, [change], version))
         self._version, self._has_weights = version, True
 
     async def verify(self, probe: Probe, version: int) -> None:
-        """Stop if the engine's log-probs of the probe sequence are not the trainer's."""
-        self._heard = probe.check(NAME, await self.prompt_logprobs(probe.tokens), version, self._heard)
-        self.gap = self._heard.gap
+        """Raise if the engine's log-probs of the probe sequence are not the trainer's."""
+        logprobs = await self.prompt_logprobs(probe.tokens)
+        self._probe_result = probe.check(NAME, logprobs, version, self._probe_result)
+        self.gap = self._probe_result.gap
 
     async def prompt_logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
-        """Of each token but the first, at temperature 1."""
+        """Return the log-prob of each token but the first, at temperature 1."""
         job = _Job(EngineRequest(tuple(tokens), GenerationConfig(), 0, 1, ()), probing=True)
-        # vLLM (0.32) breaks where log-probs of a prompt meet other sequences and an adapter: there those end first.
+        # vLLM (0.32) fails on prompt log-probs in one batch with other sequences and an adapter: wait until those end.
         deadline = time.monotonic() + self._worker.time_limit
         while not await self._on_worker(partial(self._worker.probe, job, alone=bool(self._lora))):
             if time.monotonic() > deadline:
-                raise EngineError(f"{NAME} had other sequences under way for {self._worker.time_limit:g} s of waiting")
+                raise EngineError(f"{NAME} still had other sequences in flight after {self._worker.time_limit:g} s")
             await anyio.sleep(0.05)
-        await in_thread(partial(job.said, self._worker.wait))
+        await in_thread(partial(job.output, self._worker.wait))
         return job.prompt_logprobs
 
     async def sleep(self) -> None:
-        """Give the device's memory to a trainer that shares it, weights too; whoever asks for something next wakes it.
+        """Free the device's memory, weights included, for a trainer that shares it; the next call wakes it.
 
-        Needs `enable_sleep_mode`, which vLLM has for GPUs; on a CPU it holds still, and its memory stays its own.
+        Needs `enable_sleep_mode`, which vLLM has for GPUs; on a CPU it only pauses, and frees no memory.
         """
         await self._on_worker(self._worker.sleep)
         self._asleep = True
@@ -198,15 +200,15 @@ class VLLMRolloutEngine:
 
 
 async def vllm_generator(model: str | Path, tokenizer: Any, **options: Any) -> VLLMRolloutEngine:
-    """A `VLLMRolloutEngine`, while other tasks go on: `await vllm_generator(folder, tokenizer, dtype="float32")`."""
+    """Build a `VLLMRolloutEngine` in a thread: `await vllm_generator(folder, tokenizer, dtype="float32")`."""
     return await in_thread(partial(VLLMRolloutEngine, model, tokenizer, **options))
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A sequence under way and what was drawn of it so far."""
+    """A sequence in flight and its tokens so far."""
 
-    ask: EngineRequest
+    request: EngineRequest
     probing: bool = False
     id: str = ""
     tokens: list[int] = field(default_factory=list)
@@ -215,15 +217,16 @@ class _Job:
     prompt_logprobs: tuple[float, ...] = ()
     reason: Future[str] = field(default_factory=Future)
 
-    def said(self, wait: Callable[[Future[str]], str]) -> EngineOutput:
-        """Blocks until it has ended."""
-        reason = wait(self.reason) if self.ask.most > 0 else "length"
+    def output(self, wait: Callable[[Future[str]], str]) -> EngineOutput:
+        """Block until it has finished."""
+        reason = wait(self.reason) if self.request.max_tokens > 0 else "length"
         return EngineOutput(tuple(self.tokens), tuple(self.logprobs), reason, tuple(self.versions))
 
-    def hear(self, output: Any, version: int) -> None:
+    def append(self, output: Any, version: int) -> None:
+        """Add the tokens of one of vLLM's request outputs."""
         (new,) = output.outputs
         if output.prompt_logprobs and not self.prompt_logprobs:
-            pairs = zip(output.prompt_logprobs[1:], self.ask.tokens[1:], strict=True)
+            pairs = zip(output.prompt_logprobs[1:], self.request.tokens[1:], strict=True)
             self.prompt_logprobs = tuple(float(each[token].logprob) for each, token in pairs)
         self.tokens += new.token_ids
         self.versions += [version] * len(new.token_ids)
@@ -234,15 +237,15 @@ class _Job:
 
 
 class _Worker:
-    """The one thread that touches the engine: it does what it is told between two steps, and steps while there is work.
+    """The only thread that uses the engine: it runs submitted functions between steps, and steps while there is work.
 
-    An error inside of a step ends every sequence with it, and the engine: nobody knows what state it is in.
+    An error inside of a step fails all sequences and ends the engine, whose state is unknown then.
     """
 
     def __init__(self, open_engine: Callable[[], Any], time_limit: float = 600.0) -> None:
         self.time_limit = time_limit
-        self._moved = time.monotonic()
-        self._told: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._last_progress = time.monotonic()
+        self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._jobs: dict[str, _Job] = {}
         self._count = 0
         self._version = 0
@@ -260,26 +263,26 @@ class _Worker:
         self.facts = ready.result()
 
     def submit(self, function: Callable[[], T]) -> Future[T]:
-        """Have it done by the thread, soon."""
+        """Run the function on the thread, between two steps."""
         future: Future[T] = Future()
         with self._lock:
             if self._ended is None:
-                self._told.put((function, future))
+                self._commands.put((function, future))
             else:
                 future.set_exception(self._ended)
         return future
 
     def wait(self, future: Future[T]) -> T:
-        """Blocks until it is done, for as long as the engine moves."""
+        """Block until it is done; raise if the engine makes no progress for `time_limit`."""
         since = time.monotonic()
         while not future.done():
             wait_for([future], timeout=1.0)
-            if time.monotonic() - max(since, self._moved) > self.time_limit and not future.done():
-                raise EngineError(f"{NAME} hangs: it has not moved for {self.time_limit:g} s")
+            if time.monotonic() - max(since, self._last_progress) > self.time_limit and not future.done():
+                raise EngineError(f"{NAME} hangs: no progress for {self.time_limit:g} s")
         return future.result()
 
     def close(self) -> None:
-        self._told.put(None)
+        self._commands.put(None)
         self._thread.join(60)
 
     def add(self, jobs: Sequence[_Job]) -> None:
@@ -288,15 +291,15 @@ class _Worker:
         for job in jobs:
             self._count += 1
             job.id = f"oxrl-{self._count}"
-            prompt = {"prompt_token_ids": list(job.ask.tokens)}
+            prompt = {"prompt_token_ids": list(job.request.tokens)}
             try:
                 self._engine.add_request(job.id, prompt, _sampling_params(job), lora_request=self._adapter)
             except VLLMValidationError as error:
-                raise ValueError(f"{NAME} refuses the request: {error}") from error
+                raise ValueError(f"{NAME} rejected the request: {error}") from error
             self._jobs[job.id] = job
 
     def probe(self, job: _Job, *, alone: bool) -> bool:
-        """Begin with it; `alone` finishes it at once, and says no while anything else is under way."""
+        """Start it. With `alone`, finish it before returning, or return False while other sequences are in flight."""
         if alone and self._jobs:
             return False
         self.add([job])
@@ -308,11 +311,11 @@ class _Worker:
         self.drop(list(self._jobs.values()))
 
     def drop(self, jobs: Sequence[_Job]) -> None:
-        """End these, if they have not ended."""
-        under_way = [job for job in jobs if self._jobs.pop(job.id, None) is not None]
-        if under_way and self._broken is None:
-            self._engine.abort_request([job.id for job in under_way])
-        for job in under_way:
+        """Abort those of these jobs that have not finished."""
+        unfinished = [job for job in jobs if self._jobs.pop(job.id, None) is not None]
+        if unfinished and self._broken is None:
+            self._engine.abort_request([job.id for job in unfinished])
+        for job in unfinished:
             if not job.reason.done():
                 job.reason.set_result("abort")
 
@@ -320,9 +323,9 @@ class _Worker:
         for change in changes:
             change()
         if not self._engine.reset_prefix_cache(reset_running_requests=True):
-            raise EngineError(f"{NAME} did not give up its prefix cache, which belongs to older weights")
+            raise EngineError(f"{NAME} did not reset its prefix cache, which belongs to older weights")
         self._engine.set_weight_version(str(version))
-        self._version, self._has_weights = version, True
+        self._version = version
 
     def reload(self, **source: Any) -> None:
         self._engine.collective_rpc("reload_weights", kwargs=source)
@@ -330,20 +333,20 @@ class _Worker:
         self._adapter = None
 
     def take_files(self, folder: str) -> None:
-        """Read by the engine's own workers, of which there may be several processes."""
+        """The engine's workers, which may be several processes, read the files."""
         self._engine.collective_rpc("take_weights", args=(folder,))
         self._adapter = None
 
     def load_adapter(self, folder: Path) -> None:
-        """Adapters reach vLLM through files; the same id in place of the one before."""
+        """vLLM loads adapters from files; the new one replaces the old one under the same id."""
         from vllm.lora.request import LoRARequest
 
         if not self._engine.add_lora(LoRARequest("policy", _ADAPTER_ID, str(folder), load_inplace=True)):
-            raise EngineError(f"{NAME} did not take the adapter")
+            raise EngineError(f"{NAME} did not load the adapter")
         self._adapter = LoRARequest("policy", _ADAPTER_ID, "loaded before")
 
     def sleep(self) -> None:
-        self._engine.sleep(level=1)  # weights go to the machine's memory: awake without new ones, it speaks as before
+        self._engine.sleep(level=1)  # weights are moved to host memory, and are back after `wake_up`
 
     def wake_up(self) -> None:
         self._engine.wake_up()
@@ -353,52 +356,52 @@ class _Worker:
             self._engine = open_engine()
             model = self._engine.vllm_config.model_config
             ready.set_result(Facts(int(model.max_model_len), str(model.logprobs_mode).removesuffix("_logprobs")))
-        except BaseException as error:  # noqa: BLE001 - raised again by the one who waits for it
+        except BaseException as error:  # noqa: BLE001 - raised again by the caller that waits for it
             ready.set_exception(error)
             return
         try:
-            while self._obey():
+            while self._run_commands():
                 self._step()
-        except BaseException as error:  # noqa: BLE001 - told to everyone who waits
+        except BaseException as error:  # noqa: BLE001 - raised by every waiting call
             self._broken = error
         self._end()
 
     def _step(self) -> None:
         outputs = self._engine.step()
-        self._moved = time.monotonic()
+        self._last_progress = time.monotonic()
         for output in outputs:
             if (job := self._jobs.get(output.request_id)) is not None:
-                job.hear(output, self._version)
+                job.append(output, self._version)
                 if output.finished:
                     del self._jobs[job.id]
 
-    def _obey(self) -> bool:
-        """Do what was told, waiting for it while there is nothing to step for; False at the end."""
+    def _run_commands(self) -> bool:
+        """Run the submitted functions, waiting for one while there is nothing to step; return False at the end."""
         while True:
             try:
-                told = self._told.get(block=not self._engine.has_unfinished_requests())
+                command = self._commands.get(block=not self._engine.has_unfinished_requests())
             except queue.Empty:
                 return True
-            if told is None:
+            if command is None:
                 return False
-            function, future = told
+            function, future = command
             try:
                 future.set_result(function())
-            except BaseException as error:  # noqa: BLE001 - raised again by the one who waits
+            except BaseException as error:  # noqa: BLE001 - raised again by the caller that waits
                 future.set_exception(error)
-            self._moved = time.monotonic()
+            self._last_progress = time.monotonic()
 
     def _end(self) -> None:
         error = EngineError(f"{NAME} has ended{f': {self._broken}' if self._broken else ''}")
-        with self._lock:  # nobody is left in the queue unheard
+        with self._lock:  # `submit` adds nothing after this
             self._ended = error
         for job in self._jobs.values():
             if not job.reason.done():
                 job.reason.set_exception(error)
         self._jobs.clear()
         with suppress(queue.Empty):
-            while told := self._told.get_nowait():
-                told[1].set_exception(error)
+            while command := self._commands.get_nowait():
+                command[1].set_exception(error)
         self._engine.engine_core.shutdown()
 
 
@@ -409,8 +412,8 @@ def _open_engine(model: str, lora: int, options: dict[str, Any]) -> Any:
         for name, value in CPU_SETTINGS.items():
             os.environ.setdefault(name, value)
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # what it remarks on would bury what the run says
-    # vLLM reads it when it is first imported. In a process of its own it could not read the trainer's tensors.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its log would bury the log of the run
+    # Read by vLLM at import. In a separate process the engine could not read the trainer's tensors.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     try:
         from vllm import EngineArgs, LLMEngine
@@ -427,34 +430,36 @@ def _open_engine(model: str, lora: int, options: dict[str, Any]) -> Any:
         **options,
     }
     if lora:
-        given |= {"enable_lora": True, "max_lora_rank": _room_for(lora), "max_loras": 1}
+        given |= {"enable_lora": True, "max_lora_rank": _max_lora_rank(lora), "max_loras": 1}
     return LLMEngine.from_engine_args(EngineArgs(model=model, **given))
 
 
-def _room_for(rank: int) -> int:
-    """vLLM has room for adapters of some ranks, and takes lower ones into it."""
+def _max_lora_rank(rank: int) -> int:
+    """Return the smallest of vLLM's maximum ranks that the adapter fits."""
     from vllm.config.lora import MaxLoRARanks
 
     ranks: tuple[int, ...] = get_args(MaxLoRARanks)
     if rank > max(ranks):
-        raise ValueError(f"vLLM takes adapters up to rank {max(ranks)}, and this one has {rank}: merge it, or lower r")
-    return min(room for room in ranks if room >= rank)
+        raise ValueError(
+            f"vLLM supports adapters up to rank {max(ranks)}, and this one has {rank}: merge it, or lower r"
+        )
+    return min(each for each in ranks if each >= rank)
 
 
 def _sampling_params(job: _Job) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    ask, sampling = job.ask, job.ask.sampling
+    request, sampling = job.request, job.request.sampling
     return SamplingParams(
-        max_tokens=ask.most,
+        max_tokens=request.max_tokens,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         min_p=sampling.min_p,
         stop=list(sampling.stop),
-        stop_token_ids=list(ask.ends),
-        seed=ask.seed,
+        stop_token_ids=list(request.end_token_ids),
+        seed=request.seed,
         logprobs=0,
         prompt_logprobs=0 if job.probing else None,
         output_kind=RequestOutputKind.DELTA,

