@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from oxrl.names import did_you_mean, import_object
+from oxrl.names import did_you_mean, import_object, nearest_name
 
 if TYPE_CHECKING:
     from oxrl.algorithms.recipes import Recipe
@@ -38,8 +37,8 @@ def find(name: str) -> Recipe:
         return recipe_of(import_object(name))
     known = {_plain(each): each for each in ALGORITHMS}
     if _plain(name) not in known:
-        near = get_close_matches(_plain(name), known, n=1)
-        hint = f"; did you mean {known[near[0]]}?" if near else "."
+        nearest = nearest_name(_plain(name), known)
+        hint = f"; did you mean {known[nearest]}?" if nearest else "."
         raise ValueError(f"no algorithm is called {name!r}{hint} There are: {', '.join(ALGORITHMS)}")
     return ALGORITHMS[known[_plain(name)]]
 

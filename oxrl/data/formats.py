@@ -7,15 +7,15 @@ count as absent, because Parquet fills gaps with it. Nothing is tokenised here.
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any, NamedTuple
 
+from oxrl.names import did_you_mean
 from oxrl.types import Message, Sample
 
 Messages = tuple[Message, ...]
@@ -95,15 +95,10 @@ def _recognise(columns: _Columns) -> str:
 
 def _checked_format(name: str, columns: _Columns) -> str:
     if name not in FORMATS:
-        raise ValueError(f"there is no format {name!r}{_nearest(name, FORMATS)}; formats: {', '.join(FORMATS)}")
+        raise ValueError(f"there is no format {name!r}{did_you_mean(name, FORMATS)}; formats: {', '.join(FORMATS)}")
     if not FORMATS[name].fits(columns):
         raise BadRow(f"format {name!r} needs the columns {FORMATS[name]}, the row has {columns}")
     return name
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    similar = difflib.get_close_matches(name, known, n=1)
-    return f", did you mean {similar[0]!r}?" if similar else ""
 
 
 class _Columns:
@@ -113,7 +108,7 @@ class _Columns:
         for ours, theirs in mapping.items():
             if ours not in COLUMNS:
                 raise ValueError(
-                    f"columns: {ours!r} is not a name that formats use{_nearest(ours, COLUMNS)}; "
+                    f"columns: {ours!r} is not a name that formats use{did_you_mean(ours, COLUMNS)}; "
                     f"names: {', '.join(sorted(COLUMNS))}"
                 )
             if theirs not in raw:

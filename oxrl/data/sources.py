@@ -7,7 +7,6 @@ skip it. What the columns of a row mean is the business of `formats`.
 from __future__ import annotations
 
 import csv
-import difflib
 import gzip
 import json
 import os
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, TypeAlias
 
 from oxrl.data.formats import BadRow, RawRow, recognise, to_sample
+from oxrl.names import did_you_mean
 from oxrl.types import Sample
 
 Rows: TypeAlias = Iterable[Mapping[str, Any]]
@@ -237,8 +237,7 @@ def _reader_for(path: Path) -> Reader:
 def _lookalikes(path: Path) -> str:
     if not path.parent.is_dir():
         return f", nor a folder {path.parent}"
-    similar = difflib.get_close_matches(path.name, [file.name for file in path.parent.iterdir()])
-    return f"; did you mean {' or '.join(similar)}?" if similar else ""
+    return did_you_mean(path.name, (file.name for file in path.parent.iterdir()))
 
 
 def _read_file(path: Path, reader: Reader) -> Iterator[RawRow]:

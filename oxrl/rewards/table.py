@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from functools import partial
 from typing import Any, NamedTuple
 
-from oxrl.names import did_you_mean, import_object
+from oxrl.names import did_you_mean, import_object, nearest_name
 from oxrl.rewards.choice import multiple_choice
 from oxrl.rewards.code import code_reward_func
 from oxrl.rewards.exact import contains, exact_match
@@ -85,8 +84,8 @@ def reward(name: str, **parameters: Any) -> Reward:
 def find_reward(name: str) -> Callable[..., Any]:
     known = {_plain(each): each for each in [*REWARDS, *BUILDERS]}
     if _plain(name) not in known:
-        near = get_close_matches(_plain(name), known, n=1)
-        hint = f"; did you mean {known[near[0]]}?" if near else "."
+        nearest = nearest_name(_plain(name), known)
+        hint = f"; did you mean {known[nearest]}?" if nearest else "."
         raise ValueError(
             f"no reward is called {name!r}{hint} There are: {', '.join([*REWARDS, *BUILDERS])}; one of your own is "
             "module:function or file.py:function"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -120,8 +119,8 @@ def _range(values: Sequence[float]) -> Range:
 
 def _read_run(run: Path) -> list[dict[str, float]]:
     if not run.is_dir():
-        near = get_close_matches(run.name, [other.name for other in run.parent.glob("*/")], n=1)
-        raise ValueError(f"there is no run folder {run}" + (f"; did you mean {run.parent / near[0]}?" if near else ""))
+        hint = did_you_mean(run.name, (other.name for other in run.parent.glob("*/")))
+        raise ValueError(f"there is no run folder {run}{hint}")
     file = run / "metrics.jsonl"
     if not file.exists():
         raise ValueError(f"{run} has no metrics.jsonl: it is not a run's folder, or its first step is not done yet")

@@ -204,7 +204,7 @@ def test_a_mapping_that_cannot_be_meant_is_refused() -> None:
         BadRow, match=r"a.jsonl:1: columns maps 'prompt' to 'query', but the row has question, solution"
     ):
         to_sample(row, columns={"prompt": "query"})
-    with pytest.raises(ValueError, match="'promt' is not a name that formats use, did you mean 'prompt'"):
+    with pytest.raises(ValueError, match="'promt' is not a name that formats use; did you mean prompt"):
         to_sample(row, columns={"promt": "question"})
 
 
@@ -213,7 +213,7 @@ def test_a_format_can_be_chosen_and_a_misspelt_one_gets_the_nearest() -> None:
     assert to_sample(row).messages == (HI, HELLO)
     assert to_sample(row, format="prompt_answer").answer == "4"
     assert to_sample(row, format="text").text == "Hi there"
-    with pytest.raises(ValueError, match="there is no format 'alpacca', did you mean 'alpaca'"):
+    with pytest.raises(ValueError, match="there is no format 'alpacca'; did you mean alpaca"):
         to_sample(row, format="alpacca")
     with pytest.raises(BadRow, match=r"format 'alpaca' needs the columns instruction \+ output, the row has prompt"):
         to_sample(row, format="alpaca")

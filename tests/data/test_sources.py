@@ -220,7 +220,7 @@ def test_a_load_without_a_single_good_row_stops_even_when_skipping(tmp_path: Pat
 
 def test_mistakes_in_the_call_are_never_skipped() -> None:
     rows = [{"text": "one"}]
-    with pytest.raises(ValueError, match="there is no format 'txt', did you mean 'text'"):
+    with pytest.raises(ValueError, match="there is no format 'txt'; did you mean text"):
         load_samples(rows, format="txt", bad_rows="skip")
     with pytest.raises(ValueError, match="'txt' is not a name that formats use"):
         load_samples(rows, columns={"txt": "text"}, bad_rows="skip")
