@@ -231,7 +231,7 @@ async def _run(prepared: Prepared, backend: Any, console: LiveConsole, track: Si
         await save_checkpoint(folder / "checkpoints", backend, reached, keep=best_step, **keep)
 
     log = all_of(JSONLLogger(folder / "metrics.jsonl", keep_until=state.step), console, track)
-    run = partial(_run_online, say=console.say) if prepared.inputs.online else _run_offline
+    run = partial(_run_online, say=console.print_line) if prepared.inputs.online else _run_offline
     with advice_on_memory(LESS_MEMORY):
         await _try_longest(prepared, backend)
         return await run(prepared, backend, state=state, log=log, save=save)
