@@ -55,11 +55,15 @@ from oxrl.generators.connection import (
 from oxrl.generators.embedded.generator import (
     EmbeddedGenerator as EmbeddedGenerator,
 )
-from oxrl.generators.pool import (
-    HTTPGenerator as HTTPGenerator,
+from oxrl.generators.engines import (
     InferenceEngine as InferenceEngine,
+)
+from oxrl.generators.http import (
     SGLangEngine as SGLangEngine,
     VLLMEngine as VLLMEngine,
+)
+from oxrl.generators.pool import (
+    HTTPGenerator as HTTPGenerator,
     sglang_generator as sglang_generator,
     sync_weights_to_engines as sync_weights_to_engines,
 )

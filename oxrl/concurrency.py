@@ -1,4 +1,4 @@
-"""Tasks side by side that fail as one, plain functions in threads that can be abandoned, async ones from plain code."""
+"""Task groups that raise plain exceptions, blocking functions in threads, and async functions from sync code."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ T = TypeVar("T")
 
 @asynccontextmanager
 async def task_group() -> AsyncIterator[TaskGroup]:
-    """`anyio.create_task_group`, whose first error comes out as itself, for callers that catch plain exceptions."""
+    """`anyio.create_task_group` that raises its first error instead of an exception group."""
     try:
         async with anyio.create_task_group() as tasks:
             yield tasks
     except BaseExceptionGroup as group:
         error = _first(group)
-        raise error from error.__cause__  # whose own cause stays, and not the group
+        raise error from error.__cause__  # keeps the error's own cause instead of the group
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
@@ -36,11 +36,11 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
 
 
 async def until_interrupted(function: Callable[..., Awaitable[T]], *args: Any) -> T:
-    """The function's value; SIGINT and SIGTERM cancel it where it can be cancelled, and then raise KeyboardInterrupt.
+    """Return the function's value; SIGINT and SIGTERM cancel it outside of shielded scopes, then KeyboardInterrupt.
 
-    The event loop's own answer to SIGINT is a cancellation that no shield holds off, in the middle of anything.
+    The event loop's default handling of SIGINT is a cancellation that ignores shields.
     """
-    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's affair
+    if threading.current_thread() is not threading.main_thread():  # only the main thread receives signals
         return await function(*args)
     interrupted = False
     async with task_group() as tasks:
@@ -63,9 +63,9 @@ async def until_interrupted(function: Callable[..., Awaitable[T]], *args: Any) -
 
 
 async def in_thread(function: Callable[[], T]) -> T:
-    """The value of a plain function that may take long, or for ever: whoever waits can give up on it.
+    """Return the value of a blocking function run in a daemon thread; the caller can be cancelled while it waits.
 
-    Not anyio's own worker threads: Python waits for those at exit.
+    anyio's own worker threads are not used: Python joins those at exit.
     """
     outcome: Future[T] = Future()
     done = anyio.Event()
@@ -73,11 +73,11 @@ async def in_thread(function: Callable[[], T]) -> T:
     def work() -> None:
         try:
             outcome.set_result(function())
-        except (StopIteration, SystemExit) as error:  # which would silently end whoever waits
+        except (StopIteration, SystemExit) as error:  # these would silently end the waiting task
             outcome.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
-        except BaseException as error:  # noqa: BLE001 - raised again by the one who waits
+        except BaseException as error:  # noqa: BLE001 - raised again in the waiting task
             outcome.set_exception(error)
-        with suppress(RuntimeError):  # nobody waits any more
+        with suppress(RuntimeError):  # the waiting task was cancelled
             portal.start_task_soon(done.set)
 
     async with BlockingPortal() as portal:
@@ -87,7 +87,7 @@ async def in_thread(function: Callable[[], T]) -> T:
 
 
 def run_blocking(function: Callable[..., Awaitable[T]], *args: Any) -> T:
-    """An async function from plain code: also from a notebook, whose own event loop is running."""
+    """Run an async function from sync code, also inside a running event loop, e.g. in a notebook."""
     try:
         anyio.lowlevel.current_token()
     except RuntimeError:

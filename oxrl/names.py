@@ -1,7 +1,7 @@
 """Names to objects, the nearest name to one that does not exist, and checks of keyword arguments.
 
-An object is named `package.module:name` or `path/to/file.py:name`. A function of a script or a notebook has no such
-path: `import_path_of` keeps it, as `live:name`, while the process lives.
+An object is named `package.module:name` or `path/to/file.py:name`. A function defined in a script or a notebook has no
+import path: `import_path_of` registers it as `live:name` for the lifetime of the process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LIVE: dict[str, Any] = {}
 
 
 def import_path_of(function: Callable[..., Any]) -> str:
-    """Where `import_object` finds a function: in its module, or among those that only this process knows."""
+    """Return the path from which `import_object` loads a function; registers it if it cannot be imported."""
     name = getattr(function, "__qualname__", type(function).__name__)
     module = getattr(function, "__module__", "__main__")
     if module != "__main__" and getattr(sys.modules.get(module), name, None) is function:
@@ -31,41 +31,46 @@ def import_path_of(function: Callable[..., Any]) -> str:
     return f"{LIVE}:{name}"
 
 
-def import_object(place: str) -> Any:
-    """`import_object("my_rewards.py:length")`; what cannot be imported is a ValueError that says why."""
-    where, _, name = place.rpartition(":")
-    if where == LIVE:
+def import_object(import_path: str) -> Any:
+    """Return the object at `import_path`, e.g. `my_rewards.py:length`; raise a ValueError if it cannot be imported."""
+    source, _, name = import_path.rpartition(":")
+    if source == LIVE:
         if name not in _LIVE:
             raise ValueError(
-                f"{name} was a function of the script or notebook that began this run, and is not known here: go on "
-                f"from there, or put it into a file and name it FILE.py:{name}"
+                f"{name} was defined in the script or notebook that started this run and is not available in this "
+                f"process: resume from there, or move it to a file and refer to it as FILE.py:{name}"
             )
         return _LIVE[name]
-    path = Path(where)
+    path = Path(source)
     try:
-        module = _module_of_file(path) if path.suffix == ".py" else importlib.import_module(where)
+        module = _module_of_file(path) if path.suffix == ".py" else importlib.import_module(source)
         return getattr(module, name)
     except (ImportError, AttributeError, SyntaxError) as error:
-        raise ValueError(f"{place} cannot be imported: {error}") from error
+        raise ValueError(f"{import_path} cannot be imported: {error}") from error
 
 
 def _module_of_file(path: Path) -> ModuleType:
-    """By its path and not by its name, which another module may have too."""
+    """Load a module by its file path, since another module may have the same name."""
     if not path.is_file():
         raise ImportError(f"there is no file {path}")
     spec = importlib.util.spec_from_file_location(f"oxrl_user_{path.stem}", path)
     assert spec is not None, f"{path} ends with .py"
     assert spec.loader is not None, f"{path} ends with .py"
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # annotations are looked up there
+    sys.modules[spec.name] = module  # annotations are resolved there
     spec.loader.exec_module(module)
     return module
 
 
+def nearest_name(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """Return the known name most similar to `name`, or None if no similarity reaches `cutoff`."""
+    return next(iter(get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
+
+
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
-    """`did_you_mean("gpro", ["grpo", "dpo"]) == "; did you mean grpo?"`; `otherwise` where nothing is near."""
-    near = get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]}?" if near else otherwise
+    """`did_you_mean("gpro", ["grpo", "dpo"]) == "; did you mean grpo?"`; `otherwise` if no known name is similar."""
+    nearest = nearest_name(name, known)
+    return otherwise if nearest is None else f"; did you mean {nearest}?"
 
 
 def plain_name(name: str) -> str:
@@ -80,8 +85,8 @@ def find_name(name: str, known: Iterable[str], unknown: str, custom: str = "") -
     """
     by_plain_name = {plain_name(each): each for each in known}
     if plain_name(name) not in by_plain_name:
-        near = get_close_matches(plain_name(name), by_plain_name, n=1)
-        hint = f"; did you mean {by_plain_name[near[0]]}?" if near else "."
+        nearest = nearest_name(plain_name(name), by_plain_name)
+        hint = f"; did you mean {by_plain_name[nearest]}?" if nearest else "."
         raise ValueError(f"{unknown}{hint} There are: {', '.join(by_plain_name.values())}{custom}")
     return by_plain_name[plain_name(name)]
 

@@ -234,9 +234,7 @@ def _which(name: str, homes: Sequence[str], keys: set[str]) -> str:
     if homes:
         return f"{name} is a key of {' and '.join(homes)}: name the section, as in {homes[0]}={{{name!r}: ...}}"
     near = nearest_key(name, [*keys, *NAMES])
-    return f"no key of the config is called {name}" + (
-        f"; did you mean {near[0]}?" if near else "; docs/configuration.md"
-    )
+    return f"no key of the config is called {name}" + (f"; did you mean {near}?" if near else "; docs/configuration.md")
 
 
 def _plain(section: str, key: str, value: Any) -> tuple[str, str, Any]:

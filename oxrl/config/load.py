@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from oxrl.config.schema import Config
-from oxrl.names import did_you_mean
+from oxrl.names import did_you_mean, nearest_name
 
 
 class ConfigError(ValueError):
@@ -258,7 +257,7 @@ def _in_words(mistake: Any, lines: Mapping[tuple[str, ...], int]) -> str:
     name = ".".join(place)
     if mistake["type"] == "extra_forbidden":
         near = nearest_key(place[-1], _keys_at(place[:-1]))
-        hint = f"did you mean {near[0]}?" if near else f"allowed: {', '.join(_keys_at(place[:-1]))}"
+        hint = f"did you mean {near}?" if near else f"allowed: {', '.join(_keys_at(place[:-1]))}"
         return f"{where}{name} is not a key; {hint}"
     if mistake["type"] == "missing":
         return f"{where}{name} is missing"
@@ -268,10 +267,10 @@ def _in_words(mistake: Any, lines: Mapping[tuple[str, ...], int]) -> str:
     return f"{where}{name}: {message}, got {mistake['input']!r}" if place else f"{where}{message}"
 
 
-def nearest_key(name: str, keys: Sequence[str]) -> list[str]:
-    """The key that was meant: what other frameworks call it, or the nearest spelling; none, if none is near."""
-    usual = [key for key in keys if key == ELSEWHERE.get(name)]
-    return usual or get_close_matches(name, keys, n=1)
+def nearest_key(name: str, keys: Sequence[str]) -> str | None:
+    """Return the key that other frameworks call `name`, or the one with the nearest spelling; None if none is near."""
+    alias = ELSEWHERE.get(name)
+    return alias if alias in keys else nearest_name(name, keys)
 
 
 def _keys_at(place: tuple[str, ...]) -> list[str]:

@@ -1,6 +1,6 @@
-"""A data file to what training on it would see: rows token by token, their lengths, and what is wrong with them.
+"""Show a data file as training would see it: rows token by token, their lengths, and problems.
 
-Nothing is trained or written. With colours the style of a token says what becomes of it; without, brackets do.
+Nothing is trained or written. Trained tokens are marked by colour, or by brackets where there is no colour.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 CONTROL = {code: chr(0x2400 + code) for code in range(32)} | dict.fromkeys(range(127, 160), "\N{SYMBOL FOR DELETE}")
 LINE_BREAK = "↵"
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a part of a character decodes to
-MOST_TOKENS_OF_A_CHARACTER = 4  # UTF-8 has no more bytes than that
-REASONS_SHOWN, PLACES_SHOWN = 5, 3
-BINS, BAR = 8, 40
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what an incomplete character decodes to
+MAX_TOKENS_PER_CHARACTER = 4  # UTF-8 has at most 4 bytes per character
+REASONS_SHOWN, IDS_SHOWN = 5, 3
+BINS, BAR_WIDTH = 8, 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +46,15 @@ class Report:
     algorithm: str
     format: str
     max_len: int | None
-    samples: int  # that could be read
-    skipped: list[str]  # "train.jsonl:7: why", for what could not be read or not be rendered, in the file's order
-    rows: list[Row]  # what would be trained on
-    overlong: list[Row]  # what would not, because of its length
+    samples: int  # number of rows that were read
+    skipped: list[str]  # "train.jsonl:7: reason", for rows that could not be read or rendered, in file order
+    rows: list[Row]  # rows to train on
+    overlong: list[Row]  # rows left out because of their length
     tokenizer: PreTrainedTokenizerBase
-    asks: bool = False  # the rows are prompts: what is trained is still to be sampled
+    prompts_only: bool = False  # the algorithm samples: trained tokens do not exist yet
 
     def statistics(self) -> dict[str, Any]:
-        """Numbers for programs. Only the lengths count over-long rows too, because they help to choose a limit."""
+        """Return the numbers of `--json`. Only the lengths include over-long rows, to help choose a limit."""
         lengths = self.lengths()
         return {
             "format": self.format,
@@ -74,19 +74,22 @@ class Report:
         return sorted(len(row) for row in (*self.rows, *self.overlong))
 
     def duplicates(self) -> list[Row]:
-        """Rows with the same tokens as one before them."""
+        """Return the rows with the same tokens as an earlier row."""
         first = {row.tokens.tobytes(): row for row in reversed(self.rows)}
         return [row for row in self.rows if first[row.tokens.tobytes()] is not row]
 
 
 def inspect_data(file: str, model: str, algorithm_name: str, max_len: int | None, columns: Mapping[str, str]) -> Report:
-    """Read and render `file` as training would, but go on past rows that would stop it."""
+    """Read and render `file` as training would, but skip rows that would stop training."""
     chosen = algorithm(algorithm_name)
     loaded = load_samples(file, columns=columns, bad_rows="skip")
     tokenizer = load_tokenizer(model)
     render = Renderer(tokenizer, max_len=max_len)
-    asks = is_online(chosen, loaded.samples)
-    rendered = _prompts(loaded.samples, render) if asks else assemble(loaded.samples, chosen, render, bad_rows="skip")
+    prompts_only = is_online(chosen, loaded.samples)
+    if prompts_only:
+        rendered = _prompts(loaded.samples, render)
+    else:
+        rendered = assemble(loaded.samples, chosen, render, bad_rows="skip")
     fits = [max_len is None or max(map(len, item)) <= max_len for item in rendered.items]
     unread = [f"{where}: {reason}" for where, reason in loaded.skipped]
     return Report(
@@ -100,12 +103,12 @@ def inspect_data(file: str, model: str, algorithm_name: str, max_len: int | None
         rows=[row for item, fit in zip(rendered.items, fits, strict=True) if fit for row in item],
         overlong=[row for item, fit in zip(rendered.items, fits, strict=True) if not fit for row in item],
         tokenizer=tokenizer,
-        asks=asks,
+        prompts_only=prompts_only,
     )
 
 
 def _prompts(samples: Sequence[Sample], render: Renderer) -> Assembled:
-    """What the model will be asked; nothing of it is trained, for what is trained is still to be sampled."""
+    """Render the prompts, with no token trained: completions are sampled during training."""
     items: list[Item] = []
     skipped: list[str] = []
     for sample in map(as_prompt, samples):
@@ -123,7 +126,7 @@ def _line_number(reason: str) -> int:
 
 
 def print_report(report: Report, rows: int) -> None:
-    """The first `rows` rows in full, then lengths and problems."""
+    """Print the first `rows` rows in full, then lengths and problems."""
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     paint = _bracketed if console.color_system is None or console.no_color else _coloured
     _print_head(console, report)
@@ -148,7 +151,7 @@ def _print_head(console: Console, report: Report) -> None:
 
 
 class Piece(NamedTuple):
-    """`Piece("<|im_end|>", trained=True, special=True)`: a token, or the tokens that are one character together."""
+    """`Piece("<|im_end|>", trained=True, special=True)`: a token, or the tokens that form one character."""
 
     text: str
     trained: bool
@@ -156,30 +159,30 @@ class Piece(NamedTuple):
 
 
 def pieces(row: Row, tokenizer: PreTrainedTokenizerBase) -> Iterator[Piece]:
-    """The tokens of a row as text, with control characters made visible."""
+    """Yield the tokens of a row as text, with control characters made visible."""
     ids, mask = row.tokens.tolist(), row.mask.tolist()
     special = special_tokens(tokenizer)
     start = 0
     while start < len(ids):
-        end, text = _whole_characters(ids, start, tokenizer)
+        end, text = _complete_characters(ids, start, tokenizer)
         yield Piece(text.translate(CONTROL | {ord("\n"): f"{LINE_BREAK}\n"}), mask[start], ids[start] in special)
         start = end
 
 
-def _whole_characters(ids: Sequence[int], start: int, tokenizer: PreTrainedTokenizerBase) -> tuple[int, str]:
-    """The fewest tokens that decode to whole characters, or the first token alone if none do."""
-    for end in range(start + 1, min(start + MOST_TOKENS_OF_A_CHARACTER, len(ids)) + 1):
+def _complete_characters(ids: Sequence[int], start: int, tokenizer: PreTrainedTokenizerBase) -> tuple[int, str]:
+    """Return end and text of the fewest tokens that decode to complete characters, else of the first token alone."""
+    for end in range(start + 1, min(start + MAX_TOKENS_PER_CHARACTER, len(ids)) + 1):
         if UNFINISHED not in (text := _decode(ids[start:end], tokenizer)):
             return end, text
     return start + 1, _decode(ids[start : start + 1], tokenizer)
 
 
 def _decode(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Decoded behind another token, because decoders drop a space at the very beginning."""
+    """Decode with a token in front, because decoders drop a leading space."""
     anchor = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else ids[0]
-    alone = tokenizer.decode([anchor], clean_up_tokenization_spaces=False)
-    behind: str = tokenizer.decode([anchor, *ids], clean_up_tokenization_spaces=False)
-    return behind.removeprefix(alone)
+    prefix = tokenizer.decode([anchor], clean_up_tokenization_spaces=False)
+    text: str = tokenizer.decode([anchor, *ids], clean_up_tokenization_spaces=False)
+    return text.removeprefix(prefix)
 
 
 def _coloured(parts: Iterable[Piece]) -> Text:
@@ -187,8 +190,8 @@ def _coloured(parts: Iterable[Piece]) -> Text:
 
 
 def _style(piece: Piece, number: int) -> str:
-    words = ("bold green" if piece.trained else "dim", "reverse" if piece.special else "", "underline" * (number % 2))
-    return " ".join(filter(None, words))
+    styles = ("bold green" if piece.trained else "dim", "reverse" if piece.special else "", "underline" * (number % 2))
+    return " ".join(filter(None, styles))
 
 
 def _bracketed(parts: Iterable[Piece]) -> Text:
@@ -201,10 +204,10 @@ def _is_trained(piece: Piece) -> bool:
 
 
 LEGENDS = {
-    _bracketed: Text(f"⟦trained⟧ given  {LINE_BREAK} line break"),
+    _bracketed: Text(f"⟦trained⟧ not trained  {LINE_BREAK} line break"),
     _coloured: Text.assemble(
         ("trained", "bold green"),
-        ("  given", "dim"),
+        ("  not trained", "dim"),
         "  ",
         ("special token", "reverse"),
         "  to",
@@ -222,7 +225,7 @@ def _print_lengths(console: Console, report: Report) -> None:
     edge = len(str(counts[-1][1]))
     most = max(count for _, _, count in counts)
     for low, high, count in counts:
-        bar = "█" * round(BAR * count / most) or "▏" * (count > 0)
+        bar = "█" * round(BAR_WIDTH * count / most) or "▏" * (count > 0)
         console.print(f"  {low:>{edge}} to {high:>{edge}}  {bar}{' ' * bool(bar)}{count}")
     console.print("median {length_median:g}, p95 {length_p95}, max {length_max}".format(**numbers))
     if tokens:
@@ -230,7 +233,7 @@ def _print_lengths(console: Console, report: Report) -> None:
 
 
 def histogram(lengths: Sequence[int], bins: int = BINS) -> list[tuple[int, int, int]]:
-    """`histogram([3, 4, 9], 2) == [(3, 6, 2), (7, 10, 1)]`: first and last length of each bin, and how many."""
+    """`histogram([3, 4, 9], 2) == [(3, 6, 2), (7, 10, 1)]`: first and last length of each bin, and its count."""
     low, high = min(lengths), max(lengths)
     width = -(-(high - low + 1) // bins)
     starts = range(low, high + 1, width)
@@ -246,18 +249,19 @@ def _print_problems(console: Console, report: Report) -> None:
 
 
 def problems(report: Report) -> list[str]:
-    """What a person should look at before training, most serious first."""
+    """Return what to check before training, most serious first."""
     found = [] if report.rows else ["no row is left to train on"]
     if report.skipped:
         found.append(f"skipped: {len(report.skipped)} (see above; training stops there unless data.bad_rows is skip)")
+    untrained = [row for row in report.rows if not report.prompts_only and row.mask.sum() <= 1]
     suspects = {
         f"longer than {report.max_len} tokens, left out unless data.overlong is truncate": report.overlong,
-        "no more than one trained token": [row for row in report.rows if not report.asks and row.mask.sum() <= 1],
+        "no more than one trained token": untrained,
         "the same tokens as an earlier row": report.duplicates(),
     }
-    return found + [f"{what}: {len(rows)} ({_places(rows)})" for what, rows in suspects.items() if rows]
+    return found + [f"{what}: {len(rows)} ({_ids(rows)})" for what, rows in suspects.items() if rows]
 
 
-def _places(rows: Sequence[Row]) -> str:
-    more = len(rows) - PLACES_SHOWN
-    return ", ".join(row.id for row in rows[:PLACES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+def _ids(rows: Sequence[Row]) -> str:
+    more = len(rows) - IDS_SHOWN
+    return ", ".join(row.id for row in rows[:IDS_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -1,7 +1,7 @@
-"""Facts about a model and a step to bytes and seconds: what a run will hold, whether that fits, what would make it fit.
+"""Estimate memory and time of a run from facts about its model and step, and find settings that fit a device.
 
-Arithmetic only: who reads the facts off a model and the machine is `plan`. Bytes are per device. How far these numbers
-are off was measured; docs/planning.md has the table.
+Arithmetic only: `plan` gathers the facts from model and machine. Bytes are per device. The measured error of these
+estimates is in docs/performance.md.
 """
 
 from __future__ import annotations
@@ -11,57 +11,57 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple, TypeAlias
 
 GIB = 2**30
-SPARE = 0.85  # of a device's memory is planned with: estimates have errors, and allocators leave gaps
-CHUNK = MappingProxyType({"cpu": 2**26, "cuda": 2**28})  # logits at once, as the projection in `tensors` has it
-HEAP = (0.3, 0.3)  # shares of weights and of activations that glibc's heap holds beyond what is in use: fitted
-HEAP_OF_ADAPTERS = (0.5, 0.75)  # more, perhaps because no large gradients fill the gaps that activations leave
-STEP = 64  # tokens by which a cache grows, as in `generators`
-LADDER = tuple(size for power in range(8, 17) for size in (2**power, 3 * 2 ** (power - 1)))  # 256, 384, 512, 768, ...
+USABLE = 0.85  # share of a device's memory to plan with: estimates have errors, and allocators fragment
+CHUNK = MappingProxyType({"cpu": 2**26, "cuda": 2**28})  # logits per chunk, as in the projection of `tensors`
+HEAP = (0.3, 0.3)  # shares of weights and activations that glibc's heap holds beyond live blocks: fitted
+HEAP_OF_ADAPTERS = (0.5, 0.75)  # larger, perhaps because no large gradients fill the gaps left by activations
+CACHE_STEP = 64  # tokens by which a KV cache grows, as in `generators`
+BATCH_SIZES = tuple(size for power in range(8, 17) for size in (2**power, 3 * 2 ** (power - 1)))  # 256, 384, 512, ...
 
 Kind: TypeAlias = Literal["cpu", "cuda"]
 
 
 class ModelFacts(NamedTuple):
-    """What memory and time depend on. Bytes that are kept are per token of a micro-batch."""
+    """Properties of a model that determine memory and time. `kept*` are bytes per token of a micro-batch."""
 
     parameters: int
     trained: int
-    active: int  # parameters that one token meets: fewer than all in a mixture of experts
+    active: int  # parameters used per token: fewer than all in a mixture of experts
     weight_bytes: int
-    masters: int  # trained parameters in half precision, which have float32 masters
+    masters: int  # trained parameters in half precision, which have float32 master copies
     layers: int
     hidden: int
     vocabulary: int
-    kept: int  # by autograd until backward
+    kept: int  # saved by autograd until backward
     kept_checkpointed: int  # the same with gradient checkpointing
-    kept_keys: int  # of `kept`, the keys and values, which rows that share a prompt have each for themselves
+    kept_keys: int  # of `kept`, keys and values, which rows that share a prompt do not share
     cache: int  # keys and values of one token in generation
     head_trained: bool = True
 
 
-class Generating(NamedTuple):
-    """`Generating(slots=64, length=768)`: answers side by side, and how long prompt and answer are at most."""
+class GenerationLoad(NamedTuple):
+    """`GenerationLoad(slots=64, length=768)`: concurrent sequences, and the maximum length of prompt and completion."""
 
     slots: int
     length: int
 
 
 class Work(NamedTuple):
-    """The heaviest pass of a run: its micro-batch and what else lies in memory then."""
+    """The heaviest forward and backward pass of a run: its micro-batch and what else is in memory during it."""
 
     tokens: int
     trained_tokens: int
     gradient_checkpointing: bool = False
-    longest: int = 0  # of an item, which is run whole however small the budget
+    longest: int = 0  # tokens of the longest item, which is never split
     key_tokens: int = 0  # more than `tokens` where rows share a prompt
     others: Mapping[str, int] = MappingProxyType({})  # bytes of models that are not trained, by role
-    statistics: int = 0  # of the vocabulary besides the log-prob, which go through autograd block by block
-    compares: bool = False  # with another model's logits, which then exist too
-    generating: Generating | None = None
+    statistics: int = 0  # number of vocabulary statistics besides the log-prob, which autograd processes in blocks
+    compares: bool = False  # whether another model's logits are in memory too
+    generating: GenerationLoad | None = None
 
 
 class Memory(NamedTuple):
-    """Bytes by component. Training and generation take turns: only the larger of the two counts."""
+    """Bytes by component. Training and generation alternate: only the larger of the two counts."""
 
     framework: int
     weights: int
@@ -79,8 +79,8 @@ class Memory(NamedTuple):
 
     @property
     def peak(self) -> int:
-        lasting = self.framework + self.weights + self.optimizer + sum(self.others.values()) + self.allocator
-        return lasting + max(self.training, self.generation)
+        constant = self.framework + self.weights + self.optimizer + sum(self.others.values()) + self.allocator
+        return constant + max(self.training, self.generation)
 
     def components(self) -> Iterator[tuple[str, int]]:
         for name in ("framework", "weights", "gradients", "optimizer"):
@@ -91,7 +91,7 @@ class Memory(NamedTuple):
 
 
 def memory(facts: ModelFacts, work: Work, kind: Kind, framework: int) -> Memory:
-    """What the local backend holds at most: AdamW in float32, logits in chunks, one set of weights for sampling too."""
+    """Estimate the peak of the local backend: AdamW in float32, logits in chunks, sampling with the same weights."""
     kept = activations(facts, work)
     return Memory(
         framework=framework,
@@ -107,22 +107,22 @@ def memory(facts: ModelFacts, work: Work, kind: Kind, framework: int) -> Memory:
 
 
 def heap(facts: ModelFacts, kept: int) -> int:
-    """On a CPU tensors come out of one heap and leave gaps in it; how large, no arithmetic says."""
+    """Estimate the fragmentation of the heap on a CPU, from fitted shares."""
     of_weights, of_activations = HEAP if facts.trained > facts.parameters / 2 else HEAP_OF_ADAPTERS
     return int(of_weights * facts.weight_bytes + of_activations * kept)
 
 
 def activations(facts: ModelFacts, work: Work) -> int:
-    """Kept for backward, and the layer that backward is in: its gradients, with checkpointing all it computes anew."""
+    """Saved tensors, and those of the layer in backward: its gradients, with checkpointing all that it recomputes."""
     layer = facts.kept // facts.layers
-    borrowed = max(0, work.key_tokens - work.tokens) * facts.kept_keys
+    unshared = max(0, work.key_tokens - work.tokens) * facts.kept_keys
     if work.gradient_checkpointing:
-        return work.tokens * (facts.kept_checkpointed + 2 * layer) + borrowed // facts.layers
-    return work.tokens * (facts.kept + layer) + borrowed
+        return work.tokens * (facts.kept_checkpointed + 2 * layer) + unshared // facts.layers
+    return work.tokens * (facts.kept + layer) + unshared
 
 
 def logits(facts: ModelFacts, work: Work, kind: Kind) -> int:
-    """One chunk, the sixteenth of it that statistics work on, and the gradient of the projection's weights."""
+    """One chunk, the blocks of a sixteenth of it used by statistics, and the gradient of the projection's weights."""
     rows = min(work.trained_tokens, max(1, CHUNK[kind] // facts.vocabulary))
     chunk = 4 * rows * facts.vocabulary
     blocks = 4 * rows * -(-facts.vocabulary // 16) * (2 + 4 * work.statistics)
@@ -130,14 +130,14 @@ def logits(facts: ModelFacts, work: Work, kind: Kind) -> int:
     return chunk * (2 if work.compares else 1) + blocks + head
 
 
-def generation(facts: ModelFacts, generating: Generating) -> int:
-    """The cache, a quarter longer than needed so that it seldom grows, and what is drawn from: logits, p, sums."""
-    length = -(-(generating.length + generating.length // 4) // STEP) * STEP
-    return generating.slots * (length * facts.cache + 3 * 4 * facts.vocabulary)
+def generation(facts: ModelFacts, load: GenerationLoad) -> int:
+    """The KV cache, a quarter longer than needed so that it seldom grows; logits, probabilities and their sums."""
+    length = -(-(load.length + load.length // 4) // CACHE_STEP) * CACHE_STEP
+    return load.slots * (length * facts.cache + 3 * 4 * facts.vocabulary)
 
 
 class Fit(NamedTuple):
-    """Settings that fit, or the smallest there are; `reasons` says in words how they came about."""
+    """Settings that fit, or the smallest possible ones; `reasons` explains each choice."""
 
     micro_batch_tokens: int
     gradient_checkpointing: bool
@@ -159,21 +159,21 @@ def fitting_batch(
     enough_tokens: int = 2048,
     most_tokens: int = 16384,
 ) -> Fit:
-    """Micro-batch, checkpointing and slots for a device, without checkpointing if `enough_tokens` fit that way.
+    """Choose micro-batch, checkpointing and slots for a device, without checkpointing if `enough_tokens` fit that way.
 
-    `longest` is the longest row, which must fit; `answers` are the tokens that a run samples at most per prompt, 0 for
-    none.
+    `longest` is the length of the longest row, which must fit; `answers` is the maximum number of sampled tokens per
+    prompt, 0 for a run that does not sample.
     """
-    usable = int(SPARE * device_memory)
-    ladder = sorted({longest, *(size for size in LADDER if longest <= size <= max(longest, most_tokens))})
+    usable = int(USABLE * device_memory)
+    sizes = sorted({longest, *(size for size in BATCH_SIZES if longest <= size <= max(longest, most_tokens))})
 
     def needed(tokens: int, checkpointing: bool, slots: int = 0) -> int:
-        generating = Generating(slots, longest) if slots else None
-        work = Work(tokens, tokens, checkpointing, longest, tokens, others, generating=generating)
+        load = GenerationLoad(slots, longest) if slots else None
+        work = Work(tokens, tokens, checkpointing, longest, tokens, others, generating=load)
         return memory(facts, work, kind, framework).peak
 
     def most(checkpointing: bool) -> int:
-        return max((tokens for tokens in ladder if needed(tokens, checkpointing) <= usable), default=0)
+        return max((tokens for tokens in sizes if needed(tokens, checkpointing) <= usable), default=0)
 
     plain = most(False)
     checkpointing = plain < max(longest, min(enough_tokens, most_tokens))
@@ -188,8 +188,8 @@ def fitting_batch(
         chosen //= 2
     if answers:
         fits = needed(tokens, checkpointing, chosen) <= usable
-        cache = generation(facts, Generating(chosen, longest))
-        reasons.append(f"{chosen} answers side by side, whose cache takes {gib(cache)}")
+        cache = generation(facts, GenerationLoad(chosen, longest))
+        reasons.append(f"{chosen} concurrent completions, whose KV cache takes {gib(cache)}")
     return Fit(tokens, checkpointing, chosen, fits, tuple(reasons))
 
 
@@ -198,13 +198,13 @@ def _why_checkpointing(plain: int, longest: int, checkpointing: bool) -> str:
         return "no gradient checkpointing: all activations fit"
     if not plain:
         return f"gradient checkpointing: without it a row of {longest} tokens does not fit"
-    return f"gradient checkpointing: without it no more than {plain} tokens fit at once"
+    return f"gradient checkpointing: without it at most {plain} tokens fit into a micro-batch"
 
 
 def _why_tokens(tokens: int, needed: int, fits: bool) -> str:
     if fits:
-        return f"{tokens} tokens at once: {gib(needed)} of memory by estimate"
-    return f"even one row of {tokens} tokens needs {gib(needed)}: use LoRA, a smaller model or shorter rows"
+        return f"micro-batches of {tokens} tokens: an estimated {gib(needed)} of memory"
+    return f"a single row of {tokens} tokens needs {gib(needed)}: use LoRA, a smaller model or shorter rows"
 
 
 def gib(size: float) -> str:
@@ -215,7 +215,7 @@ Stage: TypeAlias = Literal[0, 1, 2, 3]
 
 
 class States(NamedTuple):
-    """Weights, gradients and optimizer of one of several devices."""
+    """Bytes of weights, gradients and optimizer on one of several devices."""
 
     weights: float
     gradients: float
@@ -239,7 +239,7 @@ def sharded_states(
     """Mixed-precision AdamW over `gpus` devices: float32 master and two moments, 12 bytes per trained parameter.
 
     Stage 1 shards the optimizer, 2 also gradients, 3 also weights (FSDP's full sharding). With `layers` given, stage 3
-    also holds the two layers that are gathered at a time. Rajbhandari et al. 2019, arXiv:1910.02054.
+    includes the two layers that are gathered at a time. Rajbhandari et al. 2019, arXiv:1910.02054.
     """
     if gpus < 1 or stage not in (0, 1, 2, 3):
         raise ValueError(f"{gpus} GPUs at stage {stage}: give 1 or more, and a stage of 0, 1, 2 or 3")
@@ -252,7 +252,7 @@ def sharded_states(
 
 
 def sharded_memory(memory: Memory, facts: ModelFacts, *, gpus: int, stage: Stage) -> Memory:
-    """One device of `gpus`, each with a micro-batch of its own."""
+    """Return the memory of one of `gpus` devices, each with its own micro-batch."""
     width = facts.weight_bytes // max(1, facts.parameters) or 1
     states = sharded_states(
         facts.parameters,
@@ -268,19 +268,19 @@ def sharded_memory(memory: Memory, facts: ModelFacts, *, gpus: int, stage: Stage
 
 
 def gradient_traffic(trained: int, *, gpus: int, stage: Stage, gradient_bytes: int = 2, parameters: int = 0) -> float:
-    """Bytes that each device sends per step: an all-reduce, and at stage 3 the weights too, gathered twice."""
+    """Bytes that each device sends per step: an all-reduce, and at stage 3 two all-gathers of the weights."""
     share = (gpus - 1) / gpus
     gathered = 2 * (parameters or trained) if stage == 3 else trained
     return gradient_bytes * (trained + gathered) * share
 
 
 def sync_traffic(weight_bytes: int, *, rollout_gpus: int) -> int:
-    """Bytes per step from the trainer to engines with weights of their own; none if they share the trainer's."""
+    """Bytes per step from the trainer to engines with separate weights; 0 if they share the trainer's."""
     return weight_bytes * rollout_gpus
 
 
 class Speed(NamedTuple):
-    """Of one device: floating-point operations and bytes read, per second, as measured on large products."""
+    """Floating-point operations and bytes read per second of one device, measured on large matrix products."""
 
     flops: float
     bytes: float
@@ -289,7 +289,7 @@ class Speed(NamedTuple):
 def training_flops(facts: ModelFacts, tokens: float, *, row: float, gradient_checkpointing: bool = False) -> float:
     """Forward 2 per parameter and token, backward 4 (frozen weights have no gradient: 2), checkpointing 2 again.
 
-    `row` is the length that a token's attention sees: on average half of it.
+    `row` is the row length; a token attends to half of it on average.
     """
     passes = 4 if facts.trained < facts.parameters / 2 else 6
     passes += 2 if gradient_checkpointing else 0
@@ -302,8 +302,8 @@ def forward_flops(facts: ModelFacts, tokens: float, *, row: float) -> float:
 
 
 def generation_seconds(facts: ModelFacts, answers: float, length: float, slots: int, speed: Speed) -> float:
-    """Each token reads all weights once for the answers side by side, and computes with them for each."""
+    """Each decoding step reads all weights once, and computes with them for every concurrent sequence."""
     waves = -(-answers // max(1, slots))
-    side_by_side = min(answers, slots)
-    per_token = max(facts.weight_bytes / speed.bytes, 2 * facts.active * side_by_side / speed.flops)
+    concurrent = min(answers, slots)
+    per_token = max(facts.weight_bytes / speed.bytes, 2 * facts.active * concurrent / speed.flops)
     return waves * length * per_token

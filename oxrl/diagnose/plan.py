@@ -1,7 +1,8 @@
-"""A `Config` to what its run would do and take, without a weight: `oxrl plan` and `oxrl train --dry-run`.
+"""Estimate steps, memory and time of a run from its `Config`: `oxrl plan` and `oxrl train --dry-run`.
 
 Data is read and rendered as in the run itself; the model is built on torch's meta device, where tensors have shapes and
-no memory. What autograd keeps is counted there, so that it holds for any architecture. The arithmetic is `estimate`'s.
+no memory, and no weight is loaded. The tensors that autograd saves are counted there, which works for any architecture.
+The arithmetic is in `memory`.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from oxrl.config import Config
 from oxrl.data.pack import computed_tokens
 from oxrl.data.render import Renderer
 from oxrl.diagnose.memory import (
+    BATCH_SIZES,
     GIB,
-    LADDER,
-    SPARE,
-    Generating,
+    USABLE,
+    GenerationLoad,
     Kind,
     Memory,
     ModelFacts,
@@ -52,15 +53,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ATTENTION = "oxrl_counted"
-ELSEWHERE = "a GPU elsewhere"
-VLLM_SHARE = 0.92  # of a GPU that it takes by default
+REMOTE_GPU = "a GPU elsewhere"
+VLLM_SHARE = 0.92  # share of a GPU that vLLM uses by default
 CUDA_FRAMEWORK = int(0.8 * GIB)  # context and libraries on a GPU
-RUNNING = 48 * 2**20  # what training loads besides what planning has loaded
-ON_TRIAL = 64  # tokens of the pass that is counted
+TRAINING_EXTRA = 48 * 2**20  # libraries that training loads and planning does not
+COUNTED_TOKENS = 64  # length of the pass whose saved tensors are counted
 
 
 class Rows(NamedTuple):
-    """Lengths in tokens; of prompts where a run samples."""
+    """Lengths in tokens; of the prompts if the run samples."""
 
     items: int
     left_out: int
@@ -71,20 +72,20 @@ class Rows(NamedTuple):
 
 
 class Shards(NamedTuple):
-    """`Shards(gpus=8, stage=2, copies=4)`: devices that train at a ZeRO stage, and copies of the model that sample."""
+    """`Shards(gpus=8, stage=2, copies=4)`: training devices at a ZeRO stage, and model copies that sample."""
 
     gpus: int = 1
     stage: Stage = 0
-    copies: int = 0  # with weights of their own, each on as many devices as share one copy
-    adapter: bool = False  # alone is what copies are sent, instead of all weights
+    copies: int = 0  # engines with separate weights; one may span several devices
+    adapter: bool = False  # only the adapter is sent to the copies
 
     def memory(self, facts: ModelFacts, work: Work, kind: Kind, framework: int) -> Memory:
-        """Of one device."""
-        whole = memory(facts, work, kind, framework)
-        return whole if self.gpus == 1 else sharded_memory(whole, facts, gpus=self.gpus, stage=self.stage)
+        """Return the memory of one device."""
+        unsharded = memory(facts, work, kind, framework)
+        return unsharded if self.gpus == 1 else sharded_memory(unsharded, facts, gpus=self.gpus, stage=self.stage)
 
     def traffic(self, facts: ModelFacts) -> dict[str, float]:
-        """Bytes per step: what each device sends for gradients, and what engines are sent as weights."""
+        """Return bytes per step: gradients sent by each device, and weights sent to engines."""
         width = facts.weight_bytes // facts.parameters
         gradients = gradient_traffic(
             facts.trained, gpus=self.gpus, stage=self.stage, gradient_bytes=width, parameters=facts.parameters
@@ -94,18 +95,18 @@ class Shards(NamedTuple):
 
 
 def shards_of(config: Config) -> Shards:
-    """How the run that `config` describes is spread."""
-    alone = config.lora.enabled and config.inference_engine.adapter
+    """Return the sharding and the number of engines that `config` describes."""
+    adapter_only = config.lora.enabled and config.inference_engine.adapter
     copies = len(config.inference_engine.urls) if config.engine == "http" else config.replicas
     if config.ranks == 1:
-        return Shards(copies=copies, adapter=alone)
+        return Shards(copies=copies, adapter=adapter_only)
     sharding = sharding_of(config)
     stage: Stage = 3 if sharding == "fsdp" else config.deepspeed.others.get("zero_optimization", {}).get("stage", 3)
-    return Shards(config.ranks, stage, copies, alone)
+    return Shards(config.ranks, stage, copies, adapter_only)
 
 
 class Plan(NamedTuple):
-    """What a run would do. Bytes, tokens and seconds; `advice` is empty where all fits."""
+    """Estimates for a run, in bytes, tokens and seconds; `advice` is empty if it fits."""
 
     model: str
     tuning: str
@@ -122,7 +123,7 @@ class Plan(NamedTuple):
     device: Device
     memory: Memory
     advice: tuple[str, ...]
-    seconds_per_step: float | None  # None: on a device that is not here
+    seconds_per_step: float | None  # None for a device that is not in this machine
     shards: Shards
     engine_elsewhere: bool
 
@@ -132,13 +133,13 @@ class Plan(NamedTuple):
 
     @property
     def tight(self) -> bool:
-        return self.fits and self.memory.peak > SPARE * self.device.free
+        return self.fits and self.memory.peak > USABLE * self.device.free
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers and words, for JSON."""
-        told = {name: getattr(self, name) for name in self._fields if name not in ("memory", "folder")}
+        """Return plain numbers and strings, for JSON."""
+        fields = {name: getattr(self, name) for name in self._fields if name not in ("memory", "folder")}
         return {
-            **{name: value._asdict() if hasattr(value, "_asdict") else value for name, value in told.items()},
+            **{name: value._asdict() if hasattr(value, "_asdict") else value for name, value in fields.items()},
             "folder": str(self.folder),
             "traffic": self.shards.traffic(self.facts),
             "memory": {**dict(self.memory.components()), "peak": self.memory.peak},
@@ -148,9 +149,9 @@ class Plan(NamedTuple):
 
 
 def plan_run(config: Config, output: str | Path | None = None, gpu_memory: float | None = None) -> Plan:
-    """Wrong input ends here, as a ValueError in words, as it would end the run.
+    """Plan the run of a config; raises the same ValueErrors for wrong input as the run.
 
-    With `gpu_memory`, in GiB, for GPUs of that size, as many as the config asks for, and not for this machine.
+    With `gpu_memory`, in GiB, plan for GPUs of that size, as many as the config sets, instead of for this machine.
     """
     if gpu_memory is not None:
         config = placed(config, gpus=(config.run.training_gpus or 1) + (config.run.rollout_gpus or 0))
@@ -160,8 +161,8 @@ def plan_run(config: Config, output: str | Path | None = None, gpu_memory: float
     hardware = detect_hardware()
     device = chosen_device(resolve_device(config.model.device), hardware)
     if gpu_memory is not None:
-        whole = int(gpu_memory * 2**30)
-        device = Device(ELSEWHERE, "", whole, whole, bf16=True)
+        size = int(gpu_memory * 2**30)
+        device = Device(REMOTE_GPU, "", size, size, bf16=True)
     return plan_spec(spec, hardware, device=device)
 
 
@@ -172,11 +173,11 @@ def plan_spec(
     shards: Shards | None = None,
     device: Device | None = None,
 ) -> Plan:
-    """`framework`: bytes that libraries take, default what they take in this process; `shards`: as the config says."""
+    """`framework`: bytes of libraries, by default as in this process; `shards`: by default those of the config."""
     config = spec.config
     shards = shards or shards_of(config)
     device = device or chosen_device(resolve_device(config.model.device), hardware)
-    if device.device == "cpu":  # whose memory all processes share
+    if device.device == "cpu":  # all processes share its memory
         device = device._replace(memory=device.memory // shards.gpus, free=device.free // shards.gpus)
     kind: Kind = "cpu" if device.device == "cpu" else "cuda"
     facts = model_facts(spec.model, spec.lora)
@@ -184,10 +185,10 @@ def plan_spec(
     if framework is None:
         framework = framework_bytes(kind == "cpu")
 
-    def held(facts: ModelFacts, work: Work) -> Memory:
+    def estimate(facts: ModelFacts, work: Work) -> Memory:
         return with_engine(shards.memory(facts, work, kind, framework), config, facts, device, framework)
 
-    needed = held(facts, work)
+    needed = estimate(facts, work)
     rollouts = config.batch_size * config.rollout.n_samples if spec.online else 0
     return Plan(
         model=config.model.name,
@@ -204,9 +205,9 @@ def plan_spec(
         folder=spec.folder,
         device=device,
         memory=needed,
-        advice=() if needed.peak <= device.free else tuple(_advice(config, facts, work, held, device)),
+        advice=() if needed.peak <= device.free else tuple(_advice(config, facts, work, estimate, device)),
         seconds_per_step=None
-        if device.device == ELSEWHERE
+        if device.device == REMOTE_GPU
         else _seconds(spec, facts, measure_speed(device.device)) / shards.gpus,
         shards=shards,
         engine_elsewhere=config.engine == "vllm" and bool(config.run.rollout_gpus),
@@ -214,47 +215,47 @@ def plan_spec(
 
 
 def with_engine(memory: Memory, config: Config, facts: ModelFacts, device: Device, framework: int) -> Memory:
-    """With an engine on the same device too, which has weights of its own; one that is elsewhere takes nothing here.
+    """Add the memory of an engine with separate weights on the same device; one on another device adds nothing.
 
-    Colocated it has a process asleep and its share of a GPU awake; on a CPU it never sleeps.
+    A colocated engine always holds its process, and its share of the GPU while awake; on a CPU it never sleeps.
     """
     engine, on_cpu = config.inference_engine, device.device == "cpu"
     if config.engine == "embedded":
         return memory
     if config.engine == "http" or (config.run.rollout_gpus and not on_cpu):
         return memory._replace(generation=0)
-    lasting, awake = 0 if config.in_process else framework, 0
+    constant, awake = 0 if config.in_process else framework, 0
     if on_cpu:
-        lasting += facts.weight_bytes + int(CPU_SETTINGS["VLLM_CPU_KVCACHE_SPACE"]) * GIB
-        lasting = lasting * config.replicas // config.ranks
+        constant += facts.weight_bytes + int(CPU_SETTINGS["VLLM_CPU_KVCACHE_SPACE"]) * GIB
+        constant = constant * config.replicas // config.ranks
     else:
         share = float(engine.others.get("gpu_memory_utilization", SHARE if engine.colocated else VLLM_SHARE))
-        awake = max(0, int(share * device.memory) - lasting)
+        awake = max(0, int(share * device.memory) - constant)
     if not engine.colocated:
-        lasting, awake = lasting + awake, 0
-    return memory._replace(others={**memory.others, "engine": lasting}, generation=awake)
+        constant, awake = constant + awake, 0
+    return memory._replace(others={**memory.others, "engine": constant}, generation=awake)
 
 
-def chosen_device(place: str, hardware: Hardware) -> Device:
-    if place == "cpu":
+def chosen_device(device: str, hardware: Hardware) -> Device:
+    if device == "cpu":
         return Device("cpu", "", hardware.memory, hardware.free, bf16=False)
-    index = int(place.partition(":")[2] or 0)
+    index = int(device.partition(":")[2] or 0)
     return hardware.gpus[index]
 
 
 def _tuning(config: Config, facts: ModelFacts) -> str:
     if facts.trained == facts.parameters:
         return "all weights"
-    return f"LoRA, r={config.lora.r}" if config.lora.enabled else "the adapter that the model has"
+    return f"LoRA, r={config.lora.r}" if config.lora.enabled else "the model's adapter"
 
 
 def _passes(spec: RunSpec) -> tuple[str, ...]:
-    """What a step runs besides forward and backward of the policy."""
-    named = {"policy": "log-probs before the step", "ref": "reference", "teacher": "teacher"}
-    wanted = {which for each in spec.schedule.values() for which in {*each.needs, *each.others}}
+    """Return what a step computes besides forward and backward of the policy."""
+    names = {"policy": "log-probs before the step", "ref": "reference", "teacher": "teacher"}
+    needed = {which for each in spec.schedule.values() for which in {*each.needs, *each.others}}
     heads = {head for each in spec.schedule.values() for head in each.heads}
-    told = [said for which, said in named.items() if which in wanted]
-    return (*(["sampling"] if spec.online else []), *told, *(f"{head} head" for head in sorted(heads)))
+    forward = [name for which, name in names.items() if which in needed]
+    return (*(["sampling"] if spec.online else []), *forward, *(f"{head} head" for head in sorted(heads)))
 
 
 def row_lengths(spec: RunSpec) -> Rows:
@@ -267,17 +268,17 @@ def row_lengths(spec: RunSpec) -> Rows:
 
 
 def heaviest_work(spec: RunSpec, facts: ModelFacts) -> Work:
-    """The micro-batch that the longest rows make, and all that is in memory beside it."""
+    """Return the micro-batch of the longest rows, and everything that is in memory besides it."""
     config = spec.config
     algorithms = spec.schedule.values()
-    items, generating = longest_training_items(spec, facts.vocabulary), None
+    items, load = longest_training_items(spec, facts.vocabulary), None
     budget = config.train.micro_batch_tokens
     part = heaviest(longest_items(items, budget)[: config.batch_size * _rows_each(spec)], budget, "shared")
     rows = [row for item in part for row in item]
     if spec.online:
         rollout, longest = config.rollout, max(map(len, rows))
         answers = int(config.batch_size * rollout.over_sampling_factor) * rollout.n_samples
-        generating = Generating(min(rollout.slots, answers), longest)
+        load = GenerationLoad(min(rollout.slots, answers), longest)
     return Work(
         tokens=computed_tokens(part),
         trained_tokens=sum(int(row.mask.sum()) for row in rows),
@@ -287,7 +288,7 @@ def heaviest_work(spec: RunSpec, facts: ModelFacts) -> Work:
         others=other_bytes(spec, facts),
         statistics=max(len(each.reads) for each in algorithms),
         compares=any(read.of for each in algorithms for read in each.reads.values()),
-        generating=generating,
+        generating=load,
     )
 
 
@@ -296,26 +297,26 @@ def _rows_each(spec: RunSpec) -> int:
 
 
 def longest_training_items(spec: RunSpec, vocabulary: int) -> list[Item]:
-    """As credit leaves them: the answers of a group go their own ways, pairs stay together."""
+    """Return items as they are packed after credit: groups are split into rows, pairs stay together."""
     items = longest_possible_items(spec, vocabulary)
     return [part for item in items for part in ([item] if len(item) <= 2 else [(row,) for row in item])]
 
 
 def other_bytes(spec: RunSpec, facts: ModelFacts) -> dict[str, int]:
-    """Weights that are in memory and not trained, by role."""
+    """Return the bytes of weights that are not trained, by role."""
     config = spec.config
     models = {role: frozen_model_config(config, name) for role, name in spec.other_models.items()}
     for role, name in (("reward model", config.reward.model), ("judge", config.reward.judge)):
         if name is not None:
             models[role] = frozen_model_config(config, name)
-    named = {"ref": "reference"}
-    sizes = {named.get(role, role): model_facts(model).weight_bytes for role, model in models.items()}
-    # A second adapter, in float32 as the first.
+    names = {"ref": "reference"}
+    sizes = {names.get(role, role): model_facts(model).weight_bytes for role, model in models.items()}
+    # The reference is a second adapter in float32.
     return {"reference": 4 * facts.trained, **sizes} if reference_is_adapter(config) else sizes
 
 
 def model_facts(config: ModelConfig, lora: LoraSettings | None = None) -> ModelFacts:
-    """Counted on the meta device: neither weights nor memory."""
+    """Count a model's facts on the meta device, without loading weights."""
     dtype = resolve_dtype(config.dtype, resolve_device(config.device))
     source = find_model(config.name)
     if source.kind == "adapter":
@@ -329,7 +330,7 @@ def model_facts(config: ModelConfig, lora: LoraSettings | None = None) -> ModelF
 def shape_facts(
     parsed: Any, dtype: torch.dtype, lora: LoraSettings | None = None, *, trust_remote_code: bool = False
 ) -> ModelFacts:
-    """The same of a shape as transformers describes it, such as a `Qwen2Config`."""
+    """Count the facts of a transformers config, such as a `Qwen2Config`."""
     model = on_meta(parsed, dtype, lora, trust_remote_code)
     weights = {id(weight): weight for weight in model.parameters()}
     trained = [weight for weight in weights.values() if weight.requires_grad]
@@ -342,7 +343,7 @@ def shape_facts(
     return ModelFacts(
         parameters=parameters,
         trained=sum(weight.numel() for weight in trained),
-        active=parameters - _idle_experts(model, text),
+        active=parameters - _inactive_parameters(model, text),
         weight_bytes=sum(weight.numel() * weight.element_size() for weight in weights.values()),
         masters=sum(weight.numel() for weight in trained if weight.element_size() < 4),
         layers=text.num_hidden_layers,
@@ -369,15 +370,15 @@ def on_meta(parsed: Any, dtype: torch.dtype, lora: LoraSettings | None, trust_re
 
 
 def kept_bytes(model: PreTrainedModel, dtype: torch.dtype) -> tuple[int, int]:
-    """What autograd keeps per token, and how much of that are keys and values."""
+    """Return the bytes that autograd saves per token, and the share of keys and values in them."""
     import torch
 
     try:
-        return _counted(model)
-    except RuntimeError:  # grouped products of experts know no float32 without a device
+        return _count_saved(model)
+    except RuntimeError:  # grouped matrix products of experts do not support float32 on the meta device
         if dtype.itemsize == 4:
             try:
-                half = _counted(model.to(torch.bfloat16))
+                half = _count_saved(model.to(torch.bfloat16))
                 return 2 * half[0], 2 * half[1]
             except RuntimeError:
                 pass
@@ -386,12 +387,12 @@ def kept_bytes(model: PreTrainedModel, dtype: torch.dtype) -> tuple[int, int]:
     return _kept_by_formula(model.config.get_text_config(), dtype.itemsize, model.is_gradient_checkpointing)
 
 
-def _counted(model: PreTrainedModel) -> tuple[int, int]:
+def _count_saved(model: PreTrainedModel) -> tuple[int, int]:
     import torch
 
     inner = model.get_base_model() if hasattr(model, "peft_config") else model
     weights = {weight.untyped_storage()._cdata for weight in model.parameters()}
-    kept: dict[int, Any] = {}  # storages stay referenced, so that no two share an address
+    kept: dict[int, Any] = {}  # keeps references to storages, so that no address is reused
 
     def keep(saved: Tensor) -> Tensor:
         storage = saved.untyped_storage()
@@ -399,19 +400,19 @@ def _counted(model: PreTrainedModel) -> tuple[int, int]:
             kept[storage._cdata] = storage
         return saved
 
-    ids = torch.zeros(1, ON_TRIAL, dtype=torch.int64, device="meta")
+    ids = torch.zeros(1, COUNTED_TOKENS, dtype=torch.int64, device="meta")
     model.train()
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
         body = getattr(inner, inner.base_model_prefix)
         hidden = body(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).last_hidden_state
-    assert hidden.requires_grad, "a pass without gradients keeps nothing"
+    assert hidden.requires_grad, "a pass without gradients saves nothing"
     text = inner.config.get_text_config()
     heads = 2 * text.num_hidden_layers * text.num_attention_heads * _head_size(text) * hidden.element_size()
-    return sum(storage.nbytes() for storage in kept.values()) // ON_TRIAL, heads
+    return sum(storage.nbytes() for storage in kept.values()) // COUNTED_TOKENS, heads
 
 
 def _kept_by_formula(text: Any, width: int, checkpointing: bool) -> tuple[int, int]:
-    """For models that cannot run on the meta device: a layer keeps 11 vectors of its width and 4 of its inner width."""
+    """For models that cannot run on the meta device: a layer saves 11 vectors of its width and 4 of its inner width."""
     hidden, layers = text.hidden_size, text.num_hidden_layers
     feed_forward = (
         getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", None) or 4 * hidden
@@ -422,11 +423,11 @@ def _kept_by_formula(text: Any, width: int, checkpointing: bool) -> tuple[int, i
 
 
 def _register_attention() -> None:
-    """Attention that computes nothing and keeps what the real kernels keep: queries, keys, values, output, sums."""
+    """Register an attention that computes nothing and saves what real kernels save: q, k, v, output, log-sums."""
     import torch
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    class Kept(torch.autograd.Function):
+    class SavingAttention(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             attended = query.new_empty(*query.shape[:-1], value.shape[-1])
@@ -443,7 +444,7 @@ def _register_attention() -> None:
     ) -> tuple[Tensor, None]:
         groups = query.shape[1] // key.shape[1]
         key, value = (each.repeat_interleave(groups, dim=1) if groups > 1 else each for each in (key, value))
-        attended: Tensor = Kept.apply(query, key, value)  # type: ignore[no-untyped-call]
+        attended: Tensor = SavingAttention.apply(query, key, value)  # type: ignore[no-untyped-call]
         return attended.transpose(1, 2).contiguous(), None
 
     AttentionInterface.register(ATTENTION, attend)
@@ -455,15 +456,15 @@ def _head_size(text: Any) -> int:
 
 
 def cache_bytes(text: Any, width: int) -> int:
-    """Keys and values of one token in all layers: `2 * layers * key heads * head size * width`."""
+    """Bytes of keys and values of one token in all layers: `2 * layers * key heads * head size * width`."""
     heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
     if heads is None:  # layers with a state of fixed size
         return 0
     return int(2 * text.num_hidden_layers * heads * _head_size(text) * width)
 
 
-def _idle_experts(model: PreTrainedModel, text: Any) -> int:
-    """Parameters of the experts that a token does not meet."""
+def _inactive_parameters(model: PreTrainedModel, text: Any) -> int:
+    """Count the parameters of the experts that are not selected for a token."""
     counts = (getattr(text, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
     experts, chosen = next((count for count in counts if count), 0), getattr(text, "num_experts_per_tok", None)
     if not experts or not chosen:
@@ -473,30 +474,30 @@ def _idle_experts(model: PreTrainedModel, text: Any) -> int:
 
 
 def framework_bytes(on_cpu: bool) -> int:
-    """What Python, torch and their libraries take by themselves."""
-    return own_memory() + RUNNING if on_cpu else CUDA_FRAMEWORK
+    """Return the bytes that Python, torch and their libraries take."""
+    return resident_memory() + TRAINING_EXTRA if on_cpu else CUDA_FRAMEWORK
 
 
-def own_memory() -> int:
-    """Resident bytes of this process, which has loaded the same libraries as a run has."""
+def resident_memory() -> int:
+    """Return the resident bytes of this process, which has loaded the same libraries as a run."""
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
     resident = next((line for line in lines if line.startswith("VmRSS")), None)
     return int(resident.split()[1]) * 1024 if resident else GIB // 2
 
 
-def measure_speed(place: str) -> Speed:
-    """Of this machine, now, in a fraction of a second: a product as large as a layer's, and one that only reads."""
+def measure_speed(device: str) -> Speed:
+    """Measure this machine in a fraction of a second: a compute-bound and a memory-bound matrix product."""
     import time
 
     import torch
 
-    dtype = torch.float32 if place == "cpu" else torch.bfloat16
-    size = 1024 if place == "cpu" else 8192
-    matrix = torch.ones(size, size, dtype=dtype, device=place)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    size = 1024 if device == "cpu" else 8192
+    matrix = torch.ones(size, size, dtype=dtype, device=device)
 
     def rate(rows: int, amount: float, repeats: int) -> float:
-        states = torch.ones(rows, size, dtype=dtype, device=place)
+        states = torch.ones(rows, size, dtype=dtype, device=device)
         float((states @ matrix).sum())
         started = time.perf_counter()
         for _ in range(repeats):
@@ -508,7 +509,7 @@ def measure_speed(place: str) -> Speed:
 
 
 def _seconds(spec: RunSpec, facts: ModelFacts, speed: Speed) -> float:
-    """Rough: products at the measured speed, and nothing else. Rows are of mean length, answers of full."""
+    """Rough estimate from matrix products alone, for rows of mean length and completions of maximum length."""
     config = spec.config
     lengths = row_lengths(spec)
     rows_each = 1 if spec.online else len([row for item in spec.rows for row in item]) / len(spec.rows)
@@ -531,52 +532,54 @@ def _seconds(spec: RunSpec, facts: ModelFacts, speed: Speed) -> float:
 
 
 def _advice(
-    config: Config, facts: ModelFacts, work: Work, held: Callable[[ModelFacts, Work], Memory], device: Device
+    config: Config, facts: ModelFacts, work: Work, estimate: Callable[[ModelFacts, Work], Memory], device: Device
 ) -> Iterator[str]:
-    """Of each kind of change the smallest that fits, or that nothing does."""
-    found = False
-    for family in _changes(config, facts, work):
-        peaks = ((words, held(other_facts, other).peak) for words, other_facts, other in family)
-        fitting = next((f"{words}: {gib(peak)}" for words, peak in peaks if peak <= SPARE * device.free), None)
+    """Yield the smallest fitting change of each kind, or a message that no change fits."""
+    found, usable = False, USABLE * device.free
+    for kind in _changes(config, facts, work):
+        peaks = ((settings, estimate(other_facts, other).peak) for settings, other_facts, other in kind)
+        fitting = next((f"{settings}: {gib(peak)}" for settings, peak in peaks if peak <= usable), None)
         if fitting is not None:
             found = True
             yield fitting
     if not found:
         share = ", or lower inference_engine.gpu_memory_utilization" if config.inference_engine.colocated else ""
-        yield f"no setting brings it below {gib(SPARE * device.free)}: take a smaller model, or a larger device{share}"
+        yield f"no setting brings the peak below {gib(usable)}: use a smaller model or a larger device{share}"
 
 
 Change: TypeAlias = tuple[str, ModelFacts, Work]
 
 
 def _changes(config: Config, facts: ModelFacts, work: Work) -> Iterator[Iterator[Change]]:
-    """What could be set otherwise, in words, with what the run would then be; the smallest change of a kind first."""
-    sizes = [size for size in sorted(LADDER, reverse=True) if work.longest <= size < work.tokens]
-    yield ((f"train.micro_batch_tokens: {size}", facts, _smaller(work, size)) for size in sizes)
-    frugal = work._replace(gradient_checkpointing=True)
+    """Yield settings by kind, each with the facts and work that it leads to; the smallest change of a kind first."""
+    sizes = [size for size in sorted(BATCH_SIZES, reverse=True) if work.longest <= size < work.tokens]
+    yield ((f"train.micro_batch_tokens: {size}", facts, _with_tokens(work, size)) for size in sizes)
+    checkpointed = work._replace(gradient_checkpointing=True)
     if not work.gradient_checkpointing:
-        words = "model.gradient_checkpointing: true"
-        both = ((f"{words}, train.micro_batch_tokens: {size}", facts, _smaller(frugal, size)) for size in sizes)
-        yield chain([(words, facts, frugal)], both)
+        setting = "model.gradient_checkpointing: true"
+        both = (
+            (f"{setting}, train.micro_batch_tokens: {size}", facts, _with_tokens(checkpointed, size)) for size in sizes
+        )
+        yield chain([(setting, facts, checkpointed)], both)
     if work.generating is not None:
         fewer = [slots for slots in (32, 16, 8, 4, 2, 1) if slots < work.generating.slots]
-        yield ((f"rollout.slots: {slots}", facts, _narrower(work, slots)) for slots in fewer)
+        yield ((f"rollout.slots: {slots}", facts, _with_slots(work, slots)) for slots in fewer)
     own_reference = config.model.ref_model is not None and config.model.ref_update != "fixed"
-    if facts.trained == facts.parameters and not own_reference:  # which cannot follow an adapter
-        low = model_facts(model_config(config), LoraSettings(config.lora.r, config.lora.alpha))
-        # The reference of an adapter is its base, already there.
+    if facts.trained == facts.parameters and not own_reference:  # a separate reference cannot follow an adapter
+        lora = model_facts(model_config(config), LoraSettings(config.lora.r, config.lora.alpha))
+        # The reference of an adapter is its base, which is in memory anyway.
         others = {role: size for role, size in work.others.items() if role != "reference" or config.model.ref_model}
-        plain = ("lora.enabled: true", low, work._replace(others=others))
-        least = ("lora.enabled: true, model.gradient_checkpointing: true", low, frugal._replace(others=others))
-        yield iter([plain, least])
+        plain = ("lora.enabled: true", lora, work._replace(others=others))
+        both_settings = "lora.enabled: true, model.gradient_checkpointing: true"
+        yield iter([plain, (both_settings, lora, checkpointed._replace(others=others))])
 
 
-def _narrower(work: Work, slots: int) -> Work:
-    assert work.generating is not None, "asked for only where a run samples"
+def _with_slots(work: Work, slots: int) -> Work:
+    assert work.generating is not None, "called only if the run samples"
     return work._replace(generating=work.generating._replace(slots=slots))
 
 
-def _smaller(work: Work, tokens: int) -> Work:
+def _with_tokens(work: Work, tokens: int) -> Work:
     share = tokens / work.tokens
     return work._replace(
         tokens=tokens, trained_tokens=int(work.trained_tokens * share), key_tokens=int(work.key_tokens * share)
@@ -584,24 +587,24 @@ def _smaller(work: Work, tokens: int) -> Work:
 
 
 def describe(plan: Plan) -> Mapping[str, str]:
-    """The plan in words: heading -> text of one or more lines."""
+    """Return the plan as text: heading -> one or more lines."""
     facts, rows = plan.facts, plan.rows
-    active = f", {_count(facts.active)} of them for each token" if facts.active < facts.parameters else ""
+    active = f", {_count(facts.active)} active per token" if facts.active < facts.parameters else ""
     what = "prompts" if plan.rollouts_per_step else "rows"
     left_out = f", {rows.left_out} left out" if rows.left_out else ""
-    sampled = f", {plan.rollouts_per_step} answers sampled" if plan.rollouts_per_step else ""
+    sampled = f", {plan.rollouts_per_step} completions sampled" if plan.rollouts_per_step else ""
     components = [f"{name:12} {gib(size):>10}" for name, size in plan.memory.components() if size]
-    taking_turns = " (training and generation take turns)" if plan.memory.generation else ""
-    at_once = f"at most {plan.micro_batch_tokens} tokens at once"
+    alternate = " (training and generation alternate)" if plan.memory.generation else ""
+    micro_batches = f"micro-batches of at most {plan.micro_batch_tokens} tokens"
     return {
         "model": f"{plan.model}: {_count(facts.parameters)} parameters{active}, {plan.dtype}",
         "tuning": f"{plan.tuning}: {_count(facts.trained)} parameters are trained",
         "algorithm": f"{plan.algorithm}" + (f", with {', '.join(plan.passes)}" if plan.passes else ""),
         "data": f"{rows.items} {what}{left_out}; {rows.shortest} to {rows.longest} tokens, median {rows.median:g}",
-        "steps": f"{plan.steps} of {plan.rows_per_step} {what}{sampled}; {at_once}",
+        "steps": f"{plan.steps} of {plan.rows_per_step} {what}{sampled}; {micro_batches}",
         "output": str(plan.folder),
-        "memory": "\n".join([*components, f"{'peak':12} {gib(plan.memory.peak):>10}{taking_turns}"]),
-        **_spread(plan),
+        "memory": "\n".join([*components, f"{'peak':12} {gib(plan.memory.peak):>10}{alternate}"]),
+        **_sharding(plan),
         "device": f"{plan.device.device}, {gib(plan.device.free)} free of {gib(plan.device.memory)}",
         "time": _time(plan),
         "verdict": _verdict(plan),
@@ -610,13 +613,13 @@ def describe(plan: Plan) -> Mapping[str, str]:
 
 def _time(plan: Plan) -> str:
     if plan.seconds_per_step is None:
-        return "not known: speed is measured, and that device is not here"
-    step, whole = (_duration(plan.seconds_per_step * times) for times in (1, plan.steps))
-    return f"about {step} a step, {whole} in all; rough: it was off by up to a factor of three"
+        return "unknown: speed is measured, and that device is not in this machine"
+    step, total = (_duration(plan.seconds_per_step * times) for times in (1, plan.steps))
+    return f"about {step} a step, {total} in total; rough: it was off by up to a factor of three"
 
 
-def _spread(plan: Plan) -> dict[str, str]:
-    """Of several devices: what the memory above is of, and what goes between them."""
+def _sharding(plan: Plan) -> dict[str, str]:
+    """Return sharding and traffic, for several devices."""
     shards = plan.shards
     if shards.gpus == 1 and not shards.copies:
         return {}
@@ -624,9 +627,9 @@ def _spread(plan: Plan) -> dict[str, str]:
     sampling = {}
     if plan.engine_elsewhere:
         copy = f"{gib(plan.facts.weight_bytes)} of weights and its cache"
-        sampling = {"sampling": f"{shards.copies} copies of the model on devices of their own, each {copy}"}
+        sampling = {"sampling": f"{shards.copies} copies of the model on separate devices, each {copy}"}
     return {
-        "spread": f"memory is that of each of {shards.gpus} devices, at stage {shards.stage}",
+        "sharding": f"memory is that of each of {shards.gpus} devices, at stage {shards.stage}",
         **sampling,
         "traffic": f"per step {gib(sent['gradients'])} of gradients from each, {gib(sent['weights'])} of new weights",
     }
@@ -637,7 +640,7 @@ def _verdict(plan: Plan) -> str:
         return "it fits, but tightly: the estimate may be off by a fifth"
     if plan.fits:
         return "it fits"
-    return "\n".join(["it does not fit. What would:", *plan.advice])
+    return "\n".join(["it does not fit. Settings that would:", *plan.advice])
 
 
 def _count(number: float) -> str:

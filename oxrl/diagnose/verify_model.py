@@ -1,8 +1,8 @@
-"""A model to a record of what oxRL can do with it: loaded, probed, and two steps each of SFT, DPO and GRPO.
+"""Verify that oxRL can train a model: load and probe it, then run two steps each of SFT, DPO and GRPO.
 
-Every run goes through the public door, is stopped after its first step and resumed, and must end where the unbroken
-run ended. The record says what was measured, with which versions and on which machine; what failed is in it in words.
-Whether a model learns anything useful is left to evaluation.
+Every run uses the public entry point, is resumed from the checkpoint of its first step, and must end with the same
+logits as the uninterrupted run. The record holds the measurements, versions, machine and problems. Whether the model
+learns anything useful is not tested here.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ STEPS = 2
 
 @reads()
 def any_difference(rollout: Rollout) -> float:
-    """Of no use to anyone, but two answers of any model at all are worth something else."""
+    """A meaningless reward that differs between any two completions, also those of a random model."""
     tokens = rollout.generation.token_ids
     return sum(token % 101 for token in tokens) / (100 * max(1, len(tokens)))
 
 
 def verify_entry(entry: Entry, weights: str | None = None) -> dict[str, Any]:
-    """The record of a model of the catalogue; `weights` is a local copy of it, and must be one."""
+    """Return the record of a catalogue model; `weights` is a path to a local copy, whose identity is checked."""
     record = verify_model(weights or entry.source, entry.strategy, entry.lora_targets, expected=entry)
     return {"name": entry.name, "source": entry.source, **record}
 
@@ -64,7 +64,7 @@ def verify_model(
     expected: Entry | None = None,
     algorithms: Sequence[str] = ALGORITHMS,
 ) -> dict[str, Any]:
-    """What was found out about a model: `record["problems"]` is empty where all is well."""
+    """Return the record of a model; `record["problems"]` is empty if all checks passed."""
     check_model(ModelConfig(weights))
     started = time.monotonic()
     model, tokenizer = load_model(weights), load_tokenizer(weights)
@@ -88,16 +88,16 @@ def verify_model(
             config = _config(weights, algorithm, strategy, lora_targets, Path(scratch))
             try:
                 record[algorithm] = _two_steps(config, Path(scratch) / algorithm, before)
-            except (RuntimeError, FloatingPointError) as failure:  # not finite, or sampler and trainer do not agree
+            except (RuntimeError, FloatingPointError) as failure:  # not finite, or sampler and trainer disagree
                 problems.append(f"{algorithm}: {failure}")
             else:
                 problems += [f"{algorithm}: {each}" for each in _problems(record[algorithm], record["dtype"], exact)]
-            shutil.rmtree(Path(scratch) / algorithm)  # a large model's checkpoints need not all lie there at once
+            shutil.rmtree(Path(scratch) / algorithm)  # checkpoints of a large model fill the disk
     return {**record, "seconds": round(time.monotonic() - started, 1), "problems": problems}
 
 
 def _check_identity(record: dict[str, Any], expected: Entry) -> None:
-    """A record is worth nothing if it is of another model."""
+    """Raise a ValueError if the loaded model is not the expected one."""
     architecture, parameters = record["architecture"], record["parameters"]
     if architecture != expected.architecture or not 0.9 < parameters / (expected.billions * 1e9) < 1.1:
         raise ValueError(
@@ -112,7 +112,7 @@ def write_record(record: dict[str, Any], path: Path) -> None:
 
 
 def _probe(model: PreTrainedModel) -> dict[str, str]:
-    """How rows run in training, and how sequences run in generation."""
+    """Return the batch layout used in training and the decoder used in generation."""
     import torch
 
     from oxrl.backends.forward import LanguageModel, prepare_layout
@@ -153,7 +153,7 @@ def _config(weights: str, algorithm: str, strategy: Strategy, lora_targets: Sequ
 
 
 def _two_steps(config: Config, folder: Path, before: Tensor) -> dict[str, Any]:
-    """An unbroken run, then its second step again from the first one's checkpoint."""
+    """Run two steps, then repeat the second one from the checkpoint of the first."""
     result = train_run(config, folder)
     after = _logits_of(result)
     shutil.rmtree(result.checkpoint)
@@ -171,15 +171,15 @@ def _two_steps(config: Config, folder: Path, before: Tensor) -> dict[str, Any]:
 
 def _problems(numbers: dict[str, Any], dtype: str, exact: bool) -> list[str]:
     gap_allowed = 1e-3 if dtype == "float32" else 0.5
-    resume_allowed = 0.0 if exact else 0.05 * numbers["logit_change"]  # no GPU promises equal bits
-    wrong = {
+    resume_allowed = 0.0 if exact else 0.05 * numbers["logit_change"]  # GPUs are not bitwise deterministic
+    failed = {
         "the loss is not finite": not all(map(math.isfinite, numbers["loss"])),
         "the gradient is zero or not finite": not all(0 < norm < math.inf for norm in numbers["grad_norm"]),
-        "training did not change what the model says": not 0 < numbers["logit_change"] < math.inf,
-        "the resumed run ended elsewhere": not numbers["resume_gap"] <= resume_allowed,
-        "sampler and trainer do not agree": not all(gap <= gap_allowed for gap in numbers.get("logprob_gap", [])),
+        "training did not change the logits": not 0 < numbers["logit_change"] < math.inf,
+        "the resumed run ended with different logits": not numbers["resume_gap"] <= resume_allowed,
+        "sampler and trainer disagree": not all(gap <= gap_allowed for gap in numbers.get("logprob_gap", [])),
     }
-    return [f"{problem}: {numbers}" for problem, so in wrong.items() if so]
+    return [f"{problem}: {numbers}" for problem, is_failed in failed.items() if is_failed]
 
 
 def _logits_of(result: RunResult) -> Tensor:
@@ -188,7 +188,7 @@ def _logits_of(result: RunResult) -> Tensor:
 
 
 def _logits(model: PreTrainedModel) -> Tensor:
-    """What the model says about fixed tokens."""
+    """Return the model's logits for fixed tokens."""
     import torch
 
     vocabulary = model.get_input_embeddings().weight.shape[0]

@@ -1,4 +1,4 @@
-"""A run or a model to the numbers of lm-evaluation-harness: tasks, prompts and metrics are its own."""
+"""Run tasks of lm-evaluation-harness on a run or a model, with the harness's own prompts and metrics."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def harness(
     batch_size: int = 8,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Tasks of lm-evaluation-harness on a run or a model: `{task: {"acc,none": 0.25, "acc_stderr,none": ...}}`.
+    """Return the results of lm-evaluation-harness tasks: `{task: {"acc,none": 0.25, "acc_stderr,none": ...}}`.
 
-    `include_path` is a folder with task files of one's own.
+    `include_path` is a folder with custom task files.
     """
     try:
         from lm_eval import simple_evaluate
@@ -32,21 +32,21 @@ def harness(
 
     if include_path is not None and not Path(include_path).is_dir():
         raise ValueError(f"there is no folder {include_path} with task files")
-    place = resolve_weights(str(model))
-    check_model(place)
+    path = resolve_weights(str(model))
+    check_model(path)
     manager = TaskManager(include_path=None if include_path is None else str(include_path))
     if unknown := [task for task in tasks if not manager.match_tasks([task])]:
-        raise ValueError(f"lm-evaluation-harness has no task {unknown[0]!r}; `lm-eval ls tasks` shows them")
-    loaded = load_model(place, is_trainable=False)
-    spoken = HFLM(
+        raise ValueError(f"lm-evaluation-harness has no task {unknown[0]!r}; `lm-eval ls tasks` lists them")
+    loaded = load_model(path, is_trainable=False)
+    wrapped = HFLM(
         pretrained=loaded.get_base_model() if hasattr(loaded, "peft_config") else loaded,
-        tokenizer=load_tokenizer(place),
+        tokenizer=load_tokenizer(path),
         batch_size=batch_size,
     )
     seeds = dict.fromkeys(("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed"), seed)
     try:
-        told = simple_evaluate(
-            spoken,
+        output = simple_evaluate(
+            wrapped,
             tasks=list(tasks),
             limit=limit,
             task_manager=manager,
@@ -55,6 +55,6 @@ def harness(
             **seeds,
         )
     except OSError as error:
-        raise RuntimeError(f"the tasks' data could not be had: {error}") from error
-    results: dict[str, Any] = told["results"]
+        raise RuntimeError(f"the data of the tasks could not be loaded: {error}") from error
+    results: dict[str, Any] = output["results"]
     return results

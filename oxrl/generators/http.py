@@ -102,8 +102,9 @@ class VLLMEngine(_Server):
             "logprobs": 0,
         }
         if self._reports_versions:
-            body = {"model": model, "token_ids": list(request.tokens), "sampling_params": parameters}
-            return await self._complete_with_versions(body)
+            return await self._complete_with_versions(
+                {"model": model, "token_ids": list(request.tokens), "sampling_params": parameters}
+            )
         body = {"model": model, "prompt": list(request.tokens), "return_token_ids": True, **parameters}
         (choice,) = (await self._connection.post("/v1/completions", body))["choices"]
         logprobs = choice["logprobs"]["token_logprobs"] if choice["logprobs"] else ()

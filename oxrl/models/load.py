@@ -8,7 +8,6 @@ backends.
 from __future__ import annotations
 
 import copy
-import difflib
 import json
 import logging
 import sys
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from oxrl.models.builtin import BUILTIN_MODELS, builtin_named_by, prepare_builtin
 from oxrl.models.lora import ADAPTER_CONFIG, load_adapter, read_adapter_config
+from oxrl.names import nearest_name
 from oxrl.types import ModelConfig
 
 if TYPE_CHECKING:
@@ -330,8 +330,8 @@ def _as_config(config: ModelConfig | str) -> ModelConfig:
 
 
 def _nearest(name: str, candidates: Iterable[str]) -> str:
-    found = difflib.get_close_matches(name.lower(), list(candidates), n=1, cutoff=0.7)
-    return f" (did you mean {found[0]!r}?)" if found else ""
+    found = nearest_name(name.lower(), candidates, cutoff=0.7)
+    return f" (did you mean {found!r}?)" if found else ""
 
 
 def _load_weights(source: Source, config: ModelConfig) -> PreTrainedModel:

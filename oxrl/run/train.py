@@ -134,7 +134,7 @@ async def _run_loop(spec: RunSpec, backend: Any, console: LiveConsole, track: Si
     with advice_on_memory(LESS_MEMORY):
         await _warm_up(spec, backend)
         if spec.online:
-            return await _run_online(spec, backend, state=state, show=console.say, log=log, save=save)
+            return await _run_online(spec, backend, state=state, show=console.print_line, log=log, save=save)
         return await _run_offline(spec, backend, state=state, log=log, save=save)
 
 

@@ -1,4 +1,4 @@
-"""Log lines of several processes on one screen: each says whose it is, and all but the first keep to warnings."""
+"""Logging of several processes to one screen: lines carry the rank, and ranks other than 0 log warnings only."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import sys
 
 
 def rank() -> int:
-    """Which of the processes of a run this is, as torchrun says it; 0 where there is one."""
-    said = os.environ.get("RANK", "")
-    return int(said) if said.isdecimal() else 0
+    """Return the rank of this process, as torchrun sets it; 0 if there is only one."""
+    value = os.environ.get("RANK", "")
+    return int(value) if value.isdecimal() else 0
 
 
 def set_up_logging() -> None:
-    """For whoever owns the process, such as the command line; a library leaves logging to its user."""
-    whose = f"[rank {rank()}] " if "RANK" in os.environ else ""
-    logging.basicConfig(level=logging.WARNING, format=f"{whose}%(message)s", stream=sys.stderr)
+    """Configure logging for an application such as the command line; library code never calls this."""
+    prefix = f"[rank {rank()}] " if "RANK" in os.environ else ""
+    logging.basicConfig(level=logging.WARNING, format=f"{prefix}%(message)s", stream=sys.stderr)
     logging.getLogger("oxrl").setLevel(logging.INFO if rank() == 0 else logging.WARNING)

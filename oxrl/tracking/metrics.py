@@ -1,6 +1,6 @@
-"""Numbers of a step to places where people and programs read them: the console, a JSONL file, several at once.
+"""Write the metrics of a step to the console and to a JSONL file.
 
-A sink is anything callable with (step, metrics). What is written is what was measured: nothing is averaged here.
+A sink is any callable of (step, metrics). Metrics are written as measured: nothing is averaged here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Sink: TypeAlias = Callable[[int, Mapping[str, float]], None]
 
 
 class JSONLLogger:
-    """One line a step in `path`. On a resumed run, `keep_until` drops lines of steps that will be done again."""
+    """Append one line per step to `path`. On a resumed run, `keep_until` drops the lines of steps that are repeated."""
 
     def __init__(self, path: str | Path, *, keep_until: int | None = None) -> None:
         self.path = Path(path)
@@ -39,7 +39,7 @@ class JSONLLogger:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, float]]:
-    """The lines of a metrics file; a last line that a kill cut off is left out."""
+    """Return the lines of a metrics file, without an incomplete last line of a killed run."""
     rows = []
     for line in Path(path).read_text(encoding="utf-8").splitlines():
         try:
@@ -61,7 +61,7 @@ def _readable(value: float) -> float | None:
 
 
 def log_to_console(step: int, metrics: Mapping[str, float]) -> None:
-    """`step 12  loss 1.302  tokens/s 512`, one plain line."""
+    """Print one plain line: `step 12  loss 1.302  tokens/s 512`."""
     sys.stderr.write(_line(step, metrics) + "\n")
 
 
@@ -76,7 +76,7 @@ def _short(value: float) -> str:
 
 
 def all_of(*sinks: Sink) -> Sink:
-    """One sink that feeds several."""
+    """Return a sink that forwards to several sinks."""
 
     def log(step: int, metrics: Mapping[str, float]) -> None:
         for sink in sinks:
@@ -86,7 +86,7 @@ def all_of(*sinks: Sink) -> Sink:
 
 
 class LiveConsole:
-    """A progress bar with loss, speed, memory and time left on a terminal; plain lines elsewhere."""
+    """Progress bar with loss, speed, memory and remaining time on a terminal; plain lines otherwise."""
 
     def __init__(self, total_steps: int, *, first_step: int = 0, plain_every: int = 10) -> None:
         from rich.console import Console
@@ -127,8 +127,8 @@ class LiveConsole:
 
     log = __call__
 
-    def say(self, line: str) -> None:
-        """A line for the person who watches, above the bar."""
+    def print_line(self, line: str) -> None:
+        """Print a line above the progress bar."""
         self.console.print(line, highlight=False, markup=False, style="dim")
 
 
@@ -146,7 +146,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: Sequence[float], width: int = 32) -> str:
-    """`sparkline([0, 1, 2]) == "▁▅█"`: the last values as a small curve, from their lowest to their highest."""
+    """`sparkline([0, 1, 2]) == "▁▅█"`: the last values as a small curve, scaled from minimum to maximum."""
     shown = [value for value in values if math.isfinite(value)][-width:]
     if not shown:
         return ""
@@ -168,7 +168,7 @@ def _progress(console: Any) -> Progress:
 
 
 def memory_gib() -> float:
-    """What this process holds now: of the GPU where there is one, else resident memory."""
+    """Return the memory in use by this process: of the GPU if there is one, else resident memory."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         return float(torch.cuda.memory_allocated() / 2**30)

@@ -1,7 +1,7 @@
-"""A run's `metrics.jsonl` to curves: in the terminal with Braille dots, and to a picture where matplotlib is installed.
+"""Plot a run's `metrics.jsonl`: in the terminal with Braille dots, and as an image if matplotlib is installed.
 
-What is drawn is what was logged. A step without a metric is passed over (evaluations are rare); a value that was no
-number breaks the line. Nothing is smoothed.
+Values are drawn as logged, without smoothing. Steps without a metric are skipped (evaluations are rare); a value that
+is not finite interrupts the line.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -25,13 +24,13 @@ logger = logging.getLogger(__name__)
 Series: TypeAlias = list[tuple[float, float]]
 Range: TypeAlias = tuple[float, float]
 
-TELLING = ("loss", "eval_loss", "eval_token_accuracy", "grad_norm", "lr", "tokens_per_second")
-TELLING_OF_REWARDS = ("reward", "eval_reward", "length", "entropy", "flat_groups", "grad_norm")
-COLOURS = (("cyan", "tab:blue"), ("yellow", "tab:orange"))  # of a panel's first and second curve: terminal, picture
+DEFAULT_METRICS = ("loss", "eval_loss", "eval_token_accuracy", "grad_norm", "lr", "tokens_per_second")
+DEFAULT_RL_METRICS = ("reward", "eval_reward", "length", "entropy", "flat_groups", "grad_norm")
+COLOURS = (("cyan", "tab:blue"), ("yellow", "tab:orange"))  # of a panel's first and second curve: terminal, image
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # the bits of a Braille cell, four rows of two
 MARK = "●"
 PANEL_WIDTH, PANEL_HEIGHT = 39, 8  # characters; two panels fit side by side into 80
-FEW_POINTS = 40  # up to here single points are marked in the picture
+FEW_POINTS = 40  # up to this number, points are marked in the image
 
 
 class Panel(NamedTuple):
@@ -42,16 +41,16 @@ class Panel(NamedTuple):
 
 
 def plot_run(run: Path, png: Path, metrics: Sequence[str] = ()) -> None:
-    """Draw `metrics` of a run, or the telling ones among those it has."""
+    """Plot `metrics` of a run, by default the most informative ones that it has."""
     _plot(_read_run(run), png, metrics, str(run), run.resolve().name)
 
 
 def plot_history(
     history: Sequence[Mapping[str, float]], png: str | Path | None = None, *, metrics: Sequence[str] = ()
 ) -> None:
-    """Draw what a loop returned or a logger kept: `[{"step": 1, "reward": 0.1}, ...]`; with `png`, a picture too."""
+    """Plot a history as loops return it: `[{"step": 1, "reward": 0.1}, ...]`; with `png`, also write an image."""
     if not any(row.keys() - {"step"} for row in history) or not all("step" in row for row in history):
-        raise ValueError('a history is a list of steps, such as [{"step": 1, "reward": 0.1}]; each has its `step`')
+        raise ValueError('a history is a list of steps, such as [{"step": 1, "reward": 0.1}]; each needs `step`')
     _plot(history, None if png is None else Path(png), metrics, "history", "history")
 
 
@@ -63,35 +62,35 @@ def _plot(
     console = Console(highlight=False)
     console.print(Text(f"{where}  steps {first:.0f} to {last:.0f}", "bold"), soft_wrap=True)
     _print_panels(console, panels)
-    if png is not None and _save_picture(png, panels, title):
-        console.print(Text(f"picture: {png}"), soft_wrap=True)
+    if png is not None and _save_image(png, panels, title):
+        console.print(Text(f"image: {png}"), soft_wrap=True)
 
 
 def save_curves(run: Path, png: Path) -> bool:
-    """The telling curves of a run to a picture, and not to the terminal; False where that cannot be."""
+    """Write the default curves of a run to an image; return False if matplotlib is missing."""
     rows = _read_run(run)
-    return _save_picture(png, _panels(rows, _chosen(rows, ())), run.resolve().name)
+    return _save_image(png, _panels(rows, _chosen(rows, ())), run.resolve().name)
 
 
 def draw(
     series: Series, width: int, height: int, *, x_range: Range | None = None, y_range: Range | None = None
 ) -> list[str]:
-    """The curve as `height` lines of `width` characters, the top line first; a value that is not finite breaks it."""
+    """Return the curve as `height` lines of `width` characters, top first; a non-finite value interrupts it."""
     points = _finite(series)
     if not points:
         return [" " * width] * height
     x_low, x_high = x_range or _range([x for x, _ in points])
     y_low, y_high = y_range or _range([y for _, y in points])
     cells = [[0] * width for _ in range(height)]
-    before: tuple[int, int] | None = None
+    previous: tuple[int, int] | None = None
     for x, y in series:
         if not _is_number(y):
-            before = None
+            previous = None
             continue
-        here = _place(x, x_low, x_high, 2 * width), 4 * height - 1 - _place(y, y_low, y_high, 4 * height)
-        for column, row in _line(before or here, here):
+        point = _position(x, x_low, x_high, 2 * width), 4 * height - 1 - _position(y, y_low, y_high, 4 * height)
+        for column, row in _line(previous or point, point):
             cells[row // 4][column // 2] |= DOTS[row % 4][column % 2]
-        before = here
+        previous = point
     return ["".join(chr(0x2800 + dots) if dots else " " for dots in line) for line in cells]
 
 
@@ -101,8 +100,8 @@ def _line(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]
     return [(round(x + (to_x - x) * i / far), round(y + (to_y - y) * i / far)) for i in range(far + 1)]
 
 
-def _place(value: float, low: float, high: float, dots: int) -> int:
-    """Which of `dots` positions; where all values are the same, the middle."""
+def _position(value: float, low: float, high: float, dots: int) -> int:
+    """Return the position among `dots`; the middle if all values are equal."""
     return round((value - low) / (high - low) * (dots - 1)) if high > low else (dots - 1) // 2
 
 
@@ -120,28 +119,28 @@ def _range(values: Sequence[float]) -> Range:
 
 def _read_run(run: Path) -> list[dict[str, float]]:
     if not run.is_dir():
-        near = get_close_matches(run.name, [other.name for other in run.parent.glob("*/")], n=1)
-        raise ValueError(f"there is no run folder {run}" + (f"; did you mean {run.parent / near[0]}?" if near else ""))
+        hint = did_you_mean(run.name, (other.name for other in run.parent.glob("*/")))
+        raise ValueError(f"there is no run folder {run}{hint}")
     file = run / "metrics.jsonl"
     if not file.exists():
-        raise ValueError(f"{run} has no metrics.jsonl: it is not a run's folder, or its first step is not done yet")
+        raise ValueError(f"{run} has no metrics.jsonl: it is not a run folder, or its first step is not finished yet")
     rows = read_metrics(file)
     if not any(row.keys() - {"step"} for row in rows):
-        raise ValueError(f"{file} has no metrics yet: wait for the first step that is logged")
+        raise ValueError(f"{file} has no metrics yet: wait for the first logged step")
     return rows
 
 
-def _chosen(rows: Sequence[Mapping[str, float]], asked: Sequence[str]) -> list[str]:
+def _chosen(rows: Sequence[Mapping[str, float]], metrics: Sequence[str]) -> list[str]:
     names = list(dict.fromkeys(name for row in rows for name in row if name != "step"))
-    if unknown := [name for name in asked if name not in names]:
+    if unknown := [name for name in metrics if name not in names]:
         hint = did_you_mean(unknown[0], names, ".")
         raise ValueError(f"the run has no metric {unknown[0]!r}{hint} It has: {', '.join(names)}")
-    telling = TELLING_OF_REWARDS if "reward" in names else TELLING
-    return list(dict.fromkeys(asked)) or [name for name in telling if name in names] or names
+    default = DEFAULT_RL_METRICS if "reward" in names else DEFAULT_METRICS
+    return list(dict.fromkeys(metrics)) or [name for name in default if name in names] or names
 
 
 def _panels(rows: Sequence[Mapping[str, float]], metrics: Sequence[str]) -> list[Panel]:
-    """One panel per metric; `eval_loss` goes into the panel of `loss`, as its second curve."""
+    """Return one panel per metric; `eval_loss` is the second curve in the panel of `loss`."""
     grouped: dict[str, dict[str, Series]] = {}
     for metric in metrics:
         curve = [(row["step"], row[metric]) for row in rows if metric in row]
@@ -167,7 +166,7 @@ def _print_panels(console: Console, panels: Sequence[Panel]) -> None:
 
 
 def _panel_lines(panel: Panel, width: int) -> list[Text]:
-    """Titles, curves with labels of the y axis, the x axis, and an empty line."""
+    """Return titles, curves with y labels, the x axis, and an empty line."""
     values = [y for curve in panel.curves.values() for _, y in _finite(curve)]
     y_range = _range(values) if values else (0.0, 0.0)
     labels = _y_labels(*y_range) if values else {}
@@ -183,7 +182,7 @@ def _panel_lines(panel: Panel, width: int) -> list[Text]:
 
 
 def _overlay(panel: Panel, width: int, y_range: Range) -> list[Text]:
-    """Curves over each other. From the second on their points are marked, so that they differ without colour too."""
+    """Draw curves over each other. Points of the second are marked, so that they differ without colour too."""
     cells = [[(" ", "")] * width for _ in range(PANEL_HEIGHT)]
     for number, (curve, (colour, _)) in enumerate(zip(panel.curves.values(), COLOURS, strict=False)):
         for row, line in enumerate(draw(curve, width, PANEL_HEIGHT, x_range=panel.steps, y_range=y_range)):
@@ -192,22 +191,22 @@ def _overlay(panel: Panel, width: int, y_range: Range) -> list[Text]:
                     below = cells[row][column][0]
                     cells[row][column] = (dots if below == " " else chr(ord(dots) | ord(below)), colour)
         for x, y in _finite(curve) if number else ():
-            row = PANEL_HEIGHT - 1 - _place(y, *y_range, 4 * PANEL_HEIGHT) // 4
-            cells[row][_place(x, *panel.steps, 2 * width) // 2] = (MARK, colour)
+            row = PANEL_HEIGHT - 1 - _position(y, *y_range, 4 * PANEL_HEIGHT) // 4
+            cells[row][_position(x, *panel.steps, 2 * width) // 2] = (MARK, colour)
     return [Text.assemble(*line) for line in cells]
 
 
 def _y_labels(low: float, high: float) -> dict[int, str]:
-    """Line of the panel -> its label."""
+    """Return the labels by line of the panel."""
     if low == high:
         return {PANEL_HEIGHT // 2: _number(low)}
-    digits = 3 + max(0, math.floor(math.log10(max(abs(low), abs(high)) / (high - low))))  # enough to tell them apart
+    digits = 3 + max(0, math.floor(math.log10(max(abs(low), abs(high)) / (high - low))))  # low and high differ
     values = {0: high, PANEL_HEIGHT // 2: (low + high) / 2, PANEL_HEIGHT - 1: low}
     return {row: _number(value, digits) for row, value in values.items()}
 
 
 def _titles(panel: Panel, width: int) -> list[Text]:
-    """Name and numbers of each curve, on one line where they fit."""
+    """Return name and numbers of each curve, on one line if they fit."""
     titles = []
     for number, ((name, curve), (colour, _)) in enumerate(zip(panel.curves.items(), COLOURS, strict=False)):
         sign, numbers = f"{MARK} " if number else "", _summary(curve)
@@ -219,7 +218,7 @@ def _titles(panel: Panel, width: int) -> list[Text]:
 def _summary(curve: Series) -> str:
     values = [y for _, y in _finite(curve)]
     if not values:
-        return "never a finite number"
+        return "no finite value"
     last = _number(curve[-1][1]) if _is_number(curve[-1][1]) else "not finite"
     return f"last {last} min {_number(min(values))} max {_number(max(values))}"
 
@@ -228,21 +227,21 @@ def _number(value: float, digits: int = 3) -> str:
     return f"{value:,.0f}" if 1e3 <= abs(value) < 1e7 else f"{value:.{digits}g}"
 
 
-def _save_picture(png: Path, panels: Sequence[Panel], title: str) -> bool:
+def _save_image(png: Path, panels: Sequence[Panel], title: str) -> bool:
     try:
-        figure = _picture(panels, title)
+        figure = _figure(panels, title)
     except ModuleNotFoundError:
-        logger.warning('no picture: matplotlib is not installed; pip install "oxrl[plot]" brings it')
+        logger.warning('no image written: matplotlib is not installed (pip install "oxrl[plot]")')
         return False
     try:
         png.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(png, dpi=150, format=png.suffix[1:] or "png")
     except OSError as error:
-        raise ValueError(f"{png} cannot be written ({error}); choose another --output") from error
+        raise ValueError(f"{png} cannot be written ({error}): choose another --output") from error
     return True
 
 
-def _picture(panels: Sequence[Panel], title: str) -> Any:
+def _figure(panels: Sequence[Panel], title: str) -> Any:
     from matplotlib.figure import Figure  # without pyplot it draws with Agg and needs no display
 
     columns = min(2, len(panels))

@@ -1,4 +1,4 @@
-"""A run to TensorBoard's event files, in `tensorboard/` of its folder."""
+"""Log a run to TensorBoard event files in `tensorboard/` of the run folder."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from functools import cache
 from typing import Any
 
 from oxrl.tracking.logs import rank
-from oxrl.tracking.trackers import About, Ending, Tracker
+from oxrl.tracking.trackers import Outcome, RunInfo, Tracker
 
 FOLDER = "tensorboard"
 
 
-def open_tracker(about: About) -> Tracker:
-    writer = _writer(str(about.folder / FOLDER))
-    if about.id is None:
-        writer.add_text("config", f"```json\n{json.dumps(about.parameters, indent=1)}\n```")
+def open_tracker(run_info: RunInfo) -> Tracker:
+    writer = _writer(str(run_info.folder / FOLDER))
+    if run_info.id is None:
+        writer.add_text("config", f"```json\n{json.dumps(run_info.parameters, indent=1)}\n```")
 
-    def end(ending: Ending) -> None:  # noqa: ARG001 - one signature for all
+    def end(outcome: Outcome) -> None:  # noqa: ARG001 - same signature for all trackers
         writer.close()
 
     return Tracker(lambda step, metrics: _write(writer, step, metrics), end, FOLDER)
 
 
 def log_to_tensorboard(step: int, metrics: Mapping[str, float]) -> None:
-    """Into a new folder below `runs/`, one per process."""
+    """Log to a new folder below `runs/`, one per process."""
     if rank() == 0:
         _write(_writer_of_this_process(), step, metrics)
 
@@ -44,4 +44,4 @@ def _writer(folder: str | None) -> Any:
 def _write(writer: Any, step: int, metrics: Mapping[str, float]) -> None:
     for name, value in metrics.items():
         writer.add_scalar(name, value, step)
-    writer.flush()  # a run that is killed has told of all its steps
+    writer.flush()  # so that a killed run has logged all its steps

@@ -1,7 +1,7 @@
-"""The numbers of a run to MLflow, TensorBoard, W&B and trackio, one file each; `metrics.jsonl` is there in any case.
+"""Log the metrics of a run to MLflow, TensorBoard, W&B and trackio, besides `metrics.jsonl`.
 
-A tracker is a function of (step, metrics) and an end. It cannot stop a run that has begun: its failure is said once.
-What these packages would tell their makers stays untold unless the user's environment says otherwise.
+A tracker is a function of (step, metrics) and a function that ends it. A failing tracker never stops a running run: the
+first failure is logged as a warning. Telemetry of these packages is off unless the user's environment enables it.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from oxrl.tracking.metrics import Sink, all_of, read_metrics
 
 logger = logging.getLogger(__name__)
 
-Ending: TypeAlias = Literal["finished", "interrupted", "failed"]
+Outcome: TypeAlias = Literal["finished", "interrupted", "failed"]
 TRACKERS = ("mlflow", "tensorboard", "wandb", "trackio")
-"""Each is the name of a package, of the extra that brings it, and of a file here that has `open_tracker(About)`."""
-REMEMBERED = "trackers.json"
-PATIENCE = 3  # failures in a row before a tracker is left alone
+"""Each is the name of a package, of the extra that installs it, and of a module here with `open_tracker(RunInfo)`."""
+STATE_FILE = "trackers.json"
+MAX_FAILURES = 3  # in a row, before a tracker is disabled
 
 
-class About(NamedTuple):
-    """What a tracker is told of a run; `id` is its own name for the run if it has seen it before."""
+class RunInfo(NamedTuple):
+    """What a tracker needs to open a run; `id` is the tracker's run id if the run is resumed."""
 
     folder: Path
     parameters: Mapping[str, Any]  # {"train.lr": 1e-5, ...}
@@ -41,10 +41,10 @@ class About(NamedTuple):
 
 
 class Tracker(NamedTuple):
-    """An open one: where numbers go, how it ends, and what it calls the run."""
+    """An open tracker: its sink, the function that ends it, and its run id."""
 
     log: Sink
-    end: Callable[[Ending], None]
+    end: Callable[[Outcome], None]
     id: str
 
 
@@ -59,13 +59,13 @@ def check_trackers(names: Sequence[str]) -> None:
 
 @contextmanager
 def tracked(names: Sequence[str], folder: Path, config: Mapping[str, Any], *, uri: str | None = None) -> Iterator[Sink]:
-    """A sink that feeds all of them, for as long as the run lasts; on ranks other than 0 it feeds none.
+    """Open the trackers and yield a sink that feeds all of them; on ranks other than 0 it feeds none.
 
-    A run that was there before goes on as the same run, and a step that was sent before is not sent again.
+    A resumed run continues the same run of the tracker, and steps that were logged before are not logged again.
     """
     chosen = tuple(dict.fromkeys(names)) if rank() == 0 else ()
-    memory = folder / REMEMBERED
-    known = json.loads(memory.read_text(encoding="utf-8")) if memory.exists() else {}
+    state_file = folder / STATE_FILE
+    known = json.loads(state_file.read_text(encoding="utf-8")) if state_file.exists() else {}
     if chosen:
         folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
@@ -73,20 +73,20 @@ def tracked(names: Sequence[str], folder: Path, config: Mapping[str, Any], *, ur
         for name in chosen:
             before = known.get(name, {"id": None, "seen": 0})
             seen = max(before["seen"], _last_step(folder)) if name in known else 0
-            tracker = _opened(name, About(folder, flattened(config), uri, before["id"]))
+            tracker = _opened(name, RunInfo(folder, flattened(config), uri, before["id"]))
             known[name] = {"id": tracker.id, "seen": seen}
-            sinks.append(stack.enter_context(_until_it_ends(_Patient(name, tracker, seen))))
+            sinks.append(stack.enter_context(_ended(_SafeTracker(name, tracker, seen))))
         if chosen:
-            memory.write_text(json.dumps(known), encoding="utf-8")
+            state_file.write_text(json.dumps(known), encoding="utf-8")
         yield all_of(*sinks)
 
 
-def _opened(name: str, about: About) -> Tracker:
+def _opened(name: str, run_info: RunInfo) -> Tracker:
     check_trackers([name])
     try:
-        tracker: Tracker = import_module(f"oxrl.tracking.trackers.{name}").open_tracker(about)
+        tracker: Tracker = import_module(f"oxrl.tracking.{name}").open_tracker(run_info)
     except Exception as error:
-        raise ValueError(f"{name} cannot be opened ({error}): correct it, or leave it out of run.trackers") from error
+        raise ValueError(f"{name} cannot be opened ({error}): fix this, or remove it from run.trackers") from error
     return tracker
 
 
@@ -96,47 +96,48 @@ def _last_step(folder: Path) -> int:
     return int(rows[-1]["step"]) if rows else 0
 
 
-class _Patient:
-    """A tracker whose failures are said once and hurt nobody."""
+class _SafeTracker:
+    """A tracker whose first failure is logged, and whose failures are never raised."""
 
     def __init__(self, name: str, tracker: Tracker, seen: int) -> None:
         self.name, self.tracker, self.seen = name, tracker, seen
-        self.failures, self.told = 0, False
+        self.failures, self.warned = 0, False
 
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
-        if step > self.seen and self.failures < PATIENCE:
+        if step > self.seen and self.failures < MAX_FAILURES:
             self._try(lambda: self.tracker.log(step, metrics))
 
-    def end(self, ending: Ending) -> None:
-        self._try(lambda: self.tracker.end(ending))
+    def end(self, outcome: Outcome) -> None:
+        self._try(lambda: self.tracker.end(outcome))
 
     def _try(self, action: Callable[[], None]) -> None:
         try:
             action()
-        except Exception as error:  # noqa: BLE001 - whatever a tracker raises, the run goes on
+        except Exception as error:  # noqa: BLE001 - no error of a tracker may stop the run
             self.failures += 1
-            if not self.told:
-                logger.warning("%s failed and may miss steps: %s; all of them are in metrics.jsonl", self.name, error)
-            self.told = True
+            if not self.warned:
+                logger.warning("%s failed and may miss steps: %s; metrics.jsonl has all of them", self.name, error)
+            self.warned = True
         else:
             self.failures = 0
 
 
 @contextmanager
-def _until_it_ends(tracker: _Patient) -> Iterator[Sink]:
-    ending: Ending = "failed"
+def _ended(tracker: _SafeTracker) -> Iterator[Sink]:
+    """End the tracker with the outcome of the block."""
+    outcome: Outcome = "failed"
     try:
         yield tracker
-        ending = "finished"
+        outcome = "finished"
     except KeyboardInterrupt:
-        ending = "interrupted"
+        outcome = "interrupted"
         raise
     finally:
-        tracker.end(ending)
+        tracker.end(outcome)
 
 
 def flattened(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """`flattened({"train": {"lr": 1e-5}}) == {"train.lr": 1e-5}`; an empty section stays as it is."""
+    """`flattened({"train": {"lr": 1e-5}}) == {"train.lr": 1e-5}`; an empty section is kept."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and value:

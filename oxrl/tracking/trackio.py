@@ -1,4 +1,4 @@
-"""A run to trackio: a database of its own below `TRACKIO_DIR`, or the Space in `TRACKIO_SPACE_ID`."""
+"""Log a run to trackio: to a database below `TRACKIO_DIR`, or to the Space in `TRACKIO_SPACE_ID`."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ import logging
 import uuid
 from contextlib import redirect_stdout
 
-from oxrl.tracking.trackers import About, Ending, Tracker
+from oxrl.tracking.trackers import Outcome, RunInfo, Tracker
 
 logger = logging.getLogger(__name__)
 
 PROJECT = "oxrl"
 
 
-def open_tracker(about: About) -> Tracker:
-    with redirect_stdout(io.StringIO()):  # it tells of itself where results belong
+def open_tracker(run_info: RunInfo) -> Tracker:
+    with redirect_stdout(io.StringIO()):  # trackio prints to stdout, which is reserved for results
         import trackio
 
-        name = about.id or f"{about.name}-{uuid.uuid4().hex[:6]}"
+        name = run_info.id or f"{run_info.name}-{uuid.uuid4().hex[:6]}"
         run = trackio.init(
             project=PROJECT,
             name=name,
-            resume="never" if about.id is None else "allow",
-            config=dict(about.parameters),
+            resume="never" if run_info.id is None else "allow",
+            config=dict(run_info.parameters),
             embed=False,
             auto_log_cpu=False,
             auto_log_gpu=False,
         )
-    logger.info("trackio calls this run %s: `trackio show --project %s` shows it", name, PROJECT)
+    logger.info("logging to trackio as run %s: view it with `trackio show --project %s`", name, PROJECT)
 
-    def end(ending: Ending) -> None:  # noqa: ARG001 - one signature for all
+    def end(outcome: Outcome) -> None:  # noqa: ARG001 - same signature for all trackers
         with redirect_stdout(io.StringIO()):
             trackio.finish()
 

@@ -1,6 +1,6 @@
-"""A run to Weights & Biases: online where there is a key for it, else to a file for `wandb sync`.
+"""Log a run to Weights & Biases: online if an API key is found, else to a file for `wandb sync`.
 
-`WANDB_MODE`, `WANDB_PROJECT`, `WANDB_ENTITY` and `WANDB_BASE_URL` mean what they always do.
+`WANDB_MODE`, `WANDB_PROJECT`, `WANDB_ENTITY` and `WANDB_BASE_URL` have their usual meaning.
 """
 
 from __future__ import annotations
@@ -14,51 +14,51 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from oxrl.tracking.logs import rank
-from oxrl.tracking.trackers import About, Ending, Tracker
+from oxrl.tracking.trackers import Outcome, RunInfo, Tracker
 
 logger = logging.getLogger(__name__)
 
-EXIT_CODES: Mapping[Ending, int] = {"finished": 0, "interrupted": 130, "failed": 1}
+EXIT_CODES: Mapping[Outcome, int] = {"finished": 0, "interrupted": 130, "failed": 1}
 
 
-def open_tracker(about: About) -> Tracker:
-    run = _begun(
-        name=about.name,
-        dir=str(about.folder),
-        config=dict(about.parameters),
-        id=about.id,
-        resume="allow" if about.id is not None and _mode() != "offline" else None,
+def open_tracker(run_info: RunInfo) -> Tracker:
+    run = _start_run(
+        name=run_info.name,
+        dir=str(run_info.folder),
+        config=dict(run_info.parameters),
+        id=run_info.id,
+        resume="allow" if run_info.id is not None and _mode() != "offline" else None,
     )
     if run.offline:
-        logger.info("wandb keeps this run in %s: `wandb sync` sends it", Path(run.dir).parent)
+        logger.info("wandb is offline and logs to %s: upload it with `wandb sync`", Path(run.dir).parent)
 
     def log(step: int, metrics: Mapping[str, float]) -> None:
         run.log(dict(metrics), step=step, commit=True)
 
-    return Tracker(log, lambda ending: run.finish(exit_code=EXIT_CODES[ending]), str(run.id))
+    return Tracker(log, lambda outcome: run.finish(exit_code=EXIT_CODES[outcome]), str(run.id))
 
 
 def log_to_wandb(step: int, metrics: Mapping[str, float]) -> None:
-    """Into the current W&B run; where there is none, one is begun: offline unless there is a key."""
+    """Log to the current W&B run; starts one if there is none, offline unless an API key is found."""
     if rank() != 0:
         return
     import wandb
 
-    run = wandb.run or _begun(reinit="default", dir=os.environ.get("WANDB_DIR", "."))
+    run = wandb.run or _start_run(reinit="default", dir=os.environ.get("WANDB_DIR", "."))
     run.log(dict(metrics), step=step, commit=True)
 
 
-def _begun(**options: Any) -> Any:
+def _start_run(**options: Any) -> Any:
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     import wandb
 
     project = os.environ.get("WANDB_PROJECT", "oxrl")
-    settings = wandb.Settings(console="off", silent=True)  # what a run says is its own affair
+    settings = wandb.Settings(console="off", silent=True)  # do not capture or print console output
     return wandb.init(**{"project": project, "mode": _mode(), "settings": settings, "reinit": "create_new", **options})
 
 
 def _mode() -> Any:
-    """Without a key, asking for one or for the network would only keep a run waiting."""
+    """Return `WANDB_MODE`, or offline without an API key, since wandb would wait for a prompt or the network."""
     return os.environ.get("WANDB_MODE") or (None if _has_key() else "offline")
 
 

@@ -1,4 +1,4 @@
-"""Facts to findings, and the real command on this machine."""
+"""`findings` from facts, and the command on the machine that runs the tests."""
 
 import json
 import os
@@ -10,13 +10,13 @@ import pytest
 
 from oxrl.diagnose.doctor import (
     GIB,
+    Availability,
     Facts,
     Folder,
-    Presence,
     can_train,
+    find_data_locally,
+    find_model_locally,
     findings,
-    presence_of_data,
-    presence_of_model,
 )
 from oxrl.machine.hardware import Device, Hardware
 from oxrl.machine.inventory import Driver, Environment, Package, Torch, as_json, gather_environment
@@ -24,7 +24,7 @@ from tests.rows import sums, write_jsonl
 
 CPU = Device("cpu", "a processor", 64 * GIB, 60 * GIB, bf16=False)
 GPU = Device("cuda:0", "a GPU", 80 * GIB, 79 * GIB, bf16=True)
-WELL = Environment(
+GOOD = Environment(
     python="3.11.7",
     platform="Linux",
     requires_python=">=3.11",
@@ -36,30 +36,30 @@ WELL = Environment(
     nvcc=None,
     variables={},
 )
-GPUS = WELL._replace(
+GPUS = GOOD._replace(
     torch=Torch("2.13.0", cuda="12.8", sees_cuda=True, threads=8),
     driver=Driver("570.86", "12.8"),
     hardware=Hardware((GPU, GPU._replace(device="cuda:1")), 8, 64 * GIB, 60 * GIB),
 )
 ROOM = Folder("runs", "/checkpoints", 100 * GIB, writable=True)
-FACTS = Facts(WELL, (ROOM,), shm=8 * GIB, has_hf_token=True, sandbox="bubblewrap")
+FACTS = Facts(GOOD, (ROOM,), shm=8 * GIB, has_hf_token=True, sandbox="bubblewrap")
 
 
 def with_package(name: str, version: str, *requires: str) -> Environment:
-    return WELL._replace(packages={**WELL.packages, name: Package(version, requires)})
+    return GOOD._replace(packages={**GOOD.packages, name: Package(version, requires)})
 
 
-def test_a_machine_where_all_is_well_has_nothing_but_ok():
-    for environment in (WELL, GPUS):
+def test_a_healthy_machine_has_only_ok_findings():
+    for environment in (GOOD, GPUS):
         found = findings(FACTS._replace(environment=environment))
         assert {finding.level for finding in found} == {"ok"}, found
         assert can_train(found)
 
 
-TROUBLE = {
-    "python": (WELL._replace(python="3.10.2"), "problem", "3.10.2, and >=3.11 is needed"),
+PROBLEMS = {
+    "python": (GOOD._replace(python="3.10.2"), "problem", "3.10.2 is installed, >=3.11 is required"),
     "no torch": (
-        WELL._replace(torch=Torch(None, error="OSError: libcudart.so.12"), hardware=None),
+        GOOD._replace(torch=Torch(None, error="OSError: libcudart.so.12"), hardware=None),
         "problem",
         "libcudart.so.12",
     ),
@@ -68,23 +68,23 @@ TROUBLE = {
         "problem",
         "CUDA error",
     ),
-    "too old": (with_package("torch", "2.10.0"), "problem", "torch 2.10.0 is outside of what is tried, <2.14,>=2.11"),
+    "too old": (with_package("torch", "2.10.0"), "problem", "torch 2.10.0 is outside of the tested range <2.14,>=2.11"),
     "too new": (with_package("torch", "2.14.0"), "warning", "torch 2.14.0"),
     "an extra too old": (with_package("vllm", "0.9.0"), "warning", "vllm 0.9.0"),
-    "a package is missing": (WELL._replace(packages={"torch": Package("2.13.0")}), "problem", "numpy is not installed"),
+    "a package is missing": (GOOD._replace(packages={"torch": Package("2.13.0")}), "problem", "numpy is not installed"),
     "two that do not fit": (
         with_package("vllm", "0.32.0", "torch==2.11.0"),
         "warning",
-        "vllm 0.32.0 wants torch==2.11.0, and 2.13.0+cpu is installed",
+        "vllm 0.32.0 requires torch==2.11.0, but 2.13.0+cpu is installed",
     ),
-    "torch for the CPU": (WELL._replace(driver=Driver("570.86", "12.8")), "warning", "built for the CPU"),
+    "torch for the CPU": (GOOD._replace(driver=Driver("570.86", "12.8")), "warning", "built for the CPU"),
     "an old driver": (
-        WELL._replace(torch=GPUS.torch._replace(sees_cuda=False), driver=Driver("470.1", "11.4")),
+        GOOD._replace(torch=GPUS.torch._replace(sees_cuda=False), driver=Driver("470.1", "11.4")),
         "warning",
-        "driver 470.1 runs CUDA up to 11.4, and torch is built for 12.8",
+        "driver 470.1 supports CUDA up to 11.4, but torch is built for 12.8",
     ),
     "hidden GPUs": (
-        WELL._replace(
+        GOOD._replace(
             torch=GPUS.torch._replace(sees_cuda=False), driver=GPUS.driver, variables={"CUDA_VISIBLE_DEVICES": ""}
         ),
         "warning",
@@ -93,7 +93,7 @@ TROUBLE = {
     "a GPU in use": (
         GPUS._replace(hardware=GPUS.hardware._replace(devices=(GPU._replace(free=20 * GIB),))),
         "warning",
-        "20.0 GiB of 80.0 GiB free: something else is using it",
+        "20.0 GiB of 80.0 GiB free: another process is using it",
     ),
     "no bf16": (
         GPUS._replace(hardware=GPUS.hardware._replace(devices=(GPU._replace(bf16=False),))),
@@ -101,22 +101,22 @@ TROUBLE = {
         "bfloat16",
     ),
     "another toolkit": (
-        GPUS._replace(nvcc="11.8", packages={**WELL.packages, "deepspeed": Package("0.19.8")}),
+        GPUS._replace(nvcc="11.8", packages={**GOOD.packages, "deepspeed": Package("0.19.8")}),
         "warning",
-        "nvcc is of CUDA 11.8 and torch of 12.8",
+        "nvcc is for CUDA 11.8 and torch for 12.8",
     ),
-    "little memory": (WELL._replace(hardware=WELL.hardware._replace(free=2 * GIB)), "warning", "small models only"),
-    "no memory": (WELL._replace(hardware=WELL.hardware._replace(free=GIB // 2)), "problem", "0.5 GiB of 64.0 GiB"),
-    "one thread": (WELL._replace(torch=Torch("2.13.0", threads=1)), "warning", "use 1 of 8 cores"),
-    "many threads": (WELL._replace(torch=Torch("2.13.0", threads=64)), "warning", "64 threads on 8 cores"),
-    "threads that spin": (WELL._replace(variables={"OMP_WAIT_POLICY": "ACTIVE"}), "warning", "spin"),
-    "not installed": (WELL._replace(requires_python="", requirements=()), "warning", "not installed"),
+    "little memory": (GOOD._replace(hardware=GOOD.hardware._replace(free=2 * GIB)), "warning", "small models only"),
+    "no memory": (GOOD._replace(hardware=GOOD.hardware._replace(free=GIB // 2)), "problem", "0.5 GiB of 64.0 GiB"),
+    "one thread": (GOOD._replace(torch=Torch("2.13.0", threads=1)), "warning", "use 1 of 8 cores"),
+    "many threads": (GOOD._replace(torch=Torch("2.13.0", threads=64)), "warning", "64 threads on 8 cores"),
+    "threads that spin": (GOOD._replace(variables={"OMP_WAIT_POLICY": "ACTIVE"}), "warning", "spin"),
+    "not installed": (GOOD._replace(requires_python="", requirements=()), "warning", "not installed"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", TROUBLE)
-def test_trouble_is_found_with_its_level_and_a_fix(name):
-    environment, level, what = TROUBLE[name]
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_a_problem_is_found_with_its_level_and_a_fix(name):
+    environment, level, what = PROBLEMS[name]
     found = [finding for finding in findings(FACTS._replace(environment=environment)) if finding.level != "ok"]
     (finding,) = found
     assert (finding.level, what in finding.what, bool(finding.fix)) == (level, True, True), finding
@@ -126,48 +126,48 @@ def test_trouble_is_found_with_its_level_and_a_fix(name):
 @pytest.mark.parametrize(
     ("change", "level", "what"),
     [
-        ({"folders": (ROOM._replace(writable=False),)}, "problem", "cannot be written"),
-        ({"folders": (ROOM._replace(purpose="data", writable=False),)}, "warning", "cannot be written"),
+        ({"folders": (ROOM._replace(writable=False),)}, "problem", "not writable"),
+        ({"folders": (ROOM._replace(purpose="data", writable=False),)}, "warning", "not writable"),
         ({"folders": (ROOM._replace(free=GIB // 2),)}, "problem", "too little for a checkpoint"),
         ({"folders": (ROOM._replace(free=5 * GIB),)}, "warning", "5.0 GiB free"),
         ({"environment": GPUS, "shm": GIB // 16}, "warning", "0.1 GiB free"),
         ({"sandbox": "none", "sandbox_missing": {"bubblewrap": "no bwrap"}}, "warning", "(bubblewrap: no bwrap)"),
-        ({"model": Presence("a/b", "missing", "is not there", "hf download a/b")}, "problem", "a/b is not there"),
-        ({"data": Presence("gsm8k", "later", "is prepared on first use", "oxrl data prepare")}, "warning", "gsm8k"),
+        ({"model": Availability("a/b", "missing", "is not there", "hf download a/b")}, "problem", "a/b is not there"),
+        ({"data": Availability("gsm8k", "remote", "is prepared then", "oxrl data prepare")}, "warning", "gsm8k"),
     ],
 )  # fmt: skip
-def test_what_is_around_a_run_is_judged_too(change, level, what):
+def test_folders_memory_sandbox_model_and_data_are_checked_too(change, level, what):
     (finding,) = [finding for finding in findings(FACTS._replace(**change)) if finding.level != "ok"]
     assert (finding.level, what in finding.what, bool(finding.fix)) == (level, True, True), finding
 
 
-def test_models_are_looked_for_on_the_disk_only(tmp_path, monkeypatch):
+def test_models_are_looked_up_on_the_disk_only(tmp_path, monkeypatch):
     monkeypatch.setenv("OXRL_CACHE_DIR", str(tmp_path / "cache"))
-    assert presence_of_model("tiny").state == "here"
-    assert presence_of_model("smollm2-135m").state == "later"
-    assert presence_of_model("tinny") == presence_of_model("tinny")._replace(state="missing")
-    assert "did you mean 'tiny'" in presence_of_model("tinny").what
+    assert find_model_locally("tiny").state == "local"
+    assert find_model_locally("smollm2-135m").state == "remote"
+    assert find_model_locally("tinny") == find_model_locally("tinny")._replace(state="missing")
+    assert "did you mean 'tiny'" in find_model_locally("tinny").what
     unfinished = tmp_path / "model"
     unfinished.mkdir()
     (unfinished / "config.json").write_text("{}")
-    found = presence_of_model(str(unfinished))
+    found = find_model_locally(str(unfinished))
     assert (found.state, found.what) == ("missing", "is a folder without *.safetensors, a tokenizer")
-    assert presence_of_model("qwen3-0.6b").name == "Qwen/Qwen3-0.6B"
-    assert presence_of_model("nobody/has-this").state == "missing", "the tests run with HF_HUB_OFFLINE"
+    assert find_model_locally("qwen3-0.6b").name == "Qwen/Qwen3-0.6B"
+    assert find_model_locally("no-such-owner/no-such-model").state == "missing", "the tests run with HF_HUB_OFFLINE"
 
 
-def test_data_is_looked_for_by_reading_one_row(tmp_path, monkeypatch):
+def test_data_is_checked_by_reading_one_row(tmp_path, monkeypatch):
     monkeypatch.setenv("OXRL_DATA_DIR", str(tmp_path))
     good = write_jsonl(tmp_path / "rows.jsonl", sums(2))
     bad = tmp_path / "bad.jsonl"
     bad.write_text("no json\n")
-    assert presence_of_data(str(good)).state == "here"
-    assert presence_of_data(str(bad)).state == "missing"
-    assert presence_of_data(str(tmp_path / "none.jsonl")).state == "missing"
-    assert presence_of_data("gsm8k").state == "later"
+    assert find_data_locally(str(good)).state == "local"
+    assert find_data_locally(str(bad)).state == "missing"
+    assert find_data_locally(str(tmp_path / "none.jsonl")).state == "missing"
+    assert find_data_locally("gsm8k").state == "remote"
     (tmp_path / "gsm8k").mkdir()
     (tmp_path / "gsm8k" / "card.json").write_text("{}")
-    assert presence_of_data("gsm8k").state == "here"
+    assert find_data_locally("gsm8k").state == "local"
 
 
 def doctor(*arguments, cwd, **variables):
@@ -181,16 +181,16 @@ def doctor(*arguments, cwd, **variables):
     )
 
 
-def test_the_command_tells_programs_what_it_found_and_leaves_nothing_behind(tmp_path):
+def test_the_json_output_has_all_topics_and_no_file_is_left_behind(tmp_path):
     rows = write_jsonl(tmp_path / "rows.jsonl", sums(2))
     token = "hf_" + "x" * 30
     done = doctor("tiny", "--data", rows, "--json", cwd=tmp_path, HF_TOKEN=token, WANDB_API_KEY="k" * 40)
-    told = json.loads(done.stdout)
-    assert done.returncode == 0 and told["can_train"] and told["schema"] == 1
-    assert {tuple(finding) for finding in told["findings"]} == {("level", "topic", "what", "fix")}
-    topics = {finding["topic"] for finding in told["findings"]}
+    output = json.loads(done.stdout)
+    assert done.returncode == 0 and output["can_train"] and output["schema"] == 1
+    assert {tuple(finding) for finding in output["findings"]} == {("level", "topic", "what", "fix")}
+    topics = {finding["topic"] for finding in output["findings"]}
     assert {"python", "torch", "packages", "gpu", "memory", "disk", "sandbox", "token", "model", "data"} <= topics
-    assert told["environment"]["packages"]["torch"].startswith("2.")
+    assert output["environment"]["packages"]["torch"].startswith("2.")
     assert token not in done.stdout + done.stderr and "k" * 40 not in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
@@ -207,18 +207,18 @@ def test_a_torch_that_cannot_be_imported_is_a_finding(tmp_path):
 
 
 def test_the_environment_is_plain_json_without_secret_variables(monkeypatch):
-    monkeypatch.setenv("RAY_AUTH_TOKEN", "do not tell")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "a secret value")
     monkeypatch.setenv("OXRL_DATA_DIR", "/data")
-    told = json.dumps(as_json(gather_environment()))
-    assert "do not tell" not in told and '"OXRL_DATA_DIR": "/data"' in told
+    output = json.dumps(as_json(gather_environment()))
+    assert "a secret value" not in output and '"OXRL_DATA_DIR": "/data"' in output
 
 
-def test_driver_and_toolkit_are_what_their_own_programs_say(tmp_path, monkeypatch):
-    said = {
+def test_driver_and_toolkit_versions_are_parsed_from_nvidia_smi_and_nvcc(tmp_path, monkeypatch):
+    outputs = {
         "nvidia-smi": "| NVIDIA-SMI 570.86.15   Driver Version: 570.86.15   CUDA Version: 12.8  |",
         "nvcc": "Cuda compilation tools, release 12.6, V12.6.85",
     }
-    for name, line in said.items():
+    for name, line in outputs.items():
         program = tmp_path / name
         program.write_text(f"#!/bin/sh\necho '{line}'\n")
         program.chmod(0o755)

@@ -1,4 +1,4 @@
-"""The audit names what makes engine and trainer disagree: each difference is planted for real, most in real vLLM."""
+"""The audit identifies why engine and trainer disagree: each difference is real, most of them in a vLLM server."""
 
 import json
 import shutil
@@ -60,7 +60,7 @@ def audit(run, engine=None, **options):
 
 
 def changed(run, folder, **rollout):
-    """The same run, as if its sampling had been another."""
+    """A copy of the run with other sampling settings."""
     shutil.copytree(run, folder)
     config = yaml.safe_load((folder / "config.yaml").read_text())
     config["rollout"] |= rollout
@@ -77,13 +77,13 @@ def engine_at(url, run, folder, step=3, engine=VLLMEngine):
     return HTTPGenerator([server], load_tokenizer(str(path)))
 
 
-def test_the_runs_own_engine_agrees_and_the_command_says_so(run):
+def test_the_runs_own_engine_agrees(run):
     shown = CliRunner().invoke(app, ["mismatch", str(run)])
     assert shown.exit_code == 0, shown.output
     assert "engine and trainer agree" in shown.output and "train.max_logprob_gap" in shown.output
-    told = json.loads(CliRunner().invoke(app, ["mismatch", str(run), "--json", "--answers", "2"]).output)
-    assert told["largest"] < 1e-4 and told["within"] and told["explanation"] is None
-    assert told["answers"] == 2 and len(told["worst"]) == 5 and told["worst"][0]["gap"] == told["largest"]
+    report = json.loads(CliRunner().invoke(app, ["mismatch", str(run), "--json", "--answers", "2"]).output)
+    assert report["largest"] < 1e-4 and report["within"] and report["explanation"] is None
+    assert report["answers"] == 2 and len(report["worst"]) == 5 and report["worst"][0]["gap"] == report["largest"]
 
 
 def test_vllm_with_the_newest_weights_agrees(run, vllm_url, tmp_path):
@@ -98,7 +98,7 @@ def test_stale_weights_are_named_with_their_step(run, vllm_url, tmp_path):
 
 
 class AtTemperatureOne(VLLMEngine):
-    """A server that does not hear what temperature it is asked for."""
+    """A server that ignores the requested temperature."""
 
     async def complete(self, ask):
         return await super().complete(ask._replace(sampling=ask.sampling._replace(temperature=1.0)))
@@ -112,7 +112,7 @@ def test_another_temperature_is_named(run, vllm_url, tmp_path):
 
 
 class AfterCutOffs(VLLMEngine):
-    """A server whose log-probs, as vLLM's are by `processed_logprobs`, count what the cut-offs left as all."""
+    """A server whose log-probs are renormalised after cut-offs, as vLLM's are with `processed_logprobs`."""
 
     async def facts(self):
         return Facts((await super().facts()).max_length, "full")
@@ -134,7 +134,7 @@ def test_another_dtype_is_named(run):
 
 
 class ReadingText(EmbeddedGenerator):
-    """An engine that is told text, of which it makes tokens of its own."""
+    """An engine that receives text and tokenises it itself."""
 
     async def generate(self, requests, sampling):
         texts = [self.tokenizer.decode(request.tokens, skip_special_tokens=True) for request in requests]
@@ -151,17 +151,17 @@ def test_another_tokenisation_is_named(run):
     assert "token ids" in found.advice
 
 
-def test_what_nothing_explains_is_said_and_the_command_fails(run, tmp_path):
+def test_an_unexplained_gap_is_reported_as_such(run, tmp_path):
     newest = str(checkpoints(run / "checkpoints")[-1])
     found = audit(run, EmbeddedGenerator(spread(load_model(newest), seed=9), load_tokenizer(newest)))
     assert not found.within and found.explanation is None
-    assert "nothing explains it" in str(found) and "correction: truncated" in found.advice
+    assert "no tried change explains the gap" in str(found) and "correction: truncated" in found.advice
 
 
-def test_what_the_run_drew_itself_can_be_looked_at(run, tmp_path):
+def test_completions_recorded_by_the_run_can_be_audited(run, tmp_path):
     found = audit(run, recorded=True)
     assert found.within and found.mean < 1e-4
-    assert found.checkpoint.endswith("step_0002"), "the third step was drawn with the weights of the second"
+    assert found.checkpoint.endswith("step_0002"), "the third step was sampled with the weights of the second"
     wrong = shutil.copytree(run, tmp_path / "wrong")
     lines = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
     lines[-1]["samples"][0]["turns"][0]["logprobs"][1] -= 0.5
@@ -180,18 +180,18 @@ def test_a_wrong_run_is_exit_code_2(tmp_path, option):
     config = load_config(None, overrides).model_dump(mode="json")
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     shown = CliRunner().invoke(app, ["mismatch", str(tmp_path), *option])
-    assert shown.exit_code == 2 and "sft learns from files" in shown.output
+    assert shown.exit_code == 2 and "sft trains on files" in shown.output
 
 
 @pytest.mark.parametrize("recorded", [False, True])
-def test_a_run_that_was_stopped_in_its_first_step_is_looked_at_with_the_weights_it_began_with(run, tmp_path, recorded):
+def test_a_run_without_checkpoints_is_audited_with_its_initial_model(run, tmp_path, recorded):
     unsaved = shutil.copytree(run, tmp_path / "unsaved", ignore=shutil.ignore_patterns("checkpoints"))
     found = audit(unsaved, recorded=recorded)
     assert found.within and found.checkpoint == str(run.parent / "model")
 
 
-def test_a_run_that_recorded_nothing_is_asked_its_own_prompts(run, tmp_path):
-    silent = shutil.copytree(run, tmp_path / "silent", ignore=shutil.ignore_patterns("rollouts.jsonl"))
-    assert audit(silent, answers=2).within
+def test_without_recorded_rollouts_prompts_come_from_the_data(run, tmp_path):
+    unrecorded = shutil.copytree(run, tmp_path / "unrecorded", ignore=shutil.ignore_patterns("rollouts.jsonl"))
+    assert audit(unrecorded, answers=2).within
     with pytest.raises(ValueError, match="rollout.log_samples"):
-        audit(silent, recorded=True)
+        audit(unrecorded, recorded=True)

@@ -1,10 +1,10 @@
-"""The arithmetic against published figures, and settings that are chosen so that they fit."""
+"""Memory estimates match published figures, and chosen settings fit the device."""
 
 import pytest
 
 from oxrl.diagnose.memory import (
     GIB,
-    Generating,
+    GenerationLoad,
     ModelFacts,
     Work,
     fitting_batch,
@@ -48,11 +48,11 @@ def test_mixed_precision_adamw_takes_sixteen_bytes_per_parameter():
 
 def test_the_cache_of_llama_3_8b_takes_128_kib_per_token():
     assert LLAMA_3_8B.cache == 128 * 1024
-    one = generation(LLAMA_3_8B, Generating(slots=1, length=8192)) - generation(LLAMA_3_8B, Generating(1, 0))
-    assert one == pytest.approx(1.25 * GIB)  # a GiB at a context of 8192, and the quarter ahead
+    one = generation(LLAMA_3_8B, GenerationLoad(slots=1, length=8192)) - generation(LLAMA_3_8B, GenerationLoad(1, 0))
+    assert one == pytest.approx(1.25 * GIB)  # a GiB at a context of 8192, and a quarter more
 
 
-def test_a_wrong_stage_is_answered_with_the_allowed_ones():
+def test_a_wrong_stage_is_an_error_with_the_allowed_ones():
     with pytest.raises(ValueError, match="0, 1, 2 or 3"):
         sharded_states(1, 1, gpus=2, stage=4)
 
@@ -76,24 +76,24 @@ def test_the_local_backend_takes_eighteen_bytes_in_half_precision_and_sixteen_in
     states = half.weights + half.gradients + half.optimizer
     assert states == 18 * LLAMA_3_8B.parameters
     single = LLAMA_3_8B._replace(weight_bytes=4 * LLAMA_3_8B.parameters, masters=0)
-    whole = memory(single, work, "cpu", 0)
-    assert whole.weights + whole.gradients + whole.optimizer == 16 * LLAMA_3_8B.parameters
+    full = memory(single, work, "cpu", 0)
+    assert full.weights + full.gradients + full.optimizer == 16 * LLAMA_3_8B.parameters
 
 
-def test_training_and_generation_take_turns():
-    quiet = memory(LLAMA_3_8B, Work(1024, 1024), "cuda", 0)
-    talking = memory(LLAMA_3_8B, Work(1024, 1024, generating=Generating(1, 64)), "cuda", 0)
-    assert talking.peak == quiet.peak
-    crowded = memory(LLAMA_3_8B, Work(1024, 1024, generating=Generating(512, 8192)), "cuda", 0)
-    assert crowded.peak == quiet.peak - quiet.training + crowded.generation
+def test_only_the_larger_of_training_and_generation_counts():
+    training = memory(LLAMA_3_8B, Work(1024, 1024), "cuda", 0)
+    small = memory(LLAMA_3_8B, Work(1024, 1024, generating=GenerationLoad(1, 64)), "cuda", 0)
+    assert small.peak == training.peak
+    large = memory(LLAMA_3_8B, Work(1024, 1024, generating=GenerationLoad(512, 8192)), "cuda", 0)
+    assert large.peak == training.peak - training.training + large.generation
 
 
-def test_sharding_leaves_activations_alone():
-    whole = memory(LLAMA_3_8B, Work(4096, 4096), "cuda", GIB)
-    shard = sharded_memory(whole, LLAMA_3_8B, gpus=8, stage=2)
-    assert shard.activations == whole.activations
+def test_sharding_does_not_change_activations():
+    single = memory(LLAMA_3_8B, Work(4096, 4096), "cuda", GIB)
+    shard = sharded_memory(single, LLAMA_3_8B, gpus=8, stage=2)
+    assert shard.activations == single.activations
     assert shard.optimizer == 12 * LLAMA_3_8B.parameters // 8
-    assert shard.weights == whole.weights
+    assert shard.weights == single.weights
 
 
 def test_logits_never_take_more_than_a_chunk():
@@ -102,7 +102,7 @@ def test_logits_never_take_more_than_a_chunk():
     assert few < many < head + 4 * 2**26 * 1.2
 
 
-def test_a_frozen_weight_costs_no_gradient_of_its_own():
+def test_a_frozen_weight_has_no_gradient():
     full, low = (training_flops(facts, 1000, row=0) for facts in (LLAMA_3_8B, ADAPTED))
     assert full == 6 * LLAMA_3_8B.active * 1000
     assert low == pytest.approx(4 / 6 * full)
@@ -123,7 +123,7 @@ def test_a_smaller_device_checkpoints_before_it_shortens_micro_batches():
     assert memory(ADAPTED, work, "cuda", GIB).peak <= 0.85 * 24 * GIB
 
 
-def test_a_device_that_is_too_small_is_told_so():
+def test_a_device_that_is_too_small_is_reported():
     fit = fitting_batch(LLAMA_3_8B, 24 * GIB, longest=512)
     assert not fit.fits
     assert "LoRA" in fit.reasons[1]
@@ -132,6 +132,6 @@ def test_a_device_that_is_too_small_is_told_so():
 def test_slots_are_halved_until_their_cache_fits():
     fit = fitting_batch(ADAPTED, 24 * GIB, longest=4096, answers=2048, slots=256)
     assert fit.fits and 1 <= fit.slots < 256
-    generating = Generating(fit.slots, 4096)
+    generating = GenerationLoad(fit.slots, 4096)
     work = Work(fit.micro_batch_tokens, fit.micro_batch_tokens, fit.gradient_checkpointing, generating=generating)
     assert memory(ADAPTED, work, "cuda", GIB).peak <= 0.85 * 24 * GIB

@@ -1,4 +1,4 @@
-"""What `oxrl plan` reads off a model and a config, and how it answers on the command line."""
+"""`oxrl plan`: facts of models and configs, estimates, and the command."""
 
 import json
 import re
@@ -56,7 +56,7 @@ def test_parameters_are_those_of_the_loaded_model(lora):
     assert facts.head_trained == (lora is None)
 
 
-def test_what_autograd_keeps_is_counted_as_it_is_kept_in_a_real_pass():
+def test_saved_tensors_are_counted_as_in_a_real_pass():
     from oxrl.data.pack import collate
     from tests.loops.test_memory_warmup import random_rows
 
@@ -81,17 +81,17 @@ def test_checkpointing_keeps_little_more_than_a_vector_per_layer():
     assert 4 * 128 * facts.layers <= facts.kept_checkpointed < facts.kept / 10
 
 
-def test_a_token_of_a_mixture_meets_a_share_of_the_experts():
+def test_parameters_of_unselected_experts_are_not_active():
     from transformers import Qwen3MoeConfig
 
-    from oxrl.diagnose.plan import _idle_experts
+    from oxrl.diagnose.plan import _inactive_parameters
 
     config = Qwen3MoeConfig(
         vocab_size=100, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
         num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16,
     )  # fmt: skip
     model = on_meta(config, torch.float32, None, trust_remote_code=False)
-    assert _idle_experts(model, config) == 2 * 6 * (3 * 32 * 16)  # two layers, six of eight experts, three matrices
+    assert _inactive_parameters(model, config) == 2 * 6 * (3 * 32 * 16)  # layers, unselected experts, matrices
     assert kept_bytes(model, torch.float32)[0] > 0
 
 
@@ -138,15 +138,15 @@ def test_a_run_that_samples_has_a_cache_for_its_longest_answers(config_file):
     assert plan.passes[0] == "sampling"
 
 
-def test_what_does_not_fit_comes_with_changes_that_do(config_file):
-    roomy = planned(config_file, train={"micro_batch_tokens": 100})
-    cramped = planned(config_file, memory=roomy.memory.peak - 1, train={"micro_batch_tokens": 100})
-    assert roomy.fits and not roomy.advice
-    assert not cramped.fits and cramped.advice
-    assert "does not fit" in describe(cramped)["verdict"]
+def test_a_run_that_does_not_fit_comes_with_settings_that_do(config_file):
+    large = planned(config_file, train={"micro_batch_tokens": 100})
+    small = planned(config_file, memory=large.memory.peak - 1, train={"micro_batch_tokens": 100})
+    assert large.fits and not large.advice
+    assert not small.fits and small.advice
+    assert "does not fit" in describe(small)["verdict"]
 
 
-def test_advice_is_true_when_it_is_followed(config_file, tmp_path):
+def test_following_the_advice_makes_the_run_fit(config_file, tmp_path):
     rows = [{"prompt": "x" * 300, "response": "y" * 100} for _ in range(64)]
     data = {"train_files_path": str(write_jsonl(tmp_path / "long.jsonl", rows))}
     greedy = {"micro_batch_tokens": 20_000, "train_batch_size_per_gpu": 64}
@@ -157,26 +157,26 @@ def test_advice_is_true_when_it_is_followed(config_file, tmp_path):
     assert planned(config_file, memory, data=data, train={**greedy, "micro_batch_tokens": tokens}).fits
 
 
-def test_several_devices_share_what_their_stage_says(config_file):
-    alone, spread = planned(config_file), planned(config_file, shards=Shards(gpus=4, stage=2, copies=2))
-    assert spread.memory.weights == alone.memory.weights
-    assert spread.memory.optimizer == alone.memory.optimizer // 4
-    assert spread.as_dict()["traffic"] == {
-        "gradients": 2 * 3 / 4 * 4 * alone.facts.trained,
-        "weights": 2 * alone.memory.weights,
+def test_several_devices_shard_according_to_their_stage(config_file):
+    single, sharded = planned(config_file), planned(config_file, shards=Shards(gpus=4, stage=2, copies=2))
+    assert sharded.memory.weights == single.memory.weights
+    assert sharded.memory.optimizer == single.memory.optimizer // 4
+    assert sharded.as_dict()["traffic"] == {
+        "gradients": 2 * 3 / 4 * 4 * single.facts.trained,
+        "weights": 2 * single.memory.weights,
     }
-    assert "each of 4 devices, at stage 2" in describe(spread)["spread"]
-    assert "spread" not in describe(alone)
+    assert "each of 4 devices, at stage 2" in describe(sharded)["sharding"]
+    assert "sharding" not in describe(single)
 
 
 ONLINE = {"train": {"alg_name": "grpo"}, "reward": {"reward_func": "number_match"}}
 
 
-def test_engines_are_sent_all_weights_or_an_adapter_alone(config_file):
-    for alone in (False, True):
-        engine = {"name": "vllm", "adapter": alone}
+def test_engines_are_sent_all_weights_or_only_an_adapter(config_file):
+    for adapter_only in (False, True):
+        engine = {"name": "vllm", "adapter": adapter_only}
         plan = planned(config_file, **ONLINE, run={"backend": "local"}, lora={"enabled": True}, inference_engine=engine)
-        expected = 4 * plan.facts.trained if alone else plan.facts.weight_bytes
+        expected = 4 * plan.facts.trained if adapter_only else plan.facts.weight_bytes
         assert plan.as_dict()["traffic"]["weights"] == expected
     servers = {"name": "http", "urls": ["http://127.0.0.1:1", "http://127.0.0.1:2"]}
     plan = planned(config_file, **ONLINE, run={"backend": "local"}, inference_engine=servers)
@@ -184,21 +184,21 @@ def test_engines_are_sent_all_weights_or_an_adapter_alone(config_file):
 
 
 @pytest.mark.parametrize("colocated", [False, True])
-def test_an_engine_on_the_trainers_processor_is_awake_and_counted_with_it(config_file, colocated):
+def test_an_engine_on_the_trainers_cpu_never_sleeps_and_is_counted(config_file, colocated):
     engine = {"name": "vllm", "colocated": colocated}
     plan = planned(config_file, **ONLINE, run={"backend": "local"}, inference_engine=engine)
-    assert plan.memory.others == {"engine": plan.memory.weights + 2**30}, "weights of its own, and its cache"
+    assert plan.memory.others == {"engine": plan.memory.weights + 2**30}, "separate weights and a KV cache"
     assert plan.memory.generation == 0
 
 
 @pytest.mark.parametrize("gpus", [{"rollout_gpus": 2}, {}])
-def test_an_engine_elsewhere_takes_nothing_of_the_devices_that_train(config_file, gpus):
+def test_an_engine_on_other_devices_adds_nothing_to_the_training_devices(config_file, gpus):
     raw = yaml.safe_load(config_file.read_text()) | ONLINE
     raw |= {"run": {"backend": "fsdp", "training_gpus": 2, **gpus}, "model": {"name": "tiny"}}
     raw["inference_engine"] = {"name": "vllm"} if gpus else {"name": "http", "urls": ["http://127.0.0.1:1"]}
     plan = plan_run(check_config(raw), gpu_memory=80)
     assert (plan.memory.others, plan.memory.generation) == ({}, 0)
-    assert ("2 copies of the model on devices of their own" in describe(plan).get("sampling", "")) == bool(gpus)
+    assert ("2 copies of the model on separate devices" in describe(plan).get("sampling", "")) == bool(gpus)
 
 
 def test_an_engine_on_the_trainers_gpus_takes_its_share_awake_and_a_context_asleep(config_file):
@@ -209,10 +209,10 @@ def test_an_engine_on_the_trainers_gpus_takes_its_share_awake_and_a_context_asle
         raw["inference_engine"] = {"name": "vllm", "colocated": True, **engine}
         plan = plan_run(check_config(raw), gpu_memory=80)
         context = plan.memory.framework
-        lasting = 2 * context + plan.memory.weights + plan.memory.optimizer
+        constant = 2 * context + plan.memory.weights + plan.memory.optimizer
         assert plan.shards.gpus == plan.shards.copies == 2
         assert plan.memory.others == {"engine": context}
-        assert plan.memory.peak == lasting + max(plan.memory.training, int(share * 80 * 2**30) - context)
+        assert plan.memory.peak == constant + max(plan.memory.training, int(share * 80 * 2**30) - context)
         return plan
 
     assert planned_on_gpus(0.5).fits
@@ -224,7 +224,7 @@ def run(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def test_the_command_says_what_would_happen_and_does_nothing(config_file):
+def test_the_command_prints_the_plan_and_writes_nothing(config_file):
     done = run("plan", config_file, "--output", config_file.parent / "out")
     assert done.exit_code == 0, done.output
     for word in ("533.12 K parameters", "12 rows, 1 left out", "peak", "it fits", "a step"):
@@ -234,10 +234,10 @@ def test_the_command_says_what_would_happen_and_does_nothing(config_file):
 
 def test_json_and_overrides(config_file):
     done = run("plan", config_file, "--set", "lora.enabled=true", "--json")
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert told["fits"] is True
-    assert told["facts"]["trained"] < told["facts"]["parameters"] / 2
-    assert sum(told["memory"].values()) > 2 * 10**8
+    plan = json.loads(done.stdout.splitlines()[-1])
+    assert plan["fits"] is True
+    assert plan["facts"]["trained"] < plan["facts"]["parameters"] / 2
+    assert sum(plan["memory"].values()) > 2 * 10**8
 
 
 def test_a_dry_run_is_a_plan(config_file):
@@ -270,14 +270,14 @@ def test_a_run_too_large_for_the_machine_has_exit_code_one(config_file, tmp_path
 
 
 def largest_memory_of(config, folder):
-    """Of a process that trains."""
+    """Peak resident memory of a process that trains."""
     train_run(config, folder)
     return int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 
 
 @pytest.mark.trains
-def test_a_plan_is_close_to_what_a_run_takes(config_file, tmp_path, forks):
-    """In a process of its own, for peaks do not go down; the real table is in docs/planning.md."""
+def test_a_plan_is_close_to_the_memory_of_a_run(config_file, tmp_path, forks):
+    """In a separate process, since a peak never goes down; the table is in docs/performance.md."""
     config = check_config(yaml.safe_load(config_file.read_text()))
     estimated = plan_run(config).memory
     measured = forks.run(largest_memory_of, config, tmp_path / "out")

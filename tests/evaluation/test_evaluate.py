@@ -1,4 +1,4 @@
-"""`oxrl eval` and `evaluate`: the numbers are those of the answers, and wrong input ends before a weight is read."""
+"""`oxrl eval` and `evaluate`: the numbers match the answers, and wrong input is an error before weights are loaded."""
 
 import importlib.util
 import json
@@ -28,18 +28,18 @@ def questions(right: int, wrong: int) -> list[dict]:
     return [{"prompt": f"Q{i}?", "answer": "7" if i < right else "8"} for i in range(right + wrong)]
 
 
-def half_paid(rollout):
+def half_credit(rollout):
     return 0.5 if rollout.response.strip() else 0.0
 
 
 def small_letters(rollout):
-    said = rollout.generation.token_ids
-    return sum(97 <= token < 123 for token in said) / max(1, len(said))
+    tokens = rollout.generation.token_ids
+    return sum(97 <= token < 123 for token in tokens) / max(1, len(tokens))
 
 
 @pytest.fixture(scope="module")
 def sevens(tmp_path_factory, complete_run) -> Path:
-    """A run whose model has learnt to say "7" and nothing else."""
+    """A run whose model was trained to answer "7" to everything."""
     folder = tmp_path_factory.mktemp("sevens")
     rows = write_jsonl(folder / "rows.jsonl", [{"prompt": f"Q{i}?", "response": "7"} for i in range(32)])
     done = CliRunner().invoke(
@@ -51,59 +51,59 @@ def sevens(tmp_path_factory, complete_run) -> Path:
     return folder / "run"
 
 
-def test_a_run_is_marked_by_what_it_says_strictly_and_leniently(sevens, tmp_path):
+def test_a_run_is_graded_strictly_and_leniently(sevens, tmp_path):
     rows = write_jsonl(tmp_path / "rows.jsonl", questions(right=9, wrong=3))
-    told = evaluate(sevens, str(rows), "gsm8k_reward_func", max_tokens=8)
-    marks = told.results[0].marks
+    evaluation = evaluate(sevens, str(rows), "gsm8k_reward_func", max_tokens=8)
+    marks = evaluation.results[0].marks
     assert list(marks) == ["lenient", "strict"]
     assert marks["lenient"].solved.mean == 0.75
     assert marks["lenient"].solved[1:] == confidence_interval([1.0] * 9 + [0.0] * 3)
     assert marks["strict"].solved.mean == 0.0  # no "####" before it
-    assert (told.results[0].truncated, marks["lenient"].ungraded) == (0.0, 0)
-    assert "lenient       75.0%" in str(told)
-    assert "strict         0.0%" in str(told)
+    assert (evaluation.results[0].truncated, marks["lenient"].ungraded) == (0.0, 0)
+    assert "lenient       75.0%" in str(evaluation)
+    assert "strict         0.0%" in str(evaluation)
 
 
-def test_a_real_gain_is_not_called_noise_and_a_chance_one_is(sevens, tmp_path):
+def test_a_significant_gain_is_not_called_noise_and_an_insignificant_one_is(sevens, tmp_path):
     rows = write_jsonl(tmp_path / "rows.jsonl", questions(right=12, wrong=4))
-    told = evaluate(sevens, str(rows), "number_match", max_tokens=4, against="tiny")
-    (gain,) = told.comparisons.values()
+    evaluation = evaluate(sevens, str(rows), "number_match", max_tokens=4, against="tiny")
+    (gain,) = evaluation.comparisons.values()
     assert (gain.better, gain.worse, gain.rows) == (12, 0, 16)
     assert gain.p == pytest.approx(2 / 2**12)
-    assert "gain 75.0 points" in str(told)
-    assert "not noise" in str(told)
+    assert "gain 75.0 points" in str(evaluation)
+    assert "not noise" in str(evaluation)
     few = evaluate(sevens, str(rows), "number_match", max_tokens=4, against="tiny", limit=3)
     assert "noise with 3 rows" in str(few)
 
 
-def test_the_same_seed_gives_the_same_answers_and_another_one_others(tmp_path):
+def test_the_same_seed_gives_the_same_answers_and_another_seed_different_ones(tmp_path):
     rows = write_jsonl(tmp_path / "rows.jsonl", questions(2, 2))
 
-    def said(seed):
-        told = evaluate("tiny", str(rows), "contains", samples=3, max_tokens=6, seed=seed)
-        return [rollout.generation.token_ids for rollout in told.results[0].rollouts]
+    def generated(seed):
+        evaluation = evaluate("tiny", str(rows), "contains", samples=3, max_tokens=6, seed=seed)
+        return [rollout.generation.token_ids for rollout in evaluation.results[0].rollouts]
 
-    assert said(1) == said(1)
-    assert said(1) != said(2)
-    assert len({tuple(each) for each in said(1)}) > 4  # samples of one prompt differ
+    assert generated(1) == generated(1)
+    assert generated(1) != generated(2)
+    assert len({tuple(each) for each in generated(1)}) > 4  # samples of one prompt differ
 
 
 def test_several_samples_are_one_number_per_prompt(tmp_path):
     rows = write_jsonl(tmp_path / "rows.jsonl", questions(3, 3))
-    told = evaluate("tiny", str(rows), small_letters, samples=4, k=[1, 4], max_tokens=6, full=0.3)
-    (scores,) = told.results[0].scores.values()
-    (marks,) = told.results[0].marks.values()
+    evaluation = evaluate("tiny", str(rows), small_letters, samples=4, k=[1, 4], max_tokens=6, full=0.3)
+    (scores,) = evaluation.results[0].scores.values()
+    (marks,) = evaluation.results[0].marks.values()
     assert [len(row) for row in scores] == [4] * 6
     means = [sum(row) / 4 for row in scores]
     assert marks.reward.mean == pytest.approx(sum(means) / 6)
     assert marks.reward[1:] == pytest.approx(confidence_interval(means))
-    assert marks.solved.mean == pytest.approx(sum(earned >= 0.3 for row in scores for earned in row) / 24)
+    assert marks.solved.mean == pytest.approx(sum(reward >= 0.3 for row in scores for reward in row) / 24)
     assert marks.pass_at[1].mean == pytest.approx(marks.solved.mean)
     assert marks.pass_at[4].mean == pytest.approx(sum(max(row) >= 0.3 for row in scores) / 6)
     assert 0 < marks.pass_at[1].mean < marks.pass_at[4].mean
 
 
-def test_what_cannot_be_graded_is_counted_and_left_out(sevens, tmp_path):
+def test_ungraded_answers_are_counted_and_left_out(sevens, tmp_path):
     rows = write_jsonl(tmp_path / "rows.jsonl", questions(3, 1))
     picky = tmp_path / "picky.py"
     picky.write_text(
@@ -142,25 +142,25 @@ def test_all_answers_go_to_a_file(sevens, tmp_path):
 def test_a_dataset_by_name_brings_its_test_split_and_its_reward(sevens, tmp_path, monkeypatch):
     monkeypatch.setenv("OXRL_DATA_DIR", str(tmp_path))
     folder = prepare("gsm8k", files=[f"train={RAW / 'gsm8k.train.jsonl'}", f"test={RAW / 'gsm8k.test.jsonl'}"])
-    told = evaluate(sevens, "gsm8k", limit=2, max_tokens=4)
-    assert (told.data, told.reward, told.rows) == ("gsm8k:test", "gsm8k_reward_func", 2)
+    evaluation = evaluate(sevens, "gsm8k", limit=2, max_tokens=4)
+    assert (evaluation.data, evaluation.reward, evaluation.rows) == ("gsm8k:test", "gsm8k_reward_func", 2)
     by_file = evaluate(sevens, folder / "test.jsonl", limit=2, max_tokens=4)
     assert by_file.reward == "gsm8k_reward_func"
-    assert by_file.results[0].scores == told.results[0].scores
+    assert by_file.results[0].scores == evaluation.results[0].scores
     assert evaluate(sevens, "gsm8k:train", limit=1, max_tokens=4).data == "gsm8k:train"
 
 
-def test_samples_in_memory_and_a_function_will_do():
-    asked = [Sample(f"s{i}", (Message("user", f"{i}?"), Message("assistant", "x"))) for i in range(3)]
-    told = evaluate("tiny", asked, half_paid, max_tokens=4, temperature=1.0)
-    assert told.results[0].rollouts[0].sample.answer == "x"  # the reply is not shown to the model
-    assert told.results[0].marks[""].reward.mean <= 0.5
-    assert json.loads(json.dumps(told.to_dict()))["rows"] == 3
+def test_samples_in_memory_and_a_reward_function_are_accepted():
+    samples = [Sample(f"s{i}", (Message("user", f"{i}?"), Message("assistant", "x"))) for i in range(3)]
+    evaluation = evaluate("tiny", samples, half_credit, max_tokens=4, temperature=1.0)
+    assert evaluation.results[0].rollouts[0].sample.answer == "x"  # the reply is not shown to the model
+    assert evaluation.results[0].marks[""].reward.mean <= 0.5
+    assert json.loads(json.dumps(evaluation.to_dict()))["rows"] == 3
 
 
-def test_a_prompt_without_room_for_an_answer_is_named(tmp_path):
+def test_a_prompt_longer_than_the_context_is_named(tmp_path):
     rows = write_jsonl(tmp_path / "rows.jsonl", [*questions(1, 0), {"prompt": "x" * 3000, "answer": "7"}])
-    with pytest.raises(ValueError, match=r"rows.jsonl:2: a prompt of 3\d\d\d tokens"):
+    with pytest.raises(ValueError, match=r"rows.jsonl:2: a prompt of 3\d\d\d tokens does not fit"):
         evaluate("tiny", str(rows), "contains")
 
 
@@ -178,32 +178,32 @@ def test_a_reward_has_its_other_variant_behind_it():
         (["--data", "nowhere.jsonl", "--reward", "contains"], "nowhere.jsonl"),
         (["--data", "gsm8", "--reward", "contains"], "did you mean gsm8k?"),
         (["--data", "gsm8k:dev", "--reward", "contains"], "no split 'dev'"),
-        (["--data", "ROWS"], "say how answers are graded"),
+        (["--data", "ROWS"], "no reward is set: use --reward"),
         (["--data", "ROWS", "--reward", "containz"], "did you mean contains?"),
         (["--data", "ROWS", "--reward", "contains", "--param", "x=1"], "no parameter x"),
         (["--data", "BARE", "--reward", "number_match"], "cannot grade 2 of 2"),
         (["--data", "ROWS", "--reward", "contains", "--samples", 4, "--k", "8"], "pass@8 needs at least 8"),
         (["--data", "ROWS", "--reward", "contains", "--samples", 4, "--k", "one"], "--k looks like 1,4,8"),
         (["--data", "ROWS", "--reward", "contains", "--samples", 4, "--temperature", 0], "temperature 0"),
-        (["--data", "ROWS", "--reward", "contains", "--against", "nowhere/at/all"], "held against itself"),
+        (["--data", "ROWS", "--reward", "contains", "--against", "nowhere/at/all"], "compared with itself"),
         (["--data", "ROWS", "--reward", "contains", "--output", "nowhere/x.jsonl"], "--output"),
         (["--data", "ROWS", "--reward", "contains", "--include-path", "x"], "is for --harness"),
         (["--harness", "x", "--samples", 2], "--samples is not read with --harness"),
         (["--data", "ROWS", "--reward", "contains"], "nowhere/at/all"),
     ],
 )
-def test_wrong_input_is_answered_before_the_model_is_looked_for(arguments, message, tmp_path):
-    places = {
+def test_wrong_input_is_an_error_before_the_model_is_resolved(arguments, message, tmp_path):
+    files = {
         "ROWS": write_jsonl(tmp_path / "rows.jsonl", questions(2, 0)),
         "BARE": write_jsonl(tmp_path / "bare.jsonl", [{"prompt": "a"}, {"prompt": "b"}]),
     }
-    done = run("nowhere/at/all", *[places.get(each, each) for each in arguments])
+    done = run("nowhere/at/all", *[files.get(each, each) for each in arguments])
     assert done.exit_code == 2, done.output
     assert message in done.output
     assert "Traceback" not in done.output
 
 
-def test_the_other_model_is_looked_for_before_the_first_is_loaded(tmp_path):
+def test_the_second_model_is_resolved_before_the_first_is_loaded(tmp_path):
     rows = write_jsonl(tmp_path / "rows.jsonl", questions(1, 0))
     done = run("tiny", "--data", rows, "--reward", "contains", "--against", "nowhere/at/all")
     assert done.exit_code == 2
@@ -211,14 +211,14 @@ def test_the_other_model_is_looked_for_before_the_first_is_loaded(tmp_path):
 
 
 @pytest.mark.skipif(HARNESS, reason="lm_eval is installed")
-def test_without_the_harness_one_is_told_what_to_install():
+def test_without_the_harness_the_error_names_the_package():
     done = run("tiny", "--harness", "hellaswag")
     assert done.exit_code == 2
     assert "pip install lm_eval" in done.output
 
 
 @pytest.mark.skipif(not HARNESS, reason="lm_eval is not installed")
-def test_the_harness_runs_a_task_of_ones_own_on_a_run(sevens, tmp_path):
+def test_the_harness_runs_a_custom_task_on_a_run(sevens, tmp_path):
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"question": f"Q{i}?", "answer": i % 2} for i in range(4)])
     (tmp_path / "sevens.yaml").write_text(
         "task: oxrl_sevens\n"

@@ -183,8 +183,8 @@ GOOD = {"loss": [1.0, 1.0], "grad_norm": [1.0, 1.0], "logit_change": 0.1, "resum
         ({"grad_norm": [float("inf"), 1.0]}, "gradient is zero or not finite"),
         ({"logit_change": 0.0}, "did not change"),
         ({"logit_change": float("nan")}, "did not change"),
-        ({"resume_gap": 1e-6}, "ended elsewhere"),
-        ({"logprob_gap": [1e-6, 0.01]}, "do not agree"),
+        ({"resume_gap": 1e-6}, "resumed run ended with different logits"),
+        ({"logprob_gap": [1e-6, 0.01]}, "sampler and trainer disagree"),
     ],
 )
 def test_each_bad_number_is_reported_as_a_problem(changed, problem):

@@ -5,6 +5,7 @@ import re
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from urllib.parse import unquote_plus
 
 import pytest
 import yaml
@@ -290,7 +291,8 @@ def test_a_report_is_filed_once(run, tmp_path):
         sent = send(report, "ox/rl", run, environ=github.environ)
         assert (sent.url, sent.known) == ("https://x/1", False)
         search, post = github.asked
-        assert search[0] == "GET" and search[1].startswith("/search/issues?q=repo%3Aox%2Frl+is%3Aissue+in%3Abody+%22")
+        assert search[0] == "GET"
+        assert unquote_plus(search[1]).startswith('/search/issues?q=repo:ox/rl is:issue in:body "')
         assert post[:2] == ("POST", "/repos/ox/rl/issues")
         assert post[2]["Authorization"] == f"Bearer {SECRETS['GITHUB_TOKEN']}"
         assert github.issues == [{"title": report.title, "body": report.body}]
@@ -301,7 +303,7 @@ def test_a_report_is_filed_once(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("code", "message"), [(401, "GITHUB_TOKEN is not valid"), (404, "no such repository"), (301, "has moved")]
+    ("code", "message"), [(401, "GITHUB_TOKEN is not valid"), (404, "repository does not exist"), (301, "has moved")]
 )
 def test_what_github_refuses_is_said_in_words(run, code, message):
     with GitHub(refusal=code) as github, pytest.raises(SendError, match=message):

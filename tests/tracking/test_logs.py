@@ -1,4 +1,4 @@
-"""Who speaks on a screen that several processes share."""
+"""Logging of several ranks to one screen."""
 
 import os
 import subprocess
@@ -9,32 +9,32 @@ import pytest
 
 from tests.waiting import HANG
 
-SAYS = """
+PROGRAM = """
 import logging
 from oxrl.tracking.logs import set_up_logging
 set_up_logging()
-logging.getLogger("oxrl.loops").info("by the way")
-logging.getLogger("oxrl.loops").warning("watch out")
-logging.getLogger("somebody").info("not asked")
+logging.getLogger("oxrl.loops").info("an info")
+logging.getLogger("oxrl.loops").warning("a warning")
+logging.getLogger("another").info("not shown")
 """
 
 
 @pytest.mark.parametrize(
-    ("rank", "said"),
+    ("rank", "expected"),
     [
-        (None, "by the way\nwatch out\n"),
-        ("0", "[rank 0] by the way\n[rank 0] watch out\n"),
-        ("3", "[rank 3] watch out\n"),
+        (None, "an info\na warning\n"),
+        ("0", "[rank 0] an info\n[rank 0] a warning\n"),
+        ("3", "[rank 3] a warning\n"),
     ],
 )
-def test_lines_carry_their_rank_and_only_the_first_chats(rank, said):
+def test_lines_carry_the_rank_and_only_rank_0_logs_info(rank, expected):
     variables = {name: value for name, value in os.environ.items() if name != "RANK"}
     done = subprocess.run(
-        [sys.executable, "-c", SAYS],
+        [sys.executable, "-c", PROGRAM],
         capture_output=True,
         text=True,
         timeout=HANG,
         cwd=Path(__file__).parents[2],
         env=variables | ({} if rank is None else {"RANK": rank}),
     )
-    assert done.stderr == said
+    assert done.stderr == expected

@@ -4,14 +4,14 @@ import math
 from oxrl.tracking.metrics import JSONLLogger, LiveConsole, all_of, log_to_console, memory_gib, read_metrics
 
 
-def test_a_file_gets_one_line_a_step_through_either_call(tmp_path):
+def test_call_and_log_write_one_line_per_step(tmp_path):
     logger = JSONLLogger(tmp_path / "run" / "metrics.jsonl")
     logger(1, {"loss": 2.0})
     logger.log(2, {"loss": 1.0})
     assert read_metrics(tmp_path / "run" / "metrics.jsonl") == [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}]
 
 
-def test_a_resumed_file_has_no_step_twice_and_survives_a_torn_last_line(tmp_path):
+def test_a_resumed_file_has_no_step_twice_and_drops_an_incomplete_last_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     first = JSONLLogger(path)
     for step in range(1, 6):
@@ -23,12 +23,12 @@ def test_a_resumed_file_has_no_step_twice_and_survives_a_torn_last_line(tmp_path
     assert [(line["step"], line["loss"]) for line in read_metrics(path)] == [(1, 1), (2, 2), (3, 3), (4, 40)]
 
 
-def test_what_is_no_number_is_null_in_json(tmp_path):
+def test_nan_is_null_in_json(tmp_path):
     JSONLLogger(tmp_path / "m.jsonl")(1, {"loss": math.nan})
     assert json.loads((tmp_path / "m.jsonl").read_text()) == {"step": 1, "loss": None}
 
 
-def test_the_console_prints_plain_lines_when_it_is_no_terminal(capsys):
+def test_the_console_prints_plain_lines_without_a_terminal(capsys):
     with LiveConsole(20) as console:
         for step in range(1, 21):
             console(step, {"loss": 1.5, "tokens_per_second": 100.0, "grad_norm": 3.0})
@@ -45,12 +45,12 @@ def test_evaluations_are_always_shown(capsys):
     assert "eval_loss 1.2" in capsys.readouterr().err
 
 
-def test_one_sink_feeds_several(capsys):
+def test_all_of_forwards_to_several_sinks(capsys):
     seen = []
     all_of(log_to_console, lambda step, metrics: seen.append((step, dict(metrics))))(3, {"loss": 0.00012, "n": 4.0})
     assert seen == [(3, {"loss": 0.00012, "n": 4.0})]
     assert capsys.readouterr().err == "step 3  loss 1.20e-04  n 4\n"
 
 
-def test_memory_is_what_a_process_can_hold():
+def test_memory_is_within_plausible_bounds():
     assert 0.01 < memory_gib() < 1000

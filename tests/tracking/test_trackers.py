@@ -1,4 +1,4 @@
-"""What a run tells its trackers, read back with each tracker's own reader; and that no tracker can harm a run."""
+"""What a run logs to its trackers, read back with each tracker's own reader; and that no tracker can stop a run."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from tests.rows import write_jsonl
 pytestmark = pytest.mark.usefixtures("wandb_ended")
 ALL = ["mlflow", "tensorboard", "wandb", "trackio"]
 STEPS = list(range(1, 9))
-# DPO that fails in its sixth step, which is after a checkpoint and a step, unless a file says that all is well.
+# DPO that fails in its sixth step, one step after a checkpoint, unless the file `fixed` exists.
 LOSS = """
 from pathlib import Path
 from oxrl.algorithms.preference import Pairs, dpo
@@ -27,8 +27,8 @@ HOME = Path(__file__).parents[1]
 
 def loss(pairs: Pairs):
     metrics = HOME / "runs" / "one" / "metrics.jsonl"
-    if metrics.exists() and len(metrics.read_text().splitlines()) == 5 and not (HOME / "well").exists():
-        raise ZeroDivisionError("a bug in somebody's loss")
+    if metrics.exists() and len(metrics.read_text().splitlines()) == 5 and not (HOME / "fixed").exists():
+        raise ZeroDivisionError("a bug in a custom loss")
     return dpo(pairs)
 """
 PAIRS = [{"prompt": f"{i} + 1?", "chosen": f"{i + 1}", "rejected": f"{i}"} for i in range(16)]
@@ -54,7 +54,7 @@ def config_of(home: Path, trackers: list[str]):
 
 @pytest.fixture(scope="module")
 def empty_store(tmp_path_factory):
-    """MLflow takes seconds to make a database, so it makes one."""
+    """One database for all tests, since MLflow takes seconds to create it."""
     import mlflow
 
     store = tmp_path_factory.mktemp("store") / "mlflow.db"
@@ -63,20 +63,20 @@ def empty_store(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def two_lives(tmp_path_factory, empty_store, complete_run):
+def resumed_run(tmp_path_factory, empty_store, complete_run):
     """A run that failed in step 6 and was resumed from step 4."""
     home = tmp_path_factory.mktemp("tracked")
     (home / "runs").mkdir()
     copy(empty_store, home / "runs")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRACKIO_DIR", str(home / "trackio"))  # read when it is imported, which is below
+        patch.setenv("TRACKIO_DIR", str(home / "trackio"))  # read at import, which happens below
         for name in ("WANDB_MODE", "WANDB_API_KEY", "MLFLOW_TRACKING_URI", "MLFLOW_DISABLE_TELEMETRY"):
             patch.delenv(name, raising=False)
         patch.setenv("NETRC", str(home / "no-netrc"))
         with pytest.raises(ZeroDivisionError):
             train_run(config_of(home, ALL), home / "runs" / "one")
         first = _mlflow_run(home / "runs")
-        (home / "well").touch()
+        (home / "fixed").touch()
         train_run(config_of(home, ALL), home / "runs" / "one", resume=True)
         yield home / "runs", first
 
@@ -93,10 +93,10 @@ def logged(runs: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (runs / "one" / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_mlflow_has_one_run_with_every_step_once(two_lives):
+def test_mlflow_has_one_run_with_every_step_once(resumed_run):
     import mlflow
 
-    runs, first = two_lives
+    runs, first = resumed_run
     run = _mlflow_run(runs)
     client = mlflow.MlflowClient(f"sqlite:///{runs / 'mlflow.db'}")
     history = client.get_metric_history(run.info.run_id, "loss")
@@ -109,13 +109,13 @@ def test_mlflow_has_one_run_with_every_step_once(two_lives):
         "metrics.jsonl",
         "curves.png",
     }
-    assert (runs / "mlflow_artifacts").is_dir(), "beside the database, not in the working folder"
+    assert (runs / "mlflow_artifacts").is_dir(), "next to the database, not in the working directory"
 
 
-def test_tensorboard_has_every_step_once(two_lives):
+def test_tensorboard_has_every_step_once(resumed_run):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    runs, _ = two_lives
+    runs, _ = resumed_run
     read = EventAccumulator(str(runs / "one" / "tensorboard"))
     read.Reload()
     scalars = read.Scalars("loss")
@@ -125,25 +125,25 @@ def test_tensorboard_has_every_step_once(two_lives):
 
 def offline_records(file: Path):
     """W&B's own reader is not in Python any more: a header of 7 bytes, then LevelDB's log format."""
-    data, place, whole = file.read_bytes(), 7, b""
-    while place + 7 <= len(data):
-        if (left := 32768 - place % 32768) < 7:
-            place += left
+    data, offset, record = file.read_bytes(), 7, b""
+    while offset + 7 <= len(data):
+        if (left := 32768 - offset % 32768) < 7:
+            offset += left
             continue
-        length, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
-        whole += data[place + 7 : place + 7 + length]
-        place += 7 + length
-        if kind in (1, 4):  # all of it, or its last part
-            yield whole
-            whole = b""
+        length, kind = int.from_bytes(data[offset + 4 : offset + 6], "little"), data[offset + 6]
+        record += data[offset + 7 : offset + 7 + length]
+        offset += 7 + length
+        if kind in (1, 4):  # a full record, or its last part
+            yield record
+            record = b""
 
 
-def test_wandb_without_a_key_is_offline_and_has_every_step_once_under_one_id(two_lives):
+def test_wandb_without_a_key_is_offline_and_has_every_step_once_under_one_id(resumed_run):
     from wandb.proto import wandb_internal_pb2
 
-    runs, _ = two_lives
+    runs, _ = resumed_run
     files = sorted((runs / "one" / "wandb").glob("offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime)
-    assert len(files) == 2 and len({file.name for file in files}) == 1, "two lives of one run"
+    assert len(files) == 2 and len({file.name for file in files}) == 1, "two processes of one run"
     steps, losses = [], []
     for file in files:
         for data in offline_records(file):
@@ -157,8 +157,8 @@ def test_wandb_without_a_key_is_offline_and_has_every_step_once_under_one_id(two
     assert losses == pytest.approx(logged(runs))
 
 
-def test_trackio_has_every_step_once(two_lives):
-    runs, _ = two_lives
+def test_trackio_has_every_step_once(resumed_run):
+    runs, _ = resumed_run
     with sqlite3.connect(runs.parent / "trackio" / "oxrl.db") as base:
         rows = base.execute("select run_name, step, metrics from metrics order by step").fetchall()
     assert [step for _, step, _ in rows] == STEPS
@@ -166,9 +166,9 @@ def test_trackio_has_every_step_once(two_lives):
     assert [json.loads(metrics)["loss"] for _, _, metrics in rows] == pytest.approx(logged(runs))
 
 
-def test_trackers_do_not_change_what_is_trained(two_lives, tmp_path):
-    runs, _ = two_lives
-    (tmp_path / "well").touch()
+def test_trackers_do_not_change_training(resumed_run, tmp_path):
+    runs, _ = resumed_run
+    (tmp_path / "fixed").touch()
     train_run(config_of(tmp_path, []), tmp_path / "runs" / "one")
     assert logged(tmp_path / "runs") == logged(runs)
     assert not (tmp_path / "runs" / "one" / "trackers.json").exists()
@@ -187,7 +187,7 @@ def test_mlflow_keeps_a_run_in_the_store_that_is_named(tmp_path, monkeypatch, em
     assert not (tmp_path / "runs" / "mlflow.db").exists()
 
 
-def test_mlflow_tells_its_makers_nothing_unless_the_user_says_so(tmp_path, monkeypatch, empty_store):
+def test_mlflow_telemetry_is_off_unless_the_user_enables_it(tmp_path, monkeypatch, empty_store):
     from mlflow.telemetry.utils import MLFLOW_DISABLE_TELEMETRY
 
     copy(empty_store, tmp_path)
@@ -199,21 +199,21 @@ def test_mlflow_tells_its_makers_nothing_unless_the_user_says_so(tmp_path, monke
         assert MLFLOW_DISABLE_TELEMETRY.get() is False
 
 
-def test_a_missing_package_is_said_before_a_weight_is_loaded(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)  # what Python itself takes for "not there"
+def test_a_missing_package_is_an_error_before_weights_are_loaded(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
     with pytest.raises(ValueError, match=r'wandb is not installed: pip install "oxrl\[wandb\]"'):
         prepare_run(config_of(tmp_path, ["wandb"]), tmp_path / "out")
     with pytest.raises(ValueError, match="unknown tracker 'comet'; allowed: mlflow"):
         check_trackers(["comet"])
 
 
-def test_a_store_that_cannot_be_opened_is_said_at_once(tmp_path):
+def test_a_store_that_cannot_be_opened_is_an_immediate_error(tmp_path):
     (tmp_path / "mlflow.db").write_text("this is no database, and long enough to be taken for a broken one" * 20)
     with pytest.raises(ValueError, match="mlflow cannot be opened"), tracked(["mlflow"], tmp_path / "run", {}):
         pass
 
 
-def test_a_tracker_that_fails_during_a_run_warns_once_and_stops_nothing(tmp_path, caplog, empty_store):
+def test_a_tracker_that_fails_during_a_run_warns_once_and_does_not_stop_it(tmp_path, caplog, empty_store):
     copy(empty_store, tmp_path)
     with tracked(["mlflow", "tensorboard"], tmp_path / "run", {}) as log:
         log(1, {"loss": 1.0})
@@ -228,7 +228,7 @@ def test_a_tracker_that_fails_during_a_run_warns_once_and_stops_nothing(tmp_path
 
     read = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     read.Reload()
-    assert len(read.Scalars("loss")) == 7, "the others go on"
+    assert len(read.Scalars("loss")) == 7, "the other trackers continue"
 
 
 def test_only_rank_0_tracks(tmp_path, monkeypatch):
@@ -239,14 +239,14 @@ def test_only_rank_0_tracks(tmp_path, monkeypatch):
 
 
 def test_a_run_that_is_killed_twice_before_it_catches_up_still_has_every_step_once(tmp_path):
-    """Steps 1 to 5 were told; the second life got to 3 only."""
+    """Steps 1 to 5 were logged; the second process reached only step 3."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     metrics = tmp_path / "metrics.jsonl"
     for first, last in ((1, 5), (2, 3), (3, 7)):
         with tracked(["tensorboard"], tmp_path, {}) as log:
-            told = metrics.read_text().splitlines()[: first - 1] if metrics.exists() else []
-            metrics.write_text("".join(f"{line}\n" for line in told))
+            kept = metrics.read_text().splitlines()[: first - 1] if metrics.exists() else []
+            metrics.write_text("".join(f"{line}\n" for line in kept))
             for step in range(first, last + 1):
                 with metrics.open("a") as file:
                     file.write(json.dumps({"step": step, "loss": 1.0}) + "\n")
@@ -256,11 +256,11 @@ def test_a_run_that_is_killed_twice_before_it_catches_up_still_has_every_step_on
     assert [each.step for each in read.Scalars("loss")] == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_a_config_becomes_one_level_of_names():
+def test_a_config_is_flattened_to_dotted_names():
     assert flattened({"a": {"b": 1, "c": {}}, "d": [1]}) == {"a.b": 1, "a.c": {}, "d": [1]}
 
 
-def test_the_plain_functions_log_to_a_run_of_their_own(tmp_path, monkeypatch, empty_store):
+def test_the_log_functions_start_a_run(tmp_path, monkeypatch, empty_store):
     """As a `logger=` for the primitives."""
     import mlflow
     import wandb
