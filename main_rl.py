@@ -1,4 +1,4 @@
-"""`python main_rl.py --config-file config.yaml`: `oxrl train`, which goes by the algorithm that the file names."""
+"""`python main_rl.py --config-file config.yaml`: the same as `oxrl train config.yaml`, for any algorithm."""
 
 from oxrl.cli import main_with_config_file
 

@@ -18,6 +18,7 @@ ELSEWHERE = {
     "README.md": "index.md",
     "FAQ.md": "FAQ.md",
     "CONTRIBUTING.md": "CONTRIBUTING.md",
+    "CHANGELOG.md": "CHANGELOG.md",
     "BUG_REPORTING.md": "BUG_REPORTING.md",
     "AGENTS.md": "AGENTS.md",
     "benchmarks/README.md": "benchmarks.md",

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: what works, and what one sees when it does not."""
+"""The command line: results, exit codes and error messages."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def trained(complete_run, tmp_path_factory):
     return folder, json.loads(done.stdout.splitlines()[-1])
 
 
-def test_train_writes_a_run_and_tells_where(trained):
+def test_train_writes_a_run_folder_and_prints_its_path(trained):
     folder, result = trained
     assert result["last"]["step"] == 4
     assert result["last"]["eval_loss"] > 0
@@ -63,7 +63,7 @@ def test_resuming_with_other_rows_is_refused(trained):
     assert "other data" in again.output
 
 
-def test_generate_answers_from_a_run_folder(trained):
+def test_generate_reads_a_run_folder(trained):
     folder, _ = trained
     done = run("generate", folder / "out", "--prompt", "1 + 1?", "--max-new-tokens", 4, "--json")
     assert done.exit_code == 0, done.output
@@ -78,20 +78,20 @@ def test_generate_reads_prompts_from_a_file(trained):
     assert [json.loads(line)["prompt"] for line in done.stdout.splitlines()] == ["0 + 0?", "1 + 1?", "2 + 2?"]
 
 
-def test_chat_answers_until_the_user_says_nothing(trained):
+def test_chat_ends_at_an_empty_line(trained):
     folder, _ = trained
     done = run("chat", folder / "out", "--max-new-tokens", 4, input="hello\nand again\n\n")
     assert done.exit_code == 0, done.output
     assert done.output.count("model>") == 2
 
 
-def test_chat_survives_what_it_cannot_say():
+def test_chat_continues_after_a_message_that_cannot_be_rendered():
     done = run("chat", "tiny", "--max-new-tokens", 2, input="hi <|im_end|> there\nhello\n\n")
     assert done.exit_code == 0, done.output
     assert done.output.count("model>") == 2
 
 
-def test_the_same_seed_says_the_same():
+def test_the_same_seed_generates_the_same_text():
     def once(seed):
         return run(
             "generate", "tiny", "--prompt", "x", "--temperature", 1, "--seed", seed, "--max-new-tokens", 8
@@ -135,20 +135,19 @@ def test_the_same_seed_says_the_same():
         (["no-such-command"], "No such command"),
     ],
 )
-def test_wrong_input_is_answered_in_words_with_exit_code_2(arguments, message, tmp_path, monkeypatch):
+def test_invalid_input_prints_a_message_and_exits_with_2(arguments, message, tmp_path, monkeypatch):
     monkeypatch.setenv("OXRL_CHECKPOINT_DIR", str(tmp_path / "checkpoints"))
-    places = {
+    files = {
         "ROWS": write_jsonl(tmp_path / "rows.jsonl", sums(4)),
         "BAD": write_jsonl(tmp_path / "bad.jsonl", [*sums(1), {"prompt": "no response"}]),
     }
-    done = run(*[places.get(argument, argument) for argument in arguments])
+    done = run(*[files.get(argument, argument) for argument in arguments])
     assert done.exit_code == 2, done.output
     assert message in done.output
     assert "Traceback" not in done.output
 
 
-def test_wrong_input_is_found_before_any_model_is_loaded(tmp_path):
-    """Not even torch is imported for a config that cannot be right."""
+def test_invalid_input_is_reported_before_torch_is_imported(tmp_path):
     code = (
         "import sys\nfrom oxrl.cli import app\n"
         "try:\n    app(['train', '--model', 'tiny', '--data', 'x.jsonl', '--set', 'train.lrr=1'])\n"
@@ -159,7 +158,7 @@ def test_wrong_input_is_found_before_any_model_is_loaded(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_a_run_cannot_be_resumed_in_another_shape_and_is_not_harmed_by_the_attempt(trained):
+def test_resuming_with_another_model_or_algorithm_is_refused_and_changes_nothing(trained):
     folder, _ = trained
     for change in (["--lora"], ["--algorithm", "cpt"], ["--set", "model.name=smollm2-135m"]):
         attempt = run("train", "--output", folder / "out", "--resume", *change)
@@ -196,7 +195,7 @@ RAY = (*SFT, "--backend", "ray", "--set", "run.training_gpus=1", "--set", "run.s
 
 
 @pytest.mark.parametrize(("stop", "how"), [("SIGINT", SFT), ("SIGTERM", SFT), ("SIGINT", ONLINE), ("SIGTERM", RAY)])
-def test_an_interrupted_run_saves_what_is_done_and_says_how_to_resume(tmp_path, forks, stop, how):
+def test_an_interrupted_run_saves_a_checkpoint_and_prints_how_to_resume(tmp_path, forks, stop, how):
     if how == RAY:
         need("ray")
     data = write_jsonl(tmp_path / "rows.jsonl", sums(16))
@@ -210,7 +209,7 @@ def test_an_interrupted_run_saves_what_is_done_and_says_how_to_resume(tmp_path, 
     assert "--resume" in log
     assert "Traceback" not in log
     done = len((out / "metrics.jsonl").read_text().splitlines())
-    assert (out / "checkpoints" / f"step_{done:04d}").is_dir(), "what was done is saved"
+    assert (out / "checkpoints" / f"step_{done:04d}").is_dir(), "the last step is saved"
 
 
 def test_two_datasets_are_mixed_by_ratio(tmp_path):
@@ -254,12 +253,12 @@ def test_a_failed_run_exits_with_1_and_saves_its_batch(tmp_path):
 
 
 @pytest.mark.parametrize("command", [[], ["train"], ["chat"], ["generate"], ["plot"], ["data", "show"]])
-def test_help_explains_each_command(command):
+def test_every_command_has_help(command):
     done = run(*command, "--help")
     assert done.exit_code == 0
     assert "Usage" in done.output
 
 
-def test_the_version_is_told_without_a_command():
-    told = CliRunner().invoke(app, ["--version"])
-    assert (told.exit_code, told.output.strip()) == (0, oxrl.__version__)
+def test_version_prints_the_version():
+    done = CliRunner().invoke(app, ["--version"])
+    assert (done.exit_code, done.output.strip()) == (0, oxrl.__version__)

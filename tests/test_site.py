@@ -18,7 +18,8 @@ COMMAND = typer.main.get_command(app)
 document, explanation, stub = (
     import_object(f"{ROOT}/docs/api_page.py:{name}") for name in ("document", "explanation", "stub")
 )
-ROOT_PAGES = ["README.md", "FAQ.md", "CONTRIBUTING.md", "BUG_REPORTING.md", "AGENTS.md", "benchmarks/README.md"]
+ROOT_PAGES = [f"{name}.md" for name in ("README", "FAQ", "CONTRIBUTING", "CHANGELOG", "BUG_REPORTING", "AGENTS")]
+ROOT_PAGES += ["benchmarks/README.md"]
 PAGES = sorted([*(ROOT / page for page in ROOT_PAGES), *(ROOT / "docs").glob("*.md")])
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")

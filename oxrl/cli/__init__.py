@@ -1,6 +1,6 @@
-"""The command line: words to function calls, mistakes to one message. Exit codes: 2 wrong input, 1 a failed run.
+"""The command line. Exit codes: 0 success, 1 a failed run, 2 invalid input, 130 interrupted.
 
-One file per family of commands; `app` below is the table of them.
+One file per command or group of commands; `COMMANDS` and `GROUPS` list them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,21 @@ from typing import Annotated
 import typer
 
 import oxrl
-from oxrl.cli import config, data, doctor, export, generate, look, mismatch, models, plan, report, rewards, train
+from oxrl.cli import (
+    algorithms,
+    config,
+    data,
+    doctor,
+    export,
+    generate,
+    mismatch,
+    models,
+    plan,
+    plot,
+    report,
+    rewards,
+    train,
+)
 from oxrl.cli.eval import evaluate
 from oxrl.machine.hardware import set_up_process
 from oxrl.run.launch import leave
@@ -29,24 +43,24 @@ COMMANDS = (
     plan.plan,
     generate.chat,
     generate.generate,
-    look.algorithms,
-    look.plot,
+    algorithms.algorithms,
+    plot.plot,
     export.merge,
     export.export,
     doctor.doctor,
     report.report,
     mismatch.mismatch,
 )
-FAMILIES = {"config": config.app, "data": data.app, "rewards": rewards.app, "models": models.app}
+GROUPS = {"config": config.app, "data": data.app, "rewards": rewards.app, "models": models.app}
 for command in COMMANDS:
     app.command()(command)
 app.command("eval")(evaluate)
-for name, family in FAMILIES.items():
-    app.add_typer(family, name=name)
+for name, group in GROUPS.items():
+    app.add_typer(group, name=name)
 
 
-def _tell_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(oxrl.__version__)
         raise typer.Exit
 
@@ -54,28 +68,29 @@ def _tell_version(wanted: bool) -> None:
 @app.callback()
 def oxrl_command(
     version: Annotated[
-        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Print the version and end.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Post-train language models: supervised, preference and reinforcement learning."""
 
 
 def main_with_config_file(about: str) -> None:
-    """`--config-file X ...` as `oxrl train X ...`: the doors at the root of the repository."""
+    """Run `--config-file X ...` as `oxrl train X ...`, for `main_rl.py` and `main_sl.py`."""
     parser = argparse.ArgumentParser(description=about)
-    parser.add_argument("--config-file", required=True, help="YAML file; further flags are those of `oxrl train`")
-    known, further = parser.parse_known_args()
-    sys.argv[1:] = ["train", known.config_file, *further]
+    parser.add_argument("--config-file", required=True, help="YAML file; other flags are passed to `oxrl train`")
+    known, other = parser.parse_known_args()
+    sys.argv[1:] = ["train", known.config_file, *other]
     main()
 
 
 def main() -> None:
+    """Run the command line; the entry point of `oxrl`."""
     set_up_process()
     if not sys.stderr.isatty():
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # a log file is no place for bars
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # no progress bars in log files
     set_up_logging()
     try:
         app()
-    except SystemExit as end:
-        leave(end.code if isinstance(end.code, int) else 0)
+    except SystemExit as exit_:
+        leave(exit_.code if isinstance(exit_.code, int) else 0)
         raise

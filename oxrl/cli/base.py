@@ -1,4 +1,4 @@
-"""What all commands share: mistakes answered in words, and the options that mean the same everywhere."""
+"""Shared by all commands: error handling with exit codes, and common options."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ import typer
 
 @contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """What the user got wrong is answered in words, with exit code 2 and no traceback."""
+    """Print a ValueError as an error message without traceback, and exit with code 2."""
     try:
         yield
-    except ValueError as mistake:
-        for line in str(mistake).splitlines():
+    except ValueError as error:
+        for line in str(error).splitlines():
             typer.secho(f"error: {line}", fg="red", err=True)
         raise typer.Exit(2) from None
 
 
 @contextmanager
-def exit_on_failure(what: str, how_to_go_on: Callable[[], str] = str) -> Iterator[None]:
-    """What failed on the way is one message and exit code 1, an interrupt 130, a mistake 2."""
+def exit_on_failure(what: str, resume_hint: Callable[[], str] = str) -> Iterator[None]:
+    """Print one message and exit: code 1 for a RuntimeError, 2 for invalid input, 130 for an interrupt."""
     try:
         with exit_on_user_error():
             yield
     except KeyboardInterrupt:
-        typer.secho(f"\ninterrupted{how_to_go_on()}", fg="yellow", err=True)
+        typer.secho(f"\ninterrupted{resume_hint()}", fg="yellow", err=True)
         raise typer.Exit(130) from None
-    except typer.Exit:  # a RuntimeError too, but already told
+    except typer.Exit:  # a RuntimeError as well, but already reported
         raise
     except RuntimeError as failure:
         typer.secho(f"{what} failed: {failure}", fg="red", err=True)
         raise typer.Exit(1) from failure
 
 
-Json = Annotated[bool, typer.Option("--json", help="As JSON.")]
-Sampling = Annotated[float, typer.Option(min=0, help="0 always takes the likeliest token.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Sampling = Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")]

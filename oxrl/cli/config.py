@@ -1,4 +1,4 @@
-"""`oxrl config ...`: what a config file says once everything is filled in, and whether it can be right."""
+"""`oxrl config ...`: print, validate and compare config files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from oxrl.cli.base import Json, exit_on_user_error
 if TYPE_CHECKING:
     from oxrl.config import Config
 
-app = typer.Typer(no_args_is_help=True, help="Look at a config before training with it.")
+app = typer.Typer(no_args_is_help=True, help="Inspect a config before training.")
 
 File = Annotated[Path, typer.Argument(help="YAML file.")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="Any config key: --set train.weight_decay=0.1")]
@@ -21,66 +21,69 @@ Set = Annotated[list[str] | None, typer.Option("--set", help="Any config key: --
 
 @app.command("show")
 def config_show(file: File, set_: Set = None, json_: Json = False) -> None:
-    """Print everything that a run would use, and where it comes from: oxrl config show config.yaml"""
+    """Print the resolved config with the origin of each value: oxrl config show config.yaml"""
     with exit_on_user_error():
         from oxrl.config import trace_stages
         from oxrl.config.reference import as_lines
 
         stages = trace_stages(file, set_ or [])
-        told = {name: _told(stage.config) for name, stage in stages.items()}
+        notes = {name: _notes(stage.config) for name, stage in stages.items()}
     if json_:
         dumped = {name: stage.config.model_dump(mode="json") for name, stage in stages.items()}
         typer.echo(json.dumps(dumped.get("", dumped)))
         return
     for name, stage in stages.items():
         lines = "\n".join(as_lines(stage.config, stage.origins)).splitlines()
-        lines += ["", *(f"# {each}" for each in told[name])]
+        lines += ["", *(f"# {each}" for each in notes[name])]
         typer.echo("\n".join([f"{name}:", *(f"  {line}" if line else "" for line in lines)] if name else lines).strip())
 
 
-def _told(config: Config) -> list[str]:
-    """What is settled later, and what has no effect."""
+def _notes(config: Config) -> list[str]:
+    """Return the default reward, keys without effect, and contradictions."""
     from oxrl.config.checks import contradictions, remarks
     from oxrl.run.reward import default_reward, lacks_reward
 
-    settled = []
+    reward = []
     if lacks_reward(config):
         found = default_reward(config)
-        settled = [f"reward: {', '.join(found)}" if found else "reward: told from the rows when they are read"]
-    return [*settled, *remarks(config), *(f"error: {each}" for each in contradictions(config))]
+        reward = [f"reward: {', '.join(found)}" if found else "reward: inferred from the rows when they are read"]
+    return [*reward, *remarks(config), *(f"error: {each}" for each in contradictions(config))]
 
 
 @app.command("validate")
 def config_validate(file: File, set_: Set = None, json_: Json = False) -> None:
-    """Check a file without reading data or models; exit code 2 and all mistakes if it is wrong."""
-    mistakes, told = _mistakes(file, set_ or [])
+    """Validate a file without reading data or models; exit code 2 and all errors if it is invalid."""
+    mistakes, notes = _validate(file, set_ or [])
     if json_:
-        typer.echo(json.dumps({"valid": not mistakes, "mistakes": mistakes, "remarks": told}))
+        typer.echo(json.dumps({"valid": not mistakes, "mistakes": mistakes, "remarks": notes}))
     else:
         for mistake in mistakes:
             typer.secho(f"error: {mistake}", fg="red", err=True)
-        for remark in told:
-            typer.secho(f"note: {remark}", fg="yellow", err=True)
+        for note in notes:
+            typer.secho(f"note: {note}", fg="yellow", err=True)
         if not mistakes:
             typer.echo(f"{file} is valid")
     if mistakes:
         raise typer.Exit(2)
 
 
-def _mistakes(file: Path, overrides: list[str]) -> tuple[list[str], list[str]]:
+def _validate(file: Path, overrides: list[str]) -> tuple[list[str], list[str]]:
+    """Return errors and remarks."""
     from oxrl.config import load_stages
     from oxrl.config.checks import contradictions, remarks
     from oxrl.run.prepare import config_problems
 
     try:
         stages = load_stages(file, overrides).items()
-        marked = [(f"{name}: " if name else "", config) for name, config in stages]
-        mistakes = [
-            f"{mark}{each}" for mark, config in marked for each in (*contradictions(config), *config_problems(config))
+        prefixed = [(f"{name}: " if name else "", config) for name, config in stages]
+        errors = [
+            f"{prefix}{each}"
+            for prefix, config in prefixed
+            for each in (*contradictions(config), *config_problems(config))
         ]
-        return mistakes, [f"{mark}{each}" for mark, config in marked for each in remarks(config)]
-    except ValueError as mistake:
-        return str(mistake).splitlines(), []
+        return errors, [f"{prefix}{each}" for prefix, config in prefixed for each in remarks(config)]
+    except ValueError as error:
+        return str(error).splitlines(), []
 
 
 @app.command("diff")
@@ -89,15 +92,15 @@ def config_diff(
     other: Annotated[Path, typer.Argument(help="YAML file.")],
     json_: Json = False,
 ) -> None:
-    """Print the keys that two files set differently, defaults filled in: oxrl config diff a.yaml b.yaml"""
+    """Print the keys that differ between two files, including defaults: oxrl config diff a.yaml b.yaml"""
     with exit_on_user_error():
         left, right = (_flat(file) for file in (one, other))
-    places = [place for place in {**left, **right} if left.get(place) != right.get(place)]
+    keys = [key for key in {**left, **right} if left.get(key) != right.get(key)]
     if json_:
-        typer.echo(json.dumps({place: [left.get(place), right.get(place)] for place in places}))
+        typer.echo(json.dumps({key: [left.get(key), right.get(key)] for key in keys}))
         return
-    for place in places:
-        typer.echo(f"{place}: {json.dumps(left.get(place))} -> {json.dumps(right.get(place))}")
+    for key in keys:
+        typer.echo(f"{key}: {json.dumps(left.get(key))} -> {json.dumps(right.get(key))}")
 
 
 def _flat(file: Path) -> dict[str, Any]:
@@ -113,7 +116,7 @@ def _flat(file: Path) -> dict[str, Any]:
 
 @app.command("schema")
 def config_schema() -> None:
-    """Print the JSON schema, for editors that complete and check YAML."""
+    """Print the JSON schema of a config file, for editors."""
     from oxrl.config.reference import json_schema
 
     typer.echo(json.dumps(json_schema(), indent=1))

@@ -1,4 +1,4 @@
-"""`oxrl eval`: how good a model is, how sure that is, and whether a gain is noise."""
+"""`oxrl eval`: reward of a model on held-out rows with confidence intervals, and comparison with another model."""
 
 from __future__ import annotations
 
@@ -22,32 +22,36 @@ def evaluate(
     reward: Annotated[
         str | None, typer.Option(help="A name from `oxrl rewards list` or FILE.py:FUNCTION; default the dataset's.")
     ] = None,
-    param: Annotated[list[str] | None, typer.Option(help="A parameter of the reward: --param strict=true")] = None,
+    param: Annotated[list[str] | None, typer.Option(help="Parameter of the reward: --param strict=true")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first rows.")] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Answers to each prompt; several give pass@k.")] = 1,
-    k: Annotated[str | None, typer.Option(help="Which pass@k: 1,4,8; default powers of two.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Completions per prompt; several give pass@k.")] = 1,
+    k: Annotated[str | None, typer.Option(help="Values of k for pass@k: 1,4,8; default powers of two.")] = None,
     temperature: Annotated[
-        float | None, typer.Option(min=0, help="Default 0, the likeliest token; 0.8 for several samples.")
+        float | None, typer.Option(min=0, help="Default 0 (greedy); 0.8 with several samples.")
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Of an answer; what is longer is cut off.")] = 512,
-    against: Annotated[str | None, typer.Option(help="Another model or run to answer the same prompts.")] = None,
-    full: Annotated[float, typer.Option(help="The reward of an answer that counts as solved.")] = 1.0,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Maximum tokens per completion; longer ones are truncated.")
+    ] = 512,
+    against: Annotated[
+        str | None, typer.Option(help="Another model or run to compare with on the same prompts.")
+    ] = None,
+    full: Annotated[float, typer.Option(help="Reward at which a completion counts as solved.")] = 1.0,
     seed: Annotated[int, typer.Option()] = 0,
-    output: Annotated[Path | None, typer.Option(help="A JSONL file for all answers.")] = None,
+    output: Annotated[Path | None, typer.Option(help="JSONL file for all completions.")] = None,
     harness: Annotated[
-        str | None, typer.Option(help="Instead of --data: tasks of lm-evaluation-harness, separated by commas.")
+        str | None, typer.Option(help="Instead of --data: comma-separated tasks of lm-evaluation-harness.")
     ] = None,
-    include_path: Annotated[Path | None, typer.Option(help="A folder with --harness tasks of your own.")] = None,
+    include_path: Annotated[Path | None, typer.Option(help="Folder with custom --harness tasks.")] = None,
     json_: Json = False,
 ) -> None:
-    """Measure a model on held-out rows: oxrl eval runs/grpo --data gsm8k --against smollm2-135m"""
+    """Evaluate a model on held-out rows: oxrl eval runs/grpo --data gsm8k --against smollm2-135m"""
     with exit_on_failure("the evaluation"):
         if (data is None) == (harness is None):
             raise ValueError("give --data FILE or NAME, or --harness TASKS, one of the two")
         if harness is not None:
-            ours = {"reward": reward, "param": param, "samples": samples > 1, "k": k, "temperature": temperature}
+            options = {"reward": reward, "param": param, "samples": samples > 1, "k": k, "temperature": temperature}
             _refuse(
-                {**ours, "against": against, "output": output}, "is not read with --harness, whose tasks know theirs"
+                {**options, "against": against, "output": output}, "has no effect with --harness: its tasks define it"
             )
             _harness(model, harness, limit, include_path, seed, json_)
             return
@@ -56,7 +60,7 @@ def evaluate(
         from oxrl.evaluation.evaluate import evaluate as measure
         from oxrl.run.reward import parse_parameters
 
-        told = measure(
+        result = measure(
             model,
             str(data),
             reward,
@@ -72,14 +76,14 @@ def evaluate(
             progress=_progress,
         )
         if output is not None:
-            lines = "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in told.answers())
+            lines = "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in result.answers())
             output.write_text(lines, encoding="utf-8")
-    typer.echo(json.dumps(told.to_dict()) if json_ else str(told))
+    typer.echo(json.dumps(result.to_dict()) if json_ else str(result))
 
 
-def _refuse(options: dict[str, Any], why: str) -> None:
+def _refuse(options: dict[str, Any], reason: str) -> None:
     if given := [name for name, value in options.items() if value not in (None, False)]:
-        raise ValueError(f"--{given[0]} {why}")
+        raise ValueError(f"--{given[0]} {reason}")
 
 
 def _harness(model: str, tasks: str, limit: int | None, include_path: Path | None, seed: int, as_json: bool) -> None:
@@ -90,15 +94,15 @@ def _harness(model: str, tasks: str, limit: int | None, include_path: Path | Non
         typer.echo(json.dumps(results, default=str))
         return
     for task, numbers in results.items():
-        told = {name: value for name, value in numbers.items() if isinstance(value, int | float)}
-        typer.echo(f"{task:24} " + "  ".join(f"{name} {value:.4g}" for name, value in told.items()))
+        scores = {name: value for name, value in numbers.items() if isinstance(value, int | float)}
+        typer.echo(f"{task:24} " + "  ".join(f"{name} {value:.4g}" for name, value in scores.items()))
 
 
-def _numbers(written: str | None) -> list[int] | None:
+def _numbers(text: str | None) -> list[int] | None:
     try:
-        return None if written is None else [int(each) for each in written.split(",")]
+        return None if text is None else [int(each) for each in text.split(",")]
     except ValueError:
-        raise ValueError(f"--k looks like 1,4,8, not {written!r}") from None
+        raise ValueError(f"--k looks like 1,4,8, not {text!r}") from None
 
 
 def _check_output(output: Path | None) -> None:
@@ -108,7 +112,7 @@ def _check_output(output: Path | None) -> None:
 
 @contextmanager
 def _progress(title: str, total: int) -> Iterator[Callable[[], None]]:
-    """A bar for people, and ten lines for a log."""
+    """Show a progress bar in a terminal, and ten lines in a log."""
     if sys.stderr.isatty():
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -120,10 +124,10 @@ def _progress(title: str, total: int) -> Iterator[Callable[[], None]]:
         return
     done = 0
 
-    def tell() -> None:
+    def advance() -> None:
         nonlocal done
         done += 1
         if done * 10 // total > (done - 1) * 10 // total:
-            typer.echo(f"{title}: {done} of {total} prompts answered", err=True)
+            typer.echo(f"{title}: {done} of {total} prompts done", err=True)
 
-    yield tell
+    yield advance

@@ -1,4 +1,4 @@
-"""`oxrl chat` and `oxrl generate`: hear what a model says."""
+"""`oxrl chat` and `oxrl generate`: sample from a model."""
 
 from __future__ import annotations
 
@@ -18,35 +18,36 @@ def chat(
     temperature: Sampling = 0.7,
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
-    """Talk to a model; an empty line or Ctrl-D ends."""
+    """Chat with a model; an empty line or Ctrl-D ends the session."""
     from oxrl.run.train import open_model
     from oxrl.types import GenerationConfig, Message
 
     with exit_on_user_error():
-        speaker, render = open_model(model)
+        generator, render = open_model(model)
     history = [Message("system", system)] if system else []
     for turn in range(1_000_000):
         try:
-            said = input("you> ").strip()
+            text = input("you> ").strip()
         except (EOFError, KeyboardInterrupt):
             break
-        if not said:
+        if not text:
             break
-        history.append(Message("user", said))
+        history.append(Message("user", text))
         sampling = GenerationConfig(max_new_tokens, temperature, seed=seed + turn)
         typer.echo("model> ", nl=False)
         try:
-            answer = speaker.complete([render.prompt(history)], sampling, on_token=_Typewriter(speaker.tokenizer))[0]
-        except ValueError as mistake:  # something the template cannot say: the talk goes on without it
-            typer.secho(str(mistake), fg="red", err=True)
+            stream = _TokenStream(generator.tokenizer)
+            generation = generator.complete([render.prompt(history)], sampling, on_token=stream)[0]
+        except ValueError as error:  # the message cannot be rendered: continue without it
+            typer.secho(str(error), fg="red", err=True)
             history.pop()
             continue
         typer.echo("")
-        history.append(Message("assistant", answer.text))
+        history.append(Message("assistant", generation.text))
 
 
-class _Typewriter:
-    """Shows text as tokens arrive; a character that needs several tokens waits for its last."""
+class _TokenStream:
+    """Prints text as tokens arrive; a character of several tokens is printed with its last one."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self.ids, self.shown = tokenizer, list[int](), ""
@@ -61,47 +62,47 @@ class _Typewriter:
 
 def generate(
     model: Annotated[str, typer.Argument(help="A run's folder, or any model.")],
-    prompt: Annotated[list[str] | None, typer.Option(help="What the user says; can be given several times.")] = None,
-    data: Annotated[Path | None, typer.Option(help="A file of prompts, in any format that train reads.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="A user message; repeatable.")] = None,
+    data: Annotated[Path | None, typer.Option(help="A file of prompts, in any format that `oxrl train` reads.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
     temperature: Sampling = 0.0,
     seed: Annotated[int, typer.Option()] = 0,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first rows of --data.")] = None,
-    json_: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
 ) -> None:
-    """Answer prompts: oxrl generate smollm2-135m --prompt "What is the capital of Peru?" """
+    """Generate completions: oxrl generate smollm2-135m --prompt "What is the capital of Peru?" """
     from oxrl.run.train import open_model
     from oxrl.types import GenerationConfig
 
     with exit_on_user_error():
         conversations = _prompts(prompt or [], data, limit)
-        speaker, render = open_model(model)
+        generator, render = open_model(model)
         ids = [render.prompt(conversation) for conversation in conversations]
     for start in range(0, len(ids), 16):
         part = slice(start, start + 16)
         sampling = GenerationConfig(max_new_tokens, temperature, seed=seed + start)
-        for conversation, answer in zip(conversations[part], speaker.complete(ids[part], sampling), strict=True):
-            asked = conversation[-1].content
+        for conversation, generation in zip(conversations[part], generator.complete(ids[part], sampling), strict=True):
+            question, text = conversation[-1].content, generation.text
             if json_:
-                typer.echo(json.dumps({"prompt": asked, "text": answer.text, "finish_reason": answer.finish_reason}))
+                typer.echo(json.dumps({"prompt": question, "text": text, "finish_reason": generation.finish_reason}))
             else:
-                typer.echo(f"{typer.style(str(asked), dim=True)}\n{answer.text}\n")
+                typer.echo(f"{typer.style(str(question), dim=True)}\n{text}\n")
 
 
-def _prompts(said: list[str], data: Path | None, limit: int | None) -> list[Any]:
+def _prompts(texts: list[str], data: Path | None, limit: int | None) -> list[Any]:
     from oxrl.data.sources import load_samples
     from oxrl.types import Message
 
-    if bool(said) == (data is not None):
+    if bool(texts) == (data is not None):
         raise ValueError("give --prompt TEXT or --data FILE, one of the two")
     if data is None:
-        return [[Message("user", text)] for text in said]
+        return [[Message("user", text)] for text in texts]
     samples = load_samples(str(data), limit=limit).samples
-    return [_without_answer(sample.messages, sample.id) for sample in samples]
+    return [_without_reply(sample.messages, sample.id) for sample in samples]
 
 
-def _without_answer(messages: tuple[Any, ...], place: str) -> tuple[Any, ...]:
-    asked = messages[:-1] if messages and messages[-1].role == "assistant" else messages
-    if not asked:
-        raise ValueError(f"{place}: there is no prompt to answer")
-    return asked
+def _without_reply(messages: tuple[Any, ...], row: str) -> tuple[Any, ...]:
+    prompt = messages[:-1] if messages and messages[-1].role == "assistant" else messages
+    if not prompt:
+        raise ValueError(f"{row}: there is no prompt")
+    return prompt

@@ -1,4 +1,4 @@
-"""`oxrl mismatch`: does a run's engine say what its trainer says, and if not, why."""
+"""`oxrl mismatch`: compare the log-probs of a run's engine with those of its trainer."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from oxrl.cli.base import Json, exit_on_failure
 
 def mismatch(
     run: Annotated[Path, typer.Argument(help="The folder of a run that samples (grpo, ppo, ...).")],
-    answers: Annotated[int, typer.Option(min=1, help="How many to draw and compare.")] = 8,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Of each answer.")] = 64,
-    recorded: Annotated[bool, typer.Option("--recorded", help="What the run drew, instead of fresh answers.")] = False,
+    answers: Annotated[int, typer.Option(min=1, help="Number of completions to sample and compare.")] = 8,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens per completion.")] = 64,
+    recorded: Annotated[
+        bool, typer.Option("--recorded", help="Compare the recorded completions of the run instead of new ones.")
+    ] = False,
     json_: Json = False,
 ) -> None:
-    """Compare the log-probs of a run's engine with its trainer's, token by token, and say what explains the gap.
+    """Compare the log-probs of a run's engine with its trainer's, token by token, and report the cause of the gap.
 
-    Exit code 0: within train.max_logprob_gap; 1: above it; 2: there is no such run.
+    Exit code 0: within train.max_logprob_gap; 1: above it; 2: no such run.
 
     oxrl mismatch runs/first
 

@@ -1,4 +1,4 @@
-"""`oxrl models ...`: the catalogue, and the proof that a model can be trained."""
+"""`oxrl models ...`: the model catalogue, and verification that a model can be trained."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 from oxrl.cli.base import Json, exit_on_user_error
 
-app = typer.Typer(no_args_is_help=True, help="Models that are known by name, and what was tried with them.")
+app = typer.Typer(no_args_is_help=True, help="The model catalogue and its verification records.")
 
 
 @app.command("list")
@@ -32,7 +32,7 @@ ModelName = Annotated[str, typer.Argument(metavar="NAME", help="From `oxrl model
 
 @app.command("show")
 def models_show(name: ModelName, json_: Json = False) -> None:
-    """Tell all that is known of a model, and what its verification measured."""
+    """Print the catalogue entry of a model and its verification record."""
     with exit_on_user_error():
         from oxrl.models.catalog import find_entry, record_of
 
@@ -43,19 +43,19 @@ def models_show(name: ModelName, json_: Json = False) -> None:
         return
     for key, value in card.items():
         if value is not None:
-            said = ", ".join(value) if isinstance(value, list) else value
-            typer.echo(f"{key:16} {json.dumps(said, indent=1) if isinstance(said, dict) else said}")
+            text = ", ".join(value) if isinstance(value, list) else value
+            typer.echo(f"{key:16} {json.dumps(text, indent=1) if isinstance(text, dict) else text}")
 
 
 def _card(entry: Any) -> dict[str, Any]:
     derived = {each: getattr(entry, each) for each in ("source", "strategy", "reason", "status")}
-    stated = {key: list(value) if isinstance(value, tuple) else value for key, value in entry._asdict().items()}
-    return {**stated, **derived}
+    fields = {key: list(value) if isinstance(value, tuple) else value for key, value in entry._asdict().items()}
+    return {**fields, **derived}
 
 
 @app.command("config")
 def models_config(name: ModelName) -> None:
-    """Print a config to begin with: oxrl models config qwen3-0.6b > config.yaml"""
+    """Print an initial config: oxrl models config qwen3-0.6b > config.yaml"""
     with exit_on_user_error():
         from oxrl.config import check_config
         from oxrl.config.tasks import example_config
@@ -72,10 +72,10 @@ def models_config(name: ModelName) -> None:
 @app.command("verify")
 def models_verify(
     name: ModelName,
-    model: Annotated[str | None, typer.Option(help="A local copy of it; default what its name loads.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Where the record goes; default NAME.json.")] = None,
+    model: Annotated[str | None, typer.Option(help="A local copy of the model; default: load it by name.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Output file of the record; default NAME.json.")] = None,
 ) -> None:
-    """Train the model for two steps each of SFT, DPO and GRPO, check what can be checked, and write a record."""
+    """Train the model for two steps each of SFT, DPO and GRPO, check the results, and write a record."""
     with exit_on_user_error():
         from oxrl.diagnose.verify_model import verify_entry, write_record
         from oxrl.models.catalog import find_entry
@@ -83,19 +83,19 @@ def models_verify(
         entry = find_entry(name)
         if entry.not_yet is not None:
             raise ValueError(f"{entry.name} cannot be verified yet: {entry.not_yet}")
-        place = output or Path(f"{entry.name}.json")
+        path = output or Path(f"{entry.name}.json")
         record = verify_entry(entry, model)
-        write_record(record, place)
+        write_record(record, path)
     for problem in record["problems"]:
         typer.secho(problem, fg="red", err=True)
-    typer.echo(f"{entry.name}: {'all is well' if not record['problems'] else 'there are problems'}; {place}")
+    typer.echo(f"{entry.name}: {'verified' if not record['problems'] else 'problems found'}; {path}")
     if record["problems"]:
         raise typer.Exit(1)
 
 
 @app.command("fetch")
 def models_fetch(name: ModelName, json_: Json = False) -> None:
-    """Download a model, so that later runs need no network: oxrl models fetch qwen3-0.6b"""
+    """Download a model for use without network: oxrl models fetch qwen3-0.6b"""
     with exit_on_user_error():
         from oxrl.run.export import fetch_model
 

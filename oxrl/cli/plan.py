@@ -1,4 +1,4 @@
-"""`oxrl plan`: what a run would do and take. Exit codes: 0 it fits, 1 it does not, 2 wrong input."""
+"""`oxrl plan`: steps, memory and time of a run. Exit codes: 0 it fits, 1 it does not, 2 invalid input."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 def plan(
     config: Annotated[Path, typer.Argument(help="YAML file.")],
-    output: Annotated[Path | None, typer.Option(help="The folder that the run would have.")] = None,
+    output: Annotated[Path | None, typer.Option(help="The folder of the run.")] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Any config key: --set train.micro_batch_tokens=512")
     ] = None,
     gpu_memory: Annotated[
         float | None,
-        typer.Option(min=1, help="GiB of each GPU: plan for as many as the config asks for, not for this machine."),
+        typer.Option(min=1, help="GiB per GPU: plan for the GPUs of the config instead of this machine."),
     ] = None,
     json_: Json = False,
 ) -> None:
-    """Say what a run would do, what memory and time it would take, and whether it fits. No weight is loaded.
+    """Print the plan of a run: steps, memory, time, and whether it fits. No weights are loaded.
 
     oxrl plan config.yaml
 
@@ -44,7 +44,7 @@ def plan(
 def show_plans(
     stages: Mapping[str, Config], output: Path | None, as_json: bool, gpu_memory: float | None = None
 ) -> NoReturn:
-    """Every stage of a run; ends the command, with 1 if one of them does not fit."""
+    """Print the plan of each stage and exit, with code 1 if one does not fit."""
     from oxrl.diagnose.plan import describe, plan_run
 
     plans = {
@@ -52,8 +52,8 @@ def show_plans(
         for name, config in stages.items()
     }
     if as_json:
-        told: dict[str, Any] = {name: plan.as_dict() for name, plan in plans.items()}
-        typer.echo(json.dumps(told.get("", told)))
+        by_stage: dict[str, Any] = {name: plan.as_dict() for name, plan in plans.items()}
+        typer.echo(json.dumps(by_stage.get("", by_stage)))
     for name, plan in plans.items() if not as_json else ():
         if name:
             typer.secho(f"stage {name}", bold=True)

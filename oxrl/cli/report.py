@@ -1,4 +1,4 @@
-"""`oxrl report`: a failed run to a bug report, on the screen or, when asked to, on GitHub."""
+"""`oxrl report`: print a bug report of a failed run, or file it on GitHub."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from oxrl.cli.base import Json, exit_on_user_error
 
 
 def report(
-    run: Annotated[Path, typer.Argument(help="The folder of a run that failed.")],
+    run: Annotated[Path, typer.Argument(help="The folder of a failed run.")],
     send: Annotated[
-        str | None, typer.Option(metavar="OWNER/REPO", help="File it as an issue there; needs GITHUB_TOKEN.")
+        str | None, typer.Option(metavar="OWNER/REPO", help="File the report as an issue; needs GITHUB_TOKEN.")
     ] = None,
     json_: Json = False,
 ) -> None:
@@ -39,4 +39,4 @@ def report(
     if json_:
         typer.echo(json.dumps(written._asdict() | {"sent": sent and sent._asdict()}))
     elif sent is not None:
-        typer.echo(f"{'reported before' if sent.known else 'filed'}: {sent.url}", err=True)
+        typer.echo(f"{'already reported' if sent.known else 'filed'}: {sent.url}", err=True)

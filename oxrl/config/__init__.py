@@ -1,4 +1,4 @@
-"""The configuration: its schema, how a YAML file becomes a checked `Config`, and what is said about it."""
+"""The configuration: schema, loading of YAML files, and checks across keys."""
 
 from oxrl.config.load import (
     STAGES,

@@ -1,6 +1,6 @@
-"""What the keys of a config mean together: contradictions, which stop a run, and remarks on what does nothing.
+"""Checks across config keys: contradictions stop a run, remarks report keys that have no effect.
 
-Neither files nor hardware are looked at; what depends on them is checked where they are read.
+Reads neither files nor hardware; checks that depend on them are made where they are read.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from oxrl.algorithms import algorithm
 from oxrl.config.schema import Config
 from oxrl.types import Algorithm
 
-SYNCED = {
+DEEPSPEED_KEYS_SET_ELSEWHERE = {
     "optimizer": "train.lr, betas, adam_epsilon and weight_decay",
     "scheduler": "train.lr_scheduler and warmup_steps_ratio",
     "gradient_clipping": "train.clip_grad_norm",
@@ -22,57 +22,72 @@ SYNCED = {
     "bf16": "model.dtype",
     "fp16": "model.dtype",
 }
-"""Settings of DeepSpeed that stand in a section of our own."""
+"""DeepSpeed settings that are refused in its sections -> the keys of this config that set them."""
 
-
-OURS = {"host", "port", "api_key", "load_format", "worker_extension_cls", "tensor_parallel_size", "logprobs_mode"}
-OURS |= {"enable_sleep_mode", "enable_lora", "max_lora_rank", "max_loras"}
-OURS_WHY = (
-    "engines listen on loopback and get their weights from the trainer (rollout.tensor_parallel_size, "
-    "inference_engine.colocated and adapter are keys)"
+RESERVED_ENGINE_KEYS = {
+    "host",
+    "port",
+    "api_key",
+    "load_format",
+    "worker_extension_cls",
+    "tensor_parallel_size",
+    "logprobs_mode",
+    "enable_sleep_mode",
+    "enable_lora",
+    "max_lora_rank",
+    "max_loras",
+}
+"""vLLM settings that oxRL sets itself."""
+RESERVED_REASON = (
+    "engines listen on loopback and receive their weights from the trainer (use rollout.tensor_parallel_size, "
+    "inference_engine.colocated and inference_engine.adapter)"
 )
 
 
-class Idle(NamedTuple):
-    """A key that does something only together with another one."""
+class InactiveKey(NamedTuple):
+    """A key that has an effect only in combination with another one."""
 
-    place: str
-    works: Callable[[Config, set[str]], bool]  # the config, and the roles of the models that its algorithms ask for
-    words: str
+    key: str  # "section.key"
+    is_active: Callable[[Config, set[str]], bool]  # of the config and the roles of models that its algorithms need
+    condition: str  # completes "KEY has no effect ..."
 
 
-def _sharding_counts(config: Config, _: set[str]) -> bool:
+def _sharding_is_active(config: Config, _: set[str]) -> bool:
     return config.run.backend in ("auto", "ray", config.run.sharding)
 
 
-IDLE = (
-    Idle("model.ref_decay", lambda config, _: config.model.ref_update == "ema", "without model.ref_update: ema"),
-    Idle("model.ref_every", lambda config, _: config.model.ref_update == "periodic", "without ref_update: periodic"),
-    Idle("model.ref_model", lambda _, roles: "ref" in roles, "with an algorithm that has no reference"),
-    Idle("model.teacher", lambda _, roles: "teacher" in roles, "with an algorithm that has no teacher"),
-    Idle("train.patience", lambda config, _: bool(config.data.val_files), "without data.val_files_path"),
-    Idle("train.eval_every", lambda config, _: bool(config.data.val_files), "without data.val_files_path"),
-    Idle("train.iterations", lambda _, roles: "sampler" in roles, "with an algorithm that does not sample"),
-    Idle("train.mini_batches", lambda _, roles: "sampler" in roles, "with an algorithm that does not sample"),
-    Idle("lora.r", lambda config, _: config.lora.enabled, "without lora.enabled: true"),
-    Idle("lora.alpha", lambda config, _: config.lora.enabled, "without lora.enabled: true"),
-    Idle("lora.dropout", lambda config, _: config.lora.enabled, "without lora.enabled: true"),
-    Idle("lora.target_modules", lambda config, _: config.lora.enabled, "without lora.enabled: true"),
-    Idle("reward.rubric", lambda config, _: config.reward.judge is not None, "without reward.judge"),
-    Idle("run.ray_address", lambda config, _: config.run.backend in ("auto", "ray"), "without run.backend: ray"),
-    Idle("run.sharding", _sharding_counts, "with the backend that run.backend names"),
-    Idle("run.rollout_gpus", lambda config, _: _engine_is("vllm", config), "without inference_engine.name: vllm"),
-    Idle("inference_engine.urls", lambda config, _: _engine_is("http", config), "without name: http"),
-    Idle("inference_engine.name", lambda _, roles: "sampler" in roles, "with an algorithm that does not sample"),
-    Idle("inference_engine.transfer", lambda config, _: _engine_is("http", config), "without name: http"),
-    Idle("inference_engine.replicas", lambda config, _: _engine_is("vllm", config), "without name: vllm"),
-    Idle("inference_engine.adapter", lambda config, _: config.lora.enabled, "without lora.enabled: true"),
-    Idle(
+INACTIVE_KEYS = (
+    InactiveKey("model.ref_decay", lambda config, _: config.model.ref_update == "ema", "without model.ref_update: ema"),
+    InactiveKey(
+        "model.ref_every", lambda config, _: config.model.ref_update == "periodic", "without ref_update: periodic"
+    ),
+    InactiveKey("model.ref_model", lambda _, roles: "ref" in roles, "with an algorithm that has no reference"),
+    InactiveKey("model.teacher", lambda _, roles: "teacher" in roles, "with an algorithm that has no teacher"),
+    InactiveKey("train.patience", lambda config, _: bool(config.data.val_files), "without data.val_files_path"),
+    InactiveKey("train.eval_every", lambda config, _: bool(config.data.val_files), "without data.val_files_path"),
+    InactiveKey("train.iterations", lambda _, roles: "sampler" in roles, "with an algorithm that does not sample"),
+    InactiveKey("train.mini_batches", lambda _, roles: "sampler" in roles, "with an algorithm that does not sample"),
+    InactiveKey("lora.r", lambda config, _: config.lora.enabled, "without lora.enabled: true"),
+    InactiveKey("lora.alpha", lambda config, _: config.lora.enabled, "without lora.enabled: true"),
+    InactiveKey("lora.dropout", lambda config, _: config.lora.enabled, "without lora.enabled: true"),
+    InactiveKey("lora.target_modules", lambda config, _: config.lora.enabled, "without lora.enabled: true"),
+    InactiveKey("reward.rubric", lambda config, _: config.reward.judge is not None, "without reward.judge"),
+    InactiveKey("run.ray_address", lambda config, _: config.run.backend in ("auto", "ray"), "without run.backend: ray"),
+    InactiveKey("run.sharding", _sharding_is_active, "with this run.backend"),
+    InactiveKey(
+        "run.rollout_gpus", lambda config, _: _engine_is("vllm", config), "without inference_engine.name: vllm"
+    ),
+    InactiveKey("inference_engine.urls", lambda config, _: _engine_is("http", config), "without name: http"),
+    InactiveKey("inference_engine.name", lambda _, roles: "sampler" in roles, "with an algorithm that does not sample"),
+    InactiveKey("inference_engine.transfer", lambda config, _: _engine_is("http", config), "without name: http"),
+    InactiveKey("inference_engine.replicas", lambda config, _: _engine_is("vllm", config), "without name: vllm"),
+    InactiveKey("inference_engine.adapter", lambda config, _: config.lora.enabled, "without lora.enabled: true"),
+    InactiveKey(
         "inference_engine.place",
         lambda config, _: _engine_is("vllm", config) and config.run.backend != "ray",
         "without name: vllm, or under Ray",
     ),
-    Idle(
+    InactiveKey(
         "inference_engine.folder",
         lambda config, _: (
             (_engine_is("http", config) and config.inference_engine.transfer == "files")
@@ -88,7 +103,7 @@ def _engine_is(name: str, config: Config) -> bool:
 
 
 def contradictions(config: Config) -> list[str]:
-    """What cannot work, each with what to change; imports torch."""
+    """Return one message per combination of keys that cannot work, with its remedy; imports torch."""
     chosen = algorithm(config.train.alg_name, **config.train.alg_params)
     later = [algorithm(each.alg_name, **each.alg_params) for each in config.train.alg_schedule]
     return [
@@ -111,11 +126,11 @@ def _devices(config: Config) -> Iterator[str]:
     if config.ranks > 1 and config.model.device not in ("auto", "cpu", "cuda"):
         yield f"model.device: {config.model.device} is one device, and run.backend takes {config.ranks}: set auto"
     for section, given in (("deepspeed", config.deepspeed), ("deepspeed_ref", config.deepspeed_ref)):
-        for key in sorted(SYNCED.keys() & given.others):
-            yield f"{section}.{key} is not set here: {SYNCED[key]} says it, once for all backends"
+        for key in sorted(DEEPSPEED_KEYS_SET_ELSEWHERE.keys() & given.others):
+            yield f"{section}.{key} is not set here: {DEEPSPEED_KEYS_SET_ELSEWHERE[key]} sets it for all backends"
     world_size = config.deepspeed.others.get("world_size")
     if world_size is not None and run.training_gpus is not None and world_size != run.training_gpus:
-        yield f"deepspeed.world_size {world_size} is not run.training_gpus {run.training_gpus}: leave it out"
+        yield f"deepspeed.world_size {world_size} is not run.training_gpus {run.training_gpus}: leave world_size out"
 
 
 def _engine(config: Config, chosen: Algorithm) -> Iterator[str]:
@@ -123,63 +138,63 @@ def _engine(config: Config, chosen: Algorithm) -> Iterator[str]:
     parallel = rollout.tensor_parallel_size
     if run.rollout_gpus and run.rollout_gpus % parallel:
         yield (
-            f"rollout.tensor_parallel_size {parallel} does not divide run.rollout_gpus {run.rollout_gpus}: each copy "
-            "of the model takes that many devices"
+            f"rollout.tensor_parallel_size {parallel} does not divide run.rollout_gpus {run.rollout_gpus}: each "
+            "replica takes that many devices"
         )
     elif parallel > 1 and config.engine != "vllm":
         yield f"rollout.tensor_parallel_size {parallel} needs inference_engine.name: vllm: set 1, or leave it out"
     if config.engine == "http" and not engine.urls:
         yield "inference_engine.name: http needs inference_engine.urls, such as [http://127.0.0.1:8000]"
     if engine.transfer == "nccl" and config.model.device == "cpu":
-        yield "inference_engine.transfer: nccl is between GPUs, and model.device is cpu: set gloo, or files"
+        yield "inference_engine.transfer: nccl needs GPUs, and model.device is cpu: set gloo, or files"
     if run.backend == "ray" and config.engine == "embedded" and chosen.online is not None:
         yield (
-            "run.backend: ray trains in other processes, whose weights the embedded engine does not have: set "
-            "inference_engine.name: vllm or http"
+            "run.backend: ray trains in other processes, and the embedded engine needs the trainer's weights in this "
+            "one: set inference_engine.name: vllm or http"
         )
-    for key in sorted(OURS & engine.others.keys()):
-        yield f"inference_engine.{key} is not set here: {OURS_WHY}"
+    for key in sorted(RESERVED_ENGINE_KEYS & engine.others.keys()):
+        yield f"inference_engine.{key} is not set here: {RESERVED_REASON}"
     if engine.place == "process" and parallel > 1:
-        yield "inference_engine.place: process has one device: set server for rollout.tensor_parallel_size above 1"
+        yield "inference_engine.place: process uses one device: set server for rollout.tensor_parallel_size above 1"
     if config.engine == "vllm" and run.rollout_gpus and engine.replicas not in (None, run.rollout_gpus // parallel):
         yield (
             f"inference_engine.replicas {engine.replicas} x rollout.tensor_parallel_size {parallel} is not "
             f"run.rollout_gpus {run.rollout_gpus}: leave replicas out"
         )
     if run.ray_address is not None and config.model.dtype == "auto":
-        yield "run.ray_address: the cluster's devices may be others than this machine's: set model.dtype"
+        yield "run.ray_address: the devices of the cluster may differ from those of this machine: set model.dtype"
     if engine.place == "process" and (config.ranks > 1 or engine.replicas not in (None, 1) or run.rollout_gpus):
         yield (
-            "inference_engine.place: process is one vLLM in a trainer of one process: set server for several, for "
-            "devices of its own, or beside several ranks"
+            "inference_engine.place: process runs one vLLM in a single-process trainer: set server for several "
+            "replicas, separate rollout devices or several ranks"
         )
     if engine.adapter and config.engine != "vllm":
-        yield f"inference_engine.adapter: {config.engine} takes whole weights: set inference_engine.name: vllm"
+        yield f"inference_engine.adapter: {config.engine} takes full weights: set inference_engine.name: vllm"
     elif engine.adapter and run.backend not in ("auto", "ray") and not config.in_process:
         yield (
-            "inference_engine.adapter: servers take whole weights: leave it out, or have vLLM in the trainer's process "
-            "(run.backend: local, without lag and rollout_gpus) or under run.backend: ray"
+            "inference_engine.adapter: servers take full weights: leave it out, or run vLLM in the trainer's process "
+            "(run.backend: local, without lag and rollout_gpus) or with run.backend: ray"
         )
     if config.engine != "embedded" and rollout.mode != "shrinking":
-        yield f"rollout.mode: {rollout.mode} is the embedded engine's: leave it out"
+        yield f"rollout.mode: {rollout.mode} is for the embedded engine only: leave it out"
 
 
 def _colocated(config: Config) -> Iterator[str]:
     run, engine = config.run, config.inference_engine
-    said = "inference_engine.colocated"
+    key = "inference_engine.colocated"
     if engine.name != "vllm":
-        yield f"{said} is for an engine of the run that can sleep: set inference_engine.name: vllm"
+        yield f"{key} needs an engine that can sleep: set inference_engine.name: vllm"
     if config.rollout.lag:
-        yield f"{said}: the engine sleeps while the trainer computes, and rollout.lag samples then: leave one out"
+        yield f"{key}: the engine sleeps during training, and rollout.lag samples during it: leave one out"
     if run.rollout_gpus:
-        yield f"{said} samples on the trainer's devices, and run.rollout_gpus on others: leave one out"
+        yield f"{key} samples on the training devices, and run.rollout_gpus on separate ones: leave one out"
     if config.rollout.tensor_parallel_size > 1:
-        yield f"{said} has one training device for each copy: set rollout.tensor_parallel_size: 1"
+        yield f"{key} uses one training device per replica: set rollout.tensor_parallel_size: 1"
     devices = 1 if run.backend == "local" else run.training_gpus
     if devices and engine.replicas is not None and engine.replicas > devices:
-        yield f"{said}: inference_engine.replicas {engine.replicas} are more than the {devices} that train: lower it"
+        yield f"{key}: inference_engine.replicas {engine.replicas} exceeds the {devices} training devices: lower it"
     if config.model.device not in ("auto", "cpu", "cuda", "cuda:0"):
-        yield f"{said} counts devices from the first: set model.device: auto, and CUDA_VISIBLE_DEVICES to choose"
+        yield f"{key} starts at the first device: set model.device: auto, and choose with CUDA_VISIBLE_DEVICES"
 
 
 def _reference(config: Config, algorithms: list[Algorithm]) -> Iterator[str]:
@@ -188,13 +203,13 @@ def _reference(config: Config, algorithms: list[Algorithm]) -> Iterator[str]:
         return
     if not any("ref" in each.others and each.online is not None for each in algorithms):
         yield (
-            f"model.ref_update: {model.ref_update} moves the reference of an algorithm that samples, and {names} has "
-            "none: set it to fixed, or choose one that has (online_dpo; for most, train.alg_params: {kl_coef: 0.05})"
+            f"model.ref_update: {model.ref_update} needs an online algorithm with a reference, and {names} has none: "
+            "set it to fixed, or choose another (online_dpo; for most, train.alg_params: {kl_coef: 0.05})"
         )
     elif config.lora.enabled and model.ref_model is not None:
         yield (
-            "model.ref_model is a model of its own, which cannot follow an adapter: set model.ref_update: fixed, or "
-            "leave model.ref_model out, and the reference is a second adapter that begins as the base"
+            "model.ref_model is a separate model, which cannot follow an adapter: set model.ref_update: fixed, or "
+            "leave model.ref_model out; the reference is then a second adapter, initialised as the base model"
         )
 
 
@@ -203,14 +218,14 @@ def _sampling(config: Config, chosen: Algorithm) -> Iterator[str]:
     if chosen.online is None:
         if given := [key for key in ("reward_func", "model", "judge") if getattr(reward, key) is not None]:
             yield (
-                f"reward.{given[0]}: {chosen.name} learns from rows as they are and asks for no reward: leave the "
-                "section out, or choose an algorithm that samples, such as sgrpo"
+                f"reward.{given[0]}: {chosen.name} trains on dataset rows and uses no reward: leave the section out, "
+                "or choose an algorithm that samples, such as sgrpo"
             )
         return
-    updates, answers = train.iterations * train.mini_batches, config.batch_size * rollout.n_samples
-    if train.mini_batches > answers:
+    updates, completions = train.iterations * train.mini_batches, config.batch_size * rollout.n_samples
+    if train.mini_batches > completions:
         yield (
-            f"train.mini_batches {train.mini_batches} is more than the {answers} answers of a step "
+            f"train.mini_batches {train.mini_batches} exceeds the {completions} completions of a step "
             "(train_batch_size_per_gpu x gradient_accumulation_steps x rollout.n_samples): lower it"
         )
     if rollout.max_draws is not None and rollout.max_draws < config.batch_size:
@@ -218,14 +233,14 @@ def _sampling(config: Config, chosen: Algorithm) -> Iterator[str]:
     if config.data.max_seq_len is not None and rollout.max_tokens >= config.data.max_seq_len:
         yield (
             f"no prompt leaves room for rollout.max_tokens={rollout.max_tokens} in data.max_seq_len="
-            f"{config.data.max_seq_len}: raise the one or lower the other"
+            f"{config.data.max_seq_len}: raise the latter or lower the former"
         )
     if rollout.filter is None and rollout.filter_params:
-        yield "rollout.filter_params are given, but no rollout.filter: name one, or leave them out"
+        yield "rollout.filter_params are set, but rollout.filter is not: set it, or leave them out"
     if rollout.force_strict_on_policy:
         strict = {"rollout.lag": rollout.lag, "rollout.partial_rollouts": rollout.partial_rollouts}
-        for place in (place for place, value in strict.items() if value):
-            yield f"{place} samples with older weights, which rollout.force_strict_on_policy forbids: leave one out"
+        for key in (key for key, value in strict.items() if value):
+            yield f"{key} samples with older weights, which rollout.force_strict_on_policy forbids: leave one out"
         if updates > 1:
             yield (
                 f"train.iterations x mini_batches takes {updates} optimizer steps per batch, and the later ones are "
@@ -234,35 +249,41 @@ def _sampling(config: Config, chosen: Algorithm) -> Iterator[str]:
 
 
 def remarks(config: Config) -> list[str]:
-    """What is allowed and has no effect, or is probably not meant; imports torch."""
+    """Return one message per key that has no effect or is probably a mistake; imports torch."""
     schedule = [(config.train.alg_name, config.train.alg_params)]
     schedule += [(each.alg_name, each.alg_params) for each in config.train.alg_schedule]
     algorithms = [algorithm(name, **parameters) for name, parameters in schedule]
     roles = set().union(*(each.others for each in algorithms)) | ({"sampler"} if algorithms[0].online else set())
-    said = [
-        f"{idle.place} has no effect {idle.words}"
-        for idle in IDLE
-        if _is_set(config, idle.place) and not idle.works(config, roles)
+    messages = [
+        f"{each.key} has no effect {each.condition}"
+        for each in INACTIVE_KEYS
+        if _is_set(config, each.key) and not each.is_active(config, roles)
     ]
     if algorithms[0].online is None:
-        set_here = [key for key in type(config.rollout).model_fields if _is_set(config, f"rollout.{key}")]
-        said += [f"rollout.{key} has no effect with an algorithm that does not sample" for key in set_here]
+        keys_set = [key for key in type(config.rollout).model_fields if _is_set(config, f"rollout.{key}")]
+        messages += [f"rollout.{key} has no effect with an algorithm that does not sample" for key in keys_set]
     if config.lora.enabled and config.lora.dropout and any(each.compares_logprobs for each in algorithms):
-        said.append(f"lora.dropout has no effect where log-probs are compared, as {algorithms[0].name} does")
+        messages.append(
+            f"lora.dropout has no effect with algorithms that compare log-probs, such as {algorithms[0].name}"
+        )
     if config.engine != "vllm":
         for key in sorted(config.inference_engine.others):
-            said.append(f"inference_engine.{key} has no effect with the {config.engine} engine")
+            messages.append(f"inference_engine.{key} has no effect with the {config.engine} engine")
     for section, keys in (("deepspeed", config.deepspeed.others), ("deepspeed_ref", config.deepspeed_ref.others)):
         if keys and config.run.backend in ("local", "fsdp"):
-            said.append(f"{section} ({', '.join(sorted(keys))}) has no effect with run.backend: {config.run.backend}")
+            messages.append(
+                f"{section} ({', '.join(sorted(keys))}) has no effect with run.backend: {config.run.backend}"
+            )
     if algorithms[0].online and config.rollout.lag and config.engine == "embedded":
-        said.append("rollout.lag: the embedded engine has the trainer's own weights, so it gains no time")
+        messages.append(
+            "rollout.lag: the embedded engine shares the trainer's weights, so sampling and training do not overlap"
+        )
     if same := sorted(set(config.data.val_files.values()) & set(config.data.train_files.values())):
-        said.append(f"{same[0]} is trained on and evaluated on: what is held out says more")
-    return said
+        messages.append(f"{same[0]} is used for training and for evaluation: use held-out rows for evaluation")
+    return messages
 
 
-def _is_set(config: Config, place: str) -> bool:
-    section, key = place.split(".")
+def _is_set(config: Config, key_path: str) -> bool:
+    section, key = key_path.split(".")
     keys: Any = getattr(config, section)
     return bool(getattr(keys, key) != type(keys).model_fields[key].default)

@@ -1,4 +1,4 @@
-"""YAML to checked `Config`s: stages, overrides, and wrong input answered with its line and the nearest key."""
+"""YAML to validated `Config`s: stages, overrides, and errors that name the line and the nearest key."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from oxrl.names import did_you_mean, nearest_name
 
 
 class ConfigError(ValueError):
-    """Wrong input, said in words: one line per mistake."""
+    """Invalid input: one line per error."""
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
-    """A YAML file (or nothing), with overrides such as `train.lr=1e-4` laid over it."""
+    """Return the config of a YAML file (or of none), with overrides such as `train.lr=1e-4` applied."""
     stages = load_stages(path, overrides)
     if list(stages) != [""]:
         raise ConfigError(f"{path} has the stages {', '.join(stages)}: use load_stages")
@@ -30,12 +30,11 @@ STAGES: Mapping[str, Mapping[str, Any]] = {
     "sft": {"train": {"alg_name": "sft"}},
     "rl": {"train": {"alg_name": "sgrpo"}},
 }
-"""Sections that make a run of several stages, and what is different in each unless the file says otherwise."""
+"""Sections that define the stages of a run -> the defaults of each stage."""
 REWARD_FILES = ("rewards/compute_score.py", "rewards.py")
-"""Where a reward function that is named without its file is looked for, beside the config."""
+"""Files next to the config that are searched for a reward function given by its bare name."""
 
-
-ELSEWHERE = {
+KEY_ALIASES = {
     "learning_rate": "lr",
     "batch_size": "train_batch_size_per_gpu",
     "per_device_train_batch_size": "train_batch_size_per_gpu",
@@ -61,29 +60,29 @@ ELSEWHERE = {
     "eval_steps": "eval_every",
     "logging_steps": "log_every",
 }
-"""What other frameworks, and people in a hurry, call our keys."""
+"""Common names of keys in other frameworks -> the key here, for suggestions in error messages."""
 
 
 class Stage(NamedTuple):
-    """A checked config, and who set what: `{("train", "lr"): "line 4", ("train", "alg_name"): "task math"}`."""
+    """A validated config and the origin of its keys: `{("train", "lr"): "line 4", ("run", "task"): "command line"}`."""
 
     config: Config
     origins: Mapping[tuple[str, str], str]
 
 
 def load_stages(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[str, Config]:
-    """The stages of a file in the order they run; a file without `sft:` or `rl:` has one, called "".
+    """Return the stages of a file in the order they run; a file without `sft:` or `rl:` has one, named "".
 
-    A stage's section holds sections of its own (`rl: {train: ..., reward: ...}`), laid over those of the whole file.
+    A stage holds config sections (`rl: {train: ..., reward: ...}`) that override those at the top level.
     """
     return {name: stage.config for name, stage in trace_stages(path, overrides).items()}
 
 
 def trace_stages(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[str, Stage]:
-    """`load_stages`, with where each value comes from."""
+    """Return the same stages as `load_stages`, with the origin of each value."""
     raw, lines = _parse("" if path is None else _read(Path(path)), str(path))
     for override in overrides:
-        _lay_over(raw, override)
+        _apply_override(raw, override)
         lines.pop(tuple(override.partition("=")[0].strip().split(".")), None)
     shared = {section: keys for section, keys in raw.items() if section not in STAGES}
     stages: dict[str, Stage] = {}
@@ -91,29 +90,29 @@ def trace_stages(path: str | Path | None, overrides: Sequence[str] = ()) -> dict
         own = raw.get(name) or {}
         if not isinstance(own, dict):
             raise ConfigError(f"{name} must hold sections such as `train:` and `data:`, not {own!r}")
-        own_lines = {place[1:]: line for place, line in lines.items() if place[0] == name}
+        own_lines = {key_path[1:]: line for key_path, line in lines.items() if key_path[0] == name}
         inherited = {section: keys for section, keys in shared.items() if (name, section) != ("sft", "reward")}
-        whole = _merged(_merged(inherited, STAGES.get(name, {})), own)
+        merged = _merged(_merged(inherited, STAGES.get(name, {})), own)
         for override in overrides if name else ():
-            _override_stage(whole, override, name)
+            _override_stage(merged, override, name)
         if path is not None:
-            whole = _with_own_rewards(whole, Path(path).parent)
-        places = {**lines, **own_lines}
-        config = check_config(whole, places)
-        stages[name] = Stage(config, _origins(config, whole, places, name))
+            merged = _with_local_rewards(merged, Path(path).parent)
+        stage_lines = {**lines, **own_lines}
+        config = check_config(merged, stage_lines)
+        stages[name] = Stage(config, _origins(config, merged, stage_lines, name))
     return stages
 
 
-def _override_stage(whole: dict[str, Any], override: str, stage: str) -> None:
-    """What is said for all stages wins in each; which algorithm and which reward is a stage's own affair."""
+def _override_stage(raw: dict[str, Any], override: str, stage: str) -> None:
+    """Apply an override of a shared key to a stage; algorithm and reward are set per stage."""
     section, _, rest = override.partition(".")
     if section in STAGES:
         return
     if section == "train" and rest.partition("=")[0].strip() == "alg_name":
-        raise ConfigError(f"each stage has its own algorithm: name the stage, as in --set {stage}.{override}")
+        raise ConfigError(f"train.alg_name is set per stage: name the stage, as in --set {stage}.{override}")
     if (stage, section) != ("sft", "reward"):
-        whole[section] = dict(whole.get(section) or {})
-        _lay_over(whole, override)
+        raw[section] = dict(raw.get(section) or {})
+        _apply_override(raw, override)
 
 
 def _origins(
@@ -122,31 +121,31 @@ def _origins(
     origins: dict[tuple[str, str], str] = {}
     for section, keys in config:
         for key in sorted(keys.model_fields_set):
-            place = (section, key)
+            key_path = (section, key)
             if key not in (raw.get(section) or {}):
-                origins[place] = f"task {config.run.task}"
-            elif place in lines:
-                origins[place] = f"line {lines[place]}"
+                origins[key_path] = f"task {config.run.task}"
+            elif key_path in lines:
+                origins[key_path] = f"line {lines[key_path]}"
             else:
                 by_stage = key in STAGES.get(stage, {}).get(section, {})
-                origins[place] = f"stage {stage}" if by_stage else "command line"
+                origins[key_path] = f"stage {stage}" if by_stage else "command line"
     return origins
 
 
-def _with_own_rewards(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """A reward that is named without its file, and that no table knows, is looked for beside the config."""
+def _with_local_rewards(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Resolve bare reward names that are not built in to functions in `REWARD_FILES` next to the config."""
     section = raw.get("reward")
     named = section.get("reward_func") if isinstance(section, dict) else None
     if isinstance(named, str):
-        found: Any = _place_of_reward(named, folder)
+        found: Any = _locate_reward(named, folder)
     elif isinstance(named, dict):
-        found = {_place_of_reward(str(each), folder): weight for each, weight in named.items()}
+        found = {_locate_reward(str(each), folder): weight for each, weight in named.items()}
     else:
         return raw
     return {**raw, "reward": {**raw["reward"], "reward_func": found}}
 
 
-def _place_of_reward(name: str, folder: Path) -> str:
+def _locate_reward(name: str, folder: Path) -> str:
     if ":" in name:
         return name
     definition = re.compile(rf"^(async )?def {re.escape(name)}\(", re.MULTILINE)
@@ -159,7 +158,7 @@ def _place_of_reward(name: str, folder: Path) -> str:
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Section by section, `above` wins."""
+    """Merge section by section; `above` takes precedence."""
     merged = dict(below)
     for section, keys in above.items():
         both = isinstance(keys, dict) and isinstance(merged.get(section), dict)
@@ -168,11 +167,11 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
 
 
 def check_config(raw: Mapping[str, Any], lines: Mapping[tuple[str, ...], int] | None = None) -> Config:
-    """A mapping of sections as a `Config`; all its mistakes at once, with their lines where `lines` knows them."""
+    """Validate a mapping of sections; the error lists all mistakes, with line numbers where `lines` has them."""
     try:
         return Config.model_validate(raw)
     except ValidationError as error:
-        raise ConfigError("\n".join(_in_words(mistake, lines or {}) for mistake in error.errors())) from None
+        raise ConfigError("\n".join(_format_error(each, lines or {}) for each in error.errors())) from None
 
 
 def _read(path: Path) -> str:
@@ -186,7 +185,7 @@ def _read(path: Path) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads `1e-5` as text; people mean a number."""
+    """Reads `1e-5` as a number; in YAML 1.1 it is a string."""
 
 
 _Loader.add_implicit_resolver(
@@ -212,13 +211,13 @@ def _parse(text: str, where: str) -> tuple[dict[str, Any], dict[tuple[str, ...],
 def _lines(node: yaml.Node | None, above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], int]]:
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
-            place = (*above, str(key.value))
-            yield place, key.start_mark.line + 1
-            yield from _lines(value, place)
+            key_path = (*above, str(key.value))
+            yield key_path, key.start_mark.line + 1
+            yield from _lines(value, key_path)
 
 
 def _repeated(node: yaml.Node | None, above: tuple[str, ...] = ()) -> Iterator[str]:
-    """YAML would quietly take the last one."""
+    """Yield one message per repeated key; YAML would silently keep the last one."""
     if isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
             yield from _repeated(value, (*above, str(index)))
@@ -226,16 +225,16 @@ def _repeated(node: yaml.Node | None, above: tuple[str, ...] = ()) -> Iterator[s
         return
     first: dict[str, int] = {}
     for key, value in node.value:
-        line, place = key.start_mark.line + 1, (*above, str(key.value))
+        line, key_path = key.start_mark.line + 1, (*above, str(key.value))
         if str(key.value) in first:
-            yield f"line {line}: {'.'.join(place)} is there twice, first on line {first[place[-1]]}: keep one of them"
+            yield f"line {line}: {'.'.join(key_path)} is a duplicate of line {first[key_path[-1]]}: keep one of them"
         first.setdefault(str(key.value), line)
-        yield from _repeated(value, place)
+        yield from _repeated(value, key_path)
 
 
-def _lay_over(raw: dict[str, Any], override: str) -> None:
-    place, equals, value = override.partition("=")
-    *sections, key = place.strip().split(".")
+def _apply_override(raw: dict[str, Any], override: str) -> None:
+    key_path, equals, value = override.partition("=")
+    *sections, key = key_path.strip().split(".")
     if not equals or not sections:
         raise ConfigError(f"an override looks like train.lr=1e-4, not {override!r}")
     for section in sections:
@@ -247,35 +246,35 @@ def _lay_over(raw: dict[str, Any], override: str) -> None:
     try:
         raw[key] = yaml.load(value, _Loader)  # noqa: S506 - a SafeLoader
     except yaml.YAMLError:
-        raise ConfigError(f"{override!r}: what stands behind = is not valid YAML") from None
+        raise ConfigError(f"{override!r}: the value after = is not valid YAML") from None
 
 
-def _in_words(mistake: Any, lines: Mapping[tuple[str, ...], int]) -> str:
-    place = tuple(str(part) for part in mistake["loc"])
-    line = next((lines[place[:end]] for end in range(len(place), 0, -1) if place[:end] in lines), None)
+def _format_error(error: Any, lines: Mapping[tuple[str, ...], int]) -> str:
+    key_path = tuple(str(part) for part in error["loc"])
+    line = next((lines[key_path[:end]] for end in range(len(key_path), 0, -1) if key_path[:end] in lines), None)
     where = f"line {line}: " if line is not None else ""
-    name = ".".join(place)
-    if mistake["type"] == "extra_forbidden":
-        near = nearest_key(place[-1], _keys_at(place[:-1]))
-        hint = f"did you mean {near}?" if near else f"allowed: {', '.join(_keys_at(place[:-1]))}"
+    name = ".".join(key_path)
+    if error["type"] == "extra_forbidden":
+        near = nearest_key(key_path[-1], _keys_at(key_path[:-1]))
+        hint = f"did you mean {near}?" if near else f"allowed: {', '.join(_keys_at(key_path[:-1]))}"
         return f"{where}{name} is not a key; {hint}"
-    if mistake["type"] == "missing":
+    if error["type"] == "missing":
         return f"{where}{name} is missing"
-    message = mistake["msg"].removeprefix("Value error, ")
-    if mistake["type"] == "value_error":  # our own words, which say what was wrong
-        return f"{where}{name}: {message}" if place else f"{where}{message}"
-    return f"{where}{name}: {message}, got {mistake['input']!r}" if place else f"{where}{message}"
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "value_error":  # raised by a validator of the schema; it already names the value
+        return f"{where}{name}: {message}" if key_path else f"{where}{message}"
+    return f"{where}{name}: {message}, got {error['input']!r}" if key_path else f"{where}{message}"
 
 
 def nearest_key(name: str, keys: Sequence[str]) -> str | None:
-    """Return the key that other frameworks call `name`, or the one with the nearest spelling; None if none is near."""
-    alias = ELSEWHERE.get(name)
+    """Return the intended key, by its name in other frameworks or by spelling; None if none is close."""
+    alias = KEY_ALIASES.get(name)
     return alias if alias in keys else nearest_name(name, keys)
 
 
-def _keys_at(place: tuple[str, ...]) -> list[str]:
+def _keys_at(key_path: tuple[str, ...]) -> list[str]:
     section: Any = Config
-    for part in place:
+    for part in key_path:
         field = section.model_fields.get(part)
         if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
             return []

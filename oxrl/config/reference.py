@@ -1,6 +1,6 @@
-"""The schema in words: two complete example files, the page `docs/configuration.md`, and a JSON schema for editors.
+"""Generated from the schema: two complete example files, the page `docs/configuration.md`, and a JSON schema.
 
-`python -m oxrl.config.reference` writes what is kept in the repository; nothing about a key is written down twice.
+`python -m oxrl.config.reference` writes the files that are kept in the repository.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ SECTIONS = (
     "inference_engine",
 )
 SAMPLING = ("reward", "rollout", "inference_engine")
-WIDTH = 46  # of a key and its value, before what is said about it
+WIDTH = 46  # of a key and its value, before the comment
 
 
 def rl_args() -> str:
-    """`configs/rl_args.yaml`: every key, as it is for reinforcement learning."""
-    head = "# Every key for a run that learns from its own answers, with its default: oxrl train rl_args.yaml"
+    """Return `examples/rl_args.yaml`: every key, for reinforcement learning."""
+    head = "# Every key for an online run (reinforcement learning), with its default: oxrl train rl_args.yaml"
     return _args(head, {"data": {"dataset": "gsm8k"}, "reward": {"reward_func": "gsm8k_reward_func"}}, SECTIONS)
 
 
 def sl_args() -> str:
-    """`configs/sl_args.yaml`: every key for a run that learns from rows as they are."""
-    head = "# Every key for a run that learns from rows as they are, with its default: oxrl train sl_args.yaml"
+    """Return `examples/sl_args.yaml`: every key, for training on dataset rows."""
+    head = "# Every key for an offline run (SFT, preferences), with its default: oxrl train sl_args.yaml"
     sections = tuple(section for section in SECTIONS if section not in SAMPLING)
     return _args(head, {"train": {"alg_name": "sft"}, "data": {"dataset": "dolly"}}, sections)
 
@@ -52,13 +52,13 @@ def sl_args() -> str:
 def _args(head: str, given: Mapping[str, Mapping[str, Any]], sections: tuple[str, ...]) -> str:
     values = {"model": {"name": "smollm2-135m"}, **given}
     config = Config.model_validate(values)
-    said = {(section, key): field.description or "" for section, key, field in fields()}
+    comments = {(section, key): field.description or "" for section, key, field in fields()}
     return (
         "\n".join(
             [
                 head,
                 "# Generated from the schema by `python -m oxrl.config.reference`.",
-                *as_lines(config, said, sections),
+                *as_lines(config, comments, sections),
             ]
         )
         + "\n"
@@ -66,26 +66,26 @@ def _args(head: str, given: Mapping[str, Mapping[str, Any]], sections: tuple[str
 
 
 def as_lines(
-    config: Config, said: Mapping[tuple[str, str], str], sections: tuple[str, ...] = SECTIONS
+    config: Config, comments: Mapping[tuple[str, str], str], sections: tuple[str, ...] = SECTIONS
 ) -> Iterator[str]:
-    """A config as YAML that loads to the same, each key with a comment where there is something to say."""
+    """Yield a config as lines of YAML that load to the same config, with a comment per key where there is one."""
     for section in sections:
         values = getattr(config, section).model_dump(mode="json")
         yield f"\n{section}:{'' if values else ' {}'}"
         for key, value in values.items():
             line = f"  {key}: {_flow(value)}"
-            comment = said.get((section, key), "")
+            comment = comments.get((section, key), "")
             yield f"{line:{WIDTH}}  # {comment}" if comment else line
 
 
 def _flow(value: Any) -> str:
-    """`value` on one line, as our loader reads it back."""
+    """Return `value` as one line of YAML."""
     written: str = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), sort_keys=False)
     return written.removesuffix("\n").removesuffix("\n...").strip()
 
 
 def fields() -> Iterator[tuple[str, str, FieldInfo]]:
-    """(section, key, what is known about it), in the order of the page."""
+    """Yield (section, key, field) in the order of the page."""
     for section in SECTIONS:
         for key, field in section_class(section).model_fields.items():
             yield section, key, field
@@ -99,7 +99,7 @@ def section_class(section: str) -> type[BaseModel]:
 
 
 def document() -> str:
-    """The page `docs/configuration.md`."""
+    """Return the page `docs/configuration.md`."""
     lines = [OPENING]
     for section in SECTIONS:
         owner = section_class(section)
@@ -107,7 +107,7 @@ def document() -> str:
         if owner.model_fields:
             lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
         for key, field in owner.model_fields.items():
-            default = "(needed)" if field.is_required() else f"`{_flow(field.default)}`"
+            default = "(required)" if field.is_required() else f"`{_flow(field.default)}`"
             cells = [f"`{key}`", f"`{_type_of(field)}`", default, field.description or ""]
             lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
         lines.append("")
@@ -129,14 +129,14 @@ def _type_of(field: FieldInfo) -> str:
 OPENING = """\
 # Configuration
 
-Generated from the schema by `python -m oxrl.config.reference`. Every key has a default but `model.name` and the rows
-(`data.dataset` or `data.train_files_path`); a file needs only what is different.
+Generated from the schema by `python -m oxrl.config.reference`. Required are `model.name` and a dataset
+(`data.dataset` or `data.train_files_path`); every other key has a default.
 
 ```bash
-oxrl config show config.yaml       # everything that a run would use, and who said so
-oxrl config validate config.yaml   # all mistakes at once, with their lines; reads neither files nor models
-oxrl config diff a.yaml b.yaml     # what is different
-oxrl config schema > schema.json   # for an editor that completes and checks YAML
+oxrl config show config.yaml       # the resolved config, with the origin of each value
+oxrl config validate config.yaml   # lists all errors with their lines; reads neither data nor models
+oxrl config diff a.yaml b.yaml     # keys that differ
+oxrl config schema > schema.json   # JSON schema for editors
 oxrl train config.yaml --set train.lr=1e-4 --set lora.enabled=true
 ```
 
@@ -144,28 +144,27 @@ Two complete files come with the package, `oxrl/config/examples/rl_args.yaml` an
 algorithm is in `registry/examples/`. `python main_rl.py --config-file FILE` and `python main_sl.py --config-file FILE`
 are `oxrl train FILE`.
 
-- **Nothing is ignored.** A key that does not exist is an error with its line and the nearest one, and so is a key
-  that is there twice; those of other programs (`deepspeed`, vLLM's in `inference_engine`) are held against them when a
-  run begins, before it loads a model. Keys that contradict each other are an error that says what to change. A key that
-  has no effect in this run is named in a warning.
-- **`run.task`** (or `--task`) fills in what the file does not say: algorithm, dataset, learning rate, lengths.
-- **Without `reward`** an algorithm that samples takes the reward of its dataset, else that of its task, else the one
-  that all rows agree on (numbers, letters, formulas, tests, short texts), and says which.
-- **A reward of your own** is `FILE.py:FUNCTION`. A bare name that no table knows is looked for in
-  `rewards/compute_score.py` and `rewards.py` beside the config.
-- **Stages**: sections `sft:` and `rl:` hold sections of their own, laid over those of the whole file; RL goes on from
-  the last checkpoint of SFT. A `reward` for the whole file is that of `rl`.
+- **No key is ignored.** An unknown key is an error with its line and the nearest key; so is a duplicate key. Settings
+  of DeepSpeed (`deepspeed`) and vLLM (`inference_engine`) are validated when a run starts, before a model is loaded.
+  Keys that contradict each other are an error with a remedy. A key that has no effect is reported in a warning.
+- **`run.task`** (or `--task`) sets defaults for algorithm, dataset, learning rate and lengths.
+- **Without `reward`** an algorithm that samples uses the reward of its dataset, else that of its task, else one
+  inferred from the rows (numbers, letters, formulas, tests, short texts), and logs which.
+- **A custom reward** is `FILE.py:FUNCTION`. A bare name that is not built in is searched in
+  `rewards/compute_score.py` and `rewards.py` next to the config.
+- **Stages**: the sections `sft:` and `rl:` hold config sections that override those at the top level; RL starts from
+  the last checkpoint of SFT. A `reward` at the top level applies to `rl`.
 
 | variable | meaning |
 |---|---|
-| `OXRL_DATA_DIR` | where prepared datasets lie; default `./data` |
-| `OXRL_CHECKPOINT_DIR` | where runs go without `--output`; default `./checkpoints` |
-| `HF_TOKEN` | for models and datasets that the hub gives only to those who agreed to their terms |
+| `OXRL_DATA_DIR` | folder of prepared datasets; default `./data` |
+| `OXRL_CHECKPOINT_DIR` | output root of runs without `--output`; default `./checkpoints` |
+| `HF_TOKEN` | access token for gated models and datasets |
 """
 
 
 def json_schema() -> dict[str, Any]:
-    """Of a config file: a task may bring the rows and a stage may hold the sections, so neither is asked for on top."""
+    """Return the JSON schema of a config file; no section is required, because tasks and stages can provide it."""
     schema = Config.model_json_schema()
     schema["title"] = "oxRL config"
     del schema["required"]
@@ -176,7 +175,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def generated() -> dict[Path, str]:
-    """File -> what it must hold."""
+    """Return the content of each generated file."""
     return {
         ROOT / "docs" / "configuration.md": document(),
         ARGS / "rl_args.yaml": rl_args(),

@@ -1,7 +1,7 @@
-"""What a run for a task begins with: algorithm, dataset, reward and settings, from `[tasks.*]` of the catalogue.
+"""Task presets: algorithm, dataset, reward and settings, from `[tasks.*]` of the model catalogue.
 
-Data, not code: `task_config` gives the sections of a config, `fill_task` lays what a config says over them. Whether
-dataset, reward and algorithm exist is checked by whoever reads them.
+`task_config` returns the preset as config sections, `fill_task` merges it under a config. Whether dataset, reward and
+algorithm exist is checked where they are used.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Task(NamedTuple):
     about: str
     algorithm: str
     dataset: str
-    reward: str | None = None  # None: the algorithm asks for none
+    reward: str | None = None  # None: the algorithm uses none
     rollout: Mapping[str, Any] = {}
-    data: Mapping[str, Any] = {}  # besides the dataset
+    data: Mapping[str, Any] = {}  # keys of `data` other than the dataset
 
 
 @cache
 def tasks() -> Mapping[str, Task]:
-    """Every task that there is, by its name."""
+    """Return all tasks by name."""
     return {name: Task(name, **fields) for name, fields in _read()["tasks"].items()}
 
 
@@ -42,13 +42,13 @@ def find_task(name: str) -> Task:
     if plain in tasks():
         return tasks()[plain]
     if plain in _read()["not_yet"]:
-        raise ValueError(f"the task {name} is not there yet: {_read()['not_yet'][plain]}")
+        raise ValueError(f"the task {name} is not supported yet: {_read()['not_yet'][plain]}")
     hint = did_you_mean(plain, tasks(), ".")
-    raise ValueError(f"no task is called {name!r}{hint} There are: {', '.join(tasks())}")
+    raise ValueError(f"no task is called {name!r}{hint} Available: {', '.join(tasks())}")
 
 
 def task_config(name: str, *, lora: bool = False) -> dict[str, Any]:
-    """`task_config("math")["data"] == {"dataset": "gsm8k"}`: the sections of a config, but for the model."""
+    """Return the config sections of a task, without the model: `task_config("math")["data"]["dataset"] == "gsm8k"`."""
     task = find_task(name)
     rates = _read()["learning_rates"][task.algorithm]
     sections: dict[str, Any] = {
@@ -61,10 +61,10 @@ def task_config(name: str, *, lora: bool = False) -> dict[str, Any]:
 
 
 def example_config(entry: Entry) -> dict[str, Any]:
-    """A config to begin with, for the model's first task."""
+    """Return an initial config for the first task of a model."""
     task = entry.tasks[0]
     full = entry.strategy == "full"
-    sections = task_config(task, lora=not full) if entry.not_yet is None else _once_it_can(task)
+    sections = task_config(task, lora=not full) if entry.not_yet is None else _placeholder_config(task)
     config: dict[str, Any] = {
         "model": {"name": entry.source, **({"gradient_checkpointing": True} if entry.billions > 1 else {})},
         "run": {"experiment_id": f"{entry.name}-{task}"},
@@ -75,29 +75,30 @@ def example_config(entry: Entry) -> dict[str, Any]:
     return config
 
 
-def _once_it_can(task: str) -> dict[str, Any]:
-    """What the config of a model that cannot be trained yet will look like."""
+def _placeholder_config(task: str) -> dict[str, Any]:
+    """Return the sections for a model that cannot be trained yet."""
     return {"train": {"alg_name": "sft"}, "data": {"train_files_path": f"{task}.jsonl"}}
 
 
 def fill_task(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A config as it was written, with what it does not say taken from the task.
+    """Return a raw config with unset keys taken from the task.
 
-    Rows of one's own take the place of the task's dataset. The reward is left open: a dataset's own comes before the
-    task's, and which rows there are is known later. An algorithm of another kind has other rates and needs no lengths.
+    A dataset or files in the config replace the task's dataset. The reward is left unset: the dataset's reward takes
+    precedence over the task's and is resolved later. The task's learning rate and rollout lengths are dropped if one of
+    the two algorithms samples and the other does not.
     """
     written = {section: keys for section, keys in config.items() if isinstance(keys, Mapping)}
     train, data = written.get("train", {}), written.get("data", {})
-    given = task_config(name, lora=written.get("lora", {}).get("enabled") is True)
-    given.pop("reward", None)
+    preset = task_config(name, lora=written.get("lora", {}).get("enabled") is True)
+    preset.pop("reward", None)
     if data.get("dataset") is not None or data.get("train_files_path") is not None:
-        del given["data"]["dataset"]
-    if "alg_name" in train and _samples(train["alg_name"]) != _samples(given["train"]["alg_name"]):
-        del given["train"]["lr"]
-        given.pop("rollout", None)
+        del preset["data"]["dataset"]
+    if "alg_name" in train and _samples(train["alg_name"]) != _samples(preset["train"]["alg_name"]):
+        del preset["train"]["lr"]
+        preset.pop("rollout", None)
     filled = dict(config)
-    for section, keys in given.items():
-        if config.get(section) is None or section in written:  # what is no section at all is told later
+    for section, keys in preset.items():
+        if config.get(section) is None or section in written:  # a value that is not a section is reported by validation
             filled[section] = {**keys, **written.get(section, {})}
     return filled
 
@@ -107,7 +108,7 @@ def _samples(name: object) -> bool:
 
     try:
         return algorithm(str(name)).online is not None
-    except ValueError:  # told when the config is checked
+    except ValueError:  # reported when the config is validated
         return False
 
 

@@ -1,4 +1,4 @@
-"""YAML becomes a config, and what is wrong with it becomes words."""
+"""Loading and validating configs: defaults, error messages, tasks, stages, and the `oxrl config` commands."""
 
 import json
 import runpy
@@ -105,32 +105,32 @@ def test_the_files_that_users_were_promised_load_as_written(tmp_path):
         ("  lr: 1e-5", "  l: 1e-5", "did you mean lr?"),
         ("  lr: 1e-5", "  lr: fast", "line 5: train.lr"),
         ("  lr: 1e-5", "  lr: -1.0", "greater than 0"),
-        ("  lr: 1e-5", "  lr: 1e-5\n  lr: 1e-4", "line 6: train.lr is there twice, first on line 5"),
+        ("  lr: 1e-5", "  lr: 1e-5\n  lr: 1e-4", "line 6: train.lr is a duplicate of line 5"),
         ("  alg_name: SFT", "  alg_name: sfd", "did you mean sft?"),
         ("  name: tiny", "  name: tiny\n  dtype: float8", "float32"),
-        ("  name: tiny", "  name: tiny\nmodel:\n  device: cpu", "line 3: model is there twice, first on line 1"),
+        ("  name: tiny", "  name: tiny\nmodel:\n  device: cpu", "line 3: model is a duplicate of line 1"),
         ("train:", "trane:", "did you mean train?"),
         ("train:", "run: {task: mth}\ntrain:", "line 3: run.task: no task is called 'mth'; did you mean math?"),
-        ("train:", "run: {task: vision}\ntrain:", "the task vision is not there yet"),
+        ("train:", "run: {task: vision}\ntrain:", "the task vision is not supported yet"),
         ("  train_files_path: rows.jsonl", "  {}", "data.train_files_path is missing"),
         ("  train_files_path: rows.jsonl", "  train_files_path: a\n  dataset: gsm8k", "both set"),
         ("  name: tiny", "  name: [", "not valid YAML"),
         ("train:", "deepspeed: 3\ntrain:", "line 3: deepspeed"),
     ],
 )
-def test_a_mistake_is_answered_with_its_line_and_what_is_allowed(tmp_path, line, instead, message):
+def test_an_error_names_its_line_and_the_allowed_values(tmp_path, line, instead, message):
     with pytest.raises(ConfigError) as caught:
         load_config(written(tmp_path, GOOD.replace(line, instead, 1)))
     assert message in str(caught.value)
 
 
-def test_a_missing_file_names_one_that_is_there(tmp_path):
+def test_a_missing_file_suggests_an_existing_one(tmp_path):
     written(tmp_path, GOOD)
     with pytest.raises(ConfigError, match="did you mean config.yaml"):
         load_config(tmp_path / "confg.yaml")
 
 
-def test_overrides_are_laid_over_the_file(tmp_path):
+def test_overrides_take_precedence_over_the_file(tmp_path):
     config = load_config(written(tmp_path, GOOD), ["train.lr=3e-4", "lora.enabled=true", "data.columns={response: a}"])
     assert (config.train.lr, config.lora.enabled, config.data.columns) == (3e-4, True, {"response": "a"})
     with pytest.raises(ConfigError, match="looks like"):
@@ -155,43 +155,43 @@ def test_a_config_survives_being_written_and_read():
 
 
 @pytest.mark.parametrize(
-    ("sections", "words"),
+    ("sections", "message"),
     [
         ({"run": {"training_gpus": 1}, "model": {"device": "cpu"}}, "contradict each other"),
         ({"run": {"training_gpus": 0}, "model": {"device": "cuda"}}, "contradict each other"),
         ({"run": {"rollout_gpus": 3}, "rollout": {"tensor_parallel_size": 2}}, "does not divide run.rollout_gpus 3"),
         ({"rollout": {"tensor_parallel_size": 2}}, "tensor_parallel_size 2 needs inference_engine.name: vllm"),
         ({"inference_engine": {"name": "http"}}, "http needs inference_engine.urls"),
-        ({"inference_engine": {"name": "vllm", "place": "process", "replicas": 2}}, "place: process is one vLLM"),
-        ({"inference_engine": {"name": "vllm"}, "rollout": {"mode": "fixed"}}, "mode: fixed is the embedded engine's"),
-        ({"run": {"backend": "ray"}}, "whose weights the embedded engine does not have"),
+        ({"inference_engine": {"name": "vllm", "place": "process", "replicas": 2}}, "place: process runs one vLLM"),
+        ({"inference_engine": {"name": "vllm"}, "rollout": {"mode": "fixed"}}, "fixed is for the embedded engine only"),
+        ({"run": {"backend": "ray"}}, "run.backend: ray trains in other processes"),
         ({"run": {"backend": "local", "training_gpus": 2}}, "local trains on one device, and run.training_gpus is 2"),
         ({"run": {"backend": "fsdp", "training_gpus": 2}, "model": {"device": "cuda:1"}}, "is one device"),
-        ({"inference_engine": {"colocated": True}}, "colocated is for an engine of the run that can sleep: set infer"),
-        ({**COLOCATED, "rollout": {"lag": 1}}, "while the trainer computes, and rollout.lag samples then"),
-        ({**COLOCATED, "run": {"rollout_gpus": 1}}, "colocated samples on the trainer's devices, and run.rollout_gpus"),
-        ({**COLOCATED, "rollout": {"tensor_parallel_size": 2}}, "colocated has one training device for each copy"),
-        ({**COLOCATED, "model": {"device": "cuda:1"}}, "colocated counts devices from the first: set model.device: a"),
+        ({"inference_engine": {"colocated": True}}, "colocated needs an engine that can sleep: set infer"),
+        ({**COLOCATED, "rollout": {"lag": 1}}, "sleeps during training, and rollout.lag samples during it"),
+        ({**COLOCATED, "run": {"rollout_gpus": 1}}, "colocated samples on the training devices, and run.rollout_gpus"),
+        ({**COLOCATED, "rollout": {"tensor_parallel_size": 2}}, "colocated uses one training device per replica"),
+        ({**COLOCATED, "model": {"device": "cuda:1"}}, "colocated starts at the first device: set model.device: auto"),
         (
             {"inference_engine": {"name": "vllm", "colocated": True, "replicas": 3}, "run": {"training_gpus": 2}},
-            "replicas 3 are more than the 2 that train",
+            "replicas 3 exceeds the 2 training devices",
         ),
         ({"inference_engine": {"name": "vllm", "enable_sleep_mode": True}}, "enable_sleep_mode is not set here"),
         (
             {"model": {"device": "cpu"}, "inference_engine": {"transfer": "nccl"}},
-            "transfer: nccl is between GPUs, and model.device is cpu",
+            "transfer: nccl needs GPUs, and model.device is cpu",
         ),
-        ({"inference_engine": {"adapter": True}}, "adapter: embedded takes whole weights: set inference_engine.name"),
+        ({"inference_engine": {"adapter": True}}, "adapter: embedded takes full weights: set inference_engine.name"),
         (
             {"inference_engine": {"name": "vllm", "adapter": True}, "run": {"backend": "fsdp"}},
-            "adapter: servers take whole weights: leave it out",
+            "adapter: servers take full weights: leave it out",
         ),
         ({"deepspeed": {"optimizer": {}}}, "deepspeed.optimizer is not set here: train.lr"),
         ({"deepspeed": {"world_size": 4}, "run": {"training_gpus": 2}}, "world_size 4 is not run.training_gpus 2"),
-        ({"train": {"mini_batches": 65}}, "more than the 64 answers of a step"),
+        ({"train": {"mini_batches": 65}}, "exceeds the 64 completions of a step"),
         ({"rollout": {"max_draws": 3}}, "less than the 8 prompts of a step"),
         ({"rollout": {"max_tokens": 4096}}, "no prompt leaves room"),
-        ({"rollout": {"filter_params": {"min_reward": 1}}}, "but no rollout.filter"),
+        ({"rollout": {"filter_params": {"min_reward": 1}}}, "but rollout.filter is not"),
         ({"rollout": {"force_strict_on_policy": True, "lag": 1}}, "rollout.lag samples with older weights"),
         ({"rollout": {"force_strict_on_policy": True, "partial_rollouts": True}}, "rollout.partial_rollouts samples"),
         ({"rollout": {"force_strict_on_policy": True}, "train": {"iterations": 2}}, "the later ones are not on-policy"),
@@ -203,29 +203,29 @@ def test_a_config_survives_being_written_and_read():
                 "model": {"ref_update": "ema", "ref_model": "tiny"},
                 "lora": {"enabled": True},
             },
-            "model.ref_model is a model of its own, which cannot follow an adapter",
+            "model.ref_model is a separate model, which cannot follow an adapter",
         ),
-        ({"train": {"alg_name": "sft"}, "reward": {"reward_func": "contains"}}, "sft learns from rows as they are"),
+        ({"train": {"alg_name": "sft"}, "reward": {"reward_func": "contains"}}, "sft trains on dataset rows"),
     ],
 )  # fmt: skip
-def test_keys_that_contradict_each_other_are_told_with_what_to_change(sections, words):
-    (said,) = contradictions(config_of(**sections))
-    assert words in said
+def test_contradicting_keys_are_reported_with_a_remedy(sections, message):
+    (reported,) = contradictions(config_of(**sections))
+    assert message in reported
 
 
-def test_an_adapter_that_is_not_trained_does_not_travel():
+def test_sending_the_adapter_alone_needs_lora():
     engine = {"inference_engine": {"name": "vllm", "adapter": True}}
     assert remarks(config_of(**engine)) == ["inference_engine.adapter has no effect without lora.enabled: true"]
     assert remarks(config_of(**engine, lora={"enabled": True})) == []
 
 
-def test_a_reference_that_there_is_may_follow():
+def test_an_online_algorithm_with_a_reference_may_update_it():
     for train in ({"alg_name": "online_dpo"}, {"alg_params": {"kl_coef": 0.1}}):
         for lora in ({}, {"enabled": True}):
             assert contradictions(config_of(model={"ref_update": "ema"}, train=train, lora=lora)) == []
 
 
-def test_a_reward_for_the_whole_file_is_that_of_rl(tmp_path):
+def test_a_top_level_reward_applies_to_rl(tmp_path):
     text = "model: {name: tiny}\ndata: {train_files_path: x}\nreward: {reward_func: contains}\nsft: {}\nrl: {}\n"
     stages = load_stages(written(tmp_path, text))
     assert [stage.reward.reward_func for stage in stages.values()] == [None, "contains"]
@@ -234,7 +234,7 @@ def test_a_reward_for_the_whole_file_is_that_of_rl(tmp_path):
 
 
 @pytest.mark.parametrize("name", tasks())
-def test_a_task_names_what_there_is(name):
+def test_a_task_names_an_existing_dataset_algorithm_and_reward(name):
     from oxrl.algorithms import algorithm
     from oxrl.data.prepare import find_dataset
 
@@ -278,7 +278,7 @@ ROWS = {
         ("replies", "gsm8k_reward_func"),
     ],
 )
-def test_without_a_reward_the_rows_tell_and_it_is_said(rows, reward, tmp_path, caplog):
+def test_without_a_reward_it_is_inferred_from_the_rows_and_logged(rows, reward, tmp_path, caplog):
     caplog.set_level("INFO", logger="oxrl")
     data = str(write_jsonl(tmp_path / "rows.jsonl", ROWS[rows]))
     inputs = resolve(config_of(data={"train_files_path": data}, reward={"allow_unsandboxed": True}))
@@ -289,13 +289,13 @@ def test_without_a_reward_the_rows_tell_and_it_is_said(rows, reward, tmp_path, c
 
 
 @pytest.mark.parametrize("row", [{"prompt": "hi"}, {"prompt": "hi", "response": "a long reply, " * 20}])
-def test_what_the_rows_do_not_tell_is_asked_for(row, tmp_path):
+def test_a_reward_that_cannot_be_inferred_is_required(row, tmp_path):
     data = str(write_jsonl(tmp_path / "rows.jsonl", [row]))
     with pytest.raises(ConfigError, match="sgrpo learns from rewards: set reward.reward_func"):
         resolve(config_of(data={"train_files_path": data}))
 
 
-def test_a_dataset_brings_its_reward_before_the_task_does(tmp_path, monkeypatch, caplog):
+def test_the_reward_of_a_dataset_takes_precedence_over_the_task(tmp_path, monkeypatch, caplog):
     from oxrl.data.prepare import prepare
 
     caplog.set_level("INFO", logger="oxrl")
@@ -323,10 +323,10 @@ def my_reward(prompt_ids, response_ids, finish_reason):
 
 
 @pytest.mark.trains
-@pytest.mark.parametrize("place", ["rewards/compute_score.py", "rewards.py"])
-def test_a_reward_beside_the_config_is_found_by_its_name(place, tmp_path):
-    (tmp_path / place).parent.mkdir(exist_ok=True)
-    (tmp_path / place).write_text(MY_REWARD)
+@pytest.mark.parametrize("file", ["rewards/compute_score.py", "rewards.py"])
+def test_a_reward_next_to_the_config_is_found_by_its_name(file, tmp_path):
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text(MY_REWARD)
     rows = write_jsonl(tmp_path / "rows.jsonl", sums(4))
     text = f"model: {{name: tiny}}\ndata: {{train_files_path: {rows}}}\nreward: {{reward_func: my_reward}}\n"
     text += "train: {train_steps_per_epoch: 1, train_batch_size_per_gpu: 2}\nrollout: {n_samples: 2, max_tokens: 4}\n"
@@ -335,17 +335,17 @@ def test_a_reward_beside_the_config_is_found_by_its_name(place, tmp_path):
     assert json.loads(done.stdout.splitlines()[-1])["last"]["reward"] == 0.25
 
 
-def test_a_reward_that_is_nowhere_is_told_with_how_to_name_it(tmp_path):
+def test_an_unknown_reward_is_reported_with_how_to_name_it(tmp_path):
     rows = write_jsonl(tmp_path / "rows.jsonl", sums(4))
     text = f"model: {{name: tiny}}\ndata: {{train_files_path: {rows}}}\nreward: {{reward_func: my_reward}}\n"
     done = run("train", written(tmp_path, text), "--output", tmp_path / "out")
     assert done.exit_code == 2 and "file.py:function" in done.output
     (tmp_path / "rewards.py").write_text("def contains(rollout):\n    return 1.0\n")
     named = load_config(written(tmp_path, text.replace("my_reward", "contains")))
-    assert named.reward.reward_func == "contains", "a name of the table keeps its meaning"
+    assert named.reward.reward_func == "contains", "built-in names take precedence"
 
 
-def test_show_says_everything_and_who_said_it(tmp_path):
+def test_show_prints_every_key_with_its_origin(tmp_path):
     file = written(tmp_path, "model: {name: tiny}\nrun:\n  task: math\n")
     done = run("config", "show", file, "--set", "train.weight_decay=0.5")
     assert done.exit_code == 0, done.output
@@ -359,7 +359,7 @@ def test_show_says_everything_and_who_said_it(tmp_path):
     assert again == load_config(None, ["model.name=tiny", "run.task=math", "train.weight_decay=0.5"])
 
 
-def test_show_tells_stages_apart(tmp_path):
+def test_show_prints_stages_separately(tmp_path):
     file = written(tmp_path, "model: {name: tiny}\ndata: {train_files_path: x}\nsft: {}\nrl: {train: {lr: 1e-3}}\n")
     done = run("config", "show", file)
     assert load_stages(written(tmp_path, done.stdout)) == load_stages(
@@ -369,20 +369,20 @@ def test_show_tells_stages_apart(tmp_path):
     assert origins == {"sft": "stage sft", "rl": "stage rl"}
 
 
-def test_validate_names_all_mistakes_and_reads_no_data(tmp_path):
-    assert run("config", "validate", written(tmp_path, GOOD)).exit_code == 0, "rows.jsonl need not be there"
+def test_validate_lists_all_errors_and_reads_no_data(tmp_path):
+    assert run("config", "validate", written(tmp_path, GOOD)).exit_code == 0, "rows.jsonl need not exist"
     wrong = GOOD.replace("lr:", "lrr:").replace("name: tiny", "name: 3")
     done = run("config", "validate", written(tmp_path, wrong))
     assert done.exit_code == 2
     assert "line 5: train.lrr" in done.output and "line 2: model.name" in done.output
     noted = run("config", "validate", written(tmp_path, GOOD), "--set", "lora.r=4", "--json")
-    told = json.loads(noted.stdout)
-    assert told == {"valid": True, "mistakes": [], "remarks": ["lora.r has no effect without lora.enabled: true"]}
-    torn = run("config", "validate", written(tmp_path, GOOD), "--set", "reward.reward_func=contains", "--json")
-    assert torn.exit_code == 2 and "sft learns from rows" in json.loads(torn.stdout)["mistakes"][0]
+    report = json.loads(noted.stdout)
+    assert report == {"valid": True, "mistakes": [], "remarks": ["lora.r has no effect without lora.enabled: true"]}
+    invalid = run("config", "validate", written(tmp_path, GOOD), "--set", "reward.reward_func=contains", "--json")
+    assert invalid.exit_code == 2 and "sft trains on dataset rows" in json.loads(invalid.stdout)["mistakes"][0]
 
 
-def test_diff_names_what_is_different(tmp_path):
+def test_diff_lists_the_keys_that_differ(tmp_path):
     other = tmp_path / "other.yaml"
     other.write_text(GOOD.replace("1e-5", "1e-4") + "lora: {enabled: true}\n")
     done = run("config", "diff", written(tmp_path, GOOD), other)
@@ -390,17 +390,17 @@ def test_diff_names_what_is_different(tmp_path):
     assert json.loads(run("config", "diff", other, other, "--json").stdout) == {}
 
 
-def test_the_schema_knows_every_key_and_its_words():
+def test_the_json_schema_has_every_key_and_its_description():
     schema = json.loads(run("config", "schema").stdout)
     assert schema == json_schema()
     assert {"sft", "rl", "inference_engine"} <= schema["properties"].keys()
     for section, key, field in fields():
-        assert field.description, f"{section}.{key} is not explained"
+        assert field.description, f"{section}.{key} has no description"
         owner = schema["$defs"][schema["properties"][section]["$ref"].rpartition("/")[2]]
         assert owner["properties"][key]["description"] == field.description
 
 
-def test_what_is_generated_is_current():
+def test_generated_files_are_up_to_date():
     for file, text in generated().items():
         assert file.read_text() == text, "run: python -m oxrl.config.reference"
 
@@ -419,14 +419,14 @@ def test_the_complete_files_load_to_the_defaults(name, algorithm):
 
 
 @pytest.mark.trains
-@pytest.mark.parametrize("door", ["main_rl.py", "main_sl.py"])
-def test_the_doors_at_the_root_train_whatever_the_file_says(door, tmp_path, monkeypatch):
+@pytest.mark.parametrize("script", ["main_rl.py", "main_sl.py"])
+def test_the_root_scripts_run_any_algorithm(script, tmp_path, monkeypatch):
     rows = write_jsonl(tmp_path / "rows.jsonl", sums(4))
     file = written(tmp_path, GOOD.replace("rows.jsonl", str(rows)))
-    command = [door, "--config-file", str(file), "--output", str(tmp_path / "out")]
+    command = [script, "--config-file", str(file), "--output", str(tmp_path / "out")]
     monkeypatch.setattr(sys, "argv", command)
     with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(ROOT / door), run_name="__main__")
+        runpy.run_path(str(ROOT / script), run_name="__main__")
     assert end.value.code == 0
     assert (tmp_path / "out" / "checkpoints" / "step_0001").is_dir()
 
@@ -447,18 +447,18 @@ def test_the_doors_at_the_root_train_whatever_the_file_says(door, tmp_path, monk
         ({"inference_engine": {"nmae": "http"}}, "inference_engine.nmae is no key; did you mean name?"),
     ],
 )
-def test_names_that_cannot_work_together_are_told_without_rows_or_models(sections, message):
+def test_invalid_names_are_reported_without_reading_data_or_models(sections, message):
     base = {"model": {"name": "tiny"}, "data": {"train_files_path": "rows.jsonl"}}
     assert any(message in mistake for mistake in config_problems(check_config({**base, **sections})))
     assert config_problems(check_config(base)) == []
 
 
-def test_what_only_sampling_reads_is_named_where_nothing_samples():
+def test_rollout_keys_without_sampling_are_reported():
     base = {"model": {"name": "tiny"}, "data": {"train_files_path": "rows.jsonl"}, "train": {"alg_name": "sft"}}
-    told = remarks(check_config({**base, "rollout": {"n_samples": 3}}))
-    assert "rollout.n_samples has no effect with an algorithm that does not sample" in told
+    messages = remarks(check_config({**base, "rollout": {"n_samples": 3}}))
+    assert "rollout.n_samples has no effect with an algorithm that does not sample" in messages
 
 
-def test_keys_by_the_names_of_other_frameworks_are_told_ours():
+def test_keys_of_other_frameworks_get_a_suggestion():
     with pytest.raises(ConfigError, match=r"train.learning_rate is not a key; did you mean lr\?"):
         load_config(None, ["model.name=tiny", "data.train_files_path=x", "train.learning_rate=1"])

@@ -1,4 +1,4 @@
-"""The environment variables that users were promised: where data and runs go."""
+"""The documented environment variables for the folders of data and runs."""
 
 from oxrl.config import check_config
 from oxrl.data.prepare import data_dir, prepare
@@ -7,7 +7,7 @@ from oxrl.run.prepare import resolve
 from tests.rows import write_jsonl
 
 
-def test_prepared_data_lies_and_is_found_where_the_variable_says(tmp_path, monkeypatch):
+def test_prepared_data_is_written_to_and_read_from_the_data_dir(tmp_path, monkeypatch):
     monkeypatch.setenv("OXRL_DATA_DIR", str(tmp_path / "there"))
     raw = write_jsonl(tmp_path / "raw.jsonl", [{"question": f"{i}?", "answer": f"so: #### {i}"} for i in range(4)])
     folder = prepare("gsm8k", files=[f"train={raw}"], splits=["train"])
@@ -18,7 +18,7 @@ def test_prepared_data_lies_and_is_found_where_the_variable_says(tmp_path, monke
     assert str(data_dir()) == "data"
 
 
-def test_runs_go_where_the_variable_says_unless_the_config_says_otherwise(tmp_path, monkeypatch):
+def test_runs_go_to_the_checkpoint_dir_unless_the_config_sets_another(tmp_path, monkeypatch):
     config = check_config({"model": {"name": "tiny"}, "data": {"train_files_path": "x"}})
     monkeypatch.delenv("OXRL_CHECKPOINT_DIR", raising=False)
     assert str(run_folder(config, None)) == "checkpoints/run"

@@ -1,8 +1,7 @@
-"""Every key of the schema does something: it is changed, and what it changes is looked at.
+"""Every key of the schema has an effect: the test changes it and compares an observation with and without the change.
 
-A line of the table names a key, another value for it, and where the difference is to be seen: a finished run of two
-steps, what is drawn before a weight is loaded, or what is said about the config. Without the change the same look
-must show something else.
+An entry of the table names a key, another value for it, and what is observed: a finished run of two steps, the rows
+drawn before weights are loaded, or the messages about the config.
 """
 
 import json
@@ -21,7 +20,7 @@ from trio.testing import MockClock
 import oxrl.generators.embedded.generator as embedded
 import oxrl.tracking.mlflow
 from oxrl.config import Config, load_config
-from oxrl.config.checks import contradictions, remarks
+from oxrl.config.checks import contradictions
 from oxrl.config.reference import SECTIONS, fields, section_class
 from oxrl.data.prepare import prepare
 from oxrl.data.render import Renderer
@@ -44,16 +43,16 @@ from tests.rows import sums, write_jsonl
 
 
 class Effect(NamedTuple):
-    """`key=value`, laid over `base`, makes a difference in what `look` sees."""
+    """`key=value` on top of `base` changes what `look` returns."""
 
     value: Any
     look: Callable[..., Any]
     base: tuple[str, ...] = ()
-    gives: Any = ...  # what is to be seen with the change, where it can be said beforehand
+    gives: Any = ...  # what `look` returns with the change, where it is known
 
 
-class Home:
-    """Files that the table's values name, and runs that were already made."""
+class Workspace:
+    """Files that the table refers to, and a cache of finished runs."""
 
     def __init__(self, folder: Path):
         self.folder, self.runs, self.numbers = folder, {}, count()
@@ -71,20 +70,20 @@ class Home:
 
     def config(self, overrides: tuple[str, ...]) -> Config:
         start = ["model.name=tiny", f"run.checkpoint_dir={self.folder / 'checkpoints'}"]
-        return load_config(None, [*start, *(each.format(place=self) for each in overrides)])
+        return load_config(None, [*start, *(each.format(home=self) for each in overrides)])
 
     def fresh(self) -> Path:
         return self.folder / f"run{next(self.numbers)}"
 
     def run(self, overrides: tuple[str, ...]) -> Any:
-        """A finished run, made once."""
+        """Return a finished run; trained once per set of overrides."""
         if overrides not in self.runs:
             self.runs[overrides] = train_spec(prepare_run(self.config(overrides), self.fresh()))
         return self.runs[overrides]
 
     @property
     def trained(self) -> str:
-        """A model that is not the one that `tiny` is."""
+        """A model with other weights than `tiny`."""
         return str(self.run((*SFT, "train.lr=1e-2")).checkpoint)
 
     @property
@@ -93,8 +92,8 @@ class Home:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    here = Home(tmp_path_factory.mktemp("keys"))
+def home(tmp_path_factory):
+    here = Workspace(tmp_path_factory.mktemp("keys"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OXRL_DATA_DIR", str(here.folder / "data"))
         solved = [{"question": f"{i}?", "answer": f"so it is {i} #### {i}"} for i in range(8)]
@@ -103,11 +102,11 @@ def place(tmp_path_factory):
 
 
 STEPS = ("train.train_steps_per_epoch=2", "train.train_batch_size_per_gpu=2")
-ROWS = ("data.train_files_path={place.rows}",)
+ROWS = ("data.train_files_path={home.rows}",)
 SFT = ("train.alg_name=sft", *ROWS, *STEPS)
 LONGER = (*SFT, "train.train_steps_per_epoch=4")
-VAL = (*LONGER, "data.val_files_path={place.more}")
-PAIRS = ("train.alg_name=dpo", "data.train_files_path={place.pairs}", *STEPS)
+VAL = (*LONGER, "data.val_files_path={home.more}")
+PAIRS = ("train.alg_name=dpo", "data.train_files_path={home.pairs}", *STEPS)
 RL = (
     "train.alg_name=grpo", *ROWS, *STEPS, "rollout.n_samples=2", "rollout.max_tokens=6", "rollout.log_samples=64",
     "reward.reward_func=oxrl.diagnose.verify_model:any_difference",
@@ -120,10 +119,10 @@ REFERENCE = (
     *RL, "train.train_steps_per_epoch=3", "train.lr=1e-2", "train.warmup_steps_ratio=0",
     "train.alg_params={{kl_coef: 0.5}}",
 )  # fmt: skip
-TOLD = (*RL, "reward.reward_func=null")  # the rows have numbers, and a random model never says them
-MIXED = (*SFT, "data.train_files_path={{one: {place.rows}, two: {place.more}}}")
-LONG = (*SFT, "data.train_files_path={place.long}")
-LIMITED = (*RL, "reward.reward_func={place.limited}:seconds_left", "train.train_steps_per_epoch=1")
+INFERRED = (*RL, "reward.reward_func=null")  # a number reward, which a random model never earns
+MIXED = (*SFT, "data.train_files_path={{one: {home.rows}, two: {home.more}}}")
+LONG = (*SFT, "data.train_files_path={home.long}")
+LIMITED = (*RL, "reward.reward_func={home.limited}:seconds_left", "train.train_steps_per_epoch=1")
 CODE = (*RL, "reward.reward_func=code_reward_func")
 CROWDED = (*RL, "rollout.over_sampling_factor=2.0", "rollout.slots=3")
 LORA = (*SFT, "lora.enabled=true")
@@ -133,28 +132,28 @@ TOOLS = (*RL, "rollout.env=tools", "rollout.tools=[oxrl.rollouts.tools:calculato
 
 
 def logged(name):
-    return lambda place, overrides: [line.get(name) for line in place.run(overrides).history]
+    return lambda home, overrides: [line.get(name) for line in home.run(overrides).history]
 
 
-def said(place, overrides):
-    lines = (place.run(overrides).folder / "rollouts.jsonl").read_text().splitlines()
+def completions(home, overrides):
+    lines = (home.run(overrides).folder / "rollouts.jsonl").read_text().splitlines()
     return [[each["response"] for each in json.loads(line)["samples"]] for line in lines]
 
 
-def checkpoints(place, overrides):
-    return sorted(path.name for path in (place.run(overrides).folder / "checkpoints").glob("step_*"))
+def checkpoints(home, overrides):
+    return sorted(path.name for path in (home.run(overrides).folder / "checkpoints").glob("step_*"))
 
 
 def in_checkpoint(file):
-    return lambda place, overrides: (place.run(overrides).checkpoint / file).exists()
+    return lambda home, overrides: (home.run(overrides).checkpoint / file).exists()
 
 
 def written(name):
-    return lambda place, overrides: (place.run(overrides).folder / name).exists()
+    return lambda home, overrides: (home.run(overrides).folder / name).exists()
 
 
-def store_of_mlflow(place, overrides):
-    """What MLflow is opened with; its own databases are read in test_trackers."""
+def store_of_mlflow(home, overrides):
+    """Return the URIs that MLflow is opened with; its databases are tested in test_trackers."""
     opened = []
 
     def note(about):
@@ -163,63 +162,63 @@ def store_of_mlflow(place, overrides):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(oxrl.tracking.mlflow, "open_tracker", note)
-        place.run(overrides)
+        home.run(overrides)
     return opened
 
 
 def adapter(key):
-    def look(place, overrides):
-        said_of_it = json.loads((place.run(overrides).checkpoint / "adapter_config.json").read_text())[key]
-        return sorted(said_of_it) if isinstance(said_of_it, list) else said_of_it
+    def look(home, overrides):
+        setting = json.loads((home.run(overrides).checkpoint / "adapter_config.json").read_text())[key]
+        return sorted(setting) if isinstance(setting, list) else setting
 
     return look
 
 
-def weights(place, overrides):
-    with safe_open(place.run(overrides).checkpoint / "model.safetensors", "pt") as file:
+def weights(home, overrides):
+    with safe_open(home.run(overrides).checkpoint / "model.safetensors", "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
     return {name: (tensor.dtype, tensor.double().sum().item()) for name, tensor in tensors.items()}
 
 
 def prepared(what):
-    """What is known before a weight is loaded, or the words in which it was refused."""
+    """Look at a run before its weights are loaded, or at the error message."""
 
-    def look(place, overrides):
+    def look(home, overrides):
         try:
-            return what(prepare_run(place.config(overrides), place.fresh()))
+            return what(prepare_run(home.config(overrides), home.fresh()))
         except ValueError as refused:
             return str(refused)
 
     return look
 
 
-def failed(place, overrides):
+def failed(home, overrides):
     try:
-        place.run(overrides)
+        home.run(overrides)
     except RuntimeError as failure:
         return str(failure)
-    return "it did not"
+    return "did not fail"
 
 
-def lines_of_metrics(place, overrides):
-    return len((place.run(overrides).folder / "metrics.jsonl").read_text().splitlines())
+def lines_of_metrics(home, overrides):
+    return len((home.run(overrides).folder / "metrics.jsonl").read_text().splitlines())
 
 
 def loaded(what):
     return of_config(lambda config: what(load_model(model_config(config))))
 
 
-def asked_for(name):
-    """What the model is loaded with."""
+def model_setting(name):
+    """Look at a setting that the model is loaded with."""
     return of_config(lambda config: getattr(model_config(config), name))
 
 
-def runs_uncaged(config):
+def runs_unsandboxed(config):
     return "allow_unsandboxed=True" in str(configured_reward(config).check)
 
 
 def of_config(what):
-    return lambda place, overrides: what(place.config(overrides))
+    return lambda home, overrides: what(home.config(overrides))
 
 
 def drawn(run):
@@ -235,89 +234,88 @@ def text_drawn(run):
 
 
 def engine_settings(name):
-    """With which argument the engine is made."""
+    """Look at an argument that the engine is created with."""
 
-    def look(place, overrides):
-        made = []
+    def look(home, overrides):
+        created = []
 
         class Noted(embedded.EmbeddedGenerator):
             def __init__(self, *arguments, **settings):
-                made.append(settings[name])
+                created.append(settings[name])
                 super().__init__(*arguments, **settings)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(embedded, "EmbeddedGenerator", Noted)
-            place.runs.pop(overrides, None)
-            place.run(overrides)
-        return made
+            home.runs.pop(overrides, None)
+            home.run(overrides)
+        return created
 
     return look
 
 
-def turns_of_a_caller(place, overrides):
-    """How often somebody who does nothing but call a tool gets to speak."""
-    config = place.config(overrides)
-    tokenizer = prepare_run(config, place.fresh()).tokenizer
+def turns_of_a_caller(home, overrides):
+    """Return the number of turns of a model that only calls a tool."""
+    config = home.config(overrides)
+    tokenizer = prepare_run(config, home.fresh()).tokenizer
     call = '<tool_call>{"name": "calculator", "arguments": {"expression": "1+1"}}</tool_call>'
-    talk = GeneratorClient(Saying(tokenizer, [call] * 9), Renderer(tokenizer), GenerationConfig(max_new_tokens=99), 7)
-    return len(anyio.run(environment(config), Sample("s", (Message("user", "1 + 1?"),)), talk).turns)
+    client = GeneratorClient(Saying(tokenizer, [call] * 9), Renderer(tokenizer), GenerationConfig(max_new_tokens=99), 7)
+    return len(anyio.run(environment(config), Sample("s", (Message("user", "1 + 1?"),)), client).turns)
 
 
-def asked_by_the_judge(place, overrides):
-    """Whether the words of the rubric are in what the judge is asked."""
-    asked = []
+def rubric_in_judge_prompt(home, overrides):
+    """Return whether the rubric is part of the judge's prompt."""
+    prompts = []
 
     class Noted(embedded.EmbeddedGenerator):
         async def generate(self, requests, sampling):
-            asked.extend(self.tokenizer.decode(request.tokens) for request in requests)
+            prompts.extend(self.tokenizer.decode(request.tokens) for request in requests)
             return [Generation((), (), "stop", text="Score: 5")]
 
     turn = Turn((1,), Generation((2,), (-1.0,), "stop", text="It is so."), (Message("assistant", "It is so."),))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(embedded, "EmbeddedGenerator", Noted)
-        judge = load_reward(place.config(overrides))
+        judge = load_reward(home.config(overrides))
     anyio.run(grade, [Rollout(Sample("s", (Message("user", "Is it so?"),)), (turn,))], judge)
-    return "Is it short?" in asked[0]
+    return "Is it short?" in prompts[0]
 
 
 OPEN = {section for section in SECTIONS if section_class(section).model_config["extra"] == "allow"}
 num_steps = prepared(lambda run: run.num_steps)
 size = prepared(lambda run: len(run.source))
-can_begin = prepared(lambda run: "it can")
+can_start = prepared(lambda run: "can start")
 rows_drawn = prepared(drawn)
 
 
-def worker_sections(place, overrides):
-    sections = prepared(lambda run: worker_of(run).args[-2:])(place, overrides)
+def worker_sections(home, overrides):
+    sections = prepared(lambda run: worker_of(run).args[-2:])(home, overrides)
     return [section.get("zero_optimization") for section in sections]
 
 
-def tries_of_a_launch(place, overrides):
-    """Of a command that is killed each time."""
-    file = place.folder / f"tries-{next(place.numbers)}"
+def launch_attempts(home, overrides):
+    """Return how often a command that is always killed is started."""
+    file = home.folder / f"attempts-{next(home.numbers)}"
     killed = f"import os; open({str(file)!r}, 'a').write('x'); os.kill(os.getpid(), 9)"
-    limit = place.config(overrides).run.max_restarts
+    limit = home.config(overrides).run.max_restarts
     assert run_ranks([], 1, max_restarts=limit, program=[sys.executable, "-c", killed]) == 1
     return len(file.read_text())
 
 
-def patience_with_an_engine(place, overrides):
-    """Seconds after which one that never answers is given up, by a clock that needs no time."""
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        config = place.config([*overrides, f"inference_engine.urls=[{url}]"])
+def engine_timeout(home, overrides):
+    """Return the seconds after which an unresponsive engine counts as lost, by a mock clock."""
+    with socket.create_server(("127.0.0.1", 0)) as unresponsive:
+        url = f"http://127.0.0.1:{unresponsive.getsockname()[1]}"
+        config = home.config([*overrides, f"inference_engine.urls=[{url}]"])
 
-        async def give_up():
+        async def time_out():
             with pytest.raises(EngineError, match="no answer within"):
-                async with open_engine(config, None, place.folder, None):
+                async with open_engine(config, None, home.folder, None):
                     pass
             return anyio.current_time()
 
         clock = MockClock(autojump_threshold=0)
-        return anyio.run(give_up, backend="trio", backend_options={"clock": clock})
+        return anyio.run(time_out, backend="trio", backend_options={"clock": clock})
 
 
-said_about = of_config(remarks)
 refused = of_config(contradictions)
 
 KEYS = {
@@ -325,13 +323,13 @@ KEYS = {
     "run.seed": Effect(7, rows_drawn, SFT),
     "run.checkpoint_dir": Effect("here", of_config(lambda config: run_folder(config, None)), ROWS, Path("here/run")),
     "run.task": Effect("math", of_config(lambda config: (config.train.lr, default_reward(config))), ROWS),
-    "run.training_gpus": Effect(0, asked_for("device"), ROWS, "cpu"),
+    "run.training_gpus": Effect(0, model_setting("device"), ROWS, "cpu"),
     "run.backend": Effect("fsdp", of_config(ranks_to_start), (*ROWS, "run.training_gpus=2"), 2),
     "run.sharding": Effect("fsdp", of_config(lambda config: placed(config, gpus=2).run.backend), ROWS, "fsdp"),
     "run.rollout_gpus": Effect(2, of_config(lambda config: config.replicas), VLLM, 2),
     "run.ray_address": Effect("auto", of_config(lambda config: placed(config, gpus=2).run.backend), ROWS, "ray"),
-    "run.rank_time_limit": Effect(2.0, patience_with_an_engine, (*RL, "inference_engine.name=http")),
-    "run.max_restarts": Effect(0, tries_of_a_launch, ROWS, 1),
+    "run.rank_time_limit": Effect(2.0, engine_timeout, (*RL, "inference_engine.name=http")),
+    "run.max_restarts": Effect(0, launch_attempts, ROWS, 1),
     "run.trackers": Effect(["tensorboard"], written("tensorboard"), SFT, True),
     "run.tracking_uri": Effect("sqlite:///mine.db", store_of_mlflow, MLFLOW, ["sqlite:///mine.db"]),
     "train.alg_name": Effect("grpo", prepared(lambda run: run.online), SFT, True),
@@ -357,54 +355,54 @@ KEYS = {
     "train.iterations": Effect(2, weights, RL),
     "train.mini_batches": Effect(2, weights, RL),
     "train.max_logprob_gap": Effect(1e-30, failed, RL),
-    "model.name": Effect("{place.trained}", logged("loss"), SFT),
+    "model.name": Effect("{home.trained}", logged("loss"), SFT),
     "model.dtype": Effect("bfloat16", weights, SFT),
     "model.attn_implementation": Effect("eager", loaded(lambda it: it.config._attn_implementation), ROWS, "eager"),
     "model.gradient_checkpointing": Effect(True, loaded(lambda model: model.is_gradient_checkpointing), ROWS, True),
-    "model.ref_model": Effect("{place.trained}", logged("loss"), PAIRS),
+    "model.ref_model": Effect("{home.trained}", logged("loss"), PAIRS),
     "model.ref_update": Effect("ema", weights, REFERENCE),
     "model.ref_decay": Effect(0.1, weights, (*REFERENCE, "model.ref_update=ema")),
     "model.ref_every": Effect(1, weights, (*REFERENCE, "model.ref_update=periodic")),
-    "model.teacher": Effect("{place.trained}", logged("loss"), (*SFT, "train.alg_name=kd", "model.teacher=tiny")),
-    "model.revision": Effect("v2", asked_for("revision"), ROWS, "v2"),
-    "model.trust_remote_code": Effect(True, asked_for("trust_remote_code"), ROWS, True),
-    "model.device": Effect("cuda:99", can_begin, SFT),
+    "model.teacher": Effect("{home.trained}", logged("loss"), (*SFT, "train.alg_name=kd", "model.teacher=tiny")),
+    "model.revision": Effect("v2", model_setting("revision"), ROWS, "v2"),
+    "model.trust_remote_code": Effect(True, model_setting("trust_remote_code"), ROWS, True),
+    "model.device": Effect("cuda:99", can_start, SFT),
     "lora.enabled": Effect(True, in_checkpoint("adapter_model.safetensors"), SFT, True),
     "lora.r": Effect(3, adapter("r"), LORA, 3),
     "lora.alpha": Effect(5, adapter("lora_alpha"), LORA, 5),
     "lora.dropout": Effect(0.5, logged("loss"), LORA),
     "lora.target_modules": Effect(["q_proj"], adapter("target_modules"), LORA, ["q_proj"]),
     "data.dataset": Effect("gsm8k", rows_drawn, ("data.columns={{response: solution}}", *STEPS, "train.alg_name=sft")),
-    "data.train_files_path": Effect("{place.more}", rows_drawn, SFT),
-    "data.val_files_path": Effect("{place.more}", prepared(lambda run: len(run.held_out)), SFT, 4),
+    "data.train_files_path": Effect("{home.more}", rows_drawn, SFT),
+    "data.val_files_path": Effect("{home.more}", prepared(lambda run: len(run.held_out)), SFT, 4),
     "data.train_dnames": Effect(["mine"], of_config(lambda config: list(config.data.train_files)), SFT, ["mine"]),
     "data.train_ratios": Effect({"one": 0.25, "two": 0.75}, prepared(share_of_more), MIXED, 6),
-    "data.columns": Effect({"response": "ours"}, prepared(text_drawn), (*SFT, "data.train_files_path={place.renamed}")),
+    "data.columns": Effect({"response": "ours"}, prepared(text_drawn), (*SFT, "data.train_files_path={home.renamed}")),
     "data.format": Effect("preference", rows_drawn, SFT),
     "data.max_seq_len": Effect(30, size, LONG, 3),
     "data.overlong": Effect("truncate", size, (*LONG, "data.max_seq_len=30"), 4),
-    "data.bad_rows": Effect("skip", size, (*SFT, "data.train_files_path={place.bad}"), 2),
+    "data.bad_rows": Effect("skip", size, (*SFT, "data.train_files_path={home.bad}"), 2),
     "reward.reward_func": Effect("exact_match", logged("reward"), RL, [0.0, 0.0]),
     "reward.params": Effect({"target": 6}, logged("reward"), LENGTH, [1.0, 1.0]),
     "reward.length_penalty": Effect({"limit": 6, "margin": 6, "weight": 0.5}, logged("reward"), LENGTH, [-0.5, -0.5]),
     "reward.clamp": Effect([0.1, 0.2], lambda *at: max(logged("reward")(*at)) <= 0.2, RL, True),
-    "reward.model": Effect("{place.reward_model}", logged("reward"), TOLD),
-    "reward.judge": Effect("tiny", failed, (*TOLD, "train.train_steps_per_epoch=1")),
-    "reward.rubric": Effect("Is it short?", asked_by_the_judge, (*TOLD, "reward.judge=tiny"), True),
+    "reward.model": Effect("{home.reward_model}", logged("reward"), INFERRED),
+    "reward.judge": Effect("tiny", failed, (*INFERRED, "train.train_steps_per_epoch=1")),
+    "reward.rubric": Effect("Is it short?", rubric_in_judge_prompt, (*INFERRED, "reward.judge=tiny"), True),
     "reward.normalize": Effect("batch", weights, (*RL, "train.alg_name=reinforce")),
     "reward.time_limit": Effect(5000, lambda *at: [round(left, -2) for left in logged("reward")(*at)], LIMITED, [5000]),
-    "reward.allow_unsandboxed": Effect(True, of_config(runs_uncaged), CODE, True),
-    "rollout.n_samples": Effect(3, lambda *at: [len(step) for step in said(*at)], RL, [6, 6]),
+    "reward.allow_unsandboxed": Effect(True, of_config(runs_unsandboxed), CODE, True),
+    "rollout.n_samples": Effect(3, lambda *at: [len(step) for step in completions(*at)], RL, [6, 6]),
     "rollout.max_tokens": Effect(3, logged("longest"), RL, [3, 3]),
-    "rollout.temperature": Effect(0.1, said, RL),
-    "rollout.top_p": Effect(0.1, said, RL),
-    "rollout.top_k": Effect(1, lambda *at: len(set(said(*at)[0][:2])), RL, 1),
-    "rollout.min_p": Effect(0.9, said, RL),
+    "rollout.temperature": Effect(0.1, completions, RL),
+    "rollout.top_p": Effect(0.1, completions, RL),
+    "rollout.top_k": Effect(1, lambda *at: len(set(completions(*at)[0][:2])), RL, 1),
+    "rollout.min_p": Effect(0.9, completions, RL),
     "rollout.stop": Effect(["S"], logged("length"), RL),
-    "rollout.eval_temperature": Effect(5.0, logged("eval_reward"), (*RL, "data.val_files_path={place.more}")),
+    "rollout.eval_temperature": Effect(5.0, logged("eval_reward"), (*RL, "data.val_files_path={home.more}")),
     "rollout.over_sampling_factor": Effect(2.0, logged("drawn"), RL),
     "rollout.partial_rollouts": Effect(True, logged("wasted"), CROWDED, [0, 0]),
-    "rollout.filter": Effect("check_reward_nonzero_std", failed, TOLD),
+    "rollout.filter": Effect("check_reward_nonzero_std", failed, INFERRED),
     "rollout.filter_params": Effect({"min_reward": 9}, failed, (*RL, "rollout.filter=check_min_reward")),
     "rollout.max_draws": Effect(4, failed, IMPOSSIBLE),
     "rollout.lag": Effect(1, logged("age"), (*RL, "train.train_steps_per_epoch=3")),
@@ -412,10 +410,10 @@ KEYS = {
     "rollout.tensor_parallel_size": Effect(2, of_config(engine_options), VLLM),
     "rollout.mode": Effect("fixed", engine_settings("mode"), RL, ["fixed"]),
     "rollout.slots": Effect(3, engine_settings("slots"), RL, [3]),
-    "rollout.env": Effect("tools", can_begin, RL),
-    "rollout.tools": Effect(["oxrl.rollouts.tools:calculator"], can_begin, (*RL, "rollout.env=tools"), "it can"),
+    "rollout.env": Effect("tools", can_start, RL),
+    "rollout.tools": Effect(["oxrl.rollouts.tools:calculator"], can_start, (*RL, "rollout.env=tools"), "can start"),
     "rollout.max_turns": Effect(3, turns_of_a_caller, TOOLS, 3),
-    "rollout.log_samples": Effect(1, lambda *at: [len(step) for step in said(*at)], RL, [1, 1]),
+    "rollout.log_samples": Effect(1, lambda *at: [len(step) for step in completions(*at)], RL, [1, 1]),
     "deepspeed.zero_optimization": Effect({"stage": 2}, worker_sections, DEEPSPEED, [{"stage": 2}, None]),
     "deepspeed_ref.zero_optimization": Effect({"stage": 0}, worker_sections, DEEPSPEED, [None, {"stage": 0}]),
     "inference_engine.name": Effect("vllm", of_config(lambda config: config.replicas), RL, 1),
@@ -439,15 +437,15 @@ KEYS = {
 def test_no_key_is_missing_from_the_table():
     keys = {f"{section}.{key}" for section, key, _ in fields()}
     assert keys <= KEYS.keys()
-    assert {key.split(".")[0] for key in KEYS.keys() - keys} == OPEN, "keys that have no field are in open sections"
+    assert {key.split(".")[0] for key in KEYS.keys() - keys} == OPEN, "keys without a field are in open sections"
 
 
 @pytest.mark.trains
 @pytest.mark.parametrize("key", KEYS)
-def test_it_does_something(key, place):
+def test_the_key_has_an_effect(key, home):
     effect = KEYS[key]
-    value = effect.value.format(place=place) if isinstance(effect.value, str) else json.dumps(effect.value)
+    value = effect.value.format(home=home) if isinstance(effect.value, str) else json.dumps(effect.value)
     change = f"{key}={value}".replace("{", "{{").replace("}", "}}")
-    without, with_it = (effect.look(place, overrides) for overrides in (effect.base, (*effect.base, change)))
+    without, with_it = (effect.look(home, overrides) for overrides in (effect.base, (*effect.base, change)))
     assert with_it != without
     assert effect.gives is ... or with_it == effect.gives

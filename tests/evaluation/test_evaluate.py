@@ -136,7 +136,7 @@ def test_all_answers_go_to_a_file(sevens, tmp_path):
     ]
     assert records[0]["model"] == str(sevens)
     assert records[0]["response"].strip() == "7"
-    assert f"{sevens}: 2 of 2 prompts answered" in done.output  # not on a terminal: lines
+    assert f"{sevens}: 2 of 2 prompts done" in done.output  # not on a terminal: lines
 
 
 def test_a_dataset_by_name_brings_its_test_split_and_its_reward(sevens, tmp_path, monkeypatch):
@@ -188,7 +188,7 @@ def test_a_reward_has_its_other_variant_behind_it():
         (["--data", "ROWS", "--reward", "contains", "--against", "nowhere/at/all"], "compared with itself"),
         (["--data", "ROWS", "--reward", "contains", "--output", "nowhere/x.jsonl"], "--output"),
         (["--data", "ROWS", "--reward", "contains", "--include-path", "x"], "is for --harness"),
-        (["--harness", "x", "--samples", 2], "--samples is not read with --harness"),
+        (["--harness", "x", "--samples", 2], "--samples has no effect with --harness"),
         (["--data", "ROWS", "--reward", "contains"], "nowhere/at/all"),
     ],
 )
@@ -207,7 +207,7 @@ def test_the_second_model_is_resolved_before_the_first_is_loaded(tmp_path):
     rows = write_jsonl(tmp_path / "rows.jsonl", questions(1, 0))
     done = run("tiny", "--data", rows, "--reward", "contains", "--against", "nowhere/at/all")
     assert done.exit_code == 2
-    assert "prompts answered" not in done.output
+    assert "prompts done" not in done.output
 
 
 @pytest.mark.skipif(HARNESS, reason="lm_eval is installed")

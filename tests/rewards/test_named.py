@@ -249,9 +249,9 @@ def test_a_config_clamps_rewards_and_penalizes_length(tmp_path):
         ({"reward_func": {"contains": 1.0}, "params": {"whole_words": False}}, "theirs by name"),
         ({"reward_func": {"contains": 1.0}, "params": {"number_match": {}}}, "theirs by name"),
         ({"reward_func": {"contains": 1.0}, "params": {"contains": {"whole": False}}}, "did you mean whole_words"),
-        ({"clamp": [1.0, 0.0]}, "lowest, highest"),
+        ({"clamp": [1.0, 0.0]}, r"clamp is \[min, max\]"),
         ({"clamp": [1.0]}, "at least 2"),
-        ({"length_penalty": {"limit": 3, "margin": 4}}, "margin 4 is more than limit 3"),
+        ({"length_penalty": {"limit": 3, "margin": 4}}, "margin 4 exceeds limit 3"),
     ],
 )
 def test_invalid_sections_are_refused(tmp_path, section, message):

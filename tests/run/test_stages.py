@@ -268,7 +268,7 @@ def test_what_the_command_line_says_wins_in_every_stage(config):
     assert [stage.train.train_steps_per_epoch for stage in stages.values()] == [4, 7]
     graded = load_stages(config, ["reward.reward_func=contains", "reward.params={}"])
     assert (graded["sft"].reward.reward_func, graded["rl"].reward.reward_func) == (None, "contains")
-    with pytest.raises(ConfigError, match="each stage has its own algorithm"):
+    with pytest.raises(ConfigError, match="train.alg_name is set per stage"):
         load_stages(config, ["train.alg_name=ppo"])
 
 

@@ -1,0 +1,23 @@
+"""`oxrl plot`: the metrics of a run as curves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from oxrl.cli.base import exit_on_user_error
+
+
+def plot(
+    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    output: Annotated[Path | None, typer.Option(help="PNG file; default RUN/curves.png.")] = None,
+    metric: Annotated[list[str] | None, typer.Option(help="Metrics to plot; default a selection.")] = None,
+) -> None:
+    """Plot the metrics of a run in the terminal and to a PNG file."""
+    with exit_on_user_error():
+        from oxrl.run.folder import last_stage
+        from oxrl.tracking.plot import plot_run
+
+        plot_run(last_stage(run), output or run / "curves.png", metric or [])
