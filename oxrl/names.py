@@ -1,4 +1,4 @@
-"""Names to objects, and the nearest name to one that does not exist.
+"""Names to objects, the nearest name to one that does not exist, and former names of keywords.
 
 An object is named `package.module:name` or `path/to/file.py:name`. A function of a script or a notebook has no such
 path: `import_path_of` keeps it, as `live:name`, while the process lives.
@@ -9,12 +9,16 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import warnings
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
+from functools import wraps
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
+P = ParamSpec("P")
+R = TypeVar("R")
 LIVE = "live"
 _LIVE: dict[str, Any] = {}
 
@@ -64,3 +68,25 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
     """`did_you_mean("gpro", ["grpo", "dpo"]) == "; did you mean grpo?"`; `otherwise` where nothing is near."""
     near = get_close_matches(name, list(known), n=1)
     return f"; did you mean {near[0]}?" if near else otherwise
+
+
+def renamed_keywords(**renamed: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Accept former spellings of keyword parameters, with a DeprecationWarning: `@renamed_keywords(old="new")`."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+            for old, new in renamed.items():
+                if old not in kwargs:
+                    continue
+                if new in kwargs:
+                    raise TypeError(f"{function.__name__} got both {new} and its former name {old}; pass {new} alone")
+                warnings.warn(
+                    f"{function.__name__}: {old} is now {new}; pass {new}=...", DeprecationWarning, stacklevel=2
+                )
+                kwargs[new] = kwargs.pop(old)
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    return decorate

@@ -354,9 +354,9 @@ async def _answer(
     from oxrl.generators.embedded.generator import EmbeddedGenerator
 
     generator = EmbeddedGenerator(speaker.load(), speaker.tokenizer)
-    answers = RolloutSampler(generator, Renderer(speaker.tokenizer), sampling, seed=sampling.seed)
+    sampler = RolloutSampler(generator, Renderer(speaker.tokenizer), sampling, seed=sampling.seed)
     first, *others = variants
-    rollouts = await answer_all(answers, samples, variants[first], n=n, time_limit=time_limit, tell=tell)
+    rollouts = await answer_all(sampler, samples, variants[first], n=n, time_limit=time_limit, tell=tell)
     graded = {first: rollouts}
     for other in others:
         bare = [replace(rollout, score=None, error=None) if rollout.turns else rollout for rollout in rollouts]

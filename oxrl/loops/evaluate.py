@@ -45,13 +45,13 @@ async def evaluate_offline(
 
 
 async def evaluate_online(
-    answers: RolloutSampler, samples: Sequence[Sample], reward: AnyReward | None, *, time_limit: float = 30.0
+    sampler: RolloutSampler, samples: Sequence[Sample], reward: AnyReward | None, *, time_limit: float = 30.0
 ) -> dict[str, float]:
     """The mean reward of one answer to each held-out prompt, with its 95 % confidence interval: `eval_reward`, ...
 
     What could not be graded is counted and left out.
     """
-    rollouts = await answer_all(answers, samples, reward, time_limit=time_limit)
+    rollouts = await answer_all(sampler, samples, reward, time_limit=time_limit)
     graded = [rollout for rollout in rollouts if rollout.score is not None]
     if not graded:
         raise RuntimeError(f"none of {len(samples)} held-out answers could be graded: {rollouts[0].error}")
@@ -68,7 +68,7 @@ async def evaluate_online(
 
 
 async def answer_all(
-    answers: RolloutSampler,
+    sampler: RolloutSampler,
     samples: Sequence[Sample],
     reward: AnyReward | None,
     *,
@@ -83,7 +83,7 @@ async def answer_all(
 
     async def serve(place: int) -> None:
         while any(rollout.status in (Status.PENDING, Status.ABORTED) for rollout in groups[place]):
-            groups[place] = await answers(groups[place])  # again where somebody else on the engine aborted it
+            groups[place] = await sampler(groups[place])  # again where somebody else on the engine aborted it
         if reward is not None:
             async with graders:
                 groups[place] = tuple(await grade(groups[place], reward, time_limit=time_limit))

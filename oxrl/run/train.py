@@ -307,16 +307,16 @@ async def _sample_and_train(
     config, rollout, train = prepared.config, prepared.config.rollout, prepared.config.train
     render = Renderer(prepared.inputs.tokenizer)
     sampling = sampling_of(config)
-    answers = RolloutSampler(engine.generator, render, sampling, env=chosen_env(config), seed=config.run.seed)
-    held_out_answers = RolloutSampler(
-        engine.generator, render, sampling._replace(temperature=rollout.eval_temperature), env=answers.env
+    sampler = RolloutSampler(engine.generator, render, sampling, env=chosen_env(config), seed=config.run.seed)
+    eval_sampler = RolloutSampler(
+        engine.generator, render, sampling._replace(temperature=rollout.eval_temperature), env=sampler.env
     )
     reward_source = live_reward(config)
     width = source_of(await backend.get_weights()).dtype.itemsize
     return await run_online(
         backend,
         scheduled(algorithm_schedule(config)),
-        sampling_manager(prepared.inputs.source, answers, rollout_config(config, reward_source)),
+        sampling_manager(prepared.inputs.source, sampler, rollout_config(config, reward_source)),
         [engine.generator],
         render,
         OnlineConfig(
@@ -331,7 +331,7 @@ async def _sample_and_train(
         shares_weights=engine.shares_weights,
         evaluate=partial(
             evaluate_online,
-            held_out_answers,
+            eval_sampler,
             prepared.inputs.held_out,
             reward_source,
             time_limit=config.reward.time_limit,

@@ -37,7 +37,7 @@ from oxrl.run.spec import chosen_env, chosen_reward, default_reward, model_confi
 from oxrl.run.train import _loop_intervals, live_reward, prepare_run, train_prepared
 from oxrl.tracking.trackers import Tracker
 from oxrl.types import Generation, GenerationConfig, Message, Rollout, Sample, Turn
-from tests.rollouts.saying import Saying
+from tests.rollouts.scripted_text import ScriptedText
 from tests.rows import sums, write_jsonl
 
 
@@ -257,8 +257,10 @@ def turns_of_a_caller(place, overrides):
     config = place.config(overrides)
     tokenizer = prepare_run(config, place.fresh()).inputs.tokenizer
     call = '<tool_call>{"name": "calculator", "arguments": {"expression": "1+1"}}</tool_call>'
-    talk = GeneratorClient(Saying(tokenizer, [call] * 9), Renderer(tokenizer), GenerationConfig(max_new_tokens=99), 7)
-    return len(anyio.run(chosen_env(config), Sample("s", (Message("user", "1 + 1?"),)), talk).turns)
+    policy = GeneratorClient(
+        ScriptedText(tokenizer, [call] * 9), Renderer(tokenizer), GenerationConfig(max_new_tokens=99), 7
+    )
+    return len(anyio.run(chosen_env(config), Sample("s", (Message("user", "1 + 1?"),)), policy).turns)
 
 
 def asked_by_the_judge(place, overrides):

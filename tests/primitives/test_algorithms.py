@@ -1,4 +1,4 @@
-"""The doors give what the table's functions give, take the extension points they promise, and shift once."""
+"""The wrappers return what the table's functions return, have their extension points, and shift once."""
 
 import inspect
 
@@ -21,7 +21,7 @@ def a_policy(advantage=(1.0, 1.0, -1.0)):
     return Policy(OWN.clone().requires_grad_(), OWN.clone(), torch.tensor(advantage), torch.ones(3).bool(), segment, 2)
 
 
-def test_kl_doors_estimate_and_take_another_estimator():
+def test_kl_functions_estimate_and_take_another_estimator():
     gap = np.array([0.5, -1.0, 0.0])
     assert p.compute_per_token_kl(OWN, REF).tolist() == pytest.approx(gap)
     k3 = np.exp(-gap) - 1 + gap
