@@ -19,22 +19,22 @@ def paint(wall: str, *, color: str = "white") -> str:
 
 def test_a_former_keyword_is_passed_under_its_new_name_with_a_warning():
     with pytest.warns(DeprecationWarning, match="paint: colour is now color") as caught:
-        assert paint("door", colour="red") == "door red"
+        assert paint("fence", colour="red") == "fence red"
     assert caught[0].filename == __file__, "the warning points at the caller"
 
 
 def test_the_new_name_gives_no_warning_and_the_signature_is_kept():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert paint("door", color="red") == "door red" and paint("door") == "door white"
+        assert paint("fence", color="red") == "fence red" and paint("fence") == "fence white"
     assert (paint.__name__, paint.__doc__) == ("paint", "Return what is painted.")
 
 
 def test_both_names_and_unknown_keywords_are_refused():
     with pytest.raises(TypeError, match="both color and its former name colour"):
-        paint("door", colour="red", color="blue")
+        paint("fence", colour="red", color="blue")
     with pytest.raises(TypeError, match="unexpected keyword argument 'size'"):
-        paint("door", size=3)
+        paint("fence", size=3)
 
 
 @pytest.mark.parametrize(("former", "name"), [("Talk", "PolicyClient"), ("Answers", "RolloutSampler")])
