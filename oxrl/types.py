@@ -80,6 +80,17 @@ class GenerationConfig(NamedTuple):
     seed: int = 0
 
 
+class Media(NamedTuple):
+    """`Media("image", "photos/cat.png")`, `Media("audio", wav_bytes, "audio/wav")`: one image or sound of a prompt.
+
+    `data` is the encoded file, or its path or URL. Media of a prompt are in the order of their placeholders in it.
+    """
+
+    kind: Literal["image", "audio"]
+    data: bytes | str
+    mime_type: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """A dataset row, before generation.
@@ -101,6 +112,7 @@ class Sample:
     rewards: tuple[float, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    media: tuple[Media, ...] = ()  # of its prompt
 
 
 class Generation(NamedTuple):
@@ -142,6 +154,7 @@ class Request(NamedTuple):
     tokens: tuple[int, ...]
     seed: int = 0
     begun: Generation | None = None  # an aborted generation to resume, with a new prefill
+    media: tuple[Media, ...] = ()  # prompts are equal if tokens and media are
 
 
 class Turn(NamedTuple):
@@ -297,6 +310,7 @@ class Row:
     sequence: str = ""  # rows of one rollout share it and count as one sequence; "" means the row's own id
     streams: Mapping[str, FloatArray] = field(default_factory=dict)
     scalars: Mapping[str, float] = field(default_factory=dict)
+    media: tuple[Media, ...] = ()  # rows share a prompt's forward pass only if tokens and media are equal
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", np.asarray(self.tokens, dtype=np.int64))
@@ -329,6 +343,7 @@ class Batch:
     borders: tuple[int, ...]  # R + 1 numbers
     streams: Mapping[str, Tensor]  # each [T] float32
     scalars: Mapping[str, Tensor]  # each [R] float32
+    media: tuple[tuple[Media, ...], ...] = ()  # of each row; (): no row has any
 
     @property
     def num_rows(self) -> int:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from oxrl.data.pack import collate, worth_sharing
 from oxrl.tensors import Head, Other, Statistic, token_logprobs
-from oxrl.types import Batch, IntArray, Layout, Outputs, Row
+from oxrl.types import Batch, IntArray, Layout, Media, Outputs, Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -84,6 +84,9 @@ class LanguageModel(nn.Module):
         return head_of(self.inner, self.temperature)
 
     def hidden(self, batch: Batch) -> Tensor:
+        if batch.media:
+            ids = [id for id, media in zip(batch.ids, batch.media, strict=True) if media]
+            raise ValueError(f"row {ids[0]} has media, and {type(self.inner).__name__} gets tokens only here")
         body = getattr(self.inner, self.inner.base_model_prefix)
         _check_rotation(self.inner, batch)
         if self.layout == "padded":
@@ -189,10 +192,12 @@ def _share(batch: Batch) -> _Packing:
     """Each common beginning once. In alphabetical order a row has the most in common with the one before it."""
     tokens = batch.tokens.cpu().numpy()
     rows = [tokens[start:end] for start, end in pairwise(batch.borders)]
-    alphabetical = sorted(range(len(rows)), key=lambda row: rows[row].astype(">i8").tobytes())
+    media = _media_numbers(batch)
+    alphabetical = sorted(range(len(rows)), key=lambda row: (media[row], rows[row].astype(">i8").tobytes()))
     borrowed = [0] * len(rows)
     for before, row in pairwise(alphabetical):
-        borrowed[row] = _common_beginning(rows[before], rows[row])
+        if media[before] == media[row]:
+            borrowed[row] = _common_beginning(rows[before], rows[row])
     if not any(borrowed):
         return _one_by_one(batch)
     lengths = [(len(row) - common, len(row)) for row, common in zip(rows, borrowed, strict=True)]
@@ -212,6 +217,12 @@ def _share(batch: Batch) -> _Packing:
         keys_there,
         back_there,
     )
+
+
+def _media_numbers(batch: Batch) -> list[int]:
+    """Number the distinct media of the rows: only rows with equal media may share tokens."""
+    numbers: dict[tuple[Media, ...], int] = {}
+    return [numbers.setdefault(media, len(numbers)) for media in batch.media or ((),) * batch.num_rows]
 
 
 def _common_beginning(one: IntArray, row: IntArray) -> int:

@@ -692,6 +692,8 @@ def as_engine_request(request: Request, sampling: GenerationConfig, facts: Facts
         raise ValueError(
             f"only an aborted generation can be gone on with, not one that ended by {request.begun.finish_reason}"
         )
+    if request.media:
+        raise ValueError("the request has media, and engines get token ids only here")
     tokens = (*map(int, request.tokens), *begun)
     if not request.tokens:
         raise ValueError("there is nothing to continue: every prompt needs at least one token")

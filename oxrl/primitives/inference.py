@@ -347,6 +347,8 @@ def _messages(chat: Chat) -> tuple[Message, ...]:
 
 def _sample(prompt: Any, number: int) -> Sample:
     if isinstance(prompt, Sample):
+        if prompt.media:
+            raise ValueError(f"sample {prompt.id} has media, and generate functions get token ids only")
         return prompt
     if isinstance(prompt, str):
         return Sample(f"prompt:{number}", messages=(Message("user", prompt),))

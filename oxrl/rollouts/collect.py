@@ -328,7 +328,8 @@ class RolloutSampler:
     async def _sample(self, rollout: Rollout, generator: Generator) -> Rollout:
         sampling = self.sampling._replace(temperature=0.0) if rollout.greedy else self.sampling
         seed = mixed_seed(self.seed, rollout.group, rollout.index)
-        policy = GeneratorClient(generator, self.render, sampling, seed, recorded=rollout.turns)
+        media = rollout.sample.media
+        policy = GeneratorClient(generator, self.render, sampling, seed, recorded=rollout.turns, media=media)
         try:
             episode = await self.env(rollout.sample, policy)
         except (RuntimeError, OSError) as error:  # the engine failed after all retries: an error, never a reward

@@ -41,6 +41,7 @@ from oxrl.types import (
     Generation,
     GenerationConfig,
     Generator,
+    Media,
     Message,
     PolicyClient,
     Render,
@@ -86,7 +87,8 @@ class GeneratorClient:
     """`GeneratorClient(generator, render, sampling, seed=7)`: the `PolicyClient` of one rollout.
 
     `recorded` turns are replayed instead of sampled again, and an aborted generation is resumed. The seed of a turn is
-    a function of `seed` and the turn's number. A failed generation is retried after each of `pauses` (seconds).
+    a function of `seed` and the turn's number. A failed generation is retried after each of `pauses` (seconds). Every
+    request carries `media`, those of the sample.
     """
 
     def __init__(
@@ -98,8 +100,10 @@ class GeneratorClient:
         recorded: Sequence[Turn] = (),
         *,
         pauses: Sequence[float] = PAUSES,
+        media: tuple[Media, ...] = (),
     ) -> None:
         self.generator, self.sampling, self.seed, self.pauses = generator, sampling, seed, pauses
+        self.media = media
         self._render = render
         self._recording = _Recording(recorded)
         self.turns = 0
@@ -116,7 +120,7 @@ class GeneratorClient:
         if known is not None and known.finish_reason != "aborted":
             return known
         partial_generation = known if known is not None and known.token_ids else None
-        request = Request(tuple(prompt_ids), mixed_seed(self.seed, number), partial_generation)
+        request = Request(tuple(prompt_ids), mixed_seed(self.seed, number), partial_generation, self.media)
         generation = await self._with_retries(request)
         self.prompt_tokens += len(request.tokens)
         resumed = len(partial_generation.token_ids) if partial_generation else 0

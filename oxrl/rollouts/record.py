@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from oxrl.types import Generation, Message, Rollout, Sample, Score, Turn
+from oxrl.types import Generation, Media, Message, Rollout, Sample, Score, Turn
 
 
 def rollout_to_json(rollout: Rollout) -> dict[str, Any]:
@@ -96,6 +97,7 @@ def _sample_to_json(sample: Sample) -> dict[str, Any]:
         "rewards": list(sample.rewards),
         "tools": [dict(tool) for tool in sample.tools],
         "metadata": dict(sample.metadata),
+        **({"media": [_media_to_json(media) for media in sample.media]} if sample.media else {}),
     }
 
 
@@ -108,7 +110,20 @@ def _sample_from_json(raw: Mapping[str, Any]) -> Sample:
         rewards=tuple(raw["rewards"]),
         tools=tuple(raw["tools"]),
         metadata=raw["metadata"],
+        media=tuple(_media_from_json(media) for media in raw.get("media", ())),
     )
+
+
+def _media_to_json(media: Media) -> dict[str, str]:
+    plain = {"kind": media.kind, "mime_type": media.mime_type}
+    if isinstance(media.data, bytes):
+        return {**plain, "base64": base64.b64encode(media.data).decode()}
+    return {**plain, "data": media.data}
+
+
+def _media_from_json(raw: Mapping[str, Any]) -> Media:
+    data = base64.b64decode(raw["base64"]) if "base64" in raw else raw["data"]
+    return Media(raw["kind"], data, raw["mime_type"])
 
 
 def _dicts(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -55,7 +55,7 @@ def test_ppo_doors():
     assert float(loss) == pytest.approx(2.0)
 
 
-def test_configs_are_checked_and_speak_the_older_words():
+def test_configs_are_checked_and_accept_former_spellings():
     assert p.create_algorithm_config("dapo", {"beta": 0.1}).name == "dapo_pairs"
     assert p.create_algorithm_config("dapo").name == "dapo"
     clips = p.create_algorithm_config("grpo", {"clip_range": 0.3, "kl_coef": 0.2}).parameters
@@ -73,7 +73,7 @@ def test_a_loss_can_be_chosen_by_its_config():
     assert float(p.compute_loss_by_algorithm(a_policy(), grpo)) == pytest.approx(0.0)
 
 
-def test_pairs_are_the_best_against_the_worst_or_what_is_asked_for():
+def test_pairs_are_the_best_against_the_worst_or_those_of_the_selector():
     group = tuple(Row(str(r), [1, 2], [False, True], scalars={"reward": r}) for r in (0.2, 0.9, 0.1))
     ((chosen, rejected),) = p.compute_dapo_pairs([group])
     assert (chosen.id, rejected.id) == ("0.9", "0.1")

@@ -60,8 +60,8 @@ def test_generator_template_and_extractor_are_replaceable(model, tiny):
         seen.extend(tokenizer.decode(prompt) for prompt in prompts)
         return scripted("hi")(model, tokenizer, prompts, config)
 
-    def template(tokenizer, chat, tools, asked):
-        return "|".join(message["content"] for message in chat) + ("?" if asked else "")
+    def template(tokenizer, chat, tools, add_generation_prompt):
+        return "|".join(message["content"] for message in chat) + ("?" if add_generation_prompt else "")
 
     assert generate(model, tiny[1], CHAT, CONFIG, generator=generator, template_fn=template).text == "hi"
     assert seen == ["What is 12 * 12??"]
@@ -85,10 +85,10 @@ def test_a_turn_is_added_to_the_conversation(model, tiny):
     longer, generation = generate_conversation_turn(
         model, tiny[1], CHAT, CONFIG, tools=[tool_schema(calculator)], generator=scripted("So: " + CALL)
     )
-    said = longer.messages[-1]
+    message = longer.messages[-1]
     assert longer.messages[:-1] == CHAT.messages
-    assert said.content == "So:"
-    assert said.extra["tool_calls"][0]["function"] == {"name": "calculator", "arguments": {"expression": "12 * 12"}}
+    assert message.content == "So:"
+    assert message.extra["tool_calls"][0]["function"] == {"name": "calculator", "arguments": {"expression": "12 * 12"}}
     assert CALL in generation.text
 
 

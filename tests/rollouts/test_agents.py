@@ -75,7 +75,7 @@ def test_an_example_before_the_first_sampled_message_is_part_of_the_prompt(tiny,
     assert trained(tiny, rollout) == "144<|im_end|>"
 
 
-def test_text_is_tokenised_only_when_asked(tiny, render):
+def test_text_is_tokenised_only_with_tokenize(tiny, render):
     chat = [QUESTION, {"role": "assistant", "content": "Hm"}, QUESTION, {"role": "assistant", "content": "144"}]
     with pytest.raises(ValueError, match="none of 2 assistant messages has token_ids.*tokenize=True"):
         rollout_from_messages(chat, render)
