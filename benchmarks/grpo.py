@@ -44,13 +44,13 @@ def run_oxrl(arguments: argparse.Namespace) -> dict[str, object]:
         oxrl.Sample(str(index), (oxrl.Message("user", text),))
         for index, text in enumerate(prompts(arguments.steps * arguments.prompts))
     ]
-    answers = oxrl.RolloutSampler(generator, render, oxrl.GenerationConfig(max_new_tokens=arguments.tokens))
+    sampler = oxrl.RolloutSampler(generator, render, oxrl.GenerationConfig(max_new_tokens=arguments.tokens))
     config = oxrl.RolloutConfig(
         batch_size=arguments.prompts,
         n_samples_per_prompt=arguments.samples,
         reward_fn=lambda rollout: worth(rollout.response),
     )
-    manager = oxrl.sampling_manager(oxrl.DataBuffer(samples, shuffle=False), answers, config)
+    manager = oxrl.sampling_manager(oxrl.DataBuffer(samples, shuffle=False), sampler, config)
     stamps = [time.monotonic()]
 
     def log(_step: int, _metrics: object) -> None:

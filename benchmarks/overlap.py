@@ -35,7 +35,7 @@ async def one_case(server: VLLMServer, arguments: argparse.Namespace, lag: int, 
     model, tokenizer = oxrl.load_model(arguments.model), oxrl.load_tokenizer(arguments.model)
     backend = QueuedBackend(oxrl.create_pytorch_backend(model, lr=1e-5))
     engine, render = HTTPGenerator([VLLMEngine(server.url)], tokenizer), oxrl.Renderer(tokenizer)
-    answers = oxrl.RolloutSampler(engine, render, oxrl.GenerationConfig(max_new_tokens=arguments.tokens))
+    sampler = oxrl.RolloutSampler(engine, render, oxrl.GenerationConfig(max_new_tokens=arguments.tokens))
     samples = [
         oxrl.Sample(str(index), (oxrl.Message("user", f"Write a story about {index} oxen."),))
         for index in range(arguments.steps * arguments.prompts)
@@ -48,7 +48,7 @@ async def one_case(server: VLLMServer, arguments: argparse.Namespace, lag: int, 
     config = oxrl.RolloutConfig(
         batch_size=arguments.prompts, n_samples_per_prompt=arguments.samples, reward_fn=reward if seconds else worth
     )
-    manager = oxrl.sampling_manager(oxrl.DataBuffer(samples, shuffle=False), answers, config)
+    manager = oxrl.sampling_manager(oxrl.DataBuffer(samples, shuffle=False), sampler, config)
     stamps = [time.monotonic()]
     history = await oxrl.run_online(
         backend,

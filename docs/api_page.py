@@ -88,7 +88,7 @@ def _signature(name: str, subject: Any) -> str:
         return "\n".join(_call(f"{name}.{each}", method, bound=True) for each, method in methods)
     if inspect.isclass(subject) and issubclass(subject, Exception):
         return ""
-    return ("async " if inspect.iscoroutinefunction(subject) else "") + _call(name, subject)
+    return ("async " if inspect.iscoroutinefunction(inspect.unwrap(subject)) else "") + _call(name, subject)
 
 
 def _is_public(name: str) -> bool:

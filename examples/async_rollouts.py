@@ -39,9 +39,9 @@ config = oxrl.RolloutConfig(
     reward_fn=brief,
     filter_fn=oxrl.check_reward_nonzero_std,
 )
-answers = oxrl.RolloutSampler(generator, oxrl.Renderer(tokenizer), sampling)
-manager = oxrl.sampling_manager(oxrl.DataBuffer(samples, seed=1), answers, config)
+sampler = oxrl.RolloutSampler(generator, oxrl.Renderer(tokenizer), sampling)
+manager = oxrl.sampling_manager(oxrl.DataBuffer(samples, seed=1), sampler, config)
 plan, grpo = oxrl.OnlineConfig(num_steps=steps, max_age=1), oxrl.algorithm("grpo", correction="truncated")
-history = anyio.run(lambda: oxrl.run_online(backend, grpo, manager, [generator], answers.render, plan, log=log))
+history = anyio.run(lambda: oxrl.run_online(backend, grpo, manager, [generator], sampler.render, plan, log=log))
 carried = sum(line["carried"] for line in history)
 print(f"carried over {carried:.0f}; length before {history[0]['length']:.2f}, after {history[-1]['length']:.2f}")

@@ -86,8 +86,8 @@ def is_right(rollout: Rollout) -> float:
 def ask(weights: str, rows: list[dict[str, str]]) -> list[Rollout]:
     tokenizer = load_tokenizer(weights)
     generator = EmbeddedGenerator(load_model(weights), tokenizer)
-    answers = RolloutSampler(generator, Renderer(tokenizer), GenerationConfig(max_new_tokens=24, temperature=0.0))
-    return anyio.run(sample_and_grade, answers, load_samples(rows).samples, is_right)
+    sampler = RolloutSampler(generator, Renderer(tokenizer), GenerationConfig(max_new_tokens=24, temperature=0.0))
+    return anyio.run(sample_and_grade, sampler, load_samples(rows).samples, is_right)
 
 
 def write_rows(name: str, rows: list[dict[str, str]]) -> str:

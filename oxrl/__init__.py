@@ -14,8 +14,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "oxrl.types": (
         "Algorithm Backend Batch Conversation DataSource Episode Generation GenerationConfig Generator "
-        "ImmediateTrainFuture Item Losses Message MetricsLogger ModelConfig Online Outputs Request Rollout Row Sample "
-        "PolicyClient Score Status Term TrainFuture TrainingBackend TrainingState Turn Weights"
+        "ImmediateTrainFuture Item Losses Media Message MetricsLogger ModelConfig Online Outputs Request Rollout Row "
+        "Sample PolicyClient Score Status Term TrainFuture TrainingBackend TrainingState Turn Weights"
     ),
     "oxrl.algorithms": "ALGORITHMS algorithm",
     "oxrl.backends.local": ("NonFiniteError PyTorchTrainingBackend create_cross_entropy_loss create_pytorch_backend"),

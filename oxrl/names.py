@@ -10,12 +10,16 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
+from functools import wraps
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
+P = ParamSpec("P")
+R = TypeVar("R")
 T = TypeVar("T")
 LIVE = "live"
 _LIVE: dict[str, Any] = {}
@@ -114,3 +118,25 @@ def check_keywords(
     required = [name for name, parameter in parameters.items() if parameter.default is inspect.Parameter.empty]
     if missing := [name for name in required if name not in given]:
         raise ValueError(f"{owner} needs {', '.join(missing)}")
+
+
+def renamed_keywords(**renamed: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Accept former spellings of keyword parameters, with a DeprecationWarning: `@renamed_keywords(old="new")`."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+            for old, new in renamed.items():
+                if old not in kwargs:
+                    continue
+                if new in kwargs:
+                    raise TypeError(f"{function.__name__} got both {new} and its former name {old}; pass {new} alone")
+                warnings.warn(
+                    f"{function.__name__}: {old} is now {new}; pass {new}=...", DeprecationWarning, stacklevel=2
+                )
+                kwargs[new] = kwargs.pop(old)
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    return decorate

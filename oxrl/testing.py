@@ -1,6 +1,6 @@
-"""For tests of one's own rewards, environments and algorithms: a generator with a script, rollouts made by hand.
+"""Helpers for testing custom rewards, environments and algorithms: a scripted generator and hand-made rollouts.
 
-Nothing here needs a model; a tokenizer is enough. How a reward fares on real rows, and against cheats, is
+Nothing here needs a model; a tokenizer is enough. To test a reward on real rows, and against reward hacking, use
 `oxrl rewards test`.
 """
 
@@ -18,11 +18,11 @@ from oxrl.types import Generation, GenerationConfig, Message, Request, Rollout, 
 
 
 class ScriptedGenerator:
-    """`ScriptedGenerator(tokenizer, ["Hm.", "4"])`: says one text after the other; an exception is raised.
+    """`ScriptedGenerator(tokenizer, ["Hm.", "4"])`: generates these texts in order; an exception is raised.
 
-    Or `ScriptedGenerator(tokenizer, lambda prompt: "4" if "2+2" in prompt else "?")`. What is longer than
-    `max_new_tokens` is cut off. It is a `Generator`, and also what the primitives take as `generator=`. All that it was
-    asked is kept in `requests`.
+    Or `ScriptedGenerator(tokenizer, lambda prompt: "4" if "2+2" in prompt else "?")`. Texts are truncated to
+    `max_new_tokens`. It is a `Generator`, and can be passed as `generator=` to the primitives. All requests are kept in
+    `requests`.
     """
 
     def __init__(
@@ -35,27 +35,28 @@ class ScriptedGenerator:
 
     async def generate(self, requests: Sequence[Request], sampling: GenerationConfig) -> list[Generation]:
         self.requests += requests
-        return [self._speak(request, sampling.max_new_tokens) for request in requests]
+        return [self._generation(request, sampling.max_new_tokens) for request in requests]
 
     def __call__(
         self, _model: Any, _tokenizer: Any, prompts: Sequence[Sequence[int]], config: GenerationConfig
     ) -> list[Generation]:
         return run_blocking(self.generate, [Request(tuple(prompt)) for prompt in prompts], config)
 
-    def _speak(self, request: Request, most: int) -> Generation:
-        text = self._next(request)
-        begun = request.begun.token_ids if request.begun else ()
-        ids = (*begun, *self.tokenizer(text + self.end, add_special_tokens=False)["input_ids"])
-        reason: Literal["stop", "length"] = "stop" if len(ids) <= most else "length"
-        words = self.tokenizer.decode(ids[:most], skip_special_tokens=True)
-        logprobs = tuple(-0.5 - 0.001 * place for place in range(len(ids[:most])))  # all different: a shift is seen
-        return Generation(ids[:most], logprobs, reason, self.version, words)
+    def _generation(self, request: Request, max_tokens: int) -> Generation:
+        script = self._next(request)
+        resumed = request.begun.token_ids if request.begun else ()
+        ids = (*resumed, *self.tokenizer(script + self.end, add_special_tokens=False)["input_ids"])
+        reason: Literal["stop", "length"] = "stop" if len(ids) <= max_tokens else "length"
+        kept = ids[:max_tokens]
+        text = self.tokenizer.decode(kept, skip_special_tokens=True)
+        logprobs = tuple(-0.5 - 0.001 * position for position in range(len(kept)))  # all different: reveals a shift
+        return Generation(kept, logprobs, reason, self.version, text)
 
     def _next(self, request: Request) -> str:
         if callable(self.script):
             return self.script(self.tokenizer.decode(request.tokens))
         if not self.script:
-            raise AssertionError(f"request {len(self.requests)} came when the script was at its end")
+            raise AssertionError(f"the script has no text for request {len(self.requests)}")
         text = self.script.pop(0)
         if isinstance(text, Exception):
             raise text
@@ -80,9 +81,9 @@ def fake_rollout(
     cut_off: bool = False,
     metadata: Mapping[str, Any] | None = None,
 ) -> Rollout:
-    """A rollout with this answer; `metadata` is its sample's. Its tokens are made up."""
-    asked = Sample("fake", messages=(Message("user", prompt),), answer=answer, metadata=metadata or {})
-    rollout = synthetic_rollout(asked, response)
+    """Return a rollout with this response; `metadata` is its sample's. Its tokens are placeholders."""
+    sample = Sample("fake", messages=(Message("user", prompt),), answer=answer, metadata=metadata or {})
+    rollout = synthetic_rollout(sample, response)
     if cut_off:
         turn = rollout.turns[0]
         rollout = replace(rollout, turns=(turn._replace(generation=turn.generation._replace(finish_reason="length")),))
@@ -90,7 +91,12 @@ def fake_rollout(
     return replace(rollout, group=group, index=index, score=score)
 
 
-ODD = {"an empty answer": "", "blanks alone": " \n\t", "a long answer": "word " * 20_000, "odd letters": "\x00é漢🙂"}
+ODD = {
+    "an empty response": "",
+    "white space only": " \n\t",
+    "a long response": "word " * 20_000,
+    "odd characters": "\x00é漢🙂",
+}
 
 
 def check_reward(
@@ -104,20 +110,20 @@ def check_reward(
 ) -> None:
     """`check_reward(my_reward, {"144": 1.0, "I think 145": 0.0}, prompt="12 * 12?", answer="144")`.
 
-    AssertionError tells every answer that earned something else, could not be graded, or earned something else when it
-    was graded again; an empty, a long, an odd and a cut-off answer must be gradable too.
+    AssertionError lists every response whose reward differs from the expected one, could not be computed, or differs
+    when computed again. An empty, a long, an odd and a truncated response must be gradable too.
     """
 
-    def made(text: str, *, cut_off: bool = False) -> Rollout:
+    def rollout_of(text: str, *, cut_off: bool = False) -> Rollout:
         return fake_rollout(text, prompt=prompt, answer=answer, metadata=metadata, cut_off=cut_off)
 
     cases: list[tuple[str, Rollout, float | None]] = [
         *(
-            (repr(text) if len(text) < 60 else f"{text[:56]!r}...", made(text), worth)
-            for text, worth in expected.items()
+            (repr(text) if len(text) < 60 else f"{text[:56]!r}...", rollout_of(text), reward)
+            for text, reward in expected.items()
         ),
-        *((name, made(text), None) for name, text in ODD.items()),
-        ("a cut-off answer", made(next(iter(expected), ""), cut_off=True), None),
+        *((name, rollout_of(text), None) for name, text in ODD.items()),
+        ("a truncated response", rollout_of(next(iter(expected), ""), cut_off=True), None),
     ]
     problems = [run_blocking(_problem, reward_fn, *case, time_limit) for case in cases]
     assert not any(problems), "; ".join(filter(None, problems))
@@ -132,5 +138,5 @@ async def _problem(
     if wanted is not None and not math.isclose(first.reward, wanted, abs_tol=1e-6):
         return f"{name} earned {first.reward:g}, expected {wanted:g}"
     if first.reward != again.reward:
-        return f"{name} earned {first.reward:g}, and {again.reward} when it was graded again"
+        return f"{name} earned {first.reward:g}, and {again.reward} when graded again"
     return None

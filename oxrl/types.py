@@ -1,7 +1,7 @@
-"""Every noun and Protocol that crosses a layer, each with an example value.
+"""Records and protocols shared by all layers, each with an example value.
 
-Samples become rollouts, rollouts become rows, rows become batches. An `Algorithm` says how rows are made and what a
-forward pass over them is worth; a `Backend` turns that worth into new weights; a `Generator` speaks with them.
+Samples become rollouts, rollouts become rows, rows become batches. An `Algorithm` defines how rows are built and the
+loss of a forward pass over them; a `Backend` turns that loss into new weights; a `Generator` samples from them.
 Nothing here does I/O or needs torch at run time.
 """
 
@@ -30,7 +30,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Message(NamedTuple):
-    """`Message("user", "What is 2+2?")`; whatever else a row carried (tool calls, a name) is kept in `extra`."""
+    """`Message("user", "What is 2+2?")`; all other fields of a row (tool calls, a name) are kept in `extra`."""
 
     role: str
     content: str | list[dict[str, Any]]
@@ -84,14 +84,25 @@ class GenerationConfig(NamedTuple):
     seed: int = 0
 
 
+class Media(NamedTuple):
+    """`Media("image", "photos/cat.png")`, `Media("audio", wav_bytes, "audio/wav")`: one image or sound of a prompt.
+
+    `data` is the encoded file, or its path or URL. Media of a prompt are in the order of their placeholders in it.
+    """
+
+    kind: Literal["image", "audio"]
+    data: bytes | str
+    mime_type: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A dataset row before any model saw it.
+    """A dataset row, before generation.
 
-    `Sample("train.jsonl:12", messages=(Message("user", "2+2?"), Message("assistant", "4")))` is a row to imitate;
-    with `chosen` and `rejected`, `messages` is their common prompt; with `label`, it ends with the judged completion;
-    with `answer`, it is a prompt whose completion can be verified; with `responses` and their `rewards`, a prompt that
-    was answered and scored before; with `text`, there is no conversation at all.
+    `Sample("train.jsonl:12", messages=(Message("user", "2+2?"), Message("assistant", "4")))` is a row for SFT;
+    with `chosen` and `rejected`, `messages` is their common prompt; with `label`, it ends with the labelled completion;
+    with `answer`, it is a prompt whose completion can be verified; with `responses` and their `rewards`, a prompt with
+    completions that are scored already; with `text`, there is no conversation at all.
     """
 
     id: str
@@ -105,13 +116,14 @@ class Sample:
     rewards: tuple[float, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    media: tuple[Media, ...] = ()  # of its prompt
 
 
 class Generation(NamedTuple):
-    """`Generation((19, 2), (-0.1, -0.01), "stop", version=3, text="4")`: what a generator returned for one prompt.
+    """`Generation((19, 2), (-0.1, -0.01), "stop", version=3, text="4")`: the output of a generator for one prompt.
 
-    One that was aborted holds what was drawn until then and can be gone on with (`Request.begun`). Where weights
-    changed on the way, `version` is that of the oldest which drew a token of it, and `versions` has each token's.
+    An aborted generation holds the tokens sampled so far and can be resumed (`Request.begun`). If weights were updated
+    during generation, `version` is the oldest version that sampled a token, and `versions` has one per token.
     """
 
     token_ids: tuple[int, ...]
@@ -119,16 +131,16 @@ class Generation(NamedTuple):
     finish_reason: Literal["stop", "length", "aborted"]
     version: int = 0
     text: str = ""
-    cut_mass: float = 0.0  # mean probability that top-p, top-k and min-p took away per token
-    versions: tuple[int, ...] = ()  # of the weights that drew each token; (): all are of `version`
+    cut_mass: float = 0.0  # mean probability removed by top-p, top-k and min-p per token
+    versions: tuple[int, ...] = ()  # of the weights that sampled each token; (): all are of `version`
 
     @property
     def token_versions(self) -> tuple[int, ...]:
-        """One per token, whether they differ or not."""
+        """One version per token, also where all are equal."""
         return self.versions or (self.version,) * len(self.token_ids)
 
     def with_versions(self, versions: Sequence[int]) -> Generation:
-        """The same, each token with the version of the weights that drew it."""
+        """Return a copy with the version of the weights that sampled each token."""
         if len(versions) != len(self.token_ids):
             raise ValueError(f"{len(versions)} versions for {len(self.token_ids)} tokens; give one for each")
         if not versions:
@@ -145,13 +157,14 @@ class Request(NamedTuple):
 
     tokens: tuple[int, ...]
     seed: int = 0
-    begun: Generation | None = None  # an aborted generation to go on with, through a fresh prefill
+    begun: Generation | None = None  # an aborted generation to resume, with a new prefill
+    media: tuple[Media, ...] = ()  # prompts are equal if tokens and media are
 
 
 class Turn(NamedTuple):
-    """One thing that the model said: all it saw before, what it sampled, and the same as messages.
+    """One model call: its prompt, the sampled generation, and the resulting messages.
 
-    `messages` begins with the assistant's; what the environment answered (tool results, a user) comes behind it.
+    `messages` starts with the assistant's message, followed by the environment's replies (tool results, a user).
     """
 
     prompt_ids: tuple[int, ...]
@@ -160,7 +173,7 @@ class Turn(NamedTuple):
 
 
 class Score(NamedTuple):
-    """`Score(1.5, parts={"correct": 1.0, "format": 0.5})`; a reward may also say which turn or token earned it."""
+    """`Score(1.5, parts={"correct": 1.0, "format": 0.5})`; a reward may also be given per turn or per token."""
 
     value: float
     parts: Mapping[str, float] = {}
@@ -180,10 +193,10 @@ class Status(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """`Rollout(sample, (turn,), group=12, index=3, score=Score(1.0))`: one answer to one prompt, and its worth.
+    """`Rollout(sample, (turn,), group=12, index=3, score=Score(1.0))`: one completion of one prompt, and its score.
 
-    `group` is the number of the prompt in the run, `index` that of the answer to it. Errors are data: a rollout whose
-    generation or grading failed has an `error` and no score, and is never taken for one with reward 0.
+    `group` is the number of the prompt in the run, `index` that of the completion. Errors are data: a rollout whose
+    generation or grading failed has an `error` and no score, and is never treated as one with reward 0.
     """
 
     sample: Sample
@@ -192,7 +205,7 @@ class Rollout:
     index: int = 0
     score: Score | None = None
     error: str | None = None
-    greedy: bool = False  # drawn at temperature 0, as a baseline: graded, never trained on
+    greedy: bool = False  # sampled at temperature 0, as a baseline: graded, never trained on
     kl_divergence: float | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
@@ -202,34 +215,34 @@ class Rollout:
 
     @property
     def version(self) -> int:
-        """Of the oldest weights that had a part in it."""
+        """Version of the oldest weights that sampled a token."""
         return min((turn.generation.version for turn in self.turns), default=0)
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Of the weights that drew each sampled token, over all turns."""
+        """Version of the weights that sampled each token, over all turns."""
         return tuple(version for turn in self.turns for version in turn.generation.token_versions)
 
     @property
     def generation(self) -> Generation:
-        """What was sampled last."""
+        """Generation of the last turn."""
         if not self.turns:
             raise ValueError(f"rollout {self.id} has no generation yet")
         return self.turns[-1].generation
 
     @property
     def response(self) -> str:
-        """All that the model said."""
+        """Generated text of all turns."""
         return "\n".join(turn.generation.text for turn in self.turns)
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The whole conversation: the prompt, what was said, and what the environment answered."""
+        """The complete conversation: prompt, generated messages and replies of the environment."""
         return (*self.sample.messages, *(message for turn in self.turns for message in turn.messages))
 
     @property
     def prompt(self) -> str:
-        """What was asked last before the model spoke, as text."""
+        """Last message before the first generation, as text."""
         return self.sample.messages[-1].text if self.sample.messages else ""
 
     @property
@@ -238,7 +251,7 @@ class Rollout:
 
     @property
     def rewards(self) -> float | list[float] | None:
-        """The reward, or its parts where it has some."""
+        """The reward, or the list of its parts if it has any."""
         return list(self.score.parts.values()) if self.score is not None and self.score.parts else self.reward
 
     @property
@@ -247,7 +260,7 @@ class Rollout:
 
     @property
     def tokens(self) -> list[int]:
-        """All that the model saw and said, to the end of its last turn."""
+        """Prompt and generated tokens up to the end of the last turn."""
         if not self.turns:
             return []
         return [*self.turns[-1].prompt_ids, *self.turns[-1].generation.token_ids]
@@ -262,14 +275,14 @@ class Rollout:
 
     @property
     def rollout_log_probs(self) -> list[float]:
-        """The sampler's log-prob of each of `tokens`; 0 for what was not sampled."""
+        """The sampler's log-prob of each of `tokens`; 0 for tokens that were not sampled."""
         logprobs = [0.0] * len(self.tokens)
         for start, generation in self._sampled():
             logprobs[start : start + len(generation.logprobs)] = generation.logprobs
         return logprobs
 
     def _sampled(self) -> Iterator[tuple[int, Generation]]:
-        """Where in `tokens` each turn begins; a turn that a later prompt rewrote is in there no more."""
+        """Start of each turn in `tokens`; turns that a later prompt rewrote are left out."""
         tokens = tuple(self.tokens)
         for turn in self.turns:
             context = (*turn.prompt_ids, *turn.generation.token_ids)
@@ -288,10 +301,10 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One trainable sequence; every stream has `len(tokens)` and speaks about *that* token.
+    """One trainable sequence; every stream has `len(tokens)` entries, entry i belonging to token i.
 
-    `Row("train.jsonl:12", tokens=[1, 50, 51, 2], mask=[0, 0, 1, 1])`: the model learns to say 51 and 2. The first
-    token of a row can never be trained: nothing comes before it.
+    `Row("train.jsonl:12", tokens=[1, 50, 51, 2], mask=[0, 0, 1, 1])`: the model is trained on 51 and 2. The first
+    token of a row is never trained: it has no context.
     """
 
     id: str
@@ -300,6 +313,7 @@ class Row:
     sequence: str = ""  # rows of one rollout share it and count as one sequence; "" means the row's own id
     streams: Mapping[str, FloatArray] = field(default_factory=dict)
     scalars: Mapping[str, float] = field(default_factory=dict)
+    media: tuple[Media, ...] = ()  # rows share a prompt's forward pass only if tokens and media are equal
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", np.asarray(self.tokens, dtype=np.int64))
@@ -317,7 +331,7 @@ class Row:
 
 
 Item: TypeAlias = tuple[Row, ...]
-"""Rows that stay together and in order: `(row,)` to imitate, `(chosen, rejected)` to compare."""
+"""Rows that stay together and in order: `(row,)` for SFT, `(chosen, rejected)` for preferences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,6 +346,7 @@ class Batch:
     borders: tuple[int, ...]  # R + 1 numbers
     streams: Mapping[str, Tensor]  # each [T] float32
     scalars: Mapping[str, Tensor]  # each [R] float32
+    media: tuple[tuple[Media, ...], ...] = ()  # of each row; (): no row has any
 
     @property
     def num_rows(self) -> int:
@@ -343,10 +358,10 @@ class Batch:
 
 
 class Outputs(NamedTuple):
-    """What one forward pass says about a batch, all `[T]`, read at the hidden state *before* each token.
+    """Results of one forward pass over a batch, all `[T]`, read at the hidden state *before* each token.
 
-    Untrained tokens hold 0. `statistics` has what the algorithm asked for by name in `reads`; `value` and `score` are
-    there when the model has that head. A tuple, because engines that shard look for tensors in what a module returns.
+    Untrained tokens hold 0. `statistics` has those that the algorithm names in `reads`; `value` and `score` are set
+    if the model has that head. A tuple, because sharding libraries search a module's return value for tensors.
     """
 
     logprob: Tensor
@@ -357,7 +372,7 @@ class Outputs(NamedTuple):
 
 
 class Read(NamedTuple):
-    """A statistic to take inside the pass: `Read(entropy)`; `Read(forward_kl, of="teacher")` sees another's logits."""
+    """A statistic of the forward pass: `Read(entropy)`; `Read(forward_kl, of="teacher")` gets the teacher's logits."""
 
     statistic: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     of: str | None = None
@@ -365,14 +380,14 @@ class Read(NamedTuple):
 
 Unit: TypeAlias = Literal["token", "chosen_token", "sequence", "pair", "constant", "largest"]
 Counts: TypeAlias = Mapping[Unit, float]
-"""How many of each unit a whole step has: `{"token": 512, "sequence": 8, "pair": 4, "constant": 1, ...}`.
+"""Count of each unit in a complete step: `{"token": 512, "sequence": 8, "pair": 4, "constant": 1, ...}`.
 
-A metric of the unit "largest" is not a sum: the largest of all parts is reported.
+A metric of the unit "largest" is not a sum: the maximum over all parts is reported.
 """
 
 
 class Term(NamedTuple):
-    """A sum and what it is a sum over; whoever knows the whole step divides it, once."""
+    """A sum and its unit; divided once, by the count of that unit in the complete step."""
 
     total: Tensor
     unit: Unit
@@ -386,7 +401,7 @@ class Losses(NamedTuple):
 
 
 def merge_metrics(parts: Sequence[Mapping[str, Term]], counts: Counts) -> dict[str, float]:
-    """Each metric over all parts of a step: its sum divided by the count of its unit, or the largest."""
+    """Return each metric over all parts of a step: its sum divided by the count of its unit, or the maximum."""
     merged: dict[str, float] = {}
     for metrics in parts:
         for name, (total, unit) in metrics.items():
@@ -398,7 +413,7 @@ def merge_metrics(parts: Sequence[Mapping[str, Term]], counts: Counts) -> dict[s
 
 
 class TrainingState(NamedTuple):
-    """All that a resume needs besides weights and optimizer: `TrainingState(step=40, version=40, cursor={...})`."""
+    """State for a resume besides weights and optimizer: `TrainingState(step=40, version=40, cursor={...})`."""
 
     step: int = 0
     version: int = 0
@@ -407,7 +422,7 @@ class TrainingState(NamedTuple):
 
 
 class Episode(NamedTuple):
-    """What an environment returns: the turns, a score if it keeps its own, and whatever else it has to tell."""
+    """Result of an environment: the turns, a score if the environment computes one, and metadata."""
 
     turns: tuple[Turn, ...]
     score: Score | None = None
@@ -415,13 +430,13 @@ class Episode(NamedTuple):
 
 
 class PolicyClient(Protocol):
-    """The model, as one rollout's environment meets it."""
+    """The policy, as the environment of one rollout uses it."""
 
     @property
     def render(self) -> Render: ...
 
-    async def say(self, prompt_ids: Sequence[int]) -> Generation:
-        """What the model says next. An aborted generation ends the episode: return the turns as they are."""
+    async def generate(self, prompt_ids: Sequence[int]) -> Generation:
+        """Generate from these tokens. If the generation was aborted, end the episode and return the turns so far."""
         ...
 
 
@@ -448,11 +463,11 @@ class Render(Protocol):
 AssembleFn: TypeAlias = Callable[[Sample, Render], list[Item]]
 RolloutItemsFn: TypeAlias = Callable[[Sequence[Rollout], Render], list[Item]]
 RewardFn: TypeAlias = Callable[[Rollout], Any]
-"""A rollout to a float or a `Score`, at once or awaited."""
+"""Rollout -> float or `Score`; sync or async."""
 GroupRewardFn: TypeAlias = Callable[[Sequence[Rollout]], Any]
-"""All answers to one prompt to a float or `Score` each, at once or awaited."""
+"""All completions of one prompt -> one float or `Score` each; sync or async."""
 FilterFn: TypeAlias = Callable[[Sequence[Rollout]], Any]
-"""All answers to one prompt to whether they are worth training on, at once or awaited."""
+"""All completions of one prompt -> whether to train on them; sync or async."""
 ArrangeFn: TypeAlias = Callable[[list[Item]], list[Item]]
 Memory: TypeAlias = dict[str, float]
 CreditFn: TypeAlias = Callable[[list[Item], Memory], list[Item]]
@@ -460,29 +475,29 @@ LossFn: TypeAlias = Callable[[Outputs, Batch], Losses]
 
 
 def no_credit(items: list[Item], memory: Memory) -> list[Item]:  # noqa: ARG001 - one signature for all
-    """For algorithms whose rows say all there is to say."""
+    """Return the items unchanged, for algorithms without credit assignment."""
     return items
 
 
 class Online(NamedTuple):
-    """How an algorithm learns from what its own policy samples: `Online(group_of_rollouts, greedy=True)` for ReMax."""
+    """How an algorithm trains on its own rollouts: `Online(group_of_rollouts, greedy=True)` for ReMax."""
 
-    items: RolloutItemsFn  # the scored answers to one prompt -> items
-    greedy: bool = False  # one more answer per prompt at temperature 0, as a baseline
-    needs_variance: bool = False  # groups whose rewards are all equal are drawn anew
-    reuses: bool = True  # its loss has a ratio, so that a batch can serve several optimizer steps
-    min_group_size: int = 2  # per prompt; below it the algorithm has nothing to compare
-    reward_source: Literal["reward", "reward model", "judge"] | None = "reward"  # None: rewards are not looked at
+    items: RolloutItemsFn  # the scored completions of one prompt -> items
+    greedy: bool = False  # one more completion per prompt at temperature 0, as a baseline
+    needs_variance: bool = False  # groups whose rewards are all equal are replaced by new prompts
+    reuses: bool = True  # the loss has a ratio, so that a batch can be used for several optimizer steps
+    min_group_size: int = 2  # completions per prompt that the algorithm needs for a comparison
+    reward_source: Literal["reward", "reward model", "judge"] | None = "reward"  # None: rewards are not used
 
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """`algorithm("dpo", beta=0.2)`. How rows are made and what a forward pass over them is worth; it knows no model.
+    """`algorithm("dpo", beta=0.2)`: how rows are built and the loss of a forward pass over them.
 
-    A step goes: `arrange` (rows may be added), a pass for each of `needs` ("policy", "ref", "teacher"; its log-probs
-    are stamped on the rows as `ref_logprob`, a value head's as `value`), `credit` over all rows of the step, then
-    `loss` per micro-batch. The need "sampler" is the policy's pass for rows that do not know yet with which log-probs
-    they were sampled. `memory` holds running means: it is part of the checkpoint, and evaluation works on a copy.
+    A step is: `arrange` (may add rows), a pass for each of `needs` ("policy", "ref", "teacher"; its log-probs are added
+    to the rows as `ref_logprob`, a value head's output as `value`), `credit` over all rows of the step, then `loss` per
+    micro-batch. The need "sampler" is a policy pass for rows whose sampler log-probs are not known yet. `memory` holds
+    running means: it is part of the checkpoint, and evaluation uses a copy.
     """
 
     name: str
@@ -493,24 +508,24 @@ class Algorithm:
     arrange: ArrangeFn = list
     credit: CreditFn = no_credit
     heads: tuple[str, ...] = ()  # "value", "score"
-    eval_metric: str | None = "loss"  # the number of an evaluation that is better when lower; None: none of them is
+    eval_metric: str | None = "loss"  # evaluation metric that is better when lower; None: there is none
     parameters: Mapping[str, Any] = field(default_factory=dict)
-    online: Online | None = None  # None: it learns from files only
-    source: str = ""  # what `algorithm` was called with, a name or an import path: so it travels to other processes
+    online: Online | None = None  # None: it trains on files only
+    source: str = ""  # name or import path given to `algorithm`, for rebuilding it in other processes
 
     @property
     def others(self) -> set[str]:
-        """The models it needs besides the policy: `{"ref"}`."""
+        """Models needed besides the policy: `{"ref"}`."""
         return {*self.needs, *(read.of for read in self.reads.values() if read.of)} - {"policy", "sampler"}
 
     @property
     def compares_logprobs(self) -> bool:
-        """Whether its loss compares log-probs of several passes; dropout would falsify that comparison."""
+        """Whether the loss compares log-probs of several passes; dropout would distort that comparison."""
         return bool(self.needs or self.others)
 
 
 class TrainFuture(Protocol[T_co]):
-    """Work that was submitted: `metrics = await backend.optim_step()`."""
+    """Result of a submitted call: `metrics = await backend.optim_step()`."""
 
     def __await__(self) -> collections.abc.Generator[Any, Any, T_co]: ...
 
@@ -519,12 +534,12 @@ class TrainFuture(Protocol[T_co]):
 
 @dataclass(frozen=True, slots=True)
 class ImmediateTrainFuture(TrainFuture[T]):
-    """`await ImmediateTrainFuture(3) == 3`: work that was done when it was submitted."""
+    """`await ImmediateTrainFuture(3) == 3`: a future that is already done."""
 
     value: T
 
     def __await__(self) -> collections.abc.Generator[Any, Any, T]:
-        yield from ()  # `await` asks for a generator; this one never waits
+        yield from ()  # `__await__` must return a generator; this one never suspends
         return self.value
 
     async def result(self) -> T:
@@ -532,10 +547,10 @@ class ImmediateTrainFuture(TrainFuture[T]):
 
 
 class Rendezvous(NamedTuple):
-    """`Rendezvous("10.0.0.1", 40123, 3, "gloo", 600.0)`: where sender and receivers of weights find each other.
+    """`Rendezvous("10.0.0.1", 40123, 3, "gloo", 600.0)`: process group through which weights are broadcast.
 
     `size` counts the sender and every worker of every engine; `backend` is gloo (over TCP) or nccl (between GPUs);
-    they have `time_limit` seconds to meet, and for each piece.
+    `time_limit` is in seconds, for joining the group and for each bucket.
     """
 
     host: str
@@ -546,10 +561,10 @@ class Rendezvous(NamedTuple):
 
 
 class WeightSource(Protocol):
-    """Weights of one version as whoever samples with them may ask for them, wherever they are.
+    """Access to the weights of one version, local or remote, for the engines that sample from them.
 
-    Names are those of a plain checkpoint (`oxrl.weights`), an adapter is merged. Every call may take its time and
-    blocks, so it is made in a thread. Weights that have moved on since are refused, never handed out for older ones.
+    Names are those of a plain checkpoint (`oxrl.weights`); an adapter is merged. Calls block, so that they are made in
+    a thread. If the weights were updated since, a call raises instead of returning another version.
     """
 
     @property
@@ -560,35 +575,35 @@ class WeightSource(Protocol):
 
     @property
     def adapted(self) -> bool:
-        """Whether the model has an adapter, so that `write_adapter` has something to write."""
+        """Whether the model has an adapter, which `write_adapter` needs."""
         ...
 
     def write(self, folder: Path) -> None:
-        """Files that an engine loads: `config.json` and safetensors, in buckets with an index where they are many."""
+        """Write files that an engine loads: `config.json` and safetensors, with an index if there are several."""
         ...
 
     def write_base(self, folder: Path) -> None:
-        """The same files of the model without its adapter, which training leaves as it is."""
+        """Write the same files for the base model, without its adapter; training does not change it."""
         ...
 
     def write_adapter(self, folder: Path) -> None:
-        """The adapter alone, as PEFT writes it."""
+        """Write the adapter alone, in the format of PEFT."""
         ...
 
-    def send(self, place: Rendezvous) -> None:
-        """To the engines that meet there, whose workers receive meanwhile; the files' weights without files."""
+    def send(self, rendezvous: Rendezvous) -> None:
+        """Broadcast the weights to the engines' workers, which receive concurrently; no files are written."""
         ...
 
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
-        """The trainer's, of each token but the first, at temperature 1."""
+        """Return the trainer's log-prob of each token but the first, at temperature 1."""
         ...
 
 
 class Weights(NamedTuple):
-    """A handle to weights of one version: `Weights(model, 3)` for a trainer in this process, the module itself.
+    """Handle to weights of one version: `Weights(model, 3)` holds the module of a trainer in this process.
 
-    Where they are spread over ranks or in another process, `module` is None and `source` is asked instead.
-    `oxrl.weights.checkpoint_names.source_of` gives either the same face.
+    If they are sharded over ranks or in another process, `module` is None and `source` gives access to them.
+    `oxrl.weights.checkpoint_names.source_of` returns the same interface for both.
     """
 
     module: Any
@@ -597,11 +612,11 @@ class Weights(NamedTuple):
 
 
 Layout: TypeAlias = Literal["shared", "packed", "padded"]
-"""Rows run end to end, what they begin with in common computed once or in each; or side by side with padding."""
+"""Rows are packed with common prompts computed once ("shared") or per row ("packed"), or batched with padding."""
 
 
 class Backend(Protocol):
-    """Holds a model and its optimizer. Every call returns a future; the calls of one step run in order."""
+    """A model and its optimizer. Every call returns a future; the calls of one step run in order."""
 
     def logprobs(
         self, batches: Sequence[Batch], which: str = "policy", reads: Mapping[str, Read] = ...
@@ -614,13 +629,13 @@ class Backend(Protocol):
     def optim_step(self) -> TrainFuture[dict[str, float]]: ...
 
     def get_weights(self) -> TrainFuture[Weights]:
-        """A handle, which costs nothing until something is asked of it."""
+        """Return a handle; nothing is copied until it is used."""
         ...
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]: ...
 
     def update_reference(self, decay: float) -> TrainFuture[None]:
-        """Move the reference towards the policy, keeping `decay` of what it was."""
+        """Set the reference to `decay` * reference + (1 - `decay`) * policy."""
         ...
 
     def save(self, path: Path) -> TrainFuture[None]: ...
@@ -629,12 +644,12 @@ class Backend(Protocol):
 
     @property
     def layout(self) -> Layout:
-        """How rows run, which decides what a micro-batch costs."""
+        """How rows are run, which determines the cost of a micro-batch."""
         ...
 
     @property
     def parallel(self) -> int:
-        """How many micro-batches run side by side; a step with fewer leaves somebody without work."""
+        """Number of micro-batches that run in parallel; a step with fewer leaves a worker idle."""
         ...
 
 
@@ -642,33 +657,33 @@ TrainingBackend: TypeAlias = Backend
 
 
 class Generator(Protocol):
-    """Speaks with a model's weights: token ids in, token ids and log-probs out. What was sampled stays as sampled."""
+    """Samples from a model: token ids in, token ids and log-probs out. Sampled tokens are never re-tokenised."""
 
     @property
     def version(self) -> int:
-        """Of the weights that it speaks with."""
+        """Version of the weights that it samples from."""
         ...
 
     async def generate(self, requests: Sequence[Request], sampling: GenerationConfig) -> list[Generation]:
-        """One generation per request, in order. Calls of several tasks share the engine."""
+        """Return one generation per request, in order. Concurrent calls share the engine."""
         ...
 
     async def abort(self) -> None:
-        """Everything under way returns now, as "aborted", with what it has."""
+        """Make all in-flight requests return their partial generations, with finish reason "aborted"."""
         ...
 
     async def update_weights(self, weights: Weights) -> None:
-        """Speak with these from now on; answers once the new version is in place."""
+        """Sample from these weights from now on; returns when the new version is loaded."""
         ...
 
     async def close(self) -> None: ...
 
 
 class SleepingGenerator(Generator, Protocol):
-    """One on the trainer's devices, which can leave them to it; whoever asks it for something next wakes it."""
+    """A generator on the trainer's devices that can release their memory; the next call wakes it."""
 
     async def sleep(self) -> None:
-        """Give the devices' memory back. Nothing is under way; weights are kept elsewhere, or come anew."""
+        """Release device memory. No request is in flight; weights are kept in host memory or sent again."""
         ...
 
 

@@ -17,14 +17,15 @@ def conversation_items(sample: Sample, render: Render) -> list[Item]:
     if (role := sample.messages[-1].role) != "assistant":
         hint = "; to train on the answers, map the column: response=answer" if sample.answer is not None else ""
         raise ValueError(f"{sample.id}: ends with {role!r}, so there is no response to train on{hint}")
-    return [(row,) for row in render.conversation(sample.messages, id=sample.id, tools=sample.tools)]
+    rows = render.conversation(sample.messages, id=sample.id, tools=sample.tools)
+    return [(replace(row, media=sample.media),) for row in rows]
 
 
 def text_items(sample: Sample, render: Render) -> list[Item]:
     """Every token of a plain text is trained."""
     if sample.text is None:
         raise ValueError(f"{sample.id}: cpt trains on plain text; this row has no `text` column")
-    return [(row,) for row in render.text(sample.text, id=sample.id)]
+    return [(replace(row, media=sample.media),) for row in render.text(sample.text, id=sample.id)]
 
 
 def pair_items(sample: Sample, render: Render) -> list[Item]:
@@ -88,7 +89,7 @@ def response_row(sample: Sample, response: Sequence[Message], render: Render, id
     )
     if len(rows) != 1:
         raise ValueError(f"{id}: the chat template splits the response into {len(rows)} rows, and one is needed")
-    return rows[0]
+    return replace(rows[0], media=sample.media)
 
 
 def _number(metadata: Mapping[str, object], name: str) -> float:
@@ -113,6 +114,7 @@ def _with_response_of(row: Row, other: Row) -> Row:
         np.concatenate([row.tokens[:prompt_end], other.tokens[response_start:]]),
         np.concatenate([row.mask[:prompt_end], other.mask[response_start:]]),
         scalars={**row.scalars, "mismatched": 1.0},
+        media=row.media,
     )
 
 

@@ -71,6 +71,7 @@ def rows_of(rollout: Rollout) -> list[Row]:
                 "reward": np.array(row.rewards, np.float32),
             },
             scalars={"reward": float(rollout.score.value), "ended": ended},
+            media=rollout.sample.media,
         )
         for index, row in enumerate(rows)
     ]

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from oxrl.data.pack import collate, worth_sharing
 from oxrl.tensors import Head, Other, Statistic, count_windowed_layers, token_logprobs
-from oxrl.types import Batch, IntArray, Layout, Outputs, Row
+from oxrl.types import Batch, IntArray, Layout, Media, Outputs, Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -84,6 +84,9 @@ class LanguageModel(nn.Module):
         return head_of(self.inner, self.temperature)
 
     def hidden(self, batch: Batch) -> Tensor:
+        if batch.media:
+            ids = [id for id, media in zip(batch.ids, batch.media, strict=True) if media]
+            raise ValueError(f"row {ids[0]} has media, and {type(self.inner).__name__} gets tokens only here")
         body = getattr(self.inner, self.inner.base_model_prefix)
         _check_rotation(self.inner, batch)
         if self.layout == "padded":
@@ -189,10 +192,12 @@ def _share(batch: Batch) -> _Packing:
     """Compute each common prefix once. In lexicographic order, a row's longest one is with its predecessor."""
     tokens = batch.tokens.cpu().numpy()
     rows = [tokens[start:end] for start, end in pairwise(batch.borders)]
-    lexicographic = sorted(range(len(rows)), key=lambda row: rows[row].astype(">i8").tobytes())
+    media = _media_numbers(batch)
+    lexicographic = sorted(range(len(rows)), key=lambda row: (media[row], rows[row].astype(">i8").tobytes()))
     shared = [0] * len(rows)
     for before, row in pairwise(lexicographic):
-        shared[row] = _common_prefix(rows[before], rows[row])
+        if media[before] == media[row]:
+            shared[row] = _common_prefix(rows[before], rows[row])
     if not any(shared):
         return _one_by_one(batch)
     lengths = [(len(row) - common, len(row)) for row, common in zip(rows, shared, strict=True)]
@@ -214,6 +219,12 @@ def _share(batch: Batch) -> _Packing:
         keys_on_device,
         back_on_device,
     )
+
+
+def _media_numbers(batch: Batch) -> list[int]:
+    """Number the distinct media of the rows: only rows with equal media may share tokens."""
+    numbers: dict[tuple[Media, ...], int] = {}
+    return [numbers.setdefault(media, len(numbers)) for media in batch.media or ((),) * batch.num_rows]
 
 
 def _common_prefix(one: IntArray, row: IntArray) -> int:

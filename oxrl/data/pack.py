@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from oxrl.types import Batch, Counts, Item, Layout, Row
+from oxrl.types import Batch, Counts, Item, Layout, Media, Row
 
 if TYPE_CHECKING:
     import torch
@@ -75,9 +75,10 @@ def _pack(items: Sequence[Item], budget: int, layout: Layout) -> list[list[Item]
         return _pack_padded(items, budget)
     if layout == "packed":
         return [part.items for part in _first_fit([_Part([i], frozenset(), sum(map(len, i))) for i in items], budget)]
-    bundles: dict[bytes | int, list[_Part]] = {}
+    bundles: dict[_Prompt | int, list[_Part]] = {}
     for index, item in enumerate(items):
-        bundles.setdefault(_prompt(item[0]) or index, []).append(_part(item))
+        prompt = _prompt(item[0])
+        bundles.setdefault(prompt if prompt.tokens else index, []).append(_part(item))
     parts = [part for bundle in bundles.values() for part in _first_fit(bundle, budget)]
     return [part.items for part in _first_fit(parts, budget)]
 
@@ -88,11 +89,18 @@ def computed_tokens(items: Sequence[Item]) -> int:
     return sum(len(row) for item in items for row in item) - _num_tokens(prompts) + _num_tokens(set(prompts))
 
 
+class _Prompt(NamedTuple):
+    """Key of a prompt that rows can share: its token ids as bytes, and its media."""
+
+    tokens: bytes = b""
+    media: tuple[Media, ...] = ()
+
+
 class _Part(NamedTuple):
     """Items of one micro-batch. Their cost is the number of computed tokens, each prompt counted once."""
 
     items: list[Item]
-    prompts: frozenset[bytes]
+    prompts: frozenset[_Prompt]
     cost: int
 
     def cost_with(self, other: _Part) -> int:
@@ -105,14 +113,14 @@ def _part(item: Item) -> _Part:
     return _Part([item], distinct, sum(map(len, item)) - _num_tokens(prompts) + _num_tokens(distinct))
 
 
-def _prompt(row: Row) -> bytes:
+def _prompt(row: Row) -> _Prompt:
     """Return the tokens before the first trained one, or nothing if they are too few to share."""
     length = int(row.mask.argmax())
-    return row.tokens[:length].tobytes() if worth_sharing(length, len(row)) else b""
+    return _Prompt(row.tokens[:length].tobytes(), row.media) if worth_sharing(length, len(row)) else _Prompt()
 
 
-def _num_tokens(prompts: Iterable[bytes]) -> int:
-    return sum(map(len, prompts)) // np.dtype(np.int64).itemsize
+def _num_tokens(prompts: Iterable[_Prompt]) -> int:
+    return sum(len(prompt.tokens) for prompt in prompts) // np.dtype(np.int64).itemsize
 
 
 def _first_fit(parts: Sequence[_Part], budget: int) -> list[_Part]:
@@ -167,6 +175,7 @@ def collate(items: Sequence[Item], device: str | torch.device = "cpu") -> Batch:
         borders=(0, *np.cumsum(lengths).tolist()),
         streams={name: torch.from_numpy(s.astype(np.float32)).to(device) for name, s in streams.items()},
         scalars={name: torch.from_numpy(s.astype(np.float32)).to(device) for name, s in scalars.items()},
+        media=tuple(row.media for row in rows) if any(row.media for row in rows) else (),
         **{name: torch.from_numpy(array).to(device) for name, array in arrays.items()},
     )
 

@@ -358,10 +358,10 @@ async def _answer(
     from oxrl.generators.embedded.generator import EmbeddedGenerator
 
     generator = EmbeddedGenerator(model.load(), model.tokenizer)
-    answers = RolloutSampler(generator, Renderer(model.tokenizer), sampling, seed=sampling.seed)
+    sampler = RolloutSampler(generator, Renderer(model.tokenizer), sampling, seed=sampling.seed)
     first, *others = variants
     rollouts = await sample_and_grade(
-        answers, samples, variants[first], n=n, time_limit=time_limit, on_prompt_done=advance
+        sampler, samples, variants[first], n=n, time_limit=time_limit, on_prompt_done=advance
     )
     graded = {first: rollouts}
     for other in others:

@@ -110,6 +110,8 @@ def as_engine_request(
         raise ValueError(
             f"only an aborted generation can be resumed, not one with finish_reason {request.begun.finish_reason}"
         )
+    if request.media:
+        raise ValueError("the request has media; engines accept token ids only")
     tokens = (*map(int, request.tokens), *partial)
     if not request.tokens:
         raise ValueError("the prompt is empty: every prompt needs at least one token")

@@ -22,6 +22,7 @@ from oxrl.concurrency import task_group
 from oxrl.loops.progress import AlgorithmAt, Progress, SaveFn, due, no_checkpoint, step_warnings
 from oxrl.loops.rollout_queue import RolloutQueue, prefetching
 from oxrl.loops.step import credit_step, update
+from oxrl.names import renamed_keywords
 from oxrl.rewards.primitives import normalize_rewards
 from oxrl.rollouts.batches import group_rollouts
 from oxrl.rollouts.buffer import Group
@@ -155,6 +156,7 @@ def no_observer(step: int, groups: Sequence[Group]) -> None:
     """For runs that log no rollouts."""
 
 
+@renamed_keywords(taking_turns="shares_weights", engine_aside="offload_engine")
 async def run_online(
     backend: Backend,
     algorithm: Algorithm | AlgorithmAt,
@@ -292,6 +294,7 @@ class RLTrainingConfig:
     checkpoint_every: int = 0
 
 
+@renamed_keywords(taking_turns="shares_weights")
 async def run_rl_training(
     backend: Backend,
     data_buffer: DataSource[Sample],

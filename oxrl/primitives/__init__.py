@@ -1,6 +1,6 @@
-"""Plain functions in six categories, every one with extension points: the parts of a training run, to be composed.
+"""The parts of a training run as plain functions in six categories, every one with extension points.
 
-They are thin doors to what the trainer itself uses. `CATEGORIES` lists them.
+They are thin wrappers of the functions that the trainer uses. `CATEGORIES` lists them.
 """
 
 from __future__ import annotations

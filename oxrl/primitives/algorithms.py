@@ -1,7 +1,6 @@
-"""KL, advantages and losses as plain functions of tensors: thin doors to the functions of the algorithm table.
+"""KL, advantages and losses as plain functions of tensors: thin wrappers of the algorithm table's functions.
 
-What is replaced by passing another function is named in a door's signature. Nothing is computed here that is not
-computed by the table's own functions.
+Each wrapper's signature names its extension points. The computation itself is in the functions of the table.
 """
 
 from __future__ import annotations
@@ -28,27 +27,27 @@ if TYPE_CHECKING:
 
 
 def compute_forward_kl(logprobs: Tensor, ref_logprobs: Tensor, *, kl_fn: Estimator = kl.forward_k3) -> Tensor:
-    """KL(ref || policy) per token on average, estimated from the policy's own tokens."""
+    """Return KL(ref || policy), mean per token, estimated from tokens of the policy."""
     return kl_fn(logprobs, ref_logprobs).mean()
 
 
 def compute_reverse_kl(logprobs: Tensor, ref_logprobs: Tensor, *, kl_fn: Estimator = kl.k3) -> Tensor:
-    """KL(policy || ref) per token on average, estimated from the policy's own tokens."""
+    """Return KL(policy || ref), mean per token, estimated from tokens of the policy."""
     return kl_fn(logprobs, ref_logprobs).mean()
 
 
 def compute_per_token_kl(logprobs: Tensor, ref_logprobs: Tensor, *, kl_fn: Estimator = kl.k1) -> Tensor:
-    """The KL of each token, `[T]`, by any estimator of (log-prob, reference log-prob)."""
+    """Return the KL of each token, `[T]`, by any estimator of (log-prob, reference log-prob)."""
     return kl_fn(logprobs, ref_logprobs)
 
 
 def compute_batch_kl(logprobs: Sequence[Tensor], ref_logprobs: Sequence[Tensor], *, kl_fn: Estimator = kl.k1) -> Tensor:
-    """The KL of each of N sequences, summed over its tokens: `[N]`."""
+    """Return the KL of each of N sequences, summed over its tokens: `[N]`."""
     return torch.stack([kl_fn(own, ref).sum() for own, ref in zip(logprobs, ref_logprobs, strict=True)])
 
 
 def token_logprobs_of(model: PreTrainedModel, rows: Sequence[Row]) -> list[Tensor]:
-    """Log-probs of each row's trained tokens."""
+    """Return the log-probs of each row's trained tokens."""
     batch = collate([(row,) for row in rows], model.device)
     module = LanguageModel(model).eval()
     prepare_layout(module)
@@ -59,9 +58,9 @@ def token_logprobs_of(model: PreTrainedModel, rows: Sequence[Row]) -> list[Tenso
 
 
 def create_policy_batch(model: PreTrainedModel, items: Sequence[Item], *, temperature: float = 1.0) -> Policy:
-    """`create_policy_batch(model, prepare_grpo_batch(rollouts))`: log-probs with gradient, for a loss of one's own.
+    """`create_policy_batch(model, prepare_grpo_batch(rollouts))`: log-probs with gradient, for a custom loss.
 
-    One pass over everything, so that memory bounds the number of items; `temperature` is the sampler's.
+    A single pass, so that memory limits the number of items; `temperature` is the sampler's.
     """
     batch = collate(items, model.device)
     module = LanguageModel(model, temperature=temperature)
@@ -75,21 +74,21 @@ def get_reference_logprobs(
     *,
     logprob_extractor: Callable[[PreTrainedModel, Sequence[Row]], list[Tensor]] = token_logprobs_of,
 ) -> list[Tensor]:
-    """What the reference thinks of each row's trained tokens."""
+    """Return the reference's log-probs of each row's trained tokens."""
     return logprob_extractor(ref_model, rows)
 
 
 def compute_grpo_advantages(
     rewards: Sequence[Tensor], *, advantage_fn: Callable[[Tensor], Tensor] = crediting.zscore
 ) -> list[Tensor]:
-    """Rewards of each group to advantages of each group."""
+    """Return the advantages of each group from its rewards."""
     return [advantage_fn(group) for group in rewards]
 
 
 def compute_grpo_loss(
     batch: Policy, advantages: Tensor | None = None, *, loss_fn: Callable[..., Tensor] = policy.grpo, **parameters: Any
 ) -> Tensor:
-    """The mean over sequences of `loss_fn`; `advantages` are per token, or per sequence, for all of its tokens."""
+    """Return the mean of `loss_fn` over sequences; `advantages` are per token or per sequence."""
     return loss_fn(_with_advantages(batch, advantages), **parameters).sum() / batch.num_sequences
 
 
@@ -103,7 +102,7 @@ def compute_ppo_advantages(
     ended: bool = True,
     last_value: float | None = None,
 ) -> Tensor:
-    """GAE over one row's tokens; without `values`, `value_fn` of the rewards gives them."""
+    """Return GAE over one row's tokens; `values` default to `value_fn(rewards)`."""
     known = value_fn(rewards) if values is None else values
     return crediting.gae(rewards, known, ended=ended, last_value=last_value, gamma=gamma, lam=lam)
 
@@ -115,7 +114,7 @@ def compute_ppo_loss(
     clip_range: float = 0.2,
     loss_fn: Callable[..., Tensor] = policy.clipped,
 ) -> Tensor:
-    """The mean over trained tokens of the clipped surrogate."""
+    """Return the mean of the clipped surrogate over trained tokens."""
     view = _with_advantages(batch, advantages)
     return loss_fn(view, clip_low=clip_range, clip_high=clip_range).sum() / batch.mask.sum()
 
@@ -123,21 +122,21 @@ def compute_ppo_loss(
 def compute_value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, clip: float = 0.2
 ) -> Tensor:
-    """PPO's clipped value loss, its mean over the trained tokens."""
+    """Return PPO's clipped value loss, mean over trained tokens."""
     return policy.ppo_value(values, old_values, returns, mask, clip=clip).sum() / mask.sum()
 
 
 def compute_dapo_pairs(
     groups: Sequence[Item], *, pair_selector: Callable[[list[Item]], list[Item]] = best_and_worst
 ) -> list[Item]:
-    """Groups of scored rows to (chosen, rejected) pairs."""
+    """Return (chosen, rejected) pairs from groups of scored rows."""
     return pair_selector(list(groups))
 
 
 def compute_dapo_loss(
     pairs: Pairs, *, beta: float = 0.1, loss_fn: Callable[..., Tensor] = preference.dapo_pairs
 ) -> Tensor:
-    """The mean loss of pairs; by default that of `dapo_pairs`."""
+    """Return the mean loss over pairs; by default that of `dapo_pairs`."""
     return loss_fn(pairs, beta=beta).mean()
 
 
@@ -149,7 +148,7 @@ class AlgorithmConfig(NamedTuple):
 
 
 def create_algorithm_config(name: str, parameters: Mapping[str, Any] | None = None) -> AlgorithmConfig:
-    """Checked against the table. `clip_range` sets both clips; `dapo` with `beta` means its pair form, `dapo_pairs`."""
+    """Check name and parameters. `clip_range` sets both clips; `dapo` with `beta` means its pair form, `dapo_pairs`."""
     given = dict(parameters or {})
     if "clip_range" in given:
         both = given.pop("clip_range")
@@ -161,10 +160,10 @@ def create_algorithm_config(name: str, parameters: Mapping[str, Any] | None = No
 
 
 def compute_loss_by_algorithm(batch: Policy | Pairs, config: AlgorithmConfig) -> Tensor:
-    """The named loss of a view, averaged over sequences (a `Policy`) or pairs; KL and entropy terms are not in it."""
+    """Return the named loss, mean over sequences (a `Policy`) or pairs, without KL and entropy terms."""
     loss = find(config.name).loss
-    taken = {name: value for name, value in config.parameters.items() if name in find(config.name).own()}
-    losses: Tensor = loss(batch, **taken)
+    parameters = {name: value for name, value in config.parameters.items() if name in find(config.name).own()}
+    losses: Tensor = loss(batch, **parameters)
     return losses.mean() if isinstance(batch, Pairs) else losses.sum() / batch.num_sequences
 
 
@@ -177,12 +176,12 @@ def _with_advantages(batch: Policy, advantages: Tensor | None) -> Policy:
 
 
 def compute_advantages(rewards: Tensor, baseline: float | Tensor = 0.0) -> Tensor:
-    """Reward minus baseline."""
+    """Return reward minus baseline."""
     return rewards - baseline
 
 
 def grpo_loss(logits: Tensor, labels: Tensor, loss_mask: Tensor, advantages: Tensor) -> Tensor:
-    """-log p * advantage over masked tokens, from logits `[B, S, V]` and `[B]` advantages: the policy gradient."""
+    """Return the policy gradient loss -log p * advantage over masked tokens, from `[B, S, V]` logits."""
     view = _from_logits(logits, labels, loss_mask, advantages)
     return policy.reinforce(view).sum() / view.mask.sum()
 
@@ -195,13 +194,13 @@ def ppo_loss(
     old_log_probs: Tensor,
     clip_range: float = 0.2,
 ) -> Tensor:
-    """The clipped surrogate over masked tokens; `old_log_probs [B, S]` speak about the token at their place."""
+    """Return the clipped surrogate over masked tokens; `old_log_probs[b, s]` is the log-prob of `labels[b, s]`."""
     view = _from_logits(logits, labels, loss_mask, advantages)
     return compute_ppo_loss(view._replace(sampler_logprob=old_log_probs[:, 1:].reshape(-1)), clip_range=clip_range)
 
 
 def _from_logits(logits: Tensor, labels: Tensor, loss_mask: Tensor, advantages: Tensor) -> Policy:
-    """Logits at a position speak about the next label: shifted here, so that the view is about tokens."""
+    """Shift once: logits at a position predict the next label, and the view is aligned with labels."""
     targets, mask = labels[:, 1:], loss_mask[:, 1:].bool()
     logprob = logits[:, :-1].float().log_softmax(-1).gather(-1, targets.clamp_min(0)[..., None])[..., 0]
     segment = torch.arange(len(labels), device=labels.device)[:, None].expand_as(mask).reshape(-1)

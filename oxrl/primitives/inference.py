@@ -1,8 +1,8 @@
 """Inference and rollouts as plain functions for scripts and notebooks, every one with extension points.
 
-A door takes a model and a tokenizer, waits until it is done, and returns records. What samples, how chats are written
-and how calls are read is replaced by passing another function. Training uses the same pieces through `collect`, which
-answers many prompts at once.
+Each function takes a model and a tokenizer, blocks, and returns records. Sampling, chat template and tool parser are
+replaced by passing another function. Training uses the same functions through `collect`, which samples many prompts
+concurrently.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from oxrl.concurrency import run_blocking
 from oxrl.data.render import Renderer
 from oxrl.rewards.grade import AnyReward, grade
 from oxrl.rollouts.batches import group_rollouts
-from oxrl.rollouts.envs import GeneratorClient, StopCondition, never, said_message, with_tools
+from oxrl.rollouts.envs import GeneratorClient, StopCondition, assistant_message, never, with_tools
 from oxrl.rollouts.tools import (
     Tool,
     ToolExecutor,
@@ -50,15 +50,15 @@ if TYPE_CHECKING:
 
 Chat: TypeAlias = Conversation | Sequence[Message | Mapping[str, Any]]
 Prompt: TypeAlias = str | Chat | Sequence[int]
-"""A text to continue, a chat to answer, or token ids."""
+"""A text to continue, a chat, or token ids."""
 GenerateFn: TypeAlias = Callable[
     ["PreTrainedModel", "PreTrainedTokenizerBase", Sequence[Sequence[int]], GenerationConfig], list[Generation]
 ]
-"""(model, tokenizer, token ids of each prompt, config) to one generation per prompt."""
+"""(model, tokenizer, token ids of each prompt, config) -> one generation per prompt."""
 TemplateFn: TypeAlias = Callable[
     ["PreTrainedTokenizerBase", list[dict[str, Any]], Sequence[Mapping[str, Any]], bool], str
 ]
-"""(tokenizer, messages, tools, whether an answer comes next) to the text that the model sees."""
+"""(tokenizer, messages, tools, add_generation_prompt) -> the prompt as text."""
 LogprobExtractor: TypeAlias = Callable[["PreTrainedModel", Sequence[int], Generation], list[float]]
 
 
@@ -68,24 +68,30 @@ def embedded_generator(
     prompts: Sequence[Sequence[int]],
     config: GenerationConfig,
 ) -> list[Generation]:
-    """By the model itself, in this process."""
+    """Sample from the model in this process."""
     from oxrl.generators.embedded.generator import EmbeddedGenerator
 
     return EmbeddedGenerator(model, tokenizer).complete(prompts, config)
 
 
 def tokenizer_template(
-    tokenizer: PreTrainedTokenizerBase, chat: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], asked: bool
+    tokenizer: PreTrainedTokenizerBase,
+    chat: list[dict[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool,
 ) -> str:
-    """The tokenizer's own chat template."""
+    """Apply the tokenizer's chat template."""
     text: str = tokenizer.apply_chat_template(
-        chat, tools=[dict(tool) for tool in tools] or None, add_generation_prompt=asked, tokenize=False
+        chat,
+        tools=[dict(tool) for tool in tools] or None,
+        add_generation_prompt=add_generation_prompt,
+        tokenize=False,
     )
     return text
 
 
 def sampled_logprobs(model: PreTrainedModel, prompt_ids: Sequence[int], generation: Generation) -> list[float]:  # noqa: ARG001
-    """Those that the generator saw when it drew the tokens."""
+    """Return the log-probs that the generator recorded when sampling."""
     return list(generation.logprobs)
 
 
@@ -97,7 +103,7 @@ def apply_chat_template(
     add_generation_prompt: bool = True,
     template_fn: TemplateFn = tokenizer_template,
 ) -> str:
-    """A conversation as the text that the model sees."""
+    """Return a conversation as the prompt text."""
     return template_fn(tokenizer, [each.to_dict() for each in _messages(conversation)], tools, add_generation_prompt)
 
 
@@ -110,7 +116,7 @@ def generate(
     generator: GenerateFn = embedded_generator,
     template_fn: TemplateFn = tokenizer_template,
 ) -> Generation:
-    """What the model says to one prompt."""
+    """Generate a completion of one prompt."""
     return batch_generate(model, tokenizer, [prompt], config, generator=generator, template_fn=template_fn)[0]
 
 
@@ -123,7 +129,7 @@ def batch_generate(
     generator: GenerateFn = embedded_generator,
     template_fn: TemplateFn = tokenizer_template,
 ) -> list[Generation]:
-    """One generation per prompt, side by side."""
+    """Generate one completion per prompt, batched."""
     return generator(model, tokenizer, [_prompt_ids(tokenizer, prompt, template_fn) for prompt in prompts], config)
 
 
@@ -137,7 +143,7 @@ def generate_with_logprobs(
     template_fn: TemplateFn = tokenizer_template,
     logprob_extractor: LogprobExtractor = sampled_logprobs,
 ) -> tuple[Generation, list[float]]:
-    """What the model says, and the log-prob of each of its tokens."""
+    """Generate a completion and return it with the log-prob of each token."""
     ids = _prompt_ids(tokenizer, prompt, template_fn)
     (generation,) = generator(model, tokenizer, [ids], config)
     return generation, logprob_extractor(model, ids, generation)
@@ -154,15 +160,15 @@ def generate_conversation_turn(
     template_fn: TemplateFn = tokenizer_template,
     tool_parser: ToolParser | None = None,
 ) -> tuple[Conversation, Generation]:
-    """The conversation with the assistant's next message, its calls read by the chat template's parser or the given."""
+    """Return the conversation with the assistant's next message; `tool_parser` defaults to the chat template's."""
     given = _messages(conversation)
     ids = _ids(tokenizer, apply_chat_template(tokenizer, given, tools=tools, template_fn=template_fn))
     (generation,) = generator(model, tokenizer, [ids], config)
     before = begin(Renderer(tokenizer), given, tools=tools)
-    words = before.said(generation)
-    cut_off = generation.finish_reason != "stop"
-    calls = [] if cut_off else extract_tool_calls(words, tool_parser or tool_parser_for(tokenizer))
-    return Conversation((*given, said_message(words, calls, before))), generation
+    text = before.text_of(generation)
+    truncated = generation.finish_reason != "stop"
+    calls = [] if truncated else extract_tool_calls(text, tool_parser or tool_parser_for(tokenizer))
+    return Conversation((*given, assistant_message(text, calls, before))), generation
 
 
 def create_rollout(
@@ -179,13 +185,13 @@ def create_rollout(
     generator: GenerateFn = embedded_generator,
     kl_fn: Estimator = kl.k3,
 ) -> Rollout:
-    """One answer to one prompt, graded by `reward_fn`; with `ref_model`, `kl_divergence` is its mean over the tokens.
+    """Sample one rollout, graded by `reward_fn`; with `ref_model`, `kl_divergence` is the mean over its tokens.
 
-    A `tool_parser` alone reads calls; with `tools` or a `tool_executor` they are executed and answered. A `Sample` as
-    prompt brings the answer that a reward may look at.
+    A `tool_parser` alone parses calls; with `tools` or a `tool_executor` they are executed. A `Sample` as prompt
+    provides the reference answer for the reward.
     """
-    acts = bool(tools) or tool_executor is not None
-    if not acts and tool_parser is None:
+    executes = bool(tools) or tool_executor is not None
+    if not executes and tool_parser is None:
         return create_batch_rollouts(
             model,
             tokenizer,
@@ -204,7 +210,7 @@ def create_rollout(
         tools=tools,
         tool_parser=tool_parser,
         tool_executor=tool_executor,
-        max_turns=8 if acts else 1,
+        max_turns=8 if executes else 1,
         ref_model=ref_model,
         reward_fn=reward_fn,
         generator=generator,
@@ -224,18 +230,18 @@ def create_batch_rollouts(
     generator: GenerateFn = embedded_generator,
     kl_fn: Estimator = kl.k3,
 ) -> list[Rollout]:
-    """The answers to each prompt, one prompt after the other; `group` is the prompt's number."""
-    blank = [
+    """Sample `n_samples_per_prompt` rollouts of each prompt, in prompt order; `group` is the prompt's number."""
+    pending = [
         Rollout(_sample(prompt, number), group=number, index=index)
         for number, prompt in enumerate(prompts)
         for index in range(n_samples_per_prompt)
     ]
     ids = [_prompt_ids(tokenizer, prompt, tokenizer_template, chat=True) for prompt in prompts]
-    seen = [ids[rollout.group] for rollout in blank]
+    prompt_ids_of = [ids[rollout.group] for rollout in pending]
     rollouts = [
         replace(rollout, turns=(Turn(tuple(prompt_ids), generation, (Message("assistant", generation.text),)),))
         for rollout, prompt_ids, generation in zip(
-            blank, seen, generator(model, tokenizer, seen, gen_config), strict=True
+            pending, prompt_ids_of, generator(model, tokenizer, prompt_ids_of, gen_config), strict=True
         )
     ]
     return _finished(rollouts, model, ref_model, reward_fn, kl_fn)
@@ -259,8 +265,8 @@ def create_multiturn_rollout(
     kl_fn: Estimator = kl.k3,
     env: EnvFn | None = None,
 ) -> Rollout:
-    """The model in an environment: with tools, or in any other `env`, until it is done or `stop_condition` holds."""
-    played_in = env or with_tools(
+    """Run one episode: with tools, or in another `env`, until it ends or `stop_condition` holds."""
+    environment = env or with_tools(
         tools,
         max_turns=max_turns,
         tool_parser=tool_parser,
@@ -268,13 +274,14 @@ def create_multiturn_rollout(
         tool_tracker=tool_tracker,
         stop_condition=stop_condition,
     )
-    speaker = _Function(model, tokenizer, generator)
-    rollout = run_blocking(_played, played_in, _sample(conversation, 0), Renderer(tokenizer), speaker, gen_config)
+    adapter = _FunctionGenerator(model, tokenizer, generator)
+    sample = _sample(conversation, 0)
+    rollout = run_blocking(_run_episode, environment, sample, Renderer(tokenizer), adapter, gen_config)
     return _finished([rollout], model, ref_model, reward_fn, kl_fn)[0]
 
 
-class _Function:
-    """A generate function as a `Generator`, one request at a time."""
+class _FunctionGenerator:
+    """Adapter from a generate function to a `Generator`, one request at a time."""
 
     version = 0
 
@@ -295,8 +302,8 @@ class _Function:
     async def close(self) -> None: ...
 
 
-async def _played(
-    env: EnvFn, sample: Sample, render: Renderer, generator: _Function, sampling: GenerationConfig
+async def _run_episode(
+    env: EnvFn, sample: Sample, render: Renderer, generator: _FunctionGenerator, sampling: GenerationConfig
 ) -> Rollout:
     episode = await env(sample, GeneratorClient(generator, render, sampling, sampling.seed, pauses=()))
     return Rollout(sample, episode.turns, score=episode.score, metadata=dict(episode.metadata))
@@ -317,7 +324,7 @@ def _finished(
 
 
 def _mean_kl(rollout: Rollout, model: PreTrainedModel, ref_model: PreTrainedModel, kl_fn: Estimator) -> float:
-    """Over all that was sampled, each turn in the context in which it was said, at temperature 1."""
+    """Return the mean over all sampled tokens, each turn in its own context, at temperature 1."""
     import torch
 
     from oxrl.primitives.algorithms import get_reference_logprobs
@@ -340,6 +347,8 @@ def _messages(chat: Chat) -> tuple[Message, ...]:
 
 def _sample(prompt: Any, number: int) -> Sample:
     if isinstance(prompt, Sample):
+        if prompt.media:
+            raise ValueError(f"sample {prompt.id} has media, and generate functions get token ids only")
         return prompt
     if isinstance(prompt, str):
         return Sample(f"prompt:{number}", messages=(Message("user", prompt),))
@@ -349,7 +358,7 @@ def _sample(prompt: Any, number: int) -> Sample:
 def _prompt_ids(
     tokenizer: PreTrainedTokenizerBase, prompt: Any, template_fn: TemplateFn, *, chat: bool = False
 ) -> list[int]:
-    """Token ids of a prompt; with `chat`, a text is what a user says, if the model can chat."""
+    """Return the token ids of a prompt; with `chat`, a text is a user message if there is a chat template."""
     if isinstance(prompt, Sample):
         prompt = prompt.messages
     if isinstance(prompt, str):
@@ -366,7 +375,7 @@ def _are_ids(prompt: Any) -> bool:
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """With the beginning-of-text token that the tokenizer adds, unless a template wrote it already."""
-    begun = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
-    ids: list[int] = tokenizer(text, add_special_tokens=not begun, verbose=False)["input_ids"]
+    """Tokenise with the beginning-of-text token of the tokenizer, unless the text starts with it."""
+    has_bos = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
+    ids: list[int] = tokenizer(text, add_special_tokens=not has_bos, verbose=False)["input_ids"]
     return ids

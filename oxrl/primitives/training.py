@@ -1,7 +1,7 @@
 """The training loop as plain functions for scripts and notebooks: a step, an iteration, a run, and a quick start.
 
-What they carry from one call to the next is a `PolicyState`. Everything a run is made of, from where prompts come from
-to how the reference follows, is a function that can be replaced.
+The state between calls is a `PolicyState`. Every part of a run, from loading prompts to updating the reference, is a
+function that can be replaced.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ if TYPE_CHECKING:
 
 Prompts: TypeAlias = Sequence[str | Conversation | Sample]
 PromptLoader: TypeAlias = Callable[[int], Prompts]
-"""(iteration, from 1 on) -> the prompts to answer in it."""
+"""Iteration, starting at 1 -> its prompts."""
 OptimizerStepFn: TypeAlias = Callable[[Backend], TrainFuture[dict[str, float]]]
 AlgorithmAt: TypeAlias = Callable[[int], AlgorithmConfig]
 
 
 class PolicyState(NamedTuple):
-    """Where training stands: the plain numbers, and handles to what holds weights."""
+    """State of a training run: step and version, and handles to backend, generator and renderer."""
 
     backend: PyTorchTrainingBackend
     generator: EmbeddedGenerator
@@ -79,7 +79,7 @@ class PolicyState(NamedTuple):
 
 
 class TrainingStats(NamedTuple):
-    """`stats.reward`, `stats.loss`, and all other numbers of a step in `stats.metrics`."""
+    """`stats.reward`, `stats.loss`, and all metrics of a step in `stats.metrics`."""
 
     reward: float
     loss: float
@@ -95,7 +95,7 @@ def create_training_state(
     seed: int = 0,
     **backend: Any,
 ) -> PolicyState:
-    """A model before its first step. `backend` takes what `create_pytorch_backend` takes."""
+    """Return the initial state of a model. `backend` options are passed to `create_pytorch_backend`."""
     others = {} if ref_model is None else {"ref": ref_model}
     return PolicyState(
         create_pytorch_backend(model, lr=lr, others=others, **backend),
@@ -113,9 +113,10 @@ def training_step(
     optimizer_step_fn: OptimizerStepFn = step_optimizer,
     micro_batch_tokens: int = 1024,
 ) -> tuple[PolicyState, TrainingStats]:
-    """New weights from graded answers to some prompts.
+    """Train one step on graded groups of rollouts.
 
-    An algorithm that compares answers leaves out groups whose rewards are all equal; if all are, nothing is taught.
+    Algorithms that need variance skip groups whose rewards are all equal; if all groups are skipped, weights do not
+    change.
     """
     return run_blocking(
         partial(_training_step, state, groups, _built(algorithm_config), optimizer_step_fn, micro_batch_tokens)
@@ -128,8 +129,8 @@ async def _training_step(
     backend, plain = state.backend, state.state
     memory = dict(plain.cursor.get("memory", {}))
     metrics = rollout_metrics(groups, backend.version)
-    telling = [group for group in groups if check_reward_nonzero_std(group)] if _picky(chosen) else groups
-    if items := rollout_items(chosen, telling, state.render):
+    used = [group for group in groups if check_reward_nonzero_std(group)] if _needs_variance(chosen) else groups
+    if items := rollout_items(chosen, used, state.render):
         credited = await credit_step(backend, chosen, items, budget, memory)
         metrics |= await update(backend, chosen, credited, budget, optimizer_step_fn)
     else:
@@ -152,9 +153,9 @@ def training_iteration(
     ref_model_update_fn: UpdateFn = keep_reference,
     micro_batch_tokens: int = 1024,
 ) -> tuple[PolicyState, TrainingStats]:
-    """Answer each prompt `n_samples_per_prompt` times in `env`, grade, train, and let the reference follow."""
+    """Sample `n_samples_per_prompt` rollouts per prompt in `env`, grade, train, and update the reference."""
     chosen = _built(algorithm_config)
-    assert chosen.online is not None, "_built refuses what does not sample"
+    assert chosen.online is not None, "_built refuses offline algorithms"
     _check_reference(state, algorithm_config, chosen)
     state.backend.set_temperature(gen_config.temperature)
     samples = _samples(prompts)
@@ -199,7 +200,7 @@ def train(
     eval_fn: Callable[[PolicyState], Mapping[str, float]] = lambda _: {},
     logger: Sink = log_to_console,
 ) -> PolicyState:
-    """Iteration after iteration; a function of the iteration in place of `algorithm_config` switches algorithms."""
+    """Run `num_iterations` iterations; `algorithm_config` may be a function of the iteration to switch algorithms."""
     state = initial_state
     for iteration in range(1, num_iterations + 1):
         config = algorithm_config if isinstance(algorithm_config, AlgorithmConfig) else algorithm_config(iteration)
@@ -220,7 +221,7 @@ def train(
 
 
 def create_checkpointer(root: str | Path, *, every: int = 1, keep_last: int = 2) -> Callable[[PolicyState], None]:
-    """A `checkpoint_fn` for `train`: `root/step_NNNN` after every `every`-th step, which transformers can load."""
+    """Return a `checkpoint_fn` for `train`: writes `root/step_NNNN`, a transformers folder, every `every` steps."""
     if every < 1:
         raise ValueError(f"every is {every}; give 1 or more")
 
@@ -230,8 +231,8 @@ def create_checkpointer(root: str | Path, *, every: int = 1, keep_last: int = 2)
         newest = latest_checkpoint(root)
         if newest is not None and read_state(newest).step > state.state.step:
             raise ValueError(
-                f"{newest} is of another run, which came further than step {state.state.step}; choose an empty folder, "
-                "or go on from there with restore_training_state"
+                f"{newest} is of another run, beyond step {state.state.step}; choose an empty folder, or resume "
+                "from it with restore_training_state"
             )
         write = partial(save_checkpoint, tokenizer=state.tokenizer, keep_last=keep_last)
         run_blocking(write, root, state.backend, state.state)
@@ -240,7 +241,7 @@ def create_checkpointer(root: str | Path, *, every: int = 1, keep_last: int = 2)
 
 
 def restore_training_state(state: PolicyState, checkpoint: str | Path) -> PolicyState:
-    """`state` as it was when the checkpoint was written: weights, optimizer, reference and step."""
+    """Restore weights, optimizer, reference and step from a checkpoint."""
 
     async def restore() -> TrainingState:
         plain = await load_checkpoint(checkpoint, state.backend)
@@ -263,7 +264,7 @@ def quick_start_training(
     seed: int = 0,
     **options: Any,
 ) -> PolicyState:
-    """From a name and some prompts to a trained model: GRPO unless told otherwise. `options` go to `train`.
+    """Load a model by name and train it on prompts, by default with GRPO. `options` are passed to `train`.
 
     `reward_fn` is a function, or a name from `oxrl rewards list`.
     """
@@ -288,18 +289,18 @@ def quick_start_training(
 def _built(config: AlgorithmConfig) -> Algorithm:
     built = algorithm(config.name, **config.parameters)
     if built.online is None:
-        raise ValueError(f"{config.name} learns from files; here prompts are answered by the model itself")
+        raise ValueError(f"{config.name} trains on files; here rollouts are sampled: choose an online algorithm")
     return built
 
 
-def _picky(built: Algorithm) -> bool:
+def _needs_variance(built: Algorithm) -> bool:
     return built.online is not None and built.online.needs_variance
 
 
 def _check_reference(state: PolicyState, config: AlgorithmConfig, built: Algorithm) -> None:
     if "ref" in built.others and state.reference is None:
         raise ValueError(
-            f"{config.name} {dict(config.parameters)} compares with a reference, and the state has none; give one: "
+            f"{config.name} {dict(config.parameters)} needs a reference model, and the state has none; give one: "
             "create_training_state(model, tokenizer, ref_model=create_reference_model(model))"
         )
 
@@ -321,6 +322,6 @@ def _sample(prompt: Any, number: int) -> Sample:
         chat = (Message("user", prompt),) if isinstance(prompt, str) else prompt.messages
         return Sample(f"prompt {number}", chat)
     raise ValueError(
-        f"prompt {number} is a {type(prompt).__name__}; it is a text, a Conversation or a Sample. Rows with columns, "
-        "such as prompt and answer, become samples by load_samples(rows).samples"
+        f"prompt {number} is a {type(prompt).__name__}; give a text, a Conversation or a Sample. Convert rows with "
+        "columns, such as prompt and answer, by load_samples(rows).samples"
     )

@@ -1,1 +1,1 @@
-"""Prompts to scored answers: environments, collection, filters, and what waits to be trained on."""
+"""Prompts to scored rollouts: environments, collection, filters, and the replay buffer."""

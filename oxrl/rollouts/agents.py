@@ -1,7 +1,7 @@
-"""What a user's own agent did becomes a rollout: its messages, with the token ids that the model really sampled.
+"""Messages of an external agent to a rollout, with the token ids that the model sampled.
 
-Text alone is not what was sampled (it reads back as other tokens), so that messages without ids are refused unless
-tokenising them is asked for. Recording ids is left to the agent, or to `endpoint`.
+Text does not determine the sampled tokens (it may be tokenised differently), so that messages without ids are refused
+unless `tokenize` is set. Recording the ids is left to the agent, or to `endpoint`.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ def rollout_from_messages(
 ) -> Rollout:
     """`rollout_from_messages([{"role": "user", ...}, {"role": "assistant", ..., "token_ids": [...]}], render)`.
 
-    An assistant's message carries `token_ids`, and if they are known `logprobs`, `prompt_ids` (all that the model saw
-    before), `finish_reason` and `version`. Without `prompt_ids`, the chat template says what it saw. Assistant
-    messages before the first one with ids are part of the prompt. With `tokenize`, what has no ids is read by the
-    tokenizer as the template writes it, and has no log-probs: every assistant message is taken as sampled then.
+    An assistant message has `token_ids` and optionally `logprobs`, `prompt_ids` (all tokens before it), `finish_reason`
+    and `version`. Without `prompt_ids`, the prompt is rendered by the chat template. Assistant messages before the
+    first one with ids are part of the prompt. With `tokenize`, every assistant message counts as sampled, and those
+    without ids are rendered by the template and tokenised, without log-probs.
     """
     chat = [each if isinstance(each, Message) else Message.from_dict(each) for each in messages]
-    spoken = [place for place, message in enumerate(chat) if message.role == "assistant"]
-    sampled = [place for place in spoken if tokenize or "token_ids" in chat[place].extra]
+    assistant = [index for index, message in enumerate(chat) if message.role == "assistant"]
+    sampled = [index for index in assistant if tokenize or "token_ids" in chat[index].extra]
     if not sampled:
         raise ValueError(
-            f"{id}: none of {len(spoken)} assistant messages has token_ids, so that nothing is known to have been "
-            "sampled; record them (the endpoint does), or pass tokenize=True to train on text as it reads"
+            f"{id}: none of {len(assistant)} assistant messages has token_ids, so that no message is known to be "
+            "sampled; record them (recording_endpoint does), or pass tokenize=True to train on the tokenised text"
         )
-    if unknown := [place for place in spoken if place > sampled[0] and place not in sampled]:
+    if unknown := [index for index in assistant if index > sampled[0] and index not in sampled]:
         raise ValueError(
-            f"{id}: the assistant's message {unknown[0]} comes after sampled ones and has no token_ids; record them "
+            f"{id}: assistant message {unknown[0]} comes after sampled ones and has no token_ids; record them "
             "for every turn, or pass tokenize=True"
         )
     turns = _turns(chat, sampled, render, id, tools)
@@ -61,15 +61,15 @@ def rollout_from_messages(
 
 def _turns(chat: Sequence[Message], sampled: Sequence[int], render: Render, id: str, tools: Tools) -> tuple[Turn, ...]:
     if sampled[0] == 0:
-        raise ValueError(f"{id}: it begins with what the model said; put what it was asked before that")
+        raise ValueError(f"{id}: the first message is a sampled one; put the prompt before it")
     transcript = begin(render, chat[: sampled[0]], tools=tools)
     turns = []
-    for place, following in zip(sampled, [*sampled[1:], len(chat)], strict=True):
-        said, answers = _bare(chat[place]), tuple(chat[place + 1 : following])
-        prompt_ids, generation = _sampled(chat, place, transcript, id)
-        turns.append(Turn(prompt_ids, generation, (said, *answers)))
+    for index, following in zip(sampled, [*sampled[1:], len(chat)], strict=True):
+        message, replies = _bare(chat[index]), tuple(chat[index + 1 : following])
+        prompt_ids, generation = _sampled(chat, index, transcript, id)
+        turns.append(Turn(prompt_ids, generation, (message, *replies)))
         if following < len(chat):
-            transcript = transcript.go_on(generation, said, answers)
+            transcript = transcript.extend(generation, message, replies)
     return tuple(turns)
 
 
@@ -78,27 +78,27 @@ def _bare(message: Message) -> Message:
 
 
 def _sampled(
-    chat: Sequence[Message], place: int, transcript: Transcript, id: str
+    chat: Sequence[Message], index: int, transcript: Transcript, id: str
 ) -> tuple[tuple[int, ...], Generation]:
-    recorded = chat[place].extra
+    recorded = chat[index].extra
     if "token_ids" not in recorded:
-        return transcript.prompt_ids, _tokenized([_bare(message) for message in chat[: place + 1]], transcript, id)
+        return transcript.prompt_ids, _tokenized([_bare(message) for message in chat[: index + 1]], transcript, id)
     ids = tuple(int(token) for token in recorded["token_ids"])
     logprobs = tuple(float(value) for value in recorded.get("logprobs") or ())
     if not ids or (logprobs and len(logprobs) != len(ids)):
         raise ValueError(
-            f"{id}: the assistant's message {place} has {len(ids)} token_ids and {len(logprobs)} logprobs; give at "
+            f"{id}: assistant message {index} has {len(ids)} token_ids and {len(logprobs)} logprobs; give at "
             "least one id, and one log-prob for each id or none at all"
         )
     reason = recorded.get("finish_reason", "stop")
     if reason not in _REASONS:
-        raise ValueError(f"{id}: finish_reason of message {place} is {reason!r}; it is one of {', '.join(_REASONS)}")
-    seen = tuple(int(token) for token in recorded.get("prompt_ids") or transcript.prompt_ids)
-    generation = Generation(ids, logprobs, _REASONS[reason], int(recorded.get("version", 0)), chat[place].text)
-    return seen, generation._replace(text=transcript.plain(transcript.said(generation)))
+        raise ValueError(f"{id}: finish_reason of message {index} is {reason!r}; it is one of {', '.join(_REASONS)}")
+    prompt_ids = tuple(int(token) for token in recorded.get("prompt_ids") or transcript.prompt_ids)
+    generation = Generation(ids, logprobs, _REASONS[reason], int(recorded.get("version", 0)), chat[index].text)
+    return prompt_ids, generation._replace(text=transcript.plain(transcript.text_of(generation)))
 
 
 def _tokenized(chat: Sequence[Message], transcript: Transcript, id: str) -> Generation:
-    """The last message as the template writes it and the tokenizer reads it."""
+    """Render the last message with the template and tokenise it."""
     (row,) = transcript.render.conversation(chat, id=id, first_trained=len(chat) - 1, tools=transcript.tools)
     return Generation(tuple(row.tokens[row.mask].tolist()), (), "stop", text=chat[-1].text)

@@ -1,7 +1,7 @@
-"""Rollouts sorted, joined and divided by prompt, and made into plain lists for programs that bring their own trainer.
+"""Rollouts grouped, merged and split by prompt, and converted to plain lists for custom trainers.
 
-Whoever filters or draws at random does so with a list comprehension over `group_rollouts`: what belongs to one prompt
-is compared with each other and has to stay together. A `RolloutBatch` comes last.
+To filter or subsample, use a list comprehension over `group_rollouts`: rollouts of one prompt are compared with each
+other and must stay together. Convert to a `RolloutBatch` last.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from oxrl.types import Rollout
 
 
 def group_rollouts(rollouts: Sequence[Rollout]) -> list[Group]:
-    """The answers to each prompt together, prompts in the order of their first answer."""
+    """Return the rollouts of each prompt as one group, groups in the order of their first rollout."""
     groups: dict[int, list[Rollout]] = {}
     for rollout in rollouts:
         groups.setdefault(rollout.group, []).append(rollout)
@@ -25,29 +25,29 @@ def group_rollouts(rollouts: Sequence[Rollout]) -> list[Group]:
 
 
 def merge_rollouts(*several: Sequence[Rollout]) -> list[Rollout]:
-    """One list of all, groups numbered anew: answers from different calls are not taken for answers to one prompt."""
+    """Return one list of all, groups renumbered, so that rollouts from different calls never share a group."""
     groups = [group for rollouts in several for group in group_rollouts(rollouts)]
     return [replace(rollout, group=number) for number, group in enumerate(groups) for rollout in group]
 
 
 def split_rollouts(rollouts: Sequence[Rollout], share: float, *, seed: int = 0) -> tuple[list[Rollout], list[Rollout]]:
-    """`kept, held_out = split_rollouts(rollouts, 0.9)`: about that share of the prompts at random, and the others.
+    """`kept, held_out = split_rollouts(rollouts, 0.9)`: a random share of the prompts, and the others.
 
-    All answers to a prompt fall to the same side.
+    All rollouts of a prompt are on the same side.
     """
     if not 0 <= share <= 1:
-        raise ValueError(f"share is {share}; it is the part of the prompts that comes first, 0 to 1")
+        raise ValueError(f"share is {share}; it is the fraction of prompts in the first part, 0 to 1")
     groups = group_rollouts(rollouts)
     chosen = set(random.Random(seed).sample(range(len(groups)), round(share * len(groups))))  # noqa: S311 - no secret
     sides: tuple[list[Rollout], list[Rollout]] = ([], [])
-    for place, group in enumerate(groups):
-        sides[place not in chosen].extend(group)
+    for index, group in enumerate(groups):
+        sides[index not in chosen].extend(group)
     return sides
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutBatch:
-    """N answers as lists: `tokens[i]` is all that was seen and said, `loss_masks[i]` is 1 where it was said."""
+    """N rollouts as lists: `tokens[i]` is prompt and generation, `loss_masks[i]` is 1 for sampled tokens."""
 
     tokens: list[list[int]]
     loss_masks: list[list[float]]
@@ -57,7 +57,7 @@ class RolloutBatch:
 
 
 def compute_reward(rollout: Rollout) -> float:
-    """Its score; without one, 1 or 0 as its metadata says `correct`."""
+    """Return its score; without one, 1 or 0 from `correct` in its metadata."""
     if rollout.score is not None:
         return rollout.score.value
     if "correct" in rollout.metadata:
@@ -68,7 +68,7 @@ def compute_reward(rollout: Rollout) -> float:
 def extract_sample_fields(
     rollouts: Sequence[Rollout],
 ) -> tuple[list[list[int]], list[list[float]], list[float]]:
-    """Tokens, loss masks and rewards."""
+    """Return tokens, loss masks and rewards."""
     return (
         [rollout.tokens for rollout in rollouts],
         [rollout.loss_mask for rollout in rollouts],
@@ -77,12 +77,12 @@ def extract_sample_fields(
 
 
 def compute_response_lengths(loss_masks: Sequence[Sequence[float]]) -> list[int]:
-    """The number of sampled tokens behind each mask."""
+    """Return the number of sampled tokens of each mask."""
     return [sum(1 for each in mask if each) for mask in loss_masks]
 
 
 def build_batch_metadata(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """What the answers have in common and what each of them says of itself."""
+    """Return groups, log-probs, versions, status and metadata of the rollouts, one entry each."""
     return {
         "group_indices": [rollout.group_index for rollout in rollouts],
         "rollout_log_probs": [rollout.rollout_log_probs for rollout in rollouts],
@@ -94,7 +94,7 @@ def build_batch_metadata(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 
 
 def convert_to_batch(rollouts: Sequence[Rollout]) -> RolloutBatch:
-    """Answers that were graded; a greedy baseline is left out."""
+    """Convert graded rollouts to lists; greedy baselines are left out."""
     trained = [rollout for rollout in rollouts if not rollout.greedy]
     tokens, masks, rewards = extract_sample_fields(trained)
     return RolloutBatch(tokens, masks, rewards, compute_response_lengths(masks), build_batch_metadata(trained))
@@ -106,6 +106,6 @@ async def apply_sample_transforms(
     filter_fn: Callable[[Rollout], bool] = lambda _: True,
     reward_fn: AnyReward | None = None,
 ) -> list[Rollout]:
-    """Graded by `reward_fn`, then those that `filter_fn` keeps; what could not be graded carries its error."""
+    """Grade with `reward_fn`, then return those that `filter_fn` keeps; ungraded rollouts have an `error`."""
     graded = list(rollouts) if reward_fn is None else await grade(rollouts, reward_fn)
     return [rollout for rollout in graded if filter_fn(rollout)]

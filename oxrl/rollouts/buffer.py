@@ -1,4 +1,4 @@
-"""Scored groups that wait to be trained on, each with the version of the weights it was sampled with, and its age."""
+"""A queue of scored groups for training, with a bound on the age of the weights that sampled them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from oxrl.rollouts.record import rollout_from_json, rollout_to_json
 from oxrl.types import Rollout
 
 Group: TypeAlias = tuple[Rollout, ...]
-"""The answers to one prompt."""
+"""The rollouts of one prompt."""
 
 
 def age_of(group: Sequence[Rollout], version: int) -> int:
-    """How many versions the weights have moved on since the oldest token of the group was drawn."""
+    """Number of weight versions since the oldest token of the group was sampled."""
     return version - min(rollout.version for rollout in group)
 
 
 class ReplayBuffer:
-    """`ReplayBuffer(max_age=0, capacity=64)`: first in, first out; on-policy unless told otherwise.
+    """`ReplayBuffer(max_age=0, capacity=64)`: first in, first out; on-policy by default.
 
-    What is older than `max_age` when it is taken is dropped and counted in `expired`; with `strict`, it is an error.
+    Groups older than `max_age` when taken are dropped and counted in `expired`; with `strict`, they are an error.
     """
 
     def __init__(self, *, max_age: int = 0, capacity: int | None = None, strict: bool = False) -> None:
@@ -43,7 +43,7 @@ class ReplayBuffer:
             self._groups.append(group)
 
     def take(self, count: int, version: int) -> list[Group]:
-        """Those of the first `count` groups that are young enough."""
+        """Remove the first `count` groups and return those that are not older than `max_age`."""
         first = [self._groups.popleft() for _ in range(min(count, len(self)))]
         if self.strict:
             for group in first:

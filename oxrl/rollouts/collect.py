@@ -1,9 +1,9 @@
-"""Prompts to a batch of scored groups: over-sampled, filtered, stopped early, with nothing finished lost.
+"""Prompts to a batch of scored groups: over-sampled, filtered, aborted early, without losing finished groups.
 
-A batch is collected in rounds. In a round every prompt is answered concurrently and graded as soon as its answers are
-there; when enough groups have finished, the others are aborted. Whether a group is good enough is decided between
-rounds, and what is missing is drawn in the next one. So the outcome depends on the order in which generations finish
-and never on how long a reward took.
+A batch is collected in rounds. In a round all prompts are sampled concurrently and each group is graded as soon as it
+is complete; when enough groups have finished, the others are aborted. Filters run between rounds, and missing groups
+are sampled in the next one. So the result depends on the order in which generations finish and never on the run time
+of a reward.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 import anyio
 
 from oxrl.concurrency import task_group
+from oxrl.names import renamed_keywords
 from oxrl.rewards.grade import AnyReward, grade
 from oxrl.rollouts.batches import RolloutBatch, convert_to_batch
 from oxrl.rollouts.buffer import Group, age_of
@@ -44,10 +45,10 @@ from oxrl.types import (
 logger = logging.getLogger(__name__)
 
 GenerateFn: TypeAlias = Callable[[Group], Any]
-"""The answers to one prompt, some or all of them still to be given, to the same with turns; at once or awaited."""
+"""Rollouts of one prompt, some or all without turns -> the same with turns; sync or async."""
 GradeFn: TypeAlias = Callable[[Group], Awaitable[Sequence[Rollout]]]
 SelectFn: TypeAlias = Callable[[Sequence[Group], int], Any]
-"""More groups than wanted, and how many are: which ones to keep; at once or awaited."""
+"""(finished groups, number wanted) -> the groups to keep; sync or async."""
 
 
 async def nothing_to_abort() -> None:
@@ -62,9 +63,9 @@ def first_in_prompt_order(groups: Sequence[Group], count: int) -> Sequence[Group
 class RolloutConfig:
     """`RolloutConfig(batch_size=8, n_samples_per_prompt=4, generate_fn=..., reward_fn=...)`.
 
-    `over_sampling_factor` 1.5 starts 12 prompts where 8 are wanted and aborts the slowest 4. What was aborted starts
-    anew in the next batch, or, with `partial_rollouts`, goes on where it was, as long as no token is older than
-    `max_age` versions. `max_draws` bounds how many prompts one batch may cost when `filter_fn` refuses groups.
+    `over_sampling_factor` 1.5 starts 12 prompts for a batch of 8 and aborts the slowest 4. Aborted groups restart in
+    the next batch, or, with `partial_rollouts`, resume, as long as no token is older than `max_age` versions.
+    `max_draws` limits the number of prompts per batch when `filter_fn` rejects groups.
     """
 
     batch_size: int
@@ -83,12 +84,12 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         if self.select_fn is not first_in_prompt_order:
-            logger.warning("a selection among finished groups biases what is learnt towards what it prefers")
+            logger.warning("select_fn biases training towards the groups that it selects")
         if self.batch_size < 1 or self.n_samples_per_prompt < 1:
             raise ValueError("batch_size and n_samples_per_prompt must be 1 or more")
         if self.n_samples_per_prompt < self.min_group_size:
             raise ValueError(
-                f"the algorithm compares at least {self.min_group_size} answers to a prompt; "
+                f"the algorithm compares at least {self.min_group_size} completions of a prompt; "
                 f"n_samples_per_prompt (rollout.n_samples) is {self.n_samples_per_prompt}"
             )
         if not (math.isfinite(self.over_sampling_factor) and self.over_sampling_factor >= 1):
@@ -100,7 +101,7 @@ class RolloutConfig:
 
 
 class Collected(NamedTuple):
-    """A batch: groups in prompt order with only what was graded, and what it took to get them."""
+    """A batch: groups in prompt order, without ungraded rollouts, and the counts of the collection."""
 
     groups: list[Group]
     counts: Mapping[str, float]
@@ -108,9 +109,9 @@ class Collected(NamedTuple):
 
 @dataclass
 class AsyncRolloutManager:
-    """`await AsyncRolloutManager(samples, config).collect()`: batch after batch, resumable.
+    """`await AsyncRolloutManager(samples, config).collect()`: one batch per call, resumable.
 
-    `partial_samples` are groups that older calls began and did not need; they are served first.
+    `partial_samples` are groups that earlier calls started and did not use; they are scheduled first.
     """
 
     data_buffer: DataSource[Sample]
@@ -118,14 +119,14 @@ class AsyncRolloutManager:
     partial_samples: list[Group] = field(default_factory=list)
     abort: Callable[[], Awaitable[None]] = nothing_to_abort
     drawn: int = 0  # prompts so far; the next one gets this number
-    _told_of_scores: bool = field(default=False, repr=False)
+    _warned_of_scores: bool = field(default=False, repr=False)
 
     async def collect(self, version: int = 0, max_age: int | None = None) -> Collected:
-        """The next batch, for weights of this version; `max_age` in place of the config's, where that is higher."""
+        """Return the next batch, for weights of this version; `max_age` overrides the config's if it is lower."""
         config = self.config
         oldest = config.max_age if max_age is None else min(max_age, config.max_age)
         tally = dict.fromkeys(("drawn", "filtered_groups", "ungraded", "ungraded_groups", "expired", "wasted"), 0.0)
-        self._let_go_of_old(version, oldest, tally)
+        self._restart_expired(version, oldest, tally)
         accepted: list[Group] = []
         failures: list[str] = []
         while (missing := config.batch_size - len(accepted)) > 0:
@@ -137,44 +138,44 @@ class AsyncRolloutManager:
             for group in await self._round(groups, missing):
                 if _unfinished(group):
                     self.partial_samples.append(group)
-                elif (graded := await self._judge(group, tally, failures)) is not None:
+                elif (graded := await self._accepted(group, tally, failures)) is not None:
                     accepted.append(graded)
             if not accepted and tally["ungraded_groups"] == tally["drawn"]:
-                break  # a reward that fails on a whole batch will fail on the next one, too
+                break  # a reward that fails on a complete batch will fail on the next one, too
         accepted.sort(key=lambda group: group[0].group)
         chosen = list(await _resolved(config.select_fn(accepted, config.batch_size)))
-        if config.select_fn is first_in_prompt_order:  # what a selection turned down must not come back
+        if config.select_fn is first_in_prompt_order:  # groups that a selection rejected are not reused
             self.partial_samples += accepted[config.batch_size :]
         self._check_enough(chosen, tally, failures)
         return Collected(chosen, {**tally, "carried": float(len(self.partial_samples))})
 
     async def _round(self, groups: Sequence[Group], missing: int) -> list[Group]:
-        """All groups answered and graded, or aborted once `missing` of them have finished."""
+        """Sample and grade all groups; abort the rest once `missing` of them have finished."""
         results: dict[int, Group] = {}
         finished = 0
         stop_early = self.config.select_fn is first_in_prompt_order and missing < len(groups)
 
-        async def serve(place: int, group: Group) -> None:
+        async def run_group(index: int, group: Group) -> None:
             nonlocal finished
             if stop_early and finished >= missing:
-                results[place] = group
+                results[index] = group
                 return
-            answered = await self._generate(group)
-            results[place] = answered
-            if _unfinished(answered):
+            generated = await self._generate(group)
+            results[index] = generated
+            if _unfinished(generated):
                 return
             finished += 1
             if stop_early and finished == missing:
                 await self.abort()
-            results[place] = tuple(await self._grade(answered))
+            results[index] = tuple(await self._grade(generated))
 
         async with task_group() as tasks:
-            for place, group in enumerate(groups):
-                tasks.start_soon(serve, place, group)
-        return [results[place] for place in range(len(groups))]
+            for index, group in enumerate(groups):
+                tasks.start_soon(run_group, index, group)
+        return [results[index] for index in range(len(groups))]
 
     async def _generate(self, group: Group) -> Group:
-        """What fails is tried again after growing pauses; what goes on failing is an error of its rollouts."""
+        """Retry failures after growing pauses; the last failure becomes the error of the group's rollouts."""
         generate = self.config.generate_fn
         if generate is None:
             raise ValueError("RolloutConfig needs generate_fn: rollouts without turns in, with turns out")
@@ -182,80 +183,80 @@ class AsyncRolloutManager:
             return group
         for pause in (*PAUSES, None):
             try:
-                answered = tuple(await _resolved(generate(group)))
-                self._tell_of_scores(answered)
-                return answered
+                generated = tuple(await _resolved(generate(group)))
+                self._warn_of_scores(generated)
+                return generated
             except (RuntimeError, OSError) as error:
                 if pause is None:
                     return tuple(replace(rollout, error=_generation_failed(error)) for rollout in group)
             await anyio.sleep(pause)
         raise AssertionError("the last try returns")
 
-    def _tell_of_scores(self, answered: Group) -> None:
-        if self._told_of_scores or self.config.reward_fn is None or all(rollout.score is None for rollout in answered):
+    def _warn_of_scores(self, group: Group) -> None:
+        if self._warned_of_scores or self.config.reward_fn is None or all(rollout.score is None for rollout in group):
             return
-        self._told_of_scores = True
-        logger.warning("the environment scores its own episodes (as gym_env does): reward_fn is not asked for these")
+        self._warned_of_scores = True
+        logger.warning("the environment scores its own episodes (as gym_env does): reward_fn is not called for them")
 
     async def _grade(self, group: Group) -> Sequence[Rollout]:
         if self.config.reward_fn is None:
             return group
         return await grade(group, self.config.reward_fn, time_limit=self.config.reward_time_limit)
 
-    async def _judge(self, group: Group, tally: dict[str, float], failures: list[str]) -> Group | None:
-        """What was graded of the group if it is worth training on."""
+    async def _accepted(self, group: Group, tally: dict[str, float], failures: list[str]) -> Group | None:
+        """Return the graded rollouts of the group; None if there are too few or the filter rejects it."""
         graded = tuple(rollout for rollout in group if rollout.error is None)
         failures += [rollout.error for rollout in group if rollout.error is not None]
         tally["ungraded"] += len(group) - len(graded)
-        answers = [rollout for rollout in graded if not rollout.greedy]
-        if len(answers) < self.config.min_group_size or (len(answers) == len(graded) and self.config.greedy):
+        sampled = [rollout for rollout in graded if not rollout.greedy]
+        if len(sampled) < self.config.min_group_size or (len(sampled) == len(graded) and self.config.greedy):
             tally["ungraded_groups"] += 1
             return None
-        if not await _resolved(self.config.filter_fn(answers)):
+        if not await _resolved(self.config.filter_fn(sampled)):
             tally["filtered_groups"] += 1
             return None
         return graded
 
     def _next_groups(self, count: int) -> list[Group]:
-        """Those that were begun before, then new prompts."""
+        """Return partial groups first, then new prompts."""
         waiting, self.partial_samples = self.partial_samples[:count], self.partial_samples[count:]
         fresh = self.data_buffer.get_prompts(count - len(waiting))
-        groups = waiting + [self._blank(self.drawn + place, sample) for place, sample in enumerate(fresh)]
+        groups = waiting + [self._new_group(self.drawn + index, sample) for index, sample in enumerate(fresh)]
         self.drawn += len(fresh)
         return groups
 
-    def _blank(self, number: int, sample: Sample) -> Group:
-        answers = self.config.n_samples_per_prompt
-        sampled = tuple(Rollout(sample, group=number, index=index) for index in range(answers))
-        return (*sampled, Rollout(sample, group=number, index=answers, greedy=True)) if self.config.greedy else sampled
+    def _new_group(self, number: int, sample: Sample) -> Group:
+        count = self.config.n_samples_per_prompt
+        sampled = tuple(Rollout(sample, group=number, index=index) for index in range(count))
+        return (*sampled, Rollout(sample, group=number, index=count, greedy=True)) if self.config.greedy else sampled
 
-    def _let_go_of_old(self, version: int, oldest: int, tally: dict[str, float]) -> None:
-        """What was begun with other weights goes on only if that is wanted and it is not too old."""
-        for place, group in enumerate(self.partial_samples):
-            begun = [rollout for rollout in group if rollout.turns]
-            if not begun or age_of(begun, version) == 0:
+    def _restart_expired(self, version: int, oldest: int, tally: dict[str, float]) -> None:
+        """Restart groups sampled with other weights, unless partial rollouts are on and they are young enough."""
+        for index, group in enumerate(self.partial_samples):
+            started = [rollout for rollout in group if rollout.turns]
+            if not started or age_of(started, version) == 0:
                 continue
-            too_old = age_of(begun, version) > oldest
+            too_old = age_of(started, version) > oldest
             if too_old or not self.config.partial_rollouts:
                 tally["expired"] += too_old and self.config.partial_rollouts
-                tally["wasted"] += sum(len(turn.generation.token_ids) for each in begun for turn in each.turns)
-                self.partial_samples[place] = self._blank(group[0].group, group[0].sample)
+                tally["wasted"] += sum(len(turn.generation.token_ids) for each in started for turn in each.turns)
+                self.partial_samples[index] = self._new_group(group[0].group, group[0].sample)
 
     def _check_enough(self, chosen: Sequence[Group], tally: Mapping[str, float], failures: Sequence[str]) -> None:
         if failures:
-            logger.warning("%d answers ungraded; the first: %s", len(failures), failures[0])
+            logger.warning("%d rollouts ungraded; the first: %s", len(failures), failures[0])
         if len(chosen) >= self.config.batch_size:
             return
         why = f"{tally['filtered_groups']:.0f} were filtered out, {tally['ungraded_groups']:.0f} could not be graded"
         if not chosen:
             first = f"; the first failure: {failures[0]}" if failures else ""
-            raise RuntimeError(f"none of {tally['drawn']:.0f} prompts gave a group to train on: {why}{first}")
+            raise RuntimeError(f"none of {tally['drawn']:.0f} prompts yielded a group to train on: {why}{first}")
         logger.warning(
             "only %d of %d groups after %d prompts: %s", len(chosen), self.config.batch_size, tally["drawn"], why
         )
 
     async def generate_batch(self, reward_fn: AnyReward | None = None) -> RolloutBatch:
-        """The next batch as plain lists."""
+        """Return the next batch as plain lists."""
         if reward_fn is not None:
             self.config = replace(self.config, reward_fn=reward_fn)
         return convert_to_batch([rollout for group in (await self.collect()).groups for rollout in group])
@@ -273,9 +274,9 @@ class AsyncRolloutManager:
 def generate_rollout_batches(
     data_buffer: DataSource[Sample], config: RolloutConfig, **rollout_kwargs: Any
 ) -> Iterator[RolloutBatch]:
-    """Batches without end; `rollout_kwargs` are handed on to `config.generate_fn`."""
-    given = config.generate_fn
-    bound = replace(config, generate_fn=partial(given, **rollout_kwargs)) if given and rollout_kwargs else config
+    """Yield batches endlessly; `rollout_kwargs` are passed to `config.generate_fn`."""
+    generate = config.generate_fn
+    bound = replace(config, generate_fn=partial(generate, **rollout_kwargs)) if generate and rollout_kwargs else config
     manager = AsyncRolloutManager(data_buffer, bound)
     while True:
         yield anyio.run(manager.generate_batch)
@@ -294,7 +295,7 @@ async def _resolved(value: Any) -> Any:
 
 
 class RolloutSampler:
-    """Answers prompts by a generator in an environment: the usual `generate_fn`, and the `abort` that belongs to it.
+    """Samples rollouts with a generator in an environment: the default `generate_fn`, with its `abort`.
 
     `RolloutSampler(generator, render, GenerationConfig(max_new_tokens=64), env=single_turn, seed=42)`
     """
@@ -309,43 +310,44 @@ class RolloutSampler:
         seed: int = 0,
     ) -> None:
         self.generator, self.render, self.sampling, self.env, self.seed = generator, render, sampling, env, seed
-        self._door = AbortableGenerator(generator)
+        self._generator = AbortableGenerator(generator)
 
     async def __call__(self, group: Group) -> Group:
-        if self._door.closed:  # nobody asks after an abort but a new round
-            self._door = AbortableGenerator(self.generator)
-        door, answers = self._door, list(group)
+        if self._generator.closed:  # the first call after an abort starts a new round
+            self._generator = AbortableGenerator(self.generator)
+        generator, rollouts = self._generator, list(group)
 
-        async def fill(place: int) -> None:
-            answers[place] = await self._answer(answers[place], door)
+        async def fill(index: int) -> None:
+            rollouts[index] = await self._sample(rollouts[index], generator)
 
         async with task_group() as tasks:
-            for place, rollout in enumerate(group):
+            for index, rollout in enumerate(group):
                 if rollout.status in (Status.PENDING, Status.ABORTED):
-                    tasks.start_soon(fill, place)
-        return tuple(answers)
+                    tasks.start_soon(fill, index)
+        return tuple(rollouts)
 
-    async def _answer(self, rollout: Rollout, door: Generator) -> Rollout:
+    async def _sample(self, rollout: Rollout, generator: Generator) -> Rollout:
         sampling = self.sampling._replace(temperature=0.0) if rollout.greedy else self.sampling
         seed = mixed_seed(self.seed, rollout.group, rollout.index)
-        talk = GeneratorClient(door, self.render, sampling, seed, recorded=rollout.turns)
+        media = rollout.sample.media
+        policy = GeneratorClient(generator, self.render, sampling, seed, recorded=rollout.turns, media=media)
         try:
-            episode = await self.env(rollout.sample, talk)
-        except (RuntimeError, OSError) as error:  # the engine failed, again and again: an error, never a reward
+            episode = await self.env(rollout.sample, policy)
+        except (RuntimeError, OSError) as error:  # the engine failed after all retries: an error, never a reward
             return replace(rollout, error=_generation_failed(error))
         turns = episode.turns
         if len(turns) == 1 and turns[0].generation.finish_reason == "aborted" and not turns[0].generation.token_ids:
-            turns = ()  # its turn never came
+            turns = ()  # aborted before it was scheduled
         return replace(rollout, turns=turns, score=episode.score, metadata=dict(episode.metadata))
 
     async def abort(self) -> None:
-        """Everything under way returns with what it has, and nothing new begins in this round."""
-        self._door.closed = True
+        """Make all in-flight generations return their partial output, and start no new ones in this round."""
+        self._generator.closed = True
         await self.generator.abort()
 
 
 class AbortableGenerator:
-    """A generator that, once closed, answers at once with nothing: "aborted"."""
+    """A generator that, once closed, immediately returns partial or empty generations as "aborted"."""
 
     def __init__(self, generator: Generator) -> None:
         self.generator, self.closed = generator, False
@@ -369,6 +371,7 @@ class AbortableGenerator:
         await self.generator.close()
 
 
-def sampling_manager(source: DataSource[Sample], answers: RolloutSampler, config: RolloutConfig) -> AsyncRolloutManager:
-    """A manager whose prompts are answered by `answers`."""
-    return AsyncRolloutManager(source, replace(config, generate_fn=answers), abort=answers.abort)
+@renamed_keywords(answers="sampler")
+def sampling_manager(source: DataSource[Sample], sampler: RolloutSampler, config: RolloutConfig) -> AsyncRolloutManager:
+    """Return a manager that collects rollouts of `source`'s prompts with `sampler`."""
+    return AsyncRolloutManager(source, replace(config, generate_fn=sampler), abort=sampler.abort)

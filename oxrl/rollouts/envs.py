@@ -1,12 +1,13 @@
-"""A sample and a model to talk to become an episode: one answer, tools, a dialogue, or the steps of a game.
+"""Environments: a sample and a policy to an episode of one turn, tool calls, a dialogue, or the steps of a game.
 
-An environment is an async function of (sample, talk). The next prompt is always what was seen and sampled so far, and
-more (see `transcript`). A generation that was cut off or aborted ends the episode: nothing in it is acted upon.
-Scores are given here by game environments only; grading is left to rewards.
+An environment is an async function of (sample, policy). Each prompt extends the previous prompt and generation (see
+`transcript`). A truncated or aborted generation ends the episode: its tool calls and actions are not executed. Only
+game environments compute scores; otherwise grading is left to rewards.
 """
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -32,7 +33,7 @@ from oxrl.rollouts.tools import (
     tool_parser_for,
     tool_schema,
 )
-from oxrl.rollouts.transcript import Transcript, begin, tell_tools
+from oxrl.rollouts.transcript import Transcript, begin, tool_prompt
 from oxrl.seeds import mixed_seed
 from oxrl.types import (
     Conversation,
@@ -41,6 +42,7 @@ from oxrl.types import (
     Generation,
     GenerationConfig,
     Generator,
+    Media,
     Message,
     PolicyClient,
     Render,
@@ -52,30 +54,30 @@ from oxrl.types import (
 
 StopCondition: TypeAlias = Callable[[Conversation], bool]
 ReplyFn: TypeAlias = Callable[[Conversation], Any]
-"""The conversation so far to what the user says: a text, a message, several, or None to end it; at once or awaited."""
+"""The conversation so far -> the user's reply: a text, a message, several, or None to end it; sync or async."""
 
-PAUSES = (0.1, 0.2, 0.4)  # seconds, before a failed generation is tried again
+PAUSES = (0.1, 0.2, 0.4)  # seconds before each retry of a failed generation
 
 
 class _Recording:
-    """What was said before, given out again as long as it answers the same prompts."""
+    """Recorded generations, replayed as long as the prompts are the same."""
 
     def __init__(self, recorded: Sequence[Turn]) -> None:
-        self._left = list(recorded)
+        self._remaining = list(recorded)
 
     def next(self, prompt_ids: Sequence[int]) -> Generation | None:
-        if self._left and self._left[0].prompt_ids == tuple(prompt_ids):
-            return self._left.pop(0).generation
-        self._left.clear()
+        if self._remaining and self._remaining[0].prompt_ids == tuple(prompt_ids):
+            return self._remaining.pop(0).generation
+        self._remaining.clear()
         return None
 
 
 class GeneratorClient:
     """`GeneratorClient(generator, render, sampling, seed=7)`: the `PolicyClient` of one rollout.
 
-    With `recorded` turns, what was said before is not sampled again, and a generation that was aborted goes on where
-    it was. The seed of a turn is a function of `seed` and the turn's number. A generation that fails is tried again
-    after each of `pauses` (seconds).
+    `recorded` turns are replayed instead of sampled again, and an aborted generation is resumed. The seed of a turn is
+    a function of `seed` and the turn's number. A failed generation is retried after each of `pauses` (seconds). Every
+    request carries `media`, those of the sample.
     """
 
     def __init__(
@@ -87,29 +89,37 @@ class GeneratorClient:
         recorded: Sequence[Turn] = (),
         *,
         pauses: Sequence[float] = PAUSES,
+        media: tuple[Media, ...] = (),
     ) -> None:
         self.generator, self.sampling, self.seed, self.pauses = generator, sampling, seed, pauses
+        self.media = media
         self._render = render
         self._recording = _Recording(recorded)
         self.turns = 0
-        self.prompt_tokens = 0  # of what was asked of the generator
-        self.sampled_tokens = 0  # of what it drew; what was recorded before does not count
+        self.prompt_tokens = 0  # sent to the generator
+        self.sampled_tokens = 0  # without replayed ones
 
     @property
     def render(self) -> Render:
         return self._render
 
-    async def say(self, prompt_ids: Sequence[int]) -> Generation:
+    async def generate(self, prompt_ids: Sequence[int]) -> Generation:
         number, self.turns = self.turns, self.turns + 1
         known = self._recording.next(prompt_ids)
         if known is not None and known.finish_reason != "aborted":
             return known
-        begun = known if known is not None and known.token_ids else None
-        request = Request(tuple(prompt_ids), mixed_seed(self.seed, number), begun)
+        partial_generation = known if known is not None and known.token_ids else None
+        request = Request(tuple(prompt_ids), mixed_seed(self.seed, number), partial_generation, self.media)
         generation = await self._with_retries(request)
         self.prompt_tokens += len(request.tokens)
-        self.sampled_tokens += len(generation.token_ids) - (len(begun.token_ids) if begun else 0)
+        resumed = len(partial_generation.token_ids) if partial_generation else 0
+        self.sampled_tokens += len(generation.token_ids) - resumed
         return generation
+
+    async def say(self, prompt_ids: Sequence[int]) -> Generation:
+        """Former name of `generate`."""
+        warnings.warn("PolicyClient.say is now PolicyClient.generate", DeprecationWarning, stacklevel=2)
+        return await self.generate(prompt_ids)
 
     async def _with_retries(self, request: Request) -> Generation:
         for pause in self.pauses:
@@ -123,59 +133,37 @@ class GeneratorClient:
         return generation
 
 
-class _Replaying:
-    """Any `PolicyClient` behind a recording; it has no way to go on with an aborted generation, which is said anew."""
-
-    def __init__(self, talk: PolicyClient, recorded: Sequence[Turn]) -> None:
-        self._talk, self._recording = talk, _Recording(recorded)
-
-    @property
-    def render(self) -> Render:
-        return self._talk.render
-
-    async def say(self, prompt_ids: Sequence[int]) -> Generation:
-        known = self._recording.next(prompt_ids)
-        return await self._talk.say(prompt_ids) if known is None or known.finish_reason == "aborted" else known
-
-
-def replaying(talk: PolicyClient, recorded: Sequence[Turn]) -> PolicyClient:
-    """Replay recorded turns, then sample; a `GeneratorClient` also continues an aborted generation."""
-    if isinstance(talk, GeneratorClient):
-        return GeneratorClient(talk.generator, talk.render, talk.sampling, talk.seed, recorded, pauses=talk.pauses)
-    return _Replaying(talk, recorded)
-
-
-async def single_turn(sample: Sample, talk: PolicyClient) -> Episode:
-    """One answer."""
-    prompt_ids = begin(talk.render, _asked(sample), tools=sample.tools).prompt_ids
-    generation = await talk.say(prompt_ids)
+async def single_turn(sample: Sample, policy: PolicyClient) -> Episode:
+    """One completion of the prompt."""
+    prompt_ids = begin(policy.render, _prompt_of(sample), tools=sample.tools).prompt_ids
+    generation = await policy.generate(prompt_ids)
     return Episode((Turn(prompt_ids, generation, (Message("assistant", generation.text),)),))
 
 
 class _Reaction(NamedTuple):
-    """How an environment takes what was said: as which message, what it answers, and, if that was all, why."""
+    """Reaction to a generation: its message form, the replies, and why the episode ended, if it did."""
 
-    said: Message
-    answers: Sequence[Message] = ()
+    message: Message
+    replies: Sequence[Message] = ()
     ended: str = ""
 
 
 ReactFn: TypeAlias = Callable[[str, Transcript, bool], Awaitable[_Reaction]]
-"""(what was said, the conversation before it, whether it was the last turn)."""
+"""(generated text, the conversation before it, whether it was the last turn) -> the reaction."""
 
 
-async def _converse(transcript: Transcript, talk: PolicyClient, react: ReactFn, max_turns: int) -> Episode:
+async def _converse(transcript: Transcript, policy: PolicyClient, react: ReactFn, max_turns: int) -> Episode:
     turns: list[Turn] = []
     for left in reversed(range(max_turns)):
-        generation = await talk.say(transcript.prompt_ids)
+        generation = await policy.generate(transcript.prompt_ids)
         if generation.finish_reason == "stop":
-            reaction = await react(transcript.said(generation), transcript, left == 0)
+            reaction = await react(transcript.text_of(generation), transcript, left == 0)
         else:
             reaction = _Reaction(Message("assistant", generation.text), ended=generation.finish_reason)
-        turns.append(Turn(transcript.prompt_ids, generation, (reaction.said, *reaction.answers)))
+        turns.append(Turn(transcript.prompt_ids, generation, (reaction.message, *reaction.replies)))
         if reaction.ended:
             break
-        transcript = transcript.go_on(generation, reaction.said, reaction.answers)
+        transcript = transcript.extend(generation, reaction.message, reaction.replies)
     return Episode(tuple(turns), metadata={"ended": reaction.ended, "rewritten": transcript.rewritten})
 
 
@@ -193,73 +181,73 @@ def with_tools(
     time_limit: float = 30.0,
     stop_condition: StopCondition = never,
 ) -> EnvFn:
-    """The model may call functions, sees what they return, and is done when it calls none.
+    """Return an environment with tool calls; the episode ends with the first turn without a call.
 
-    `tool_parser` is the one of the chat template unless given; a `tool_executor` of one's own keeps its own
-    `time_limit` (seconds per call). `stop_condition` is asked after what the model said and after the results; calls
-    in the last of `max_turns` are not executed. Where the template does not write tools, a system message tells of
-    them, and if it has no role for tools, results come from the user. A sample's own `tools` are told instead.
+    `tool_parser` defaults to the one of the chat template; `time_limit` is in seconds per call, and a custom
+    `tool_executor` applies its own. `stop_condition` is checked after each generation and after its results; calls in
+    the last of `max_turns` are not executed. If the template does not support tools, a system message describes them;
+    if it has no tool role, results are user messages. A sample's `tools` replace the schemas of the functions.
     """
     _at_least_one(max_turns, "max_turns")
     known = by_name(tools)
     schemas = [tool_schema(tool, name) for name, tool in known.items()]
     executor = tool_executor or partial(execute_functions, time_limit=time_limit)
 
-    async def env(sample: Sample, talk: PolicyClient) -> Episode:
-        told = tell_tools(talk.render, _asked(sample), sample.tools or schemas)
-        parse = tool_parser or (tool_parser_for(talk.render) if told.by_template else parse_tools)
+    async def env(sample: Sample, policy: PolicyClient) -> Episode:
+        prompt = tool_prompt(policy.render, _prompt_of(sample), sample.tools or schemas)
+        parse = tool_parser or (tool_parser_for(policy.render) if prompt.by_template else parse_tools)
         all_results: list[ToolResult] = []
 
-        async def react(words: str, before: Transcript, last: bool) -> _Reaction:
-            calls = extract_tool_calls(words, parse)
-            said = said_message(words, calls, before)
-            if stop_condition(Conversation((*before.messages, said))):
-                return _Reaction(said, ended="stop_condition")
+        async def react(text: str, before: Transcript, last: bool) -> _Reaction:
+            calls = extract_tool_calls(text, parse)
+            message = assistant_message(text, calls, before)
+            if stop_condition(Conversation((*before.messages, message))):
+                return _Reaction(message, ended="stop_condition")
             if not calls or last:
-                return _Reaction(said, ended="max_turns" if calls else "answered")
+                return _Reaction(message, ended="max_turns" if calls else "answered")
             results = await execute_with(executor, calls, known)
             all_results.extend(results)
-            answers = told.answers([result.to_message() for result in results])
-            done = stop_condition(Conversation((*before.messages, said, *answers)))
-            return _Reaction(said, answers, "stop_condition" if done else "")
+            replies = prompt.results([result.to_message() for result in results])
+            done = stop_condition(Conversation((*before.messages, message, *replies)))
+            return _Reaction(message, replies, "stop_condition" if done else "")
 
-        episode = await _converse(begin(talk.render, told.messages, tools=told.tools), talk, react, max_turns)
+        episode = await _converse(begin(policy.render, prompt.messages, tools=prompt.tools), policy, react, max_turns)
         return episode._replace(metadata={**tool_tracker(all_results), **episode.metadata})
 
     return env
 
 
-def said_message(words: str, calls: Sequence[ToolCall], before: Transcript) -> Message:
-    """What was said as a message: readable calls apart from the text around them, others left in it."""
-    readable = [call for call in calls if call.error is None]
-    for call in readable:
-        words = words.replace(call.written, "")
-    extra = {"tool_calls": [call.to_dict() for call in readable]} if readable else {}
-    return Message("assistant", before.plain(words).strip() if readable else before.plain(words), extra)
+def assistant_message(text: str, calls: Sequence[ToolCall], before: Transcript) -> Message:
+    """Return generated text as a message: valid calls in `tool_calls`, malformed ones left in the content."""
+    valid = [call for call in calls if call.error is None]
+    for call in valid:
+        text = text.replace(call.written, "")
+    extra = {"tool_calls": [call.to_dict() for call in valid]} if valid else {}
+    return Message("assistant", before.plain(text).strip() if valid else before.plain(text), extra)
 
 
 def dialogue(reply: ReplyFn, *, max_turns: int = 8, stop_condition: StopCondition = never) -> EnvFn:
-    """The model and a user in turn; the user is the function `reply`, and leaves by answering None.
+    """Return an environment in which the model and a simulated user alternate; `reply` returns None to end it.
 
-    `stop_condition` is asked after each of them. A turn that was cut off ends it too: nobody answers half a sentence.
+    `stop_condition` is checked after each message. A truncated turn ends the dialogue without a reply.
     """
     _at_least_one(max_turns, "max_turns")
 
-    async def react(words: str, before: Transcript, last: bool) -> _Reaction:
-        said = Message("assistant", before.plain(words))
-        conversation = Conversation((*before.messages, said))
+    async def react(text: str, before: Transcript, last: bool) -> _Reaction:
+        message = Message("assistant", before.plain(text))
+        conversation = Conversation((*before.messages, message))
         if stop_condition(conversation):
-            return _Reaction(said, ended="stop_condition")
+            return _Reaction(message, ended="stop_condition")
         if last:
-            return _Reaction(said, ended="max_turns")
-        answers = _as_messages(await called(reply, conversation))
-        if not answers:
-            return _Reaction(said, ended="user left")
-        done = stop_condition(Conversation((*conversation.messages, *answers)))
-        return _Reaction(said, answers, "stop_condition" if done else "")
+            return _Reaction(message, ended="max_turns")
+        replies = _as_messages(await called(reply, conversation))
+        if not replies:
+            return _Reaction(message, ended="user left")
+        done = stop_condition(Conversation((*conversation.messages, *replies)))
+        return _Reaction(message, replies, "stop_condition" if done else "")
 
-    async def env(sample: Sample, talk: PolicyClient) -> Episode:
-        return await _converse(begin(talk.render, _asked(sample), tools=sample.tools), talk, react, max_turns)
+    async def env(sample: Sample, policy: PolicyClient) -> Episode:
+        return await _converse(begin(policy.render, _prompt_of(sample), tools=sample.tools), policy, react, max_turns)
 
     return env
 
@@ -280,58 +268,59 @@ def gym_env(
     max_steps: int = 32,
     illegal_reward: float = 0.0,
 ) -> EnvFn:
-    """The steps of an object with Gymnasium's `reset` and `step`; rewards are scored per turn.
+    """Return an environment that runs an object with Gymnasium's `reset` and `step`; rewards are scored per turn.
 
-    All answers to one sample begin in the same state: `reset` gets `sample.metadata["seed"]`, or a number made from
-    the sample's id. Observations become user messages by `to_text`. What `to_action` refuses with a ValueError is told
-    to the model and costs a step with `illegal_reward`. The score is the game's: a reward function is not asked. A turn
-    that was cut off ends the episode without a step: leave room in `max_new_tokens`, or give a stop text.
+    All rollouts of one sample start in the same state: `reset` gets `sample.metadata["seed"]`, or a hash of the
+    sample's id. Observations become user messages by `to_text`. The text of a ValueError of `to_action` is the reply to
+    the model, and the step earns `illegal_reward`. The score is the sum of the game's rewards: the reward function is
+    not called. A truncated turn ends the episode without a step: raise `max_new_tokens`, or set a stop text.
     """
     _at_least_one(max_steps, "max_steps")
 
-    async def env(sample: Sample, talk: PolicyClient) -> Episode:
+    async def env(sample: Sample, policy: PolicyClient) -> Episode:
         game = await called(make_env, sample)
         rewards: list[float] = []
 
-        async def react(words: str, before: Transcript, last: bool) -> _Reaction:
-            said = Message("assistant", before.plain(words))
+        async def react(text: str, before: Transcript, last: bool) -> _Reaction:
+            message = Message("assistant", before.plain(text))
             try:
-                action = to_action(str(said.content))
+                action = to_action(str(message.content))
             except ValueError as error:
                 rewards.append(illegal_reward)
-                return _Reaction(said, (Message("user", str(error)),), "max_steps" if last else "")
+                return _Reaction(message, (Message("user", str(error)),), "max_steps" if last else "")
             observation, reward, terminated, truncated, _ = await called(game.step, action)
             rewards.append(float(reward))
             over = "terminated" if terminated else "truncated" if truncated else "max_steps" if last else ""
-            return _Reaction(said, (Message("user", to_text(observation)),), over)
+            return _Reaction(message, (Message("user", to_text(observation)),), over)
 
         try:
             seed = sample.metadata.get("seed", zlib.crc32(sample.id.encode()))
             observation, _ = await called(game.reset, seed=seed)
             first = to_text(observation)
-            episode = await _converse(begin(talk.render, _with_user(sample.messages, first)), talk, react, max_steps)
+            start = begin(policy.render, _with_user(sample.messages, first))
+            episode = await _converse(start, policy, react, max_steps)
         finally:
             if hasattr(game, "close"):
                 game.close()
         metadata = {**episode.metadata, "first_observation": first}
         if episode.metadata["ended"] == "aborted":
             return episode._replace(metadata=metadata)
-        per_turn = (*rewards, *[0.0] * (len(episode.turns) - len(rewards)))  # what was cut off moved nothing
+        per_turn = (*rewards, *[0.0] * (len(episode.turns) - len(rewards)))  # a truncated turn takes no step
         return Episode(episode.turns, Score(sum(per_turn), per_turn=per_turn), metadata)
 
     return env
 
 
 def _with_user(messages: Sequence[Message], text: str) -> tuple[Message, ...]:
-    """Many templates want roles in turn, so that a user's last message is continued."""
+    """Append to a user's last message: many templates require alternating roles."""
     if messages and messages[-1].role == "user" and isinstance(messages[-1].content, str):
         return (*messages[:-1], messages[-1]._replace(content=f"{messages[-1].content}\n\n{text}"))
     return (*messages, Message("user", text))
 
 
-def _asked(sample: Sample) -> tuple[Message, ...]:
+def _prompt_of(sample: Sample) -> tuple[Message, ...]:
     if not sample.messages:
-        raise ValueError(f"{sample.id}: there is nothing to answer; a sample to roll out needs messages")
+        raise ValueError(f"sample {sample.id} has no messages; a rollout needs a prompt")
     return sample.messages
 
 

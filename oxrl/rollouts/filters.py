@@ -1,4 +1,4 @@
-"""The answers to one prompt to whether they are worth training on. A filter is a plain function; these have names."""
+"""Filters: the rollouts of one prompt to whether to train on them. Any function will do; these are selected by name."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from oxrl.types import FilterFn, Rollout
 
 
 def check_reward_nonzero_std(rollouts: Sequence[Rollout]) -> bool:
-    """Not all rewards are equal: a group without variance teaches a group-relative algorithm nothing (DAPO)."""
+    """Not all rewards are equal: without variance, a group-relative advantage is zero (DAPO)."""
     rewards = _rewards(rollouts)
     return bool(rewards) and min(rewards) != max(rewards)
 
 
 def check_min_reward(rollouts: Sequence[Rollout], *, min_reward: float = 0.0) -> bool:
-    """The mean reward reaches `min_reward`."""
+    """The mean reward is at least `min_reward`."""
     rewards = _rewards(rollouts)
     return bool(rewards) and sum(rewards) / len(rewards) >= min_reward
 
 
 def check_response_diversity(rollouts: Sequence[Rollout], *, min_distinct: float = 0.5) -> bool:
-    """At least this share of the answers differ from each other."""
+    """At least this share of the responses is distinct."""
     texts = [rollout.response.strip() for rollout in rollouts]
     return bool(texts) and len(set(texts)) >= min_distinct * len(texts)
 
 
 def check_reasonable_length(rollouts: Sequence[Rollout], *, min_length: int = 1, max_length: int = 1_000_000) -> bool:
-    """Every answer has at least `min_length` and at most `max_length` sampled tokens."""
+    """Every rollout has at least `min_length` and at most `max_length` sampled tokens."""
     return bool(rollouts) and all(min_length <= sampled_tokens(rollout) <= max_length for rollout in rollouts)
 
 
 def check_quality_and_diversity(
     rollouts: Sequence[Rollout], *, min_reward: float = 0.0, min_distinct: float = 0.5
 ) -> bool:
-    """Good enough on average, not all alike, and not all worth the same."""
+    """The mean reward is high enough, responses are diverse, and rewards are not all equal."""
     return (
         check_reward_nonzero_std(rollouts)
         and check_min_reward(rollouts, min_reward=min_reward)
@@ -66,7 +66,7 @@ def named_filter(name: str, **parameters: Any) -> FilterFn:
     """`named_filter("check_min_reward", min_reward=0.2)`."""
     if name not in FILTERS:
         hint = did_you_mean(name, FILTERS, ".")
-        raise ValueError(f"no filter is called {name!r}{hint} There are: {', '.join(FILTERS)}")
+        raise ValueError(f"unknown filter {name!r}{hint} Available: {', '.join(FILTERS)}")
     known = [each for each in inspect.signature(FILTERS[name]).parameters if each != "rollouts"]
     if wrong := [each for each in parameters if each not in known]:
         raise ValueError(f"{name} has no parameter {wrong[0]}; it takes: {', '.join(known) or 'none'}")

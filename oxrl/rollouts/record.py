@@ -1,14 +1,15 @@
-"""Rollouts to plain JSON and back, whole: prompt, tokens, log-probs, scores. How they are logged, carried and saved."""
+"""Rollouts to JSON and back without loss: prompt, tokens, log-probs, scores. Used for logs, checkpoints and files."""
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from oxrl.types import Generation, Message, Rollout, Sample, Score, Turn
+from oxrl.types import Generation, Media, Message, Rollout, Sample, Score, Turn
 
 
 def rollout_to_json(rollout: Rollout) -> dict[str, Any]:
@@ -38,35 +39,33 @@ def rollout_from_json(raw: Mapping[str, Any]) -> Rollout:
 
 
 def write_rollouts(path: str | Path, rollouts: Iterable[Rollout]) -> None:
-    """One rollout a line, behind those that the file has already; `read_rollouts` gives the same ones back."""
+    """Append one rollout per line to a file; `read_rollouts` returns them unchanged."""
     lines = []
     for rollout in rollouts:
         try:
             lines.append(json.dumps(rollout_to_json(rollout)) + "\n")
         except TypeError as error:
-            raise ValueError(
-                f"rollout {rollout.id} cannot be written: {error}; metadata holds numbers, texts, lists and dicts"
-            ) from error
+            raise ValueError(f"rollout {rollout.id} cannot be written: {error}; metadata must be plain JSON") from error
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with Path(path).open("a", encoding="utf-8") as file:
         file.writelines(lines)
 
 
 def read_rollouts(path: str | Path) -> list[Rollout]:
-    """What `write_rollouts` wrote."""
+    """Read a file of `write_rollouts`."""
     rollouts = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
         try:
             rollouts.append(rollout_from_json(json.loads(line)))
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path}, line {number} is no rollout ({type(error).__name__}: {error})") from error
+            raise ValueError(f"{path}, line {number} is not a rollout ({type(error).__name__}: {error})") from error
     return rollouts
 
 
 def digest_of(rollouts: Sequence[Rollout]) -> str:
-    """Equal for equal rollouts, to the last bit of their log-probs."""
-    told = json.dumps([rollout_to_json(rollout) for rollout in rollouts], sort_keys=True, default=str)
-    return hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
+    """Return a digest that is equal for equal rollouts, to the last bit of their log-probs."""
+    text = json.dumps([rollout_to_json(rollout) for rollout in rollouts], sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _turn_to_json(turn: Turn) -> dict[str, Any]:
@@ -98,6 +97,7 @@ def _sample_to_json(sample: Sample) -> dict[str, Any]:
         "rewards": list(sample.rewards),
         "tools": [dict(tool) for tool in sample.tools],
         "metadata": dict(sample.metadata),
+        **({"media": [_media_to_json(media) for media in sample.media]} if sample.media else {}),
     }
 
 
@@ -110,7 +110,20 @@ def _sample_from_json(raw: Mapping[str, Any]) -> Sample:
         rewards=tuple(raw["rewards"]),
         tools=tuple(raw["tools"]),
         metadata=raw["metadata"],
+        media=tuple(_media_from_json(media) for media in raw.get("media", ())),
     )
+
+
+def _media_to_json(media: Media) -> dict[str, str]:
+    plain = {"kind": media.kind, "mime_type": media.mime_type}
+    if isinstance(media.data, bytes):
+        return {**plain, "base64": base64.b64encode(media.data).decode()}
+    return {**plain, "data": media.data}
+
+
+def _media_from_json(raw: Mapping[str, Any]) -> Media:
+    data = base64.b64decode(raw["base64"]) if "base64" in raw else raw["data"]
+    return Media(raw["kind"], data, raw["mime_type"])
 
 
 def _dicts(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
-"""What a model wrote becomes tool calls, calls become results: parsers, execution, schemas, and a calculator.
+"""Generated text to tool calls, calls to results: parsers, execution, schemas, and a calculator.
 
-A parser is a function of the text; tools are plain Python functions. Whatever goes wrong with a call (broken JSON, an
-unknown tool, wrong arguments, an exception, too much time) is a result that the model gets to read, never an exception.
+A parser is a function of the text; tools are plain Python functions. Every failure of a call (invalid JSON, an unknown
+tool, wrong arguments, an exception, a time-out) is a result that the model reads, never an exception.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ T = TypeVar("T")
 
 
 class ToolCall(NamedTuple):
-    """`ToolCall("calculator", {"expression": "2+2"})`; one that cannot be read has an `error` that says why."""
+    """`ToolCall("calculator", {"expression": "2+2"})`; a malformed call has an `error` with the reason."""
 
     name: str
     arguments: Mapping[str, Any] = {}
     id: str = ""
     error: str | None = None
-    written: str = ""  # the piece of text that it was read from
+    written: str = ""  # the part of the text that it was parsed from
 
     def to_dict(self) -> dict[str, Any]:
-        """As chat templates take it."""
+        """Return the call in the format of chat templates."""
         function = {"name": self.name, "arguments": dict(self.arguments)}
         return {"type": "function", "id": self.id, "function": function}
 
 
 class ToolResult(NamedTuple):
-    """`ToolResult(call, "4")`; `error` names what went wrong: "malformed", "unknown tool", "time-out", ..."""
+    """`ToolResult(call, "4")`; `error` is the kind of failure: "malformed", "unknown tool", "time-out", ..."""
 
     call: ToolCall
     content: str
@@ -57,12 +57,12 @@ class ToolResult(NamedTuple):
 Tool: TypeAlias = Callable[..., Any]
 ToolParser: TypeAlias = Callable[[str], Sequence[ToolCall]]
 ToolExecutor: TypeAlias = Callable[[Sequence[ToolCall], Mapping[str, Tool]], Any]
-"""Calls and the tools by name to one `ToolResult` per call, in order; at once or awaited."""
+"""(calls, tools by name) -> one `ToolResult` per call, in order; sync or async."""
 ToolTracker: TypeAlias = Callable[[Sequence[ToolResult]], Mapping[str, Any]]
-"""All results of an episode to what its metadata says about them; plain JSON."""
+"""All results of an episode -> entries for its metadata; plain JSON."""
 
 
-# Each form is a pattern whose groups are read by a function of the match; what it gives is a list of calls.
+# Each format is a pattern; a function of the match returns the calls.
 
 _NAMES = ("name", "function", "tool")
 _ARGUMENTS = ("arguments", "parameters")
@@ -96,7 +96,7 @@ def parse_xml_tools(text: str) -> list[ToolCall]:
 
 
 def parse_json_tools(text: str) -> list[ToolCall]:
-    """A JSON object or list that names a function and its arguments: bare, fenced, or in OpenAI's form."""
+    """A JSON object or list with a function name and arguments: bare, fenced, or in OpenAI's format."""
     fenced = [found for found in _FENCED.finditer(text) if _looks_like_a_call(found["body"])]
     if fenced:
         return _numbered(call for found in fenced for call in _from_json_text(found["body"], found[0]))
@@ -126,12 +126,12 @@ def parse_harmony_tools(text: str) -> list[ToolCall]:
 
 
 def parse_tools(text: str) -> list[ToolCall]:
-    """Any of the forms, whichever is found first; plain JSON comes last."""
+    """Return the calls of the first format that matches; plain JSON is tried last."""
     parsers = (parse_xml_tools, parse_mistral_tools, parse_deepseek_tools, parse_harmony_tools, parse_json_tools)
     return next((calls for parser in parsers if (calls := parser(text))), [])
 
 
-_MARKS: Mapping[str, ToolParser] = {
+_MARKERS: Mapping[str, ToolParser] = {
     "[TOOL_CALLS]": parse_mistral_tools,
     "<｜tool▁call▁begin｜>": parse_deepseek_tools,
     "<|channel|>": parse_harmony_tools,
@@ -142,14 +142,14 @@ _MARKS: Mapping[str, ToolParser] = {
 
 
 def tool_parser_for(tokenizer: Any) -> ToolParser:
-    """The parser of the form in which a tokenizer's (or renderer's) chat template writes calls; any, if not known."""
+    """Return the parser for the call format of a tokenizer's (or renderer's) chat template; else `parse_tools`."""
     template = getattr(getattr(tokenizer, "tokenizer", tokenizer), "chat_template", None) or ""
-    written = template if isinstance(template, str) else "".join(template.values())
-    return next((parser for mark, parser in _MARKS.items() if mark in written), parse_tools)
+    text = template if isinstance(template, str) else "".join(template.values())
+    return next((parser for marker, parser in _MARKERS.items() if marker in text), parse_tools)
 
 
 def extract_tool_calls(text: str, tool_parser: ToolParser = parse_tools) -> list[ToolCall]:
-    """The calls in what a model wrote; what it only thought about does not count."""
+    """Return the calls in generated text; calls inside a thinking block are ignored."""
     return list(tool_parser(text.rpartition("</think>")[2]))
 
 
@@ -178,7 +178,7 @@ def _tagged(found: re.Match[str]) -> ToolCall:
 
 
 def _named(found: re.Match[str]) -> ToolCall:
-    """The name stands beside its JSON arguments."""
+    """Parse a match with the name outside of the JSON arguments."""
     body = _unfenced(found["body"])
     try:
         arguments = json.loads(body) if body else {}
@@ -198,7 +198,7 @@ def _from_json_text(body: str, written: str) -> list[ToolCall]:
 
 
 def _from_json(value: Any, written: str) -> list[ToolCall]:
-    """The calls in a JSON value; none if it is something else."""
+    """Return the calls in a JSON value; an empty list if it has none."""
     if isinstance(value, list):
         return [call for each in value for call in _from_json(each, written)]
     if not isinstance(value, dict):
@@ -212,7 +212,7 @@ def _from_json(value: Any, written: str) -> list[ToolCall]:
         return []
     id = str(value.get("id") or "")
     arguments = given[0] if given else {}
-    if isinstance(arguments, str):  # OpenAI's form: JSON inside JSON
+    if isinstance(arguments, str):  # OpenAI's format: JSON inside JSON
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError) as error:
@@ -223,7 +223,7 @@ def _from_json(value: Any, written: str) -> list[ToolCall]:
 
 
 def _json_values(text: str) -> Iterator[tuple[Any, str]]:
-    """Each JSON object, or list of objects, somewhere in the text."""
+    """Yield each JSON object, or list of objects, in the text, with its source."""
     decoder = json.JSONDecoder()
     end = 0
     for start in re.finditer(r'\{\s*"|\[\s*\{', text):
@@ -252,10 +252,10 @@ async def execute_functions(
     time_limit: float = 30.0,
     max_chars: int = 8_000,
 ) -> list[ToolResult]:
-    """One result per call, one after the other; `time_limit` in seconds for each.
+    """Execute calls in order and return one result per call; `time_limit` is in seconds per call.
 
-    Async functions are awaited, others run in a thread. One that does not come back is left alone in there: Python
-    cannot stop it.
+    Async functions are awaited, others run in a thread. A thread that exceeds the limit is abandoned: Python cannot
+    stop it.
     """
     known = by_name(tools)
     return [await _execute(call, known, time_limit, max_chars) for call in calls]
@@ -275,7 +275,7 @@ async def _execute(call: ToolCall, tools: Mapping[str, Tool], time_limit: float,
     try:
         with anyio.move_on_after(time_limit) as scope:
             value = await called(tool, **arguments)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - a tool may raise anything, and the model is told
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a tool may raise anything; the model gets the message
         return ToolResult(call, _cut(f"error: {type(error).__name__}: {error}", max_chars), "exception")
     if scope.cancelled_caught:
         return ToolResult(call, f"error: {call.name} took longer than {time_limit:g} s", "time-out")
@@ -283,7 +283,7 @@ async def _execute(call: ToolCall, tools: Mapping[str, Tool], time_limit: float,
 
 
 async def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The function's value: awaited if it is async, from a thread that can be abandoned if it is not."""
+    """Return the function's value: awaited if it is async, else run in a thread that can be abandoned."""
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
     value = await in_thread(partial(function, *args, **kwargs))
@@ -296,18 +296,18 @@ def execute_tools(
     *,
     tool_executor: ToolExecutor = execute_functions,
 ) -> list[ToolResult]:
-    """Calls to results, from plain code; `execute_functions` is the same to be awaited."""
+    """Execute calls from synchronous code; `execute_functions` is the async equivalent."""
     return run_blocking(execute_with, tool_executor, calls, by_name(tools))
 
 
 async def execute_with(
     tool_executor: ToolExecutor, calls: Sequence[ToolCall], tools: Mapping[str, Tool]
 ) -> list[ToolResult]:
-    """What the executor gives, checked: one result per call."""
+    """Run the executor and check that it returns one result per call."""
     value = tool_executor(calls, tools)
     results = list(await value if inspect.isawaitable(value) else value)
     if len(results) != len(calls):
-        raise ValueError(f"the tool_executor gave {len(results)} results for {len(calls)} calls; one each is expected")
+        raise ValueError(f"tool_executor returned {len(results)} results for {len(calls)} calls; return one per call")
     return [
         each if isinstance(each, ToolResult) else ToolResult(call, _as_text(each))
         for call, each in zip(calls, results, strict=True)
@@ -326,7 +326,7 @@ def count_tool_calls(results: Sequence[ToolResult]) -> dict[str, Any]:
 
 
 def track_tool_calls(results: Sequence[ToolResult], *, tool_tracker: ToolTracker = count_tool_calls) -> dict[str, Any]:
-    """What there is to say about these calls."""
+    """Return the tracker's metadata for these results."""
     return dict(tool_tracker(results))
 
 
@@ -337,7 +337,7 @@ def execute_and_track_tools(
     tool_executor: ToolExecutor = execute_functions,
     tool_tracker: ToolTracker = count_tool_calls,
 ) -> tuple[list[ToolResult], dict[str, Any]]:
-    """What the calls returned, and what is to be remembered of them."""
+    """Execute calls and return their results and the tracker's metadata."""
     results = execute_tools(calls, tools, tool_executor=tool_executor)
     return results, track_tool_calls(results, tool_tracker=tool_tracker)
 
@@ -353,7 +353,7 @@ def by_name(tools: Mapping[str, Tool] | Sequence[Tool]) -> dict[str, Tool]:
 
 
 def tool_schema(tool: Tool, name: str = "") -> dict[str, Any]:
-    """The JSON schema of a function for chat templates, from its signature and docstring (`name: what it is` lines)."""
+    """Return a function's JSON schema, from its signature and docstring (lines `name: description`)."""
     hints = _hints(tool)
     about = inspect.getdoc(tool) or ""
     properties, required = {}, []
@@ -404,12 +404,12 @@ def _named_parameters(tool: Tool) -> list[inspect.Parameter]:
 def _hints(tool: Tool) -> dict[str, Any]:
     try:
         return typing.get_type_hints(tool)
-    except (NameError, TypeError):  # names that cannot be looked up, or an object that carries no annotations
+    except (NameError, TypeError):  # unresolvable names, or an object without annotations
         return {}
 
 
 def fitting_arguments(tool: Tool, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments as the function's signature wants them; ValueError says what does not fit."""
+    """Return the arguments converted to the types of the function's signature; ValueError if they do not fit."""
     given = {str(key): value for key, value in arguments.items()}
     try:
         inspect.signature(tool).bind(**given)
@@ -421,11 +421,11 @@ def fitting_arguments(tool: Tool, arguments: Mapping[str, Any]) -> dict[str, Any
 
 
 def _fitting(key: str, value: Any, hint: Any) -> Any:
-    """`"3"` for a number is read as 3, as tags have no types; what is plainly something else is refused."""
+    """Convert `"3"` to 3 for a number, since tags have no types; refuse other types."""
     either = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     kinds = [typing.get_origin(each) or each for each in either]
     wanted = tuple(kind for kind in kinds if kind in _TYPES)
-    if len(wanted) < len(kinds):  # something that JSON has no name for: the function has to look itself
+    if len(wanted) < len(kinds):  # a type outside of JSON: left to the function
         return value
     if isinstance(value, str) and str not in wanted:
         try:
@@ -469,7 +469,7 @@ _OPERATIONS: Mapping[type[ast.AST], Callable[..., Any]] = {
     ast.UAdd: operator.pos,
 }
 _MAX_EXPRESSION = 300  # characters
-_MAX_BITS = 4_096  # of a number on the way
+_MAX_BITS = 4_096  # of an intermediate result
 _TOO_LARGE = "the number becomes too large"
 
 

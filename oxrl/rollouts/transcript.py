@@ -1,8 +1,8 @@
-"""A conversation that goes on becomes the next prompt, token for token what was seen and sampled so far, and more.
+"""Multi-turn conversations to prompts: each prompt extends the tokens of the previous prompt and generation.
 
-What a model said is never tokenised again: only what the chat template writes behind it is. Where the template writes
-the past differently once it goes on (thinking that is dropped, another end of turn), the whole conversation is written
-anew and the transcript counts that; a new row begins there.
+Generated tokens are never re-tokenised: only the text that the chat template appends is. If the template renders
+earlier turns differently later on (thinking is dropped, another end-of-turn token), the complete conversation is
+rendered again and counted in `rewritten`; a new row starts there.
 """
 
 from __future__ import annotations
@@ -24,62 +24,62 @@ Tools: TypeAlias = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """`begin(render, messages).go_on(generation, said, answers).prompt_ids`: where a conversation stands."""
+    """State of a conversation: `begin(render, messages).extend(generation, message, replies).prompt_ids`."""
 
     render: Render
     messages: tuple[Message, ...]
     tools: Tools
     prompt_ids: tuple[int, ...]
-    rewritten: int = 0  # how often the past had to be written anew
-    _written: tuple[Message, ...] = ()  # the same messages, with what was said in its very words
-    _text: str = ""  # what the template makes of them
+    rewritten: int = 0  # how often earlier turns had to be rendered again
+    _rendered: tuple[Message, ...] = ()  # the same messages, with generated text verbatim
+    _text: str = ""  # the template's output for them
 
-    def said(self, generation: Generation) -> str:
-        """Its words with the special tokens among them, which may mark a tool call, but without the end of the turn."""
+    def text_of(self, generation: Generation) -> str:
+        """Return its text with special tokens, which may mark a tool call, but without the end-of-turn token."""
         chat = _chat_of(self.render)
-        return generation.text if chat is None else chat.words(generation)[0]
+        return generation.text if chat is None else chat.decode(generation)[0]
 
     def plain(self, text: str) -> str:
-        """Without special tokens; of several channels, the final one."""
+        """Return the text without special tokens; of several channels, the final one."""
         chat = _chat_of(self.render)
         return text if chat is None else chat.special_text.sub("", text.rpartition("<|channel|>final<|message|>")[2])
 
-    def go_on(self, generation: Generation, said: Message, answers: Sequence[Message]) -> Transcript:
-        """After `generation`, which reads as the message `said`, and what the environment answered to it."""
+    def extend(self, generation: Generation, message: Message, replies: Sequence[Message]) -> Transcript:
+        """Append `generation`, whose message form is `message`, and the environment's replies."""
         chat = _chat_of(self.render)
-        said, *answered = (_defused(message, chat) for message in (said, *answers))
+        message, *escaped = (_escaped(each, chat) for each in (message, *replies))
         if chat is not None:
-            words, end = chat.words(generation)
-            for form in (Message("assistant", words), said):
-                written = (*self._written, form, *answered)
-                text = chat.write(written, self.tools)
-                rest = _behind(text.removeprefix(self._text), words + end) if text.startswith(self._text) else None
+            generated, end = chat.decode(generation)
+            for form in (Message("assistant", generated), message):
+                rendered = (*self._rendered, form, *escaped)
+                text = chat.render(rendered, self.tools)
+                rest = _rest(text.removeprefix(self._text), generated + end) if text.startswith(self._text) else None
                 if rest is not None:
-                    ids = (*self.prompt_ids, *generation.token_ids, *chat.ids_behind(rest, end))
-                    messages = (*self.messages, said, *answered)
-                    return replace(self, messages=messages, prompt_ids=ids, _written=written, _text=text)
-        anew = begin(self.render, (*self.messages, said, *answered), tools=self.tools)
-        return replace(anew, rewritten=self.rewritten + 1)
+                    ids = (*self.prompt_ids, *generation.token_ids, *chat.ids_after(rest, end))
+                    messages = (*self.messages, message, *escaped)
+                    return replace(self, messages=messages, prompt_ids=ids, _rendered=rendered, _text=text)
+        restarted = begin(self.render, (*self.messages, message, *escaped), tools=self.tools)
+        return replace(restarted, rewritten=self.rewritten + 1)
 
 
 def begin(render: Render, messages: Sequence[Message], *, tools: Tools = ()) -> Transcript:
-    """A conversation before the model says anything."""
+    """Return the transcript of a conversation before the first generation."""
     given = tuple(messages)
     ids = tuple(render.prompt(given, tools=tools).tolist())
     chat = _chat_of(render)
-    return Transcript(render, given, tools, ids, _written=given, _text=chat.write(given, tools) if chat else "")
+    return Transcript(render, given, tools, ids, _rendered=given, _text=chat.render(given, tools) if chat else "")
 
 
-class Told(NamedTuple):
-    """A conversation that knows of its tools: what to hand to the template, and in which role results come."""
+class ToolPrompt(NamedTuple):
+    """Messages and tools to pass to the template, and the role of tool results."""
 
     messages: tuple[Message, ...]
     tools: Tools
     role: str = "tool"
     by_template: bool = True
 
-    def answers(self, messages: Sequence[Message]) -> list[Message]:
-        """Results as the template can write them: from a user, in one message, where it has no role for tools."""
+    def results(self, messages: Sequence[Message]) -> list[Message]:
+        """Return tool results in a role that the template supports; without a tool role, as one user message."""
         return list(messages) if self.role == "tool" else _from_user(messages)
 
 
@@ -93,35 +93,35 @@ To call one, write its name and arguments as JSON: \
 The result comes in <tool_response> tags."""
 
 
-def tell_tools(render: Render, messages: Sequence[Message], tools: Tools) -> Told:
-    """By the template, if it writes tools; else a system message does, or the first message where there can be none."""
+def tool_prompt(render: Render, messages: Sequence[Message], tools: Tools) -> ToolPrompt:
+    """Describe tools by the template if it supports them, else in a system message or in the first message."""
     given = tuple(messages)
     if not tools or not np.array_equal(render.prompt(given, tools=tools), render.prompt(given)):
-        return Told(given, tools)
+        return ToolPrompt(given, tools)
     template = str(getattr(getattr(render, "tokenizer", None), "chat_template", ""))
     role = "tool" if re.search("[\"']tool[\"']", template) else "user"
     text = _TOOLS_TEXT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
-    first, *others = given = tuple(Told((), (), role).answers(given))
-    below = (Message("system", text), *given) if first.role != "system" else (_joined(text, first), *others)
+    first, *others = given = tuple(ToolPrompt((), (), role).results(given))
+    described = (Message("system", text), *given) if first.role != "system" else (_joined(text, first), *others)
     try:
-        render.prompt(below)
-    except ValueError:  # no system message, please
-        below = (_joined(text, first), *others)
-    return Told(below, (), role, by_template=False)
+        render.prompt(described)
+    except ValueError:  # the template refuses system messages
+        described = (_joined(text, first), *others)
+    return ToolPrompt(described, (), role, by_template=False)
 
 
 def _from_user(messages: Sequence[Message]) -> list[Message]:
-    written: list[Message] = []
+    converted: list[Message] = []
     for message, before in zip(messages, (None, *messages), strict=False):
         if message.role != "tool":
-            written.append(message)
+            converted.append(message)
             continue
         response = f"<tool_response>\n{message.content}\n</tool_response>"
         if before is not None and before.role == "tool":
-            written[-1] = Message("user", f"{written[-1].content}\n{response}")
+            converted[-1] = Message("user", f"{converted[-1].content}\n{response}")
         else:
-            written.append(Message("user", response))
-    return written
+            converted.append(Message("user", response))
+    return converted
 
 
 def _joined(text: str, message: Message) -> Message:
@@ -132,22 +132,22 @@ def _joined(text: str, message: Message) -> Message:
 
 
 class _Chat:
-    """A renderer's tokenizer and template, as far as a conversation that goes on needs them."""
+    """Tokenizer and template of a renderer, as far as multi-turn prompts need them."""
 
     def __init__(self, render: Renderer) -> None:
         self.tokenizer, self.template_kwargs = render.tokenizer, render.template_kwargs
         self.special = special_tokens(self.tokenizer)
         self.special_text = match_any(self.special.values())
 
-    def words(self, generation: Generation) -> tuple[str, str]:
-        """What was said, and the special token that it ended with, if it did."""
+    def decode(self, generation: Generation) -> tuple[str, str]:
+        """Return the generated text and the special token at its end; "" if there is none."""
         ids = list(generation.token_ids)
         end = self.special.get(ids[-1], "") if ids else ""
-        spoken = ids[:-1] if end else ids
-        return self.tokenizer.decode(spoken, skip_special_tokens=False, clean_up_tokenization_spaces=False), end
+        kept = ids[:-1] if end else ids
+        return self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False), end
 
-    def write(self, messages: Sequence[Message], tools: Tools) -> str:
-        """The prompt as text; empty where the template does not take such messages."""
+    def render(self, messages: Sequence[Message], tools: Tools) -> str:
+        """Return the prompt as text; empty if the template refuses these messages."""
         from jinja2.exceptions import TemplateError
 
         try:
@@ -162,14 +162,14 @@ class _Chat:
             return ""
         return text
 
-    def ids_behind(self, rest: str, end: str) -> list[int]:
-        """The ids of `rest`, read behind a special token: many tokenizers treat the beginning of a text differently."""
+    def ids_after(self, rest: str, end: str) -> list[int]:
+        """Tokenise `rest` after a special token: many tokenizers treat the start of a text differently."""
         left = end or self.tokenizer.eos_token or ""
         ids: list[int] = self.tokenizer(left + rest, add_special_tokens=False, verbose=False)["input_ids"]
         return ids[ids.index(self.tokenizer.convert_tokens_to_ids(left)) + 1 :] if left else ids
 
-    def defused(self, text: str) -> str:
-        """With a space in the text of every special token, which would become a control token otherwise."""
+    def escaped(self, text: str) -> str:
+        """Insert a space into the text of every special token, so that it is not read as a control token."""
         return self.special_text.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
 
 
@@ -179,12 +179,12 @@ def _chat_of_renderer(render: Renderer) -> _Chat:
 
 
 def _chat_of(render: Render) -> _Chat | None:
-    """None for a `Render` of another kind: its conversations are written anew at every turn."""
+    """Return None for other implementations of `Render`: their conversations are rendered again at every turn."""
     return _chat_of_renderer(render) if isinstance(render, Renderer) else None
 
 
-def _defused(message: Message, chat: _Chat | None) -> Message:
-    """What comes from outside may spell special tokens; in a prompt it must stay plain text."""
+def _escaped(message: Message, chat: _Chat | None) -> Message:
+    """External text may spell special tokens; in a prompt it must stay plain text."""
     if chat is None:
         return message
     return Message(message.role, _mapped(message.content, chat), _mapped(dict(message.extra), chat))
@@ -192,21 +192,21 @@ def _defused(message: Message, chat: _Chat | None) -> Message:
 
 def _mapped(value: Any, chat: _Chat) -> Any:
     if isinstance(value, str):
-        return chat.defused(value)
+        return chat.escaped(value)
     if isinstance(value, Mapping):
         return {key: _mapped(inner, chat) for key, inner in value.items()}
     return [_mapped(inner, chat) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def _behind(text: str, words: str) -> str | None:
-    """What follows `words` at the beginning of `text`; white space may be laid out differently. None: other words."""
-    if text.startswith(words):
-        return text[len(words) :]
-    place = 0
-    for character in "".join(words.split()):
-        while place < len(text) and text[place].isspace():
-            place += 1
-        if place == len(text) or text[place] != character:
+def _rest(text: str, start: str) -> str | None:
+    """Return what follows `start` at the beginning of `text`, ignoring white space; None if `text` differs."""
+    if text.startswith(start):
+        return text[len(start) :]
+    position = 0
+    for character in "".join(start.split()):
+        while position < len(text) and text[position].isspace():
+            position += 1
+        if position == len(text) or text[position] != character:
             return None
-        place += 1
-    return text[place:]
+        position += 1
+    return text[position:]

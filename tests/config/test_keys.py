@@ -38,7 +38,7 @@ from oxrl.run.spec import environment, model_config
 from oxrl.run.train import loop_intervals, train_spec
 from oxrl.tracking.trackers import Tracker
 from oxrl.types import Generation, GenerationConfig, Message, Rollout, Sample, Turn
-from tests.rollouts.saying import Saying
+from tests.rollouts.scripted_text import ScriptedText
 from tests.rows import sums, write_jsonl
 
 
@@ -258,8 +258,10 @@ def turns_of_a_caller(home, overrides):
     config = home.config(overrides)
     tokenizer = prepare_run(config, home.fresh()).tokenizer
     call = '<tool_call>{"name": "calculator", "arguments": {"expression": "1+1"}}</tool_call>'
-    client = GeneratorClient(Saying(tokenizer, [call] * 9), Renderer(tokenizer), GenerationConfig(max_new_tokens=99), 7)
-    return len(anyio.run(environment(config), Sample("s", (Message("user", "1 + 1?"),)), client).turns)
+    policy = GeneratorClient(
+        ScriptedText(tokenizer, [call] * 9), Renderer(tokenizer), GenerationConfig(max_new_tokens=99), 7
+    )
+    return len(anyio.run(environment(config), Sample("s", (Message("user", "1 + 1?"),)), policy).turns)
 
 
 def rubric_in_judge_prompt(home, overrides):

@@ -104,7 +104,7 @@ async def main(folder):
         if fault.exists():
             await report_fault(generator)
             await wait_until_async(train.exists, "it is to train")
-        setting.answers = RolloutSampler(generator, setting.render, GenerationConfig(max_new_tokens=8), seed=0)
+        setting.sampler = RolloutSampler(generator, setting.render, GenerationConfig(max_new_tokens=8), seed=0)
         await run_online(
             setting.backend,
             setting.algorithm,

@@ -24,7 +24,7 @@ def over_http(vllm_url, tiny):
 def test_the_loop_learns_with_vllm_and_both_sides_agree_on_every_token(engine, loop, request):
     engine = request.getfixturevalue(engine)
     setting = Setting("grpo")
-    setting.answers = RolloutSampler(engine, setting.render, GenerationConfig(max_new_tokens=4), seed=0)
+    setting.sampler = RolloutSampler(engine, setting.render, GenerationConfig(max_new_tokens=4), seed=0)
     history = setting.run(12, setting.manager(batch_size=4), backend=loop, generators=[engine])
     assert engine.version == 12
     assert max(line["logprob_gap"] for line in history) < 1e-4

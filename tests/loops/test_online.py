@@ -54,7 +54,7 @@ class Setting:
         )
         self.generator = EmbeddedGenerator(self.model, self.tokenizer)
         self.render = Renderer(self.tokenizer)
-        self.answers = RolloutSampler(
+        self.sampler = RolloutSampler(
             self.generator, self.render, GenerationConfig(max_new_tokens=max_new_tokens), seed=seed
         )
         self.seed = seed
@@ -68,7 +68,7 @@ class Setting:
             "greedy": online.greedy,
             "min_group_size": online.min_group_size,
         } | config
-        return sampling_manager(DataBuffer(samples, seed=self.seed), self.answers, RolloutConfig(**config))
+        return sampling_manager(DataBuffer(samples, seed=self.seed), self.sampler, RolloutConfig(**config))
 
     def run(self, steps, manager=None, *, backend="asyncio", algorithm=None, generators=None, config=None, **rest):
         manager = manager or self.manager()
@@ -120,7 +120,7 @@ def test_at_another_temperature_they_agree_if_the_trainer_knows_it(temperature):
     def run(trainer_temperature):
         setting = Setting(lr=1e-3)
         setting.backend = create_pytorch_backend(setting.model, lr=1e-3, temperature=trainer_temperature)
-        setting.answers.sampling = GenerationConfig(max_new_tokens=4, temperature=temperature)
+        setting.sampler.sampling = GenerationConfig(max_new_tokens=4, temperature=temperature)
         return setting.run(2)
 
     assert max(line["logprob_gap"] for line in run(temperature)) < 1e-5
@@ -134,7 +134,7 @@ def test_a_generator_with_other_weights_is_found_out():
     with_noise = next(iter(stranger.parameters()))
     with_noise.data.mul_(3.0)
     setting.generator = EmbeddedGenerator(stranger, setting.tokenizer)
-    setting.answers = RolloutSampler(setting.generator, setting.render, GenerationConfig(max_new_tokens=4))
+    setting.sampler = RolloutSampler(setting.generator, setting.render, GenerationConfig(max_new_tokens=4))
 
     class Deaf:
         version = 0
@@ -184,7 +184,7 @@ def test_with_an_engine_of_its_own_the_next_batch_is_sampled_while_this_one_trai
     """The engine answers the second batch before the first one has been trained on."""
     setting = Setting("grpo", correction="truncated", lr=1e-3)
     engine = Scripted(lambda request: [97 + request.seed % 26, 259])
-    setting.answers = RolloutSampler(engine, setting.render, GenerationConfig(max_new_tokens=4))
+    setting.sampler = RolloutSampler(engine, setting.render, GenerationConfig(max_new_tokens=4))
     collected_at = []
     history = setting.run(
         4,
@@ -241,7 +241,7 @@ class Noting(QueuedBackend):
 def test_an_engine_on_the_trainers_device_sleeps_while_a_step_trains_and_wakes_to_its_weights():
     events, setting = [], Setting("grpo", kl_coef=0.1, lr=1e-3)
     engine, backend = Beside(events), Noting(setting.backend, events)
-    setting.backend, setting.answers = (
+    setting.backend, setting.sampler = (
         backend,
         RolloutSampler(engine, setting.render, GenerationConfig(max_new_tokens=4)),
     )

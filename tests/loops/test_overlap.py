@@ -60,7 +60,7 @@ class Overlapping(Setting):
     def __init__(self, url, *, max_new_tokens=8, **parameters):
         super().__init__("grpo", correction="truncated", lr=1e-3, **parameters)
         self.generator = HTTPGenerator([VLLMEngine(url)], self.tokenizer)
-        self.answers = RolloutSampler(
+        self.sampler = RolloutSampler(
             self.generator, self.render, GenerationConfig(max_new_tokens=max_new_tokens), seed=0
         )
         self.local, self.backend = self.backend, QueuedBackend(Busy(self.backend, lambda: self.meanwhile()))
@@ -367,7 +367,7 @@ def told(history):
 
 
 def with_engine(setting, engine, **how):
-    setting.answers = RolloutSampler(engine, setting.render, GenerationConfig(max_new_tokens=8), seed=0)
+    setting.sampler = RolloutSampler(engine, setting.render, GenerationConfig(max_new_tokens=8), seed=0)
     manager = setting.manager(batch_size=4, n_samples_per_prompt=4)
 
     async def go():

@@ -72,7 +72,7 @@ def test_the_reward_for_using_the_tool_rises(beginner, tiny):
     backend = create_pytorch_backend(beginner, lr=5e-4, weight_decay=0.0)
     generator = EmbeddedGenerator(beginner, tiny[1])
     env = with_tools([calculate], max_turns=2, tool_parser=in_brackets)
-    answers = RolloutSampler(generator, render, GenerationConfig(max_new_tokens=16), env=env)
+    sampler = RolloutSampler(generator, render, GenerationConfig(max_new_tokens=16), env=env)
     samples = [Sample(f"q{number}", asked(number)) for number in range(15)]
     config = RolloutConfig(batch_size=4, n_samples_per_prompt=6, reward_fn=used_the_tool, min_group_size=2)
     seen = []
@@ -80,7 +80,7 @@ def test_the_reward_for_using_the_tool_rises(beginner, tiny):
         lambda: run_online(
             backend,
             algorithm("grpo"),
-            sampling_manager(DataBuffer(samples), answers, config),
+            sampling_manager(DataBuffer(samples), sampler, config),
             [generator],
             render,
             OnlineConfig(num_steps=8),

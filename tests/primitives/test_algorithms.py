@@ -1,4 +1,4 @@
-"""The doors give what the table's functions give, take the extension points they promise, and shift once."""
+"""The wrappers return what the table's functions return, have their extension points, and shift once."""
 
 import inspect
 
@@ -21,7 +21,7 @@ def a_policy(advantage=(1.0, 1.0, -1.0)):
     return Policy(OWN.clone().requires_grad_(), OWN.clone(), torch.tensor(advantage), torch.ones(3).bool(), segment, 2)
 
 
-def test_kl_doors_estimate_and_take_another_estimator():
+def test_kl_functions_estimate_and_take_another_estimator():
     gap = np.array([0.5, -1.0, 0.0])
     assert p.compute_per_token_kl(OWN, REF).tolist() == pytest.approx(gap)
     k3 = np.exp(-gap) - 1 + gap
@@ -55,7 +55,7 @@ def test_ppo_doors():
     assert float(loss) == pytest.approx(2.0)
 
 
-def test_configs_are_checked_and_speak_the_older_words():
+def test_configs_are_checked_and_accept_former_spellings():
     assert p.create_algorithm_config("dapo", {"beta": 0.1}).name == "dapo_pairs"
     assert p.create_algorithm_config("dapo").name == "dapo"
     clips = p.create_algorithm_config("grpo", {"clip_range": 0.3, "kl_coef": 0.2}).parameters
@@ -73,7 +73,7 @@ def test_a_loss_can_be_chosen_by_its_config():
     assert float(p.compute_loss_by_algorithm(a_policy(), grpo)) == pytest.approx(0.0)
 
 
-def test_pairs_are_the_best_against_the_worst_or_what_is_asked_for():
+def test_pairs_are_the_best_against_the_worst_or_those_of_the_selector():
     group = tuple(Row(str(r), [1, 2], [False, True], scalars={"reward": r}) for r in (0.2, 0.9, 0.1))
     ((chosen, rejected),) = p.compute_dapo_pairs([group])
     assert (chosen.id, rejected.id) == ("0.9", "0.1")

@@ -1,4 +1,4 @@
-"""Every extension point is a parameter of that name, and the function that is passed there is really asked."""
+"""Every extension point is a parameter of that name, and the function passed there is called."""
 
 import json
 
@@ -24,7 +24,7 @@ from oxrl.types import Row
 CALL = f"<tool_call>{json.dumps({'name': 'calculator', 'arguments': {'expression': '1'}})}</tool_call>"
 CHAT = [oxrl.Message("user", "2 + 2?")]
 FEW = oxrl.GenerationConfig(max_new_tokens=2)
-TALK = oxrl.GenerationConfig(max_new_tokens=200)
+LONG = oxrl.GenerationConfig(max_new_tokens=200)
 LP, REF = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0])
 ROWS = [Row("a", [1, 2, 3], [False, True, True])]
 CALLS = oxrl.extract_tool_calls(CALL)
@@ -50,12 +50,12 @@ class World:
         scored = [Row(f"r{n}", [1, 2], [False, True], scalars={"reward": float(n)}) for n in range(2)]
         return [tuple(scored)]
 
-    def says(self, *texts):
+    def scripted(self, *texts):
         return ScriptedGenerator(self.tokenizer, texts)
 
-    def played(self, **points):
+    def episode(self, **points):
         return oxrl.create_multiturn_rollout(
-            *self.both, CHAT, TALK, tools=[oxrl.calculator], generator=self.says(CALL, "1"), **points
+            *self.both, CHAT, LONG, tools=[oxrl.calculator], generator=self.scripted(CALL, "1"), **points
         )
 
     def trained(self, **points):
@@ -96,7 +96,7 @@ POINTS = {
             (oxrl.parse_xml_tools, lambda w, **p: oxrl.extract_tool_calls(CALL, **p)),
             (
                 oxrl.parse_xml_tools,
-                lambda w, **p: oxrl.generate_conversation_turn(*w.both, CHAT, TALK, generator=w.says(CALL), **p),
+                lambda w, **p: oxrl.generate_conversation_turn(*w.both, CHAT, LONG, generator=w.scripted(CALL), **p),
             ),
         ],
     },
@@ -131,20 +131,20 @@ POINTS = {
         "reward_fn": [
             (lambda rollout: 1.0, lambda w, **p: oxrl.create_rollout(*w.both, "a", FEW, **p)),
             (lambda rollout: 1.0, lambda w, **p: oxrl.create_batch_rollouts(*w.both, ["a"], FEW, **p)),
-            (lambda rollout: 1.0, lambda w, **p: w.played(**p)),
+            (lambda rollout: 1.0, lambda w, **p: w.episode(**p)),
         ],
-        "tool_parser": [(oxrl.parse_xml_tools, lambda w, **p: w.played(**p))],
+        "tool_parser": [(oxrl.parse_xml_tools, lambda w, **p: w.episode(**p))],
         "tool_executor": [
-            (lambda calls, tools: ["1"] * len(calls), lambda w, **p: w.played(**p)),
+            (lambda calls, tools: ["1"] * len(calls), lambda w, **p: w.episode(**p)),
             (lambda calls, tools: ["1"] * len(calls), lambda w, **p: oxrl.execute_tools(CALLS, **p)),
             (lambda calls, tools: ["1"] * len(calls), lambda w, **p: oxrl.execute_and_track_tools(CALLS, **p)),
         ],
         "tool_tracker": [
-            (count_tool_calls, lambda w, **p: w.played(**p)),
+            (count_tool_calls, lambda w, **p: w.episode(**p)),
             (count_tool_calls, lambda w, **p: oxrl.track_tool_calls([], **p)),
             (count_tool_calls, lambda w, **p: oxrl.execute_and_track_tools(CALLS, [oxrl.calculator], **p)),
         ],
-        "stop_condition": [(never, lambda w, **p: w.played(**p))],
+        "stop_condition": [(never, lambda w, **p: w.episode(**p))],
     },
     "algorithms": {
         "advantage_fn": [(zscore, lambda w, **p: oxrl.compute_grpo_advantages([torch.tensor([0.0, 1.0])], **p))],
@@ -179,15 +179,15 @@ def world():
 
 
 @pytest.mark.parametrize(("point", "function", "call"), CASES)
-def test_the_function_that_is_passed_is_asked(world, point, function, call):
-    asked = []
+def test_the_function_that_is_passed_is_called(world, point, function, call):
+    calls = []
 
     def spy(*args, **kwargs):
-        asked.append(args)
+        calls.append(args)
         return function(*args, **kwargs)
 
     call(world, **{point: spy})
-    assert asked
+    assert calls
 
 
 def test_the_table_covers_every_category():

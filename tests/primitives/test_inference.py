@@ -1,4 +1,4 @@
-"""The doors for scripts: the same pieces as in training, behind plain functions."""
+"""Plain functions for scripts that use the same code as training."""
 
 import anyio
 import pytest
@@ -20,7 +20,7 @@ from oxrl.primitives.inference import (
 from oxrl.rollouts.envs import dialogue
 from oxrl.rollouts.tools import calculator, execute_functions, execute_tools, parse_xml_tools, tool_schema
 from oxrl.types import Conversation, GenerationConfig, Message, Request, Sample, Status
-from tests.rollouts.saying import Saying
+from tests.rollouts.scripted_text import ScriptedText
 
 CONFIG = GenerationConfig(max_new_tokens=6, seed=5)
 CHAT = Conversation((Message("user", "What is 12 * 12?"),))
@@ -32,13 +32,13 @@ def model():
     return load_model("tiny")
 
 
-def saying(*texts):
-    """A generate function that says these texts, one after the other."""
+def scripted(*texts):
+    """A generate function that returns these texts in order."""
     left = list(texts)
 
     def generator(model, tokenizer, prompts, config):
-        speaker = Saying(tokenizer, [left.pop(0) for _ in prompts])
-        return anyio.run(speaker.generate, [Request(tuple(prompt)) for prompt in prompts], config)
+        inner = ScriptedText(tokenizer, [left.pop(0) for _ in prompts])
+        return anyio.run(inner.generate, [Request(tuple(prompt)) for prompt in prompts], config)
 
     return generator
 
@@ -59,10 +59,10 @@ def test_generator_template_and_extractor_are_replaceable(model, tiny):
 
     def generator(model, tokenizer, prompts, config):
         seen.extend(tokenizer.decode(prompt) for prompt in prompts)
-        return saying("hi")(model, tokenizer, prompts, config)
+        return scripted("hi")(model, tokenizer, prompts, config)
 
-    def template(tokenizer, chat, tools, asked):
-        return "|".join(message["content"] for message in chat) + ("?" if asked else "")
+    def template(tokenizer, chat, tools, add_generation_prompt):
+        return "|".join(message["content"] for message in chat) + ("?" if add_generation_prompt else "")
 
     assert generate(model, tiny[1], CHAT, CONFIG, generator=generator, template_fn=template).text == "hi"
     assert seen == ["What is 12 * 12??"]
@@ -84,12 +84,12 @@ def test_log_probs_are_those_of_the_sampled_tokens(model, tiny):
 
 def test_a_turn_is_added_to_the_conversation(model, tiny):
     longer, generation = generate_conversation_turn(
-        model, tiny[1], CHAT, CONFIG, tools=[tool_schema(calculator)], generator=saying("So: " + CALL)
+        model, tiny[1], CHAT, CONFIG, tools=[tool_schema(calculator)], generator=scripted("So: " + CALL)
     )
-    said = longer.messages[-1]
+    message = longer.messages[-1]
     assert longer.messages[:-1] == CHAT.messages
-    assert said.content == "So:"
-    assert said.extra["tool_calls"][0]["function"] == {"name": "calculator", "arguments": {"expression": "12 * 12"}}
+    assert message.content == "So:"
+    assert message.extra["tool_calls"][0]["function"] == {"name": "calculator", "arguments": {"expression": "12 * 12"}}
     assert CALL in generation.text
 
 
@@ -100,7 +100,7 @@ def test_a_rollout_is_answered_graded_and_compared(model, tiny):
     def correct(rollout):
         return float(rollout.response == rollout.sample.answer)
 
-    assert create_rollout(model, tokenizer, sample, CONFIG, reward_fn=correct, generator=saying("144")).reward == 1.0
+    assert create_rollout(model, tokenizer, sample, CONFIG, reward_fn=correct, generator=scripted("144")).reward == 1.0
     failed = create_rollout(model, tokenizer, sample, CONFIG, reward_fn=lambda rollout: 1 / 0)
     assert failed.reward is None and "ZeroDivisionError" in failed.error
     plain = create_rollout(model, tokenizer, "What is 12 * 12?", CONFIG)
@@ -151,17 +151,17 @@ def test_tools_are_called_until_the_model_is_done(model, tiny, executor):
         tools=[calculator],
         tool_parser=parse_xml_tools,
         tool_executor=executor,
-        generator=saying(CALL, "144"),
+        generator=scripted(CALL, "144"),
         reward_fn=lambda rollout: rollout.metadata["tool_calls"],
     )
     assert [message.role for message in rollout.messages] == ["user", "assistant", "tool", "assistant"]
     assert (rollout.reward, rollout.status, rollout.metadata["ended"]) == (1.0, Status.COMPLETED, "answered")
-    same = create_rollout(model, tiny[1], CHAT, CONFIG, tools=[calculator], generator=saying(CALL, "144"))
+    same = create_rollout(model, tiny[1], CHAT, CONFIG, tools=[calculator], generator=scripted(CALL, "144"))
     assert same.tokens == rollout.tokens
 
 
 def test_a_parser_alone_reads_calls_and_executes_none(model, tiny):
-    rollout = create_rollout(model, tiny[1], CHAT, CONFIG, tool_parser=parse_xml_tools, generator=saying(CALL))
+    rollout = create_rollout(model, tiny[1], CHAT, CONFIG, tool_parser=parse_xml_tools, generator=scripted(CALL))
     assert len(rollout.turns) == 1
     assert rollout.messages[-1].extra["tool_calls"]
 
@@ -174,11 +174,16 @@ def test_a_stop_condition_ends_it_and_any_environment_will_do(model, tiny):
         CONFIG,
         tools=[calculator],
         stop_condition=lambda conversation: "DONE" in conversation.messages[-1].content,
-        generator=saying(CALL, "DONE " + CALL, "x"),
+        generator=scripted(CALL, "DONE " + CALL, "x"),
     )
     assert stopped.metadata["ended"] == "stop_condition" and len(stopped.turns) == 2
     talked = create_multiturn_rollout(
-        model, tiny[1], CHAT, CONFIG, env=dialogue(lambda conversation: "Why?", max_turns=2), generator=saying("a", "b")
+        model,
+        tiny[1],
+        CHAT,
+        CONFIG,
+        env=dialogue(lambda conversation: "Why?", max_turns=2),
+        generator=scripted("a", "b"),
     )
     assert talked.response == "a\nb"
 

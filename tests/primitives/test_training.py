@@ -1,4 +1,4 @@
-"""The training loop as plain functions: they learn, and everything in them can be replaced."""
+"""The training loop as plain functions: training improves the reward, and every part can be replaced."""
 
 import json
 
@@ -37,7 +37,7 @@ def test_a_quick_start_learns():
     assert rewards[-1] > 0.5 > 0.2 > rewards[0]
 
 
-def test_everything_in_a_run_is_a_function_that_can_be_replaced():
+def test_every_part_of_a_run_can_be_replaced():
     seen = {"loaded": [], "stepped": 0, "followed": 0, "saved": [], "evaluated": 0, "logged": []}
 
     def prompt_loader(iteration):
@@ -103,8 +103,8 @@ def test_the_loop_also_runs_inside_a_running_event_loop():
     assert stats.metrics["grad_norm"] >= 0
 
 
-def test_what_learns_from_files_only_is_refused():
-    with pytest.raises(ValueError, match="sft learns from files"):
+def test_offline_algorithms_are_refused():
+    with pytest.raises(ValueError, match="sft trains on files.*online algorithm"):
         training_iteration(fresh(), PROMPTS[:2], SHORT, create_algorithm_config("sft"), small_letters)
 
 
@@ -114,7 +114,7 @@ def test_prompts_are_a_list_with_something_in_it(prompts):
         quick_start_training("tiny", prompts, small_letters, num_iterations=1)
 
 
-def test_rows_are_not_taken_for_prompts():
+def test_rows_are_refused_as_prompts():
     with pytest.raises(ValueError, match=r"prompt 1 is a dict; .*load_samples\(rows\)"):
         quick_start_training("tiny", ["a", {"prompt": "b"}], small_letters, num_iterations=1)
 
@@ -138,11 +138,11 @@ def test_a_reward_has_a_name_or_the_message_names_the_nearest():
 
 
 def test_a_missing_reference_is_named_before_anything_is_sampled():
-    with pytest.raises(ValueError, match="compares with a reference, and the state has none"):
+    with pytest.raises(ValueError, match="needs a reference model, and the state has none"):
         training_iteration(fresh(), PROMPTS, SHORT, create_algorithm_config("grpo", {"kl_coef": 0.1}), small_letters)
 
 
-def test_equal_rewards_teach_an_algorithm_that_compares_nothing():
+def test_equal_rewards_do_not_change_the_weights_of_an_algorithm_that_needs_variance():
     pairs = create_algorithm_config("dapo", {"beta": 0.1})
     start = fresh(ref_model=frozen_copy(oxrl.load_model("tiny")))
     state, stats = training_iteration(start, PROMPTS[:2], SHORT, pairs, lambda rollout: 1.0)
@@ -155,47 +155,47 @@ def test_equal_rewards_teach_an_algorithm_that_compares_nothing():
 
 
 @pytest.mark.trains
-def test_a_run_goes_on_from_its_checkpoint_to_the_same_weights(tmp_path):
+def test_a_run_resumed_from_its_checkpoint_gets_the_same_weights(tmp_path):
     grpo = create_algorithm_config("grpo")
 
-    def go_on(state, iterations):
+    def run(state, iterations):
         silent = {"logger": lambda step, metrics: None, "checkpoint_fn": oxrl.create_checkpointer(tmp_path, every=2)}
         return train(state, lambda _: PROMPTS[:2], iterations, SHORT, grpo, small_letters, **silent)
 
-    whole = go_on(fresh(), 3)
+    complete = run(fresh(), 3)
     assert [path.name for path in tmp_path.iterdir()] == ["step_0002"]
     resumed = oxrl.restore_training_state(fresh(), tmp_path / "step_0002")
     assert (resumed.state.step, resumed.generator.version) == (2, 2)
-    resumed = go_on(resumed, 1)
+    resumed = run(resumed, 1)
     assert resumed.state.step == 3
-    for one, other in zip(whole.policy.parameters(), resumed.policy.parameters(), strict=True):
+    for one, other in zip(complete.policy.parameters(), resumed.policy.parameters(), strict=True):
         assert one.equal(other)
     (tmp_path / "step_0002").rename(tmp_path / "step_0009")
     state_file = tmp_path / "step_0009" / "training_state.json"
-    told = {**json.loads(state_file.read_text()), "step": 9}
-    del told["files"], told["seal"]  # by which a change of the file would be found out first
-    state_file.write_text(json.dumps(told))
+    changed = {**json.loads(state_file.read_text()), "step": 9}
+    del changed["files"], changed["seal"]  # these checksums would detect the change first
+    state_file.write_text(json.dumps(changed))
     with pytest.raises(ValueError, match="step_0009 is of another run"):
-        go_on(fresh(), 2)
+        run(fresh(), 2)
 
 
-def test_a_run_is_played_in_the_environment_that_it_is_given():
-    played, turns = [], []
+def test_a_run_uses_the_given_environment():
+    episodes, turns = [], []
 
-    async def twice(sample, talk):
-        played.append(sample.id)
-        return await dialogue(lambda conversation: "Go on.", max_turns=2)(sample, talk)
+    async def twice(sample, policy):
+        episodes.append(sample.id)
+        return await dialogue(lambda conversation: "Go on.", max_turns=2)(sample, policy)
 
-    ends_at_once = SHORT._replace(stop_token_ids=tuple(range(256)))
+    one_token = SHORT._replace(stop_token_ids=tuple(range(256)))
     train(
         fresh(),
         lambda _: PROMPTS[:2],
         1,
-        ends_at_once,
+        one_token,
         create_algorithm_config("grpo"),
         small_letters,
         n_samples_per_prompt=3,
         env=twice,
         logger=lambda step, metrics: turns.append(metrics["turns"]),
     )
-    assert len(played) == 6 and turns[0] > 1.5
+    assert len(episodes) == 6 and turns[0] > 1.5

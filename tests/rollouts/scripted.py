@@ -1,4 +1,4 @@
-"""A generator that says what it is told to, one token a tick: the protocol without a model."""
+"""A scripted generator of token ids, one token per tick: the protocol without a model."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from oxrl.types import Generation, GenerationConfig, Message, Request, Row, Samp
 
 
 class Scripted:
-    """`Scripted(lambda request: [5] * 3)`: the reply to a request as token ids; each costs one tick.
+    """`Scripted(lambda request: [5] * 3)`: the token ids for a request; each takes one tick.
 
-    `failures` requests fail before any is answered.
+    The first `failures` requests fail.
     """
 
     def __init__(self, reply: Callable[[Request], Sequence[int]], *, failures: int = 0) -> None:
@@ -30,21 +30,21 @@ class Scripted:
         return [await self._one(request) for request in requests]
 
     async def _one(self, request: Request) -> Generation:
-        begun = request.begun or Generation((), (), "aborted", self.version)
-        said, aborts = list(begun.token_ids), self._aborts
+        resumed = request.begun or Generation((), (), "aborted", self.version)
+        ids, aborts = list(resumed.token_ids), self._aborts
         script = list(self.reply(request))
         for _ in count():
-            if len(said) == len(script):
-                return self._generation(said, "stop", begun.version)
+            if len(ids) == len(script):
+                return self._generation(ids, "stop", resumed.version)
             await anyio.lowlevel.checkpoint()
             if self._aborts > aborts:
-                return self._generation(said, "aborted", begun.version)
-            said.append(script[len(said)])
+                return self._generation(ids, "aborted", resumed.version)
+            ids.append(script[len(ids)])
             self.ticks += 1
         raise AssertionError("count has no end")
 
-    def _generation(self, said: list[int], reason: str, version: int) -> Generation:
-        return Generation(tuple(said), (-0.5,) * len(said), reason, version, " ".join(map(str, said)))
+    def _generation(self, ids: list[int], reason: str, version: int) -> Generation:
+        return Generation(tuple(ids), (-0.5,) * len(ids), reason, version, " ".join(map(str, ids)))
 
     async def abort(self) -> None:
         self._aborts += 1

@@ -1,4 +1,4 @@
-"""Trajectories of an agent of one's own: what is trained is what was sampled, or words say why not."""
+"""Trajectories of external agents: sampled tokens are trained, everything else is refused with a reason."""
 
 import pytest
 
@@ -58,9 +58,9 @@ def test_sampled_ids_are_trained_as_sampled(tiny, render):
     assert rollout.sample.messages == (Message("user", QUESTION["content"]),)
 
 
-def test_what_the_model_saw_can_be_said(tiny, render):
-    said = {"role": "assistant", "content": "144", "token_ids": ids(tiny, "144"), "prompt_ids": [1, 2, 3]}
-    rollout = rollout_from_messages([QUESTION, said], render, score=Score(0.5, {"part": 0.5}))
+def test_prompt_ids_can_be_given(tiny, render):
+    message = {"role": "assistant", "content": "144", "token_ids": ids(tiny, "144"), "prompt_ids": [1, 2, 3]}
+    rollout = rollout_from_messages([QUESTION, message], render, score=Score(0.5, {"part": 0.5}))
     assert rollout.turns[0].prompt_ids == (1, 2, 3)
     assert rollout.score.parts == {"part": 0.5}
 
@@ -75,7 +75,7 @@ def test_an_example_before_the_first_sampled_message_is_part_of_the_prompt(tiny,
     assert trained(tiny, rollout) == "144<|im_end|>"
 
 
-def test_text_is_tokenised_only_when_asked(tiny, render):
+def test_text_is_tokenised_only_with_tokenize(tiny, render):
     chat = [QUESTION, {"role": "assistant", "content": "Hm"}, QUESTION, {"role": "assistant", "content": "144"}]
     with pytest.raises(ValueError, match="none of 2 assistant messages has token_ids.*tokenize=True"):
         rollout_from_messages(chat, render)
@@ -87,12 +87,12 @@ def test_text_is_tokenised_only_when_asked(tiny, render):
 
 
 @pytest.mark.parametrize(
-    ("messages", "words"),
+    ("messages", "error"),
     [
         ([QUESTION, {"role": "assistant", "content": "a", "token_ids": []}], "has 0 token_ids"),
         ([QUESTION, {"role": "assistant", "content": "a", "token_ids": [1], "logprobs": [-1, -2]}], "2 logprobs"),
         ([QUESTION, {"role": "assistant", "content": "a", "token_ids": [1], "finish_reason": "x"}], "finish_reason"),
-        ([{"role": "assistant", "content": "a", "token_ids": [1]}], "begins with what the model said"),
+        ([{"role": "assistant", "content": "a", "token_ids": [1]}], "first message is a sampled one"),
         (
             [
                 QUESTION,
@@ -105,6 +105,6 @@ def test_text_is_tokenised_only_when_asked(tiny, render):
         ([QUESTION], "none of 0 assistant messages"),
     ],
 )
-def test_what_cannot_be_trained_on_is_refused_in_words(render, messages, words):
-    with pytest.raises(ValueError, match=words):
+def test_invalid_trajectories_are_refused_with_the_reason(render, messages, error):
+    with pytest.raises(ValueError, match=error):
         rollout_from_messages(messages, render)

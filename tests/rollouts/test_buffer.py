@@ -1,4 +1,4 @@
-"""What waits to be trained on knows its age, and what is too old is not trained on."""
+"""The replay buffer tracks the age of groups and drops those that are too old."""
 
 import json
 from dataclasses import replace
@@ -33,7 +33,7 @@ def test_age_counts_from_the_oldest_token_of_the_group():
     assert buffer.take(1, version=6) == [mixed]
 
 
-def test_one_old_token_makes_a_whole_group_old():
+def test_one_old_token_makes_its_group_old():
     fresh = group(0, version=6)
     generation = fresh[1].turns[0].generation.with_versions((3, 6))
     mixed = (fresh[0], replace(fresh[1], turns=(fresh[1].turns[0]._replace(generation=generation),)))
@@ -42,14 +42,14 @@ def test_one_old_token_makes_a_whole_group_old():
     assert (metrics["age"], metrics["age_mean"]) == (3, 0.75)
 
 
-def test_versions_that_do_not_differ_take_no_room_and_a_wrong_number_of_them_is_refused():
-    drawn = Generation((3, 4), (-0.25, -0.1), "stop", 9)
-    assert drawn.with_versions((7, 7)) == drawn._replace(version=7) and drawn.token_versions == (9, 9)
+def test_equal_versions_are_stored_once_and_a_wrong_number_of_them_is_refused():
+    generation = Generation((3, 4), (-0.25, -0.1), "stop", 9)
+    assert generation.with_versions((7, 7)) == generation._replace(version=7) and generation.token_versions == (9, 9)
     with pytest.raises(ValueError, match="1 versions for 2 tokens"):
-        drawn.with_versions((7,))
+        generation.with_versions((7,))
 
 
-def test_strict_refuses_what_is_too_old_when_it_comes_and_when_it_goes():
+def test_strict_refuses_old_groups_when_added_and_when_taken():
     buffer = ReplayBuffer(max_age=1, strict=True)
     with pytest.raises(ValueError, match="group 0 was sampled 2 versions ago and at most 1"):
         buffer.add([group(0, version=0)], version=2)
@@ -73,11 +73,9 @@ def test_its_state_is_plain_json():
     assert other.take(2, 2) == [group(0, 0), group(1, 2)]
 
 
-def test_a_rollout_survives_json_whole_and_its_digest_sees_every_bit():
+def test_a_rollout_survives_json_and_its_digest_depends_on_every_bit():
     (rollout, _) = group(7, 3)
     assert rollout_from_json(json.loads(json.dumps(rollout_to_json(rollout)))) == rollout
     turn = rollout.turns[0]
     nudged = turn._replace(generation=turn.generation._replace(logprobs=(-0.25, -0.10000000000000002)))
-    from dataclasses import replace
-
     assert digest_of([rollout]) != digest_of([replace(rollout, turns=(nudged,))])

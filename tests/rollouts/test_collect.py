@@ -1,4 +1,4 @@
-"""Collection: enough good groups, in prompt order, with nothing finished lost and nothing decided by the clock."""
+"""Collection: enough accepted groups, in prompt order, without losing finished ones, independent of run times."""
 
 from collections import Counter
 from dataclasses import replace
@@ -22,17 +22,17 @@ from tests.rollouts.scripted import PlainRender, Scripted, question
 GREEDY = GenerationConfig(max_new_tokens=64)
 
 
-def asked(request) -> int:
+def prompt_number(request) -> int:
     """The number in the prompt `12?`."""
     return int("".join(map(chr, request.tokens[:-1])))
 
 
 def manager_of(generator, samples=40, **config):
     source = DataBuffer([question(number) for number in range(samples)], shuffle=False)
-    answers = RolloutSampler(generator, PlainRender(), GREEDY, seed=1)
+    sampler = RolloutSampler(generator, PlainRender(), GREEDY, seed=1)
     config.setdefault("batch_size", 4)
     config.setdefault("reward_fn", lambda rollout: float(rollout.index))
-    return sampling_manager(source, answers, RolloutConfig(**config))
+    return sampling_manager(source, sampler, RolloutConfig(**config))
 
 
 def numbers(groups) -> list[int]:
@@ -40,16 +40,16 @@ def numbers(groups) -> list[int]:
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_a_batch_has_n_graded_answers_to_each_prompt_in_prompt_order(backend):
-    generator = Scripted(lambda request: [7] * (10 - asked(request)))  # the last prompt is the quickest
+def test_a_batch_has_n_graded_rollouts_per_prompt_in_prompt_order(backend):
+    generator = Scripted(lambda request: [7] * (10 - prompt_number(request)))  # the last prompt is the quickest
     collected = anyio.run(manager_of(generator, n_samples_per_prompt=3).collect, backend=backend)
     assert numbers(collected.groups) == [0, 1, 2, 3]
     assert [[rollout.reward for rollout in group] for group in collected.groups] == [[0.0, 1.0, 2.0]] * 4
     seeds = [request.seed for request in generator.requests]
-    assert len(set(seeds)) == 12, "each answer has random numbers of its own"
+    assert len(set(seeds)) == 12, "each rollout has its own random numbers"
 
 
-def test_random_numbers_are_those_of_prompt_and_answer_and_not_of_the_order():
+def test_random_numbers_depend_on_prompt_and_rollout_and_not_on_the_order():
     once, again = Scripted(lambda request: [7]), Scripted(lambda request: [7])
     anyio.run(manager_of(once, batch_size=4).collect)
 
@@ -65,7 +65,7 @@ def test_random_numbers_are_those_of_prompt_and_answer_and_not_of_the_order():
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_over_sampling_stops_when_enough_have_finished_and_carries_the_rest(backend):
     slow = {1, 3}
-    generator = Scripted(lambda request: [7] * (500 if asked(request) in slow else 3))
+    generator = Scripted(lambda request: [7] * (500 if prompt_number(request) in slow else 3))
     manager = manager_of(generator, batch_size=4, over_sampling_factor=1.5)
     collected = anyio.run(manager.collect, backend=backend)
     assert numbers(collected.groups) == [0, 2, 4, 5]
@@ -75,30 +75,30 @@ def test_over_sampling_stops_when_enough_have_finished_and_carries_the_rest(back
     assert collected.counts["carried"] == 2
 
 
-def test_what_was_carried_comes_first_and_goes_on_where_it_was_with_its_version():
+def test_carried_groups_come_first_and_resume_with_their_version():
     def reply(request):
-        return range(100, 100 + (40 if asked(request) in (1, 3) else 3))
+        return range(100, 100 + (40 if prompt_number(request) in (1, 3) else 3))
 
     generator = Scripted(reply)
     manager = manager_of(generator, batch_size=4, over_sampling_factor=1.5, partial_rollouts=True, max_age=1)
 
     async def two_batches():
         await manager.collect(version=0)
-        begun = {group[0].group: group[0].turns[0].generation.token_ids for group in manager.partial_samples}
+        started = {group[0].group: group[0].turns[0].generation.token_ids for group in manager.partial_samples}
         generator.version = 1
         manager.config = replace(manager.config, over_sampling_factor=1.0, batch_size=2)
-        return begun, await manager.collect(version=1)
+        return started, await manager.collect(version=1)
 
-    begun, second = anyio.run(two_batches)
+    started, second = anyio.run(two_batches)
     assert numbers(second.groups) == [1, 3]
     for group in second.groups:
-        said = group[0].generation.token_ids
-        assert said[: len(begun[group[0].group])] == begun[group[0].group] != ()
-        assert said == tuple(range(100, 140)) and group[0].version == 0 and group[0].reward == 0.0
+        ids = group[0].generation.token_ids
+        assert ids[: len(started[group[0].group])] == started[group[0].group] != ()
+        assert ids == tuple(range(100, 140)) and group[0].version == 0 and group[0].reward == 0.0
 
 
-def test_without_partial_rollouts_the_next_weights_answer_anew():
-    generator = Scripted(lambda request: [7] * (500 if asked(request) == 0 and generator.version == 0 else 3))
+def test_without_partial_rollouts_groups_restart_with_the_next_weights():
+    generator = Scripted(lambda request: [7] * (500 if prompt_number(request) == 0 and generator.version == 0 else 3))
     manager = manager_of(generator, batch_size=1, over_sampling_factor=2)
 
     async def two_batches():
@@ -112,8 +112,8 @@ def test_without_partial_rollouts_the_next_weights_answer_anew():
     assert second.counts["wasted"] > 0
 
 
-def test_what_grew_too_old_begins_anew_and_is_counted():
-    generator = Scripted(lambda request: [7] * (500 if asked(request) == 0 and generator.version < 2 else 3))
+def test_expired_groups_restart_and_are_counted():
+    generator = Scripted(lambda request: [7] * (500 if prompt_number(request) == 0 and generator.version < 2 else 3))
     manager = manager_of(generator, batch_size=1, over_sampling_factor=2, partial_rollouts=True, max_age=1)
 
     async def batches():
@@ -127,7 +127,7 @@ def test_what_grew_too_old_begins_anew_and_is_counted():
     assert last.counts["expired"] == 1
 
 
-def test_groups_that_the_filter_refuses_are_replaced_and_counted():
+def test_groups_that_the_filter_rejects_are_replaced_and_counted():
     generator = Scripted(lambda request: [7])
     reward = lambda rollout: float(rollout.index if int(rollout.sample.answer) % 2 else 0)  # noqa: E731
     manager = manager_of(
@@ -138,20 +138,20 @@ def test_groups_that_the_filter_refuses_are_replaced_and_counted():
     assert collected.counts["filtered_groups"] == 4 and collected.counts["drawn"] == 8
 
 
-def test_the_search_for_good_groups_is_bounded_and_says_why_it_failed():
+def test_the_number_of_prompts_is_bounded_and_the_error_has_the_reason():
     manager = manager_of(Scripted(lambda request: [7]), filter_fn=lambda group: False, max_draws=9)
     with pytest.raises(RuntimeError, match="none of 9 prompts .* 9 were filtered out"):
         anyio.run(manager.collect)
 
 
-def test_a_batch_that_stays_short_at_the_bound_is_used_and_said_aloud(caplog):
+def test_a_batch_that_stays_short_at_the_bound_is_used_with_a_warning(caplog):
     good = lambda group: group[0].group == 2  # noqa: E731
     manager = manager_of(Scripted(lambda request: [7]), filter_fn=good, max_draws=8)
     assert numbers(anyio.run(manager.collect).groups) == [2]
     assert "only 1 of 4 groups after 8 prompts" in caplog.text
 
 
-def test_an_ungraded_answer_is_left_out_and_counted_never_a_zero():
+def test_an_ungraded_rollout_is_left_out_and_counted_never_a_zero():
     def reward(rollout):
         if rollout.index == 1:
             raise ZeroDivisionError("oops")
@@ -163,7 +163,7 @@ def test_an_ungraded_answer_is_left_out_and_counted_never_a_zero():
     assert collected.counts["ungraded"] == 4
 
 
-def test_a_group_with_too_few_graded_answers_is_drawn_anew():
+def test_a_group_with_too_few_graded_rollouts_is_replaced():
     def reward(rollout):
         if rollout.group == 0 and rollout.index:
             raise ZeroDivisionError("oops")
@@ -174,7 +174,7 @@ def test_a_group_with_too_few_graded_answers_is_drawn_anew():
     assert numbers(collected.groups) == [1, 2, 3, 4] and collected.counts["ungraded_groups"] == 1
 
 
-def test_a_failed_generation_is_tried_again_before_it_counts_as_an_error():
+def test_a_failed_generation_is_retried_before_it_is_an_error():
     generator = Scripted(lambda request: [7], failures=3)
     manager = manager_of(generator, batch_size=1)
     assert numbers(anyio.run(manager.collect).groups) == [0]
@@ -185,7 +185,7 @@ def test_a_failed_generation_is_tried_again_before_it_counts_as_an_error():
         anyio.run(hopeless.collect)
 
 
-def test_a_generate_function_of_ones_own_is_tried_again_too():
+def test_a_custom_generate_function_is_retried_too():
     tries = []
 
     def flaky(group):
@@ -199,7 +199,7 @@ def test_a_generate_function_of_ones_own_is_tried_again_too():
     assert len(tries) == 3 and len(collected.groups) == 1
 
 
-def test_a_generate_function_of_ones_own_that_always_fails_is_an_error_of_its_answers():
+def test_a_custom_generate_function_that_always_fails_is_an_error_of_its_rollouts():
     def broken(group):
         raise TimeoutError("busy")
 
@@ -208,23 +208,23 @@ def test_a_generate_function_of_ones_own_that_always_fails_is_an_error_of_its_an
         anyio.run(AsyncRolloutManager(DataBuffer([question(1)]), config).collect)
 
 
-def test_a_group_that_was_finished_in_a_later_round_has_its_place_in_prompt_order():
+def test_a_group_that_finished_in_a_later_round_is_sorted_into_prompt_order():
     """One is slow, four is filtered out, five is slower still."""
     lengths = {1: 20, 5: 500}
-    generator = Scripted(lambda request: [7] * lengths.get(asked(request), 3))
+    generator = Scripted(lambda request: [7] * lengths.get(prompt_number(request), 3))
     manager = manager_of(
         generator, batch_size=4, over_sampling_factor=1.25, filter_fn=lambda group: group[0].group != 4
     )
     assert numbers(anyio.run(manager.collect).groups) == [0, 1, 2, 3]
 
 
-def test_a_greedy_answer_is_graded_beside_the_others_and_marked():
+def test_a_greedy_rollout_is_graded_with_the_others_and_marked():
     manager = manager_of(Scripted(lambda request: [7]), n_samples_per_prompt=2, greedy=True, batch_size=1)
     (group,) = anyio.run(manager.collect).groups
     assert [rollout.greedy for rollout in group] == [False, False, True] and group[2].reward == 2.0
 
 
-def test_a_selection_sees_all_finished_groups_and_what_it_turns_down_does_not_return(caplog):
+def test_a_selection_gets_all_finished_groups_and_rejected_ones_are_not_reused(caplog):
     best = lambda groups, count: sorted(groups, key=lambda group: -group[0].group)[:count]  # noqa: E731
     manager = manager_of(Scripted(lambda request: [7]), batch_size=2, over_sampling_factor=2, select_fn=best)
     assert numbers(anyio.run(manager.collect).groups) == [3, 2]
@@ -232,7 +232,7 @@ def test_a_selection_sees_all_finished_groups_and_what_it_turns_down_does_not_re
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_generate_reward_filter_and_select_functions_may_be_plain_or_awaited(asynchronous):
+def test_generate_reward_filter_and_select_functions_may_be_sync_or_async(asynchronous):
     seen = Counter()
 
     def wrap(name, function):
@@ -247,8 +247,8 @@ def test_generate_reward_filter_and_select_functions_may_be_plain_or_awaited(asy
         return awaited if asynchronous else plain
 
     def answer(group):
-        said = Turn((1, 2), Generation((3,), (-0.1,), "stop", text="x"))
-        return tuple(replace(rollout, turns=(said,)) for rollout in group)
+        turn = Turn((1, 2), Generation((3,), (-0.1,), "stop", text="x"))
+        return tuple(replace(rollout, turns=(turn,)) for rollout in group)
 
     config = RolloutConfig(
         batch_size=2,
@@ -274,7 +274,7 @@ def _awaited_reward(seen):
     return reward
 
 
-def test_rollout_batches_come_without_end_and_pass_arguments_on():
+def test_rollout_batches_are_endless_and_pass_arguments():
     def answer(group, *, token):
         return tuple(replace(rollout, turns=(Turn((1,), Generation((token,), (-0.1,), "stop")),)) for rollout in group)
 
@@ -283,11 +283,11 @@ def test_rollout_batches_come_without_end_and_pass_arguments_on():
     assert [next(batches).tokens for _ in range(3)] == [[[1, 9], [1, 9]]] * 3
 
 
-def test_the_state_is_plain_json_and_brings_carried_groups_back():
+def test_the_state_is_plain_json_and_restores_carried_groups():
     import json
 
     def fresh():
-        generator = Scripted(lambda request: [7] * (60 if asked(request) == 1 else 3))
+        generator = Scripted(lambda request: [7] * (60 if prompt_number(request) == 1 else 3))
         return manager_of(generator, batch_size=2, over_sampling_factor=1.5, partial_rollouts=True, max_age=9)
 
     one, other = fresh(), fresh()
@@ -298,37 +298,37 @@ def test_the_state_is_plain_json_and_brings_carried_groups_back():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("wrong", "error"),
     [
         ({"batch_size": 0}, "1 or more"),
         ({"batch_size": 1, "over_sampling_factor": 0.5}, "must be 1 or more"),
-        ({"batch_size": 1, "min_group_size": 2}, "compares at least 2 answers"),
+        ({"batch_size": 1, "min_group_size": 2}, "compares at least 2 completions"),
     ],
 )
-def test_a_config_that_cannot_work_is_refused(wrong, words):
-    with pytest.raises(ValueError, match=words):
+def test_an_invalid_config_is_refused(wrong, error):
+    with pytest.raises(ValueError, match=error):
         RolloutConfig(**wrong)
 
 
-def test_a_manager_without_a_generate_function_says_so():
+def test_a_manager_without_a_generate_function_is_refused():
     manager = AsyncRolloutManager(DataBuffer([question(1)]), RolloutConfig(batch_size=1))
     with pytest.raises(ValueError, match="needs generate_fn"):
         anyio.run(manager.collect)
 
 
-def test_that_an_environment_scores_by_itself_is_told_once(caplog):
-    async def scored(sample, talk):
-        episode = await single_turn(sample, talk)
+def test_an_environment_with_its_own_scores_is_reported_once(caplog):
+    async def scored(sample, policy):
+        episode = await single_turn(sample, policy)
         return episode._replace(score=Score(9.0))
 
     source = DataBuffer([question(number) for number in range(8)])
-    answers = RolloutSampler(Scripted(lambda request: [7]), PlainRender(), GREEDY, env=scored)
-    manager = sampling_manager(source, answers, RolloutConfig(2, reward_fn=lambda rollout: 1.0))
+    sampler = RolloutSampler(Scripted(lambda request: [7]), PlainRender(), GREEDY, env=scored)
+    manager = sampling_manager(source, sampler, RolloutConfig(2, reward_fn=lambda rollout: 1.0))
     for _ in range(2):
         collected = anyio.run(manager.collect)
         assert [rollout.reward for group in collected.groups for rollout in group] == [9.0, 9.0]
-    told = [record.message for record in caplog.records if "reward_fn is not asked" in record.message]
-    assert len(told) == 1
+    warned = [record.message for record in caplog.records if "reward_fn is not called" in record.message]
+    assert len(warned) == 1
     caplog.clear()
     anyio.run(manager_of(Scripted(lambda request: [7]), over_sampling_factor=2.0).collect)
     assert not caplog.records

@@ -1,4 +1,4 @@
-"""An agent talks to the endpoint as it would to any other; what it heard is recorded token by token."""
+"""An agent uses the endpoint like any other; its turns are recorded with token ids."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from oxrl.rollouts.tools import calculator, tool_schema
 from oxrl.types import GenerationConfig, Message, Sample, Status
 from tests.data import chat_templates as styles
 from tests.data.chat_templates import byte_level
-from tests.rollouts.saying import Saying
+from tests.rollouts.scripted_text import ScriptedText
 from tests.waiting import HANG
 
 pytestmark = pytest.mark.anyio
@@ -40,7 +40,7 @@ def port_of(endpoint) -> int:
 
 
 async def ask(endpoint, body, path=COMPLETIONS, method="POST", headers=()):
-    """One request over a real connection: (status, what came back)."""
+    """One request over a real connection: (status, body)."""
 
     def send():
         connection = http.client.HTTPConnection("127.0.0.1", port_of(endpoint), timeout=HANG)
@@ -54,8 +54,8 @@ async def ask(endpoint, body, path=COMPLETIONS, method="POST", headers=()):
     return await to_thread.run_sync(send)
 
 
-def opened(tiny, says, **kwargs):
-    generator = Saying(tiny[1], says)
+def opened(tiny, texts, **kwargs):
+    generator = ScriptedText(tiny[1], texts)
     return generator, recording_endpoint(generator, Renderer(tiny[1]), SAMPLING, **kwargs)
 
 
@@ -105,16 +105,16 @@ async def test_conversations_are_told_apart(tiny):
         await ask(endpoint, {**body, "user": "field"}, headers=key)
         await ask(endpoint, body, headers=key)
         await ask(endpoint, body)
-        said = {id: endpoint.rollout(id).response for id in ("path", "header", "field", "key", "default")}
-        assert said == {"path": "a", "header": "b", "field": "c", "key": "d", "default": "e"}
+        responses = {id: endpoint.rollout(id).response for id in ("path", "header", "field", "key", "default")}
+        assert responses == {"path": "a", "header": "b", "field": "c", "key": "d", "default": "e"}
         endpoint.drop("key")
-        with pytest.raises(ValueError, match="nobody has talked as 'key'; conversations so far: path, header, field"):
+        with pytest.raises(ValueError, match="no conversation 'key'; conversations so far: path, header, field"):
             endpoint.rollout("key")
-        about = Sample("train:3", answer="144")
-        assert endpoint.rollout("path", about).sample is about
+        sample = Sample("train:3", answer="144")
+        assert endpoint.rollout("path", sample).sample is sample
 
 
-async def test_branches_go_on_from_where_they_left(tiny):
+async def test_branches_continue_from_their_common_turn(tiny):
     _, opening = opened(tiny, ["one", "two", "three"])
     async with opening as endpoint:
         await ask(endpoint, {"messages": [QUESTION]})
@@ -128,7 +128,7 @@ async def test_branches_go_on_from_where_they_left(tiny):
     assert first.messages == (Message("assistant", "one"), Message("user", "left?"))
 
 
-async def test_a_request_with_other_tools_gets_a_prompt_of_its_own(tiny):
+async def test_a_request_with_other_tools_gets_its_own_prompt(tiny):
     _, opening = opened(tiny, ["one", "two"])
     async with opening as endpoint:
         await ask(endpoint, {"messages": [QUESTION]})
@@ -149,17 +149,17 @@ async def test_a_stream_is_one_chunk(tiny):
     assert choice["delta"]["tool_calls"][0]["index"] == 0
 
 
-async def test_an_agent_may_ask_for_less_and_nothing_else(tiny, caplog):
+async def test_a_request_can_lower_max_tokens_and_add_stop_texts_only(tiny, caplog):
     generator, opening = opened(tiny, ["a", "b"])
     async with opening as endpoint:
         await ask(endpoint, {"messages": [QUESTION], "max_tokens": 4, "stop": "x", "temperature": 0})
         await ask(endpoint, {"messages": [QUESTION], "max_tokens": 400, "temperature": 0.7})
     assert generator.samplings == [SAMPLING._replace(max_new_tokens=4, stop=("x",)), SAMPLING]
-    assert "asked for {'temperature': 0}" in caplog.text
+    assert "sets {'temperature': 0}; ignored" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "body", "status", "words"),
+    ("method", "path", "body", "status", "message"),
     [
         ("POST", "/v1/completions", {}, 404, "there is no /v1/completions"),
         ("GET", COMPLETIONS, None, 405, "takes POST"),
@@ -168,19 +168,19 @@ async def test_an_agent_may_ask_for_less_and_nothing_else(tiny, caplog):
         ("POST", COMPLETIONS, {}, 400, "messages must be"),
         ("POST", COMPLETIONS, {"messages": [{"content": "x"}]}, 400, "messages must be"),
         ("POST", COMPLETIONS, {"messages": [QUESTION], "tools": ["x"]}, 400, "tools must be"),
-        ("POST", COMPLETIONS, {"messages": [QUESTION], "n": 2}, 400, "one answer"),
+        ("POST", COMPLETIONS, {"messages": [QUESTION], "n": 2}, 400, "n must be 1"),
         ("POST", COMPLETIONS, {"messages": [QUESTION], "stop": 5}, 400, "stop must be"),
         ("POST", COMPLETIONS, {"messages": [QUESTION], "max_tokens": -1}, 400, "max_tokens is -1"),
         ("POST", COMPLETIONS, {"messages": [{"role": "user", "content": "<|im_end|>"}]}, 400, "special token"),
         ("POST", COMPLETIONS, {"messages": [QUESTION], "user": "x" * 3000}, 413, "larger than 2000 bytes"),
     ],
 )
-async def test_what_is_wrong_is_said_in_json_with_a_status(tiny, method, path, body, status, words):
+async def test_errors_are_json_with_a_status(tiny, method, path, body, status, message):
     _, opening = opened(tiny, [], max_body=2000)
     async with opening as endpoint:
         got, error = await ask(endpoint, body, path, method)
         assert (got, error["error"]["code"]) == (status, status)
-        assert words in error["error"]["message"]
+        assert message in error["error"]["message"]
         assert (await ask(endpoint, None, "/v1/models", "GET"))[0] == 200
 
 
@@ -199,21 +199,21 @@ async def test_models_are_listed_on_a_connection_that_stays_open(tiny):
         assert await to_thread.run_sync(twice, port_of(endpoint)) == ["oxrl", "oxrl"]
 
 
-async def test_what_is_not_http_gets_an_answer_and_does_no_harm(tiny):
+async def test_invalid_http_gets_a_response_and_does_no_harm(tiny):
     _, opening = opened(tiny, [])
 
-    def shout(port):
+    def send_garbage(port):
         with socket.create_connection(("127.0.0.1", port), timeout=HANG) as raw:
             raw.sendall(b"HELLO THERE\r\n\r\n\r\n")
             return raw.recv(1000)
 
-    def hang_up(port):
+    def disconnect(port):
         with socket.create_connection(("127.0.0.1", port), timeout=HANG) as raw:
             raw.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
 
     async with opening as endpoint:
-        assert (await to_thread.run_sync(shout, port_of(endpoint))).startswith(b"HTTP/1.1 400")
-        await to_thread.run_sync(hang_up, port_of(endpoint))
+        assert (await to_thread.run_sync(send_garbage, port_of(endpoint))).startswith(b"HTTP/1.1 400")
+        await to_thread.run_sync(disconnect, port_of(endpoint))
         assert (await ask(endpoint, None, "/v1/models", "GET"))[0] == 200
 
 
@@ -226,7 +226,7 @@ async def test_a_failed_generation_is_an_error_of_the_rollout(tiny):
     assert rollout.status is Status.FAILED and rollout.score is None
 
 
-async def test_an_aborted_generation_is_recorded_and_said_so(tiny):
+async def test_an_aborted_generation_is_recorded_and_reported(tiny):
     generator, opening = opened(tiny, ["14"])
     generator.change = lambda generation: generation._replace(finish_reason="aborted")
     async with opening as endpoint:
@@ -234,9 +234,9 @@ async def test_an_aborted_generation_is_recorded_and_said_so(tiny):
         assert endpoint.rollout("default").status is Status.ABORTED
 
 
-async def test_tools_work_where_the_template_knows_none(anyio_backend):
+async def test_tools_work_without_support_in_the_template(anyio_backend):
     tokenizer = byte_level(styles.CHATML)
-    async with recording_endpoint(Saying(tokenizer, [CALL, "144"]), Renderer(tokenizer), SAMPLING) as endpoint:
+    async with recording_endpoint(ScriptedText(tokenizer, [CALL, "144"]), Renderer(tokenizer), SAMPLING) as endpoint:
         _, first = await ask(endpoint, {"messages": [QUESTION], "tools": TOOLS})
         reply = first["choices"][0]["message"]
         assert reply["content"] is None and reply["tool_calls"]
@@ -248,19 +248,19 @@ async def test_tools_work_where_the_template_knows_none(anyio_backend):
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "::"])
-async def test_only_this_machine_can_reach_it(tiny, host):
-    with pytest.raises(ValueError, match="anyone could use the model"):
+async def test_only_loopback_addresses_are_allowed(tiny, host):
+    with pytest.raises(ValueError, match="host is .*127.0.0.1"):
         async with opened(tiny, [], host=host)[1]:
             pass
 
 
-async def test_errors_of_the_body_come_out_as_they_are(tiny):
+async def test_exceptions_of_the_with_block_are_raised_unchanged(tiny):
     with pytest.raises(KeyError, match="mine"):
         async with opened(tiny, [])[1]:
             raise KeyError("mine")
 
 
-async def test_several_agents_talk_to_a_real_model_at_once(tiny, tiny_model):
+async def test_several_agents_use_a_real_model_concurrently(tiny, tiny_model):
     tokenizer = tiny[1]
     generator = EmbeddedGenerator(tiny_model, tokenizer)
     async with recording_endpoint(generator, Renderer(tokenizer), SAMPLING, seed=1) as endpoint:

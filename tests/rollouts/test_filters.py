@@ -1,4 +1,4 @@
-"""Filters look at the graded answers to one prompt and say whether they are worth training on."""
+"""Filters decide from the graded rollouts of one prompt whether to train on them."""
 
 import pytest
 
@@ -36,13 +36,13 @@ def test_answers_must_differ():
     assert filters.check_response_diversity(group(0, 0, texts=["a", "b"]), min_distinct=1.0)
 
 
-def test_lengths_are_those_of_what_was_sampled():
+def test_lengths_count_sampled_tokens():
     assert filters.check_reasonable_length(group(0, 0, lengths=[2, 5]), min_length=2, max_length=5)
     assert not filters.check_reasonable_length(group(0, 0, lengths=[2, 6]), max_length=5)
     assert not filters.check_reasonable_length(group(0, lengths=[0]))
 
 
-def test_quality_and_diversity_asks_for_all_three():
+def test_quality_and_diversity_requires_all_three():
     good = group(1.0, 0.0, texts=["a", "b"])
     assert filters.check_quality_and_diversity(good, min_reward=0.5)
     assert not filters.check_quality_and_diversity(good, min_reward=0.6)

@@ -1,4 +1,4 @@
-"""Rollouts survive a file whole; answers to one prompt stay together however they are sorted."""
+"""Rollouts are written and read without loss; rollouts of one prompt stay together."""
 
 import json
 
@@ -24,9 +24,9 @@ def rich(number=0):
         tools=({"type": "function", "function": {"name": "f"}},),
         metadata={"level": [1, {"x": None}]},
     )
-    said = Message("assistant", "", {"tool_calls": [{"function": {"name": "f", "arguments": {}}}]})
+    message = Message("assistant", "", {"tool_calls": [{"function": {"name": "f", "arguments": {}}}]})
     turns = (
-        Turn((1, 2), Generation((3,), (-0.1,), "stop", 4, "x", 0.25), (said, Message("tool", "7"))),
+        Turn((1, 2), Generation((3,), (-0.1,), "stop", 4, "x", 0.25), (message, Message("tool", "7"))),
         Turn(
             (1, 2, 3),
             Generation((5, 6), (-1e-7, -2.5), "length", 5, "y", versions=(5, 6)),
@@ -48,11 +48,11 @@ def test_what_is_written_is_read_back_without_loss(tmp_path):
     assert len(file.read_text().split("\n")) == 4
 
 
-def test_what_is_no_rollout_names_the_line_and_what_cannot_be_written_the_rollout(tmp_path):
+def test_errors_name_the_line_when_reading_and_the_rollout_when_writing(tmp_path):
     file = tmp_path / "r.jsonl"
     oxrl.write_rollouts(file, [rich()])
     file.write_text(file.read_text() + json.dumps({"step": 1}) + "\n")
-    with pytest.raises(ValueError, match="line 2 is no rollout"):
+    with pytest.raises(ValueError, match="line 2 is not a rollout"):
         oxrl.read_rollouts(file)
     with pytest.raises(ValueError, match="fake#0/0 cannot be written: .*set"):
         oxrl.write_rollouts(file, [fake_rollout("a", metadata={"seen": {1}})])

@@ -1,4 +1,4 @@
-"""Calls out of what models write, and results out of calls: whatever goes wrong is something the model can read."""
+"""Generated text to calls, calls to results; every failure is a result that the model can read."""
 
 import json
 import subprocess
@@ -105,7 +105,7 @@ def read(parser, text):
         ),
     ],
 )
-def test_every_known_form_of_a_call_is_read(parser, text, expected):
+def test_every_supported_call_format_is_parsed(parser, text, expected):
     assert read(parser, text) == expected
     assert read(parse_tools, text) == expected
     assert all(call.written and call.written in text and call.error is None for call in parser(text))
@@ -122,12 +122,12 @@ def test_every_known_form_of_a_call_is_read(parser, text, expected):
         "",
     ],
 )
-def test_what_is_no_call_gives_none(text):
+def test_text_without_calls_gives_none(text):
     assert parse_tools(text) == []
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "reason"),
     [
         ('<tool_call>{"name": "add", "arguments": {"a": 1</tool_call>', "not valid JSON"),
         ("<tool_call>add(1, 2)</tool_call>", "not valid JSON"),
@@ -141,14 +141,14 @@ def test_what_is_no_call_gives_none(text):
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", "not valid JSON"),
     ],
 )
-def test_a_malformed_call_is_a_call_with_an_error(text, words):
+def test_a_malformed_call_is_a_call_with_an_error(text, reason):
     (call,) = parse_tools(text)
-    assert words in call.error
+    assert reason in call.error
     (result,) = execute_tools([call], {"add": lambda a, b: a + b})
-    assert result.error == "malformed" and words in result.content
+    assert result.error == "malformed" and reason in result.content
 
 
-def test_calls_in_thoughts_do_not_count():
+def test_calls_in_thinking_blocks_are_ignored():
     text = f"<think>Maybe <tool_call>{CALL}</tool_call>?</think>No."
     assert extract_tool_calls(text) == []
     assert [call.name for call in extract_tool_calls(text + f"<tool_call>{CALL}</tool_call>")] == ["add"]
@@ -169,11 +169,11 @@ def test_the_parser_is_replaceable():
         (styles.CHATML, parse_tools),
     ],
 )
-def test_the_template_tells_which_parser(style, parser):
+def test_the_template_determines_the_parser(style, parser):
     assert tool_parser_for(byte_level(style)) is parser
 
 
-def test_tiny_writes_calls_as_xml(tiny):
+def test_the_parser_of_tiny_is_xml(tiny):
     assert tool_parser_for(tiny[1]) is parse_xml_tools
 
 
@@ -207,7 +207,7 @@ def broken() -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(
-    ("call", "error", "words"),
+    ("call", "error", "content"),
     [
         (ToolCall("add", {"a": 1, "b": 2}), None, "3"),
         (ToolCall("add", {"a": "1"}), None, "2"),
@@ -226,25 +226,25 @@ def broken() -> None:
         (ToolCall("long", {}), None, "[cut: 90 more characters]"),
     ],
 )
-async def test_whatever_happens_the_model_gets_to_read_it(call, error, words, anyio_backend, released):
+async def test_every_failure_is_a_result(call, error, content, anyio_backend, released):
     tools = {"add": add, "slowly": slowly, "stuck": stuck, "broken": broken, "long": lambda: "x" * 100}
     limit = 0.05 if error == "time-out" else HANG
     (result,) = await execute_functions([call], tools, time_limit=limit, max_chars=10 if call.name == "long" else 8000)
-    assert result.error == error and words in result.content
+    assert result.error == error and content in result.content
     assert result.to_message().role == "tool"
 
 
 @pytest.mark.anyio
 async def test_a_time_out_inside_a_tool_is_its_own_exception(anyio_backend):
-    def asks() -> None:
-        raise TimeoutError("the server did not answer")
+    def fetch() -> None:
+        raise TimeoutError("the server did not respond")
 
-    (result,) = await execute_functions([ToolCall("asks")], [asks])
-    assert (result.error, result.content) == ("exception", "error: TimeoutError: the server did not answer")
+    (result,) = await execute_functions([ToolCall("fetch")], [fetch])
+    assert (result.error, result.content) == ("exception", "error: TimeoutError: the server did not respond")
 
 
 @pytest.mark.anyio
-async def test_cancellation_is_not_taken_for_a_result(anyio_backend):
+async def test_cancellation_is_not_a_result(anyio_backend):
     started = anyio.Event()
 
     async def waits() -> None:
@@ -262,7 +262,7 @@ async def test_cancellation_is_not_taken_for_a_result(anyio_backend):
     assert scope.cancelled_caught
 
 
-def test_a_tool_that_never_returns_does_not_keep_the_program_from_ending():
+def test_a_tool_that_never_returns_does_not_block_exit():
     code = (
         "import signal; from oxrl.rollouts.tools import *\n"
         "def stuck():\n    while True: signal.pause()\n"
@@ -296,12 +296,12 @@ def test_executor_and_tracker_are_replaceable():
     )
     assert results == [ToolResult(calls[0], "yes"), ToolResult(calls[1], "yes")]
     assert tracked == {"n": 2}
-    with pytest.raises(ValueError, match="gave 0 results for 2 calls"):
+    with pytest.raises(ValueError, match="returned 0 results for 2 calls"):
         execute_tools(calls, tool_executor=lambda calls, tools: [])
 
 
 @pytest.mark.anyio
-async def test_the_plain_door_works_where_an_event_loop_runs(anyio_backend):
+async def test_the_synchronous_function_works_inside_an_event_loop(anyio_backend):
     assert execute_tools([ToolCall("add", {"a": 1})], [add])[0].content == "2"
 
 
@@ -361,7 +361,7 @@ def test_the_calculator_computes(expression, value):
 
 
 @pytest.mark.parametrize(
-    ("expression", "words"),
+    ("expression", "error"),
     [
         ("__import__('os').system('true')", "not allowed"),
         ("open('x')", "not allowed"),
@@ -380,6 +380,6 @@ def test_the_calculator_computes(expression, value):
         ("1" * 301, "at most 300"),
     ],
 )
-def test_the_calculator_refuses_what_is_not_arithmetic_or_too_large(expression, words):
-    with pytest.raises(ValueError, match=words):
+def test_the_calculator_refuses_what_is_not_arithmetic_or_too_large(expression, error):
+    with pytest.raises(ValueError, match=error):
         calculator(expression)

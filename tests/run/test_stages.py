@@ -202,10 +202,10 @@ LENGTH = {"reward": {"reward_func": "length_target", "params": {"target": 3}}}
             "no healthy server",
         ),
         ("grpo", {"reward": {"reward_func": "length_target"}}, "target"),
-        ("grpo", {**LENGTH, "rollout": {"n_samples": 1}}, "compares at least 2 answers"),
+        ("grpo", {**LENGTH, "rollout": {"n_samples": 1}}, "compares at least 2 completions"),
         ("grpo", {**LENGTH, "rollout": {"env": "tools"}}, "needs rollout.tools"),
         ("grpo", {**LENGTH, "rollout": {"max_tokens": 4000}}, "leaves room for rollout.max_tokens=4000"),
-        ("grpo", {**LENGTH, "rollout": {"filter": "check_min"}}, "no filter is called 'check_min'"),
+        ("grpo", {**LENGTH, "rollout": {"filter": "check_min"}}, "unknown filter 'check_min'"),
         ("reinforce", {**LENGTH, "train": {"iterations": 2}}, "one optimizer step per batch"),
         ("spin", {"reward": {"reward_func": "length_target"}}, "target"),
         (

@@ -65,6 +65,10 @@ class Engine:
         self, request: Request, sampling: GenerationConfig, on_token: Callable[[int], None] = lambda _: None
     ) -> Job:
         check_sampling(sampling)
+        if request.media:  # equal tokens share a prefill
+            raise ValueError(
+                f"the request has media, and the embedded engine gives {type(self.model).__name__} tokens only"
+            )
         partial = request.begun or Generation((), (), "aborted", self.version)
         if partial.finish_reason != "aborted":
             raise ValueError(

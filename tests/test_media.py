@@ -1,0 +1,114 @@
+"""Media are carried from a sample to a batch, and rows share a prompt only if tokens and media are equal."""
+
+import json
+
+import anyio
+import numpy as np
+import pytest
+
+import oxrl
+from oxrl.algorithms import algorithm
+from oxrl.algorithms.rows import rows_of
+from oxrl.backends.forward import LanguageModel, _share
+from oxrl.backends.local import on_device
+from oxrl.data.buffer import DataBuffer
+from oxrl.data.pack import collate, computed_tokens, pack
+from oxrl.data.render import Renderer
+from oxrl.generators.embedded.generator import EmbeddedGenerator
+from oxrl.rollouts.collect import RolloutConfig, RolloutSampler, sampling_manager
+from oxrl.rollouts.record import rollout_from_json, rollout_to_json
+from oxrl.testing import ScriptedGenerator, fake_rollout
+from oxrl.types import GenerationConfig, Media, Message, Request, Row, Sample
+
+CAT, DOG = Media("image", "cat.png"), Media("image", b"\x89PNG", "image/png")
+PROMPT = (Message("user", "What is in the picture?"),)
+ANSWER, OTHER = (Message("assistant", "A cat."),), (Message("assistant", "A dog."),)
+SAMPLES = {
+    "sft": Sample("s", (*PROMPT, *ANSWER), media=(CAT, DOG)),
+    "cpt": Sample("s", text="A cat.", media=(CAT, DOG)),
+    "dpo": Sample("s", PROMPT, chosen=ANSWER, rejected=OTHER, media=(CAT, DOG)),
+    "kto": Sample("s", (*PROMPT, *ANSWER), label=True, media=(CAT, DOG)),
+    "grpo": Sample("s", PROMPT, responses=(ANSWER, OTHER), rewards=(1.0, 0.0), media=(CAT, DOG)),
+}
+
+
+@pytest.mark.parametrize("name", list(SAMPLES))
+def test_media_are_carried_from_a_sample_to_a_batch(tiny, name):
+    chosen = algorithm(name)
+    items = chosen.arrange(chosen.assemble(SAMPLES[name], Renderer(tiny[1])))
+    batch = collate(items)
+    assert batch.num_rows >= 1 and batch.media == ((CAT, DOG),) * batch.num_rows
+    assert on_device(batch, batch.tokens.device).media == batch.media
+
+
+def test_media_are_carried_from_a_sample_to_its_requests_and_rollouts(tiny):
+    generator = ScriptedGenerator(tiny[1], ["A cat.", "A dog."])
+    sampler = RolloutSampler(generator, Renderer(tiny[1]), GenerationConfig())
+    config = RolloutConfig(batch_size=1, n_samples_per_prompt=2, reward_fn=lambda rollout: 1.0)
+    source = DataBuffer([Sample("s", PROMPT, media=(CAT,))])
+    (group,) = anyio.run(sampling_manager(source, sampler, config).collect).groups
+    assert [request.media for request in generator.requests] == [(CAT,)] * 2
+    assert [row.media for rollout in group for row in rows_of(rollout)] == [(CAT,)] * 2
+
+
+def test_a_rollout_with_media_survives_json_and_one_without_has_no_such_key():
+    plain = fake_rollout("A cat.")
+    assert "media" not in rollout_to_json(plain)["sample"]
+    rollout = oxrl.Rollout(SAMPLES["sft"], plain.turns)
+    assert rollout_from_json(json.loads(json.dumps(rollout_to_json(rollout)))) == rollout
+
+
+def rows(*media, length=24):
+    """Rows with the same prompt of 20 tokens, one for each of `media`."""
+    return [
+        Row(f"r{index}", [*range(20), *[50 + index] * (length - 20)], np.arange(length) >= 20, media=each)
+        for index, each in enumerate(media)
+    ]
+
+
+def packed(*media):
+    return _share(collate([(row,) for row in rows(*media)]))
+
+
+@pytest.mark.parametrize(
+    ("media", "prompts"),
+    [
+        (((), (), ()), 1),
+        (((CAT,), (CAT,), (CAT,)), 1),
+        (((CAT,), (DOG,), (CAT,)), 2),
+        (((CAT,), (), (CAT, CAT)), 3),
+        (((CAT,), (CAT._replace(kind="audio"),), (CAT._replace(data=b"cat.png"),)), 3),
+    ],
+)
+def test_a_prompt_is_shared_only_by_rows_with_equal_media(media, prompts):
+    items = [(row,) for row in rows(*media)]
+    assert len(_share(collate(items)).tokens) == computed_tokens(items) == 3 * 4 + 20 * prompts
+
+
+def test_a_row_borrows_from_the_rows_with_its_own_media():
+    packing = packed((CAT,), (DOG,), (CAT,))
+    assert packing.tokens[packing.back].tolist() == collate([(row,) for row in rows((), (), ())]).tokens.tolist()
+    first, second, third = packing.back.reshape(3, 24)[:, :20].tolist()
+    assert first == third and not set(first) & set(second)
+
+
+def test_packing_counts_a_prompt_once_for_each_of_its_media():
+    assert len(pack([(row,) for row in rows((CAT,), (CAT,))], 28)) == 1
+    assert len(pack([(row,) for row in rows((CAT,), (DOG,))], 28)) == 2
+
+
+def test_what_gets_tokens_only_refuses_media(tiny, tiny_model):
+    with pytest.raises(ValueError, match="row r0 has media"):
+        LanguageModel(tiny_model)(collate([(row,) for row in rows((CAT,), ())]))
+    with pytest.raises(ValueError, match="request has media"):
+        anyio.run(EmbeddedGenerator(tiny_model, tiny[1]).generate, [Request((1, 2), media=(CAT,))], GenerationConfig())
+    with pytest.raises(ValueError, match="sample s has media"):
+        oxrl.create_rollout(tiny_model, tiny[1], SAMPLES["sft"], GenerationConfig())
+
+
+def test_fingerprints_depend_on_media_and_without_them_are_those_of_former_versions():
+    def fingerprint(*media):
+        return DataBuffer([Sample("s", PROMPT, answer="a cat", media=media)]).state()["fingerprint"]
+
+    assert len({fingerprint(), fingerprint(CAT), fingerprint(DOG)}) == 3
+    assert fingerprint() == "c35abc8ef8f9f0f5d76e535f25a4c30e"
