@@ -306,7 +306,7 @@ def patience_with_an_engine(place, overrides):
         config = place.config([*overrides, f"inference_engine.urls=[{url}]"])
 
         async def give_up():
-            with pytest.raises(EngineError, match="no answer within"):
+            with pytest.raises(EngineError, match="no response within"):
                 async with open_engine(config, None, place.folder, None):
                     pass
             return anyio.current_time()
