@@ -177,8 +177,9 @@ class Replica:
             with anyio.move_on_after(self.limits.look):
                 await self._check_requested.wait()
             requested, self._check_requested = self._check_requested.is_set(), anyio.Event()
-            # Beside a trainer at work it would find no free memory: a restart waits until `wake_up`.
             problem = "" if self._asleep else await self._problem(thorough=requested)
+            if self._asleep:  # perhaps since the check started; the trainer has its memory: restart at `wake_up`
+                problem = ""
             if problem:
                 await self._restart(problem)
             if problem or requested:

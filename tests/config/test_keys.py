@@ -309,7 +309,7 @@ def engine_timeout(home, overrides):
         config = home.config([*overrides, f"inference_engine.urls=[{url}]"])
 
         async def time_out():
-            with pytest.raises(EngineError, match="no answer within"):
+            with pytest.raises(EngineError, match="no response within"):
                 async with open_engine(config, None, home.folder, None):
                     pass
             return anyio.current_time()

@@ -243,6 +243,26 @@ async def test_a_replica_that_died_asleep_is_restarted_at_wake_up(tiny, tmp_path
         assert replica.restarts == 1 and replica.server.process.poll() is None
 
 
+async def test_a_replica_that_falls_asleep_and_dies_during_a_check_is_not_restarted(tmp_path):
+    checking, proceed = anyio.Event(), anyio.Event()
+
+    def pause_checks(replica):
+        async def wait_for_health():
+            checking.set()
+            await proceed.wait()
+
+        replica._wait_for_health = wait_for_health
+
+    async with watched(tmp_path, [HEALTHY, HEALTHY], pause_checks) as replica:
+        await checking.wait()
+        await replica.sleep()
+        kill(replica)
+        checks = replica._checks
+        proceed.set()
+        await wait_until_async(lambda: replica._checks > checks, "the check is finished")
+        assert replica.restarts == 0
+
+
 async def test_an_abort_does_not_wait_for_a_replica_that_is_being_started(tiny, tmp_path):
     answers = []
     async with watched(tmp_path, [HEALTHY, NEVER_READY], kill) as replica:
