@@ -23,7 +23,7 @@ LOSS = """
 from pathlib import Path
 from oxrl.algorithms.preference import Pairs, dpo
 
-HOME = Path(__file__).parents[1]
+HOME = Path(__file__).parent
 
 def loss(pairs: Pairs):
     metrics = HOME / "runs" / "one" / "metrics.jsonl"
