@@ -306,6 +306,7 @@ from oxrl.types import (
     ImmediateTrainFuture as ImmediateTrainFuture,
     Item as Item,
     Losses as Losses,
+    Media as Media,
     Message as Message,
     MetricsLogger as MetricsLogger,
     ModelConfig as ModelConfig,

@@ -38,5 +38,5 @@ def as_prompt(sample: Sample) -> Sample:
     """A conversation that ends with a response, as its prompt with the response as the reference answer."""
     if not sample.messages or sample.messages[-1].role != "assistant":
         return sample
-    response = str(sample.messages[-1].content)
+    response = sample.messages[-1].text
     return replace(sample, messages=sample.messages[:-1], answer=response if sample.answer is None else sample.answer)
