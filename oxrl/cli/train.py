@@ -144,4 +144,4 @@ def _report(result: RunResult, config: Config, *, as_json: bool) -> None:
     typer.echo("  ".join(f"{key} {value:.4g}" for key, value in shown.items()) or "nothing was left to do")
     typer.echo(f"model: {result.checkpoint}")
     if config.train.alg_name != "rm":  # a reward model generates no text
-        typer.echo(f"chat with it: oxrl chat {result.folder}")
+        typer.echo(f"to chat: oxrl chat {result.folder}")

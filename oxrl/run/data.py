@@ -99,7 +99,7 @@ def _prompts(config: Config, loaded: Loaded, tokenizer: Any, name: str) -> tuple
     if not fitting:
         raise ConfigError(
             f"{name}: no prompt leaves room for rollout.max_tokens={config.rollout.max_tokens} in "
-            f"data.max_seq_len={data.max_seq_len}: raise the one or lower the other"
+            f"data.max_seq_len={data.max_seq_len}: raise the latter or lower the former"
         )
     if config.reward.reward_func is not None:
         try:
