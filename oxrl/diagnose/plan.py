@@ -39,6 +39,7 @@ from oxrl.diagnose.memory import (
 from oxrl.generators.vllm.server import CPU_SETTINGS
 from oxrl.loops.memory_warmup import heaviest, longest_items
 from oxrl.machine.hardware import Device, Hardware, detect_hardware
+from oxrl.machine.inventory import device_as_json
 from oxrl.models.load import adapter_base, find_model, load_model_config, resolve_device, resolve_dtype
 from oxrl.models.lora import LoraSettings, attach_lora, read_adapter_config
 from oxrl.run.data import longest_possible_items
@@ -140,6 +141,7 @@ class Plan(NamedTuple):
         fields = {name: getattr(self, name) for name in self._fields if name not in ("memory", "folder")}
         return {
             **{name: value._asdict() if hasattr(value, "_asdict") else value for name, value in fields.items()},
+            "device": device_as_json(self.device),
             "folder": str(self.folder),
             "traffic": self.shards.traffic(self.facts),
             "memory": {**dict(self.memory.components()), "peak": self.memory.peak},

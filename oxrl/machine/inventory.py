@@ -90,11 +90,11 @@ def as_json(environment: Environment) -> dict[str, Any]:
         "torch": environment.torch._asdict(),
         "driver": environment.driver and environment.driver._asdict(),
         "hardware": hardware
-        and (hardware._asdict() | {"devices": [_device_as_json(device) for device in hardware.devices]}),
+        and (hardware._asdict() | {"devices": [device_as_json(device) for device in hardware.devices]}),
     }
 
 
-def _device_as_json(device: Device) -> dict[str, Any]:
+def device_as_json(device: Device) -> dict[str, Any]:
     fields = device._asdict()
     return {"place": fields.pop("device"), **fields}  # the key that reports have always had
 

@@ -19,8 +19,8 @@ from oxrl.types import ModelConfig, Row
 AROUND_A_TURN = 23  # <|bos|> 1, user 1 + 4 + 1 + 1 + 1, assistant 1 + 9 + 1, its <|im_end|> 1, and "Hi" 2
 
 
-def _turn(said: str, asked: str = "Hi") -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]}
+def _turn(response: str, prompt: str = "Hi") -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]}
 
 
 def _file(folder: Path, *lines: dict[str, Any] | str) -> str:
@@ -43,7 +43,7 @@ def test_statistics_count_what_would_be_trained_and_what_would_not(tmp_path: Pat
     no_answer = {"messages": [{"role": "user", "content": "Hi"}]}
     lines = [_turn("yes"), _turn("maybe"), "{broken", _turn("yes"), no_answer, _turn("x" * 100)]
     report = inspect_data(_file(tmp_path, *lines), "tiny", "sft", 100, {})
-    kept = [AROUND_A_TURN + len(said) for said in ("yes", "maybe", "yes")]
+    kept = [AROUND_A_TURN + len(text) for text in ("yes", "maybe", "yes")]
     assert report.statistics() == {
         "format": "messages",
         "samples": 5,
@@ -61,7 +61,7 @@ def test_statistics_count_what_would_be_trained_and_what_would_not(tmp_path: Pat
     assert [reason.split(" ")[0] for reason in report.skipped] == ["data.jsonl:3:", "data.jsonl:5:"]
 
 
-def test_problems_name_their_places(tmp_path: Path) -> None:
+def test_problems_name_their_rows(tmp_path: Path) -> None:
     lines = [_turn("yes"), _turn(""), _turn("yes"), _turn("x" * 100)]
     assert problems(inspect_data(_file(tmp_path, *lines), "tiny", "sft", 100, {})) == [
         "longer than 100 tokens, left out unless data.overlong is truncate: 1 (data.jsonl:4)",
@@ -74,7 +74,7 @@ def test_good_data_has_no_problems(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "no problems found" in _printed(_file(tmp_path, _turn("yes"), _turn("no")), capsys)
 
 
-def test_rows_that_are_all_too_long_are_reported_not_refused(
+def test_rows_that_are_all_too_long_are_reported_as_a_problem(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = _printed(_file(tmp_path, _turn("x" * 100)), capsys, max_len=50)
@@ -100,19 +100,17 @@ def test_a_terminal_shows_trained_tokens_in_green_and_token_borders(
     monkeypatch.delenv("NO_COLOR", raising=False)
     out = _printed(_file(tmp_path, _turn("ab")), capsys)
     assert "⟦" not in out
-    assert "\x1b[2;4mH\x1b[0m\x1b[2mi\x1b[0m\x1b[2;4;7m<|im_end|>\x1b[0m" in out, "given: dim, underlined by turns"
+    assert "\x1b[2;4mH\x1b[0m\x1b[2mi\x1b[0m\x1b[2;4;7m<|im_end|>\x1b[0m" in out, "dim, alternately underlined"
     assert "\x1b[1;32ma\x1b[0m\x1b[1;4;32mb\x1b[0m\x1b[1;7;32m<|im_end|>\x1b[0m" in out
 
 
-def test_only_as_many_rows_as_asked_for_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_the_given_number_of_rows_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = _file(tmp_path, *(_turn(f"answer {i}") for i in range(4)))
     assert _printed(file, capsys, rows=2).count("⟦answer") == 2
     assert _printed(file, capsys, rows=0).count("⟦") == 0
 
 
-def test_the_first_five_reasons_are_told_in_the_order_of_the_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_first_five_reasons_are_printed_in_file_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     unanswered = {"messages": [{"role": "user", "content": "Hi"}]}
     out = _printed(_file(tmp_path, _turn("yes"), *["{broken", unanswered] * 5), capsys)
     assert "10 skipped:" in out
@@ -174,7 +172,7 @@ def test_plain_text_is_shown_for_cpt(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "nce upon<|im_end|>⟧" in capsys.readouterr().out
 
 
-def test_data_for_another_algorithm_is_refused_in_words(tmp_path: Path) -> None:
+def test_data_for_another_algorithm_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no row is left to train on; the first reason: data\.jsonl:1: cpt trains on"):
         inspect_data(_file(tmp_path, _turn("yes")), "tiny", "cpt", 100, {})
 
@@ -188,7 +186,7 @@ def test_the_command_prints_statistics_as_json_and_maps_columns(tmp_path: Path) 
     assert (numbers["rows"], numbers["trained_tokens"]) == (1, 2)
 
 
-def test_the_command_prints_rows_and_answers_a_wrong_file_in_words(tmp_path: Path) -> None:
+def test_the_command_prints_rows_and_suggests_a_file_for_a_wrong_one(tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, ["data", "show", _file(tmp_path, _turn("yes")), "--model", "tiny"])
     assert shown.exit_code == 0, shown.output
     assert "format messages, 1 samples" in shown.stdout
@@ -198,7 +196,7 @@ def test_the_command_prints_rows_and_answers_a_wrong_file_in_words(tmp_path: Pat
     assert "did you mean data.jsonl?" in wrong.stderr
 
 
-def test_prompts_to_be_answered_are_shown_as_what_the_model_will_be_asked(tmp_path):
+def test_prompts_of_an_online_algorithm_are_shown_as_rendered(tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "2+2?", "answer": "4"}\n')
     report = inspect_data(str(file), "tiny", "grpo", 2048, {})
