@@ -11,6 +11,7 @@ from oxrl.concurrency import task_group
 from oxrl.data.pack import collate, count_units, pack
 from oxrl.loops.statistics import confidence_interval
 from oxrl.loops.step import credit_step
+from oxrl.names import renamed_keywords
 from oxrl.rewards.grade import AnyReward, grade
 from oxrl.rewards.length import sampled_tokens
 from oxrl.rollouts.collect import RolloutSampler
@@ -44,6 +45,7 @@ async def evaluate_offline(
     return {f"eval_{name}": value for name, value in sums.items()}
 
 
+@renamed_keywords(answers="sampler")
 async def evaluate_online(
     sampler: RolloutSampler, samples: Sequence[Sample], reward: AnyReward | None, *, time_limit: float = 30.0
 ) -> dict[str, float]:

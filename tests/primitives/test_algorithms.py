@@ -46,7 +46,7 @@ def test_group_advantages_and_losses_are_those_of_the_table():
     assert float(p.compute_ppo_loss(a_policy())) == pytest.approx(-1 / 3)
 
 
-def test_ppo_doors():
+def test_ppo_losses_and_advantages():
     rewards = torch.tensor([0.0, 0.0, 1.0])
     assert p.compute_ppo_advantages(rewards, lam=1.0).tolist() == [1.0, 1.0, 1.0]
     halves = p.compute_ppo_advantages(rewards, value_fn=lambda r: torch.full_like(r, 0.5), lam=1.0)
@@ -55,7 +55,7 @@ def test_ppo_doors():
     assert float(loss) == pytest.approx(2.0)
 
 
-def test_configs_are_checked_and_accept_former_spellings():
+def test_configs_are_checked_and_accept_aliases():
     assert p.create_algorithm_config("dapo", {"beta": 0.1}).name == "dapo_pairs"
     assert p.create_algorithm_config("dapo").name == "dapo"
     clips = p.create_algorithm_config("grpo", {"clip_range": 0.3, "kl_coef": 0.2}).parameters

@@ -93,7 +93,7 @@ def test_a_turn_is_added_to_the_conversation(model, tiny):
     assert CALL in generation.text
 
 
-def test_a_rollout_is_answered_graded_and_compared(model, tiny):
+def test_a_rollout_is_sampled_graded_and_compared(model, tiny):
     tokenizer = tiny[1]
     sample = Sample("sum", messages=CHAT.messages, answer="144")
 
@@ -160,7 +160,7 @@ def test_tools_are_called_until_the_model_is_done(model, tiny, executor):
     assert same.tokens == rollout.tokens
 
 
-def test_a_parser_alone_reads_calls_and_executes_none(model, tiny):
+def test_a_parser_alone_parses_calls_and_executes_none(model, tiny):
     rollout = create_rollout(model, tiny[1], CHAT, CONFIG, tool_parser=parse_xml_tools, generator=scripted(CALL))
     assert len(rollout.turns) == 1
     assert rollout.messages[-1].extra["tool_calls"]
@@ -188,7 +188,7 @@ def test_a_stop_condition_ends_it_and_any_environment_will_do(model, tiny):
     assert talked.response == "a\nb"
 
 
-def test_turns_of_the_real_model_are_drawn_from_seeds_of_their_own(model, tiny):
+def test_turns_of_the_real_model_have_their_own_seeds(model, tiny):
     env = dialogue(lambda conversation: "Go on.", max_turns=3)
     config = CONFIG._replace(stop_token_ids=tuple(range(256)), max_new_tokens=4)  # any byte ends a turn
     rollout = create_multiturn_rollout(model, tiny[1], CHAT, config, env=env)
