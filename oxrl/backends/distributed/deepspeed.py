@@ -193,7 +193,7 @@ def _checked(name: str, config: dict[str, Any], section: Section, dtype: torch.d
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 
     if owned := sorted(OWNED & section.keys()):
-        raise ValueError(f"{name}.{owned[0]} cannot be set: it follows from the train section, as for all backends")
+        raise ValueError(f"{name}.{owned[0]} cannot be set: it follows from the train and model sections")
     if unknown := sorted(section.keys() - KEYS):
         raise ValueError(f"{name}.{unknown[0]} is not a setting of DeepSpeed{did_you_mean(unknown[0], KEYS | OWNED)}")
     if dtype not in (torch.float32, torch.bfloat16):
