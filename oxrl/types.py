@@ -512,6 +512,12 @@ class Algorithm:
     parameters: Mapping[str, Any] = field(default_factory=dict)
     online: Online | None = None  # None: it trains on files only
     source: str = ""  # name or import path given to `algorithm`, for rebuilding it in other processes
+    built: tuple[Any, ...] = field(default=(), repr=False, compare=False)  # `worker_parts` as `algorithm` built them
+
+    @property
+    def worker_parts(self) -> tuple[Any, ...]:
+        """What a worker process uses of it."""
+        return self.name, self.loss, self.needs, self.reads, self.parameters
 
     @property
     def others(self) -> set[str]:

@@ -25,7 +25,8 @@ def algorithm(name: str, **parameters: Any) -> Algorithm:
     recipe = find(name)
     _check_parameters(recipe, parameters)
     defaults = {each: parameter.default for each, parameter in recipe.schema().items()}
-    return replace(recipe.build(recipe.name, {**defaults, **parameters}), source=name)
+    built = recipe.build(recipe.name, {**defaults, **parameters})
+    return replace(built, source=name, built=built.worker_parts)
 
 
 def find(name: str) -> Recipe:

@@ -1,6 +1,7 @@
 """Algorithms are sent to other processes by name and rebuilt there; others are refused before training."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -41,7 +42,10 @@ DPO = algorithm("dpo")
     [
         {"name": "my_dpo"},
         {"loss": flat},
-        {"loss": algorithm("sft").loss},
+        {"loss": algorithm("ipo").loss},
+        {"loss": algorithm("dpo", beta=0.7).loss},
+        {"loss": partial(DPO.loss)},
+        {"parameters": {**DPO.parameters, "beta": 0.7}},
         {"needs": ()},
         {"reads": {"kl": Read(flat)}},
     ],

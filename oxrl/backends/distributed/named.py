@@ -18,20 +18,13 @@ class NamedAlgorithm(NamedTuple):
     @classmethod
     def of(cls, algorithm: Algorithm) -> NamedAlgorithm:
         """Return the name and parameters; raise if other ranks would rebuild another algorithm from them."""
-        named = cls(algorithm.source or algorithm.name, dict(algorithm.parameters))
-        if _description(named.rebuilt()) != _description(algorithm):
+        parts = zip(algorithm.worker_parts, algorithm.built, strict=False)
+        if not algorithm.built or any(now is not then for now, then in parts):
             raise ValueError(
                 f"{algorithm.name} was changed in this process, so other ranks cannot rebuild it by name: put the "
                 "loss into a file and use algorithm('my_file.py:my_loss')"
             )
-        return named
+        return cls(algorithm.source, dict(algorithm.parameters))
 
     def rebuilt(self) -> Algorithm:
         return named_algorithm(self.source, **self.parameters)
-
-
-def _description(algorithm: Algorithm) -> tuple[Any, ...]:
-    """What a worker uses of an algorithm, with functions by their names."""
-    functions = [algorithm.loss, *(read.statistic for read in algorithm.reads.values())]
-    names = [getattr(getattr(function, "func", function), "__qualname__", repr(function)) for function in functions]
-    return algorithm.name, dict(algorithm.parameters), algorithm.needs, list(algorithm.reads), names
