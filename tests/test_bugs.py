@@ -120,7 +120,7 @@ def test_no_config_key_is_a_promise_that_nobody_keeps():
     for name, section in Config.model_fields.items():
         for key in section.annotation.model_fields:
             assert re.search(
-                rf"\b(config|model|train|data|lora|reward|rollout|section|run|self)\.({name}\.)?{key}\b", source
+                rf"\b(config|model|train|data|lora|reward|rollout|section|run|engine|self)\.({name}\.)?{key}\b", source
             ), f"{name}.{key}"
 
 

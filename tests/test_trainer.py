@@ -179,7 +179,7 @@ def test_a_function_of_a_script_is_known_while_the_process_lives():
 
     assert import_object(import_path_of(local)) is local
     assert import_path_of(sums) == "tests.rows:sums"
-    with pytest.raises(ValueError, match=r"put it into a file and name it FILE\.py:forgotten"):
+    with pytest.raises(ValueError, match=r"move it to a file .* FILE\.py:forgotten"):
         import_object("live:forgotten")
 
 

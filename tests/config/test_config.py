@@ -285,7 +285,7 @@ def test_without_a_reward_it_is_inferred_from_the_rows_and_logged(rows, reward, 
     assert inputs.config.reward.reward_func == reward
     assert f"reward: {reward}, because" in caplog.text and "to change it: --reward" in caplog.text
     assert "so sgrpo is used" in caplog.text
-    assert ("these rows have replies" in caplog.text) == (rows == "replies")
+    assert ("used as reference answers" in caplog.text) == (rows == "replies")
 
 
 @pytest.mark.parametrize("row", [{"prompt": "hi"}, {"prompt": "hi", "response": "a long reply, " * 20}])
@@ -308,7 +308,7 @@ def test_the_reward_of_a_dataset_takes_precedence_over_the_task(tmp_path, monkey
     rows = str(write_jsonl(tmp_path / "rows.jsonl", sums(4)))
     config = config_of(data={"train_files_path": rows}, run={"task": "reasoning"}, rollout={"max_tokens": 8})
     assert resolve(config).config.reward.reward_func == "reasoning_reward_func"
-    assert "which goes with the task reasoning" in caplog.text
+    assert "the reward of the task reasoning" in caplog.text
 
 
 MY_REWARD = """\
@@ -437,7 +437,7 @@ def test_the_root_scripts_run_any_algorithm(script, tmp_path, monkeypatch):
         ({"train": {"alg_name": "rlhf"}}, "set reward.model"),
         ({"train": {"alg_name": "kd"}}, "model.teacher"),
         ({"train": {"alg_name": "rloo", "iterations": 2}}, "one optimizer step per batch"),
-        ({"reward": {"model": "x", "judge": "y"}}, "reward_func and judge are set"),
+        ({"reward": {"model": "x", "judge": "y"}}, "model and judge are set"),
         ({"reward": {"reward_func": "exact_mtch"}}, "did you mean exact_match?"),
         ({"reward": {"reward_func": "exact_match", "params": {"nope": 1}}}, "no parameter nope"),
         ({"rollout": {"filter": "nofilter"}}, "nofilter"),

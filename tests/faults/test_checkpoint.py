@@ -92,14 +92,14 @@ def test_a_damaged_checkpoint_is_moved_and_the_one_before_is_used(root, caplog):
     flip(root / "step_0003" / "optimizer.safetensors")
     with caplog.at_level(logging.WARNING):
         assert intact_checkpoint(root) == root / "step_0002"
-    assert "optimizer.safetensors is damaged" in caplog.text and "step_0002 is taken instead" in caplog.text
+    assert "optimizer.safetensors is damaged" in caplog.text and "step_0002 is used instead" in caplog.text
     assert checkpoints(root) == [root / "step_0002"] and (root / "damaged-step_0003").exists()
 
 
 def test_if_all_checkpoints_are_damaged_it_raises_and_nothing_is_moved(root):
     for step in ("step_0002", "step_0003"):
         flip(root / step / "model.safetensors")
-    with pytest.raises(CorruptCheckpointError, match=r"step_0003/model.safetensors is damaged.*every one before"):
+    with pytest.raises(CorruptCheckpointError, match=r"step_0003/model.safetensors is damaged.*every earlier one"):
         intact_checkpoint(root)
     assert len(checkpoints(root)) == 2
 
@@ -157,7 +157,7 @@ def test_after_a_full_disk_and_a_damaged_checkpoint_a_resumed_run_is_the_same(tm
     assert codes == [0, 1, 0], log
     assert left == ["step_0002", "step_0003"], "old checkpoints, and no half of a new one"
     assert "could not be written" in log and "File too large" in log
-    assert "step_0003 is whole. Make room, then go on with --resume" in log
-    assert "step_0003/optimizer.safetensors is damaged" in log and "step_0002 is taken instead" in log
+    assert "step_0003 is intact. Free disk space, then use --resume" in log
+    assert "step_0003/optimizer.safetensors is damaged" in log and "step_0002 is used instead" in log
     assert facts(tmp_path / "broken", 6) == facts(tmp_path / "whole", 6)
     assert [line["step"] for line in facts(tmp_path / "broken", 6)[1]] == list(range(1, 7))

@@ -246,8 +246,8 @@ def test_a_config_clamps_rewards_and_penalizes_length(tmp_path):
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"reward_func": {"contains": 1.0}, "params": {"whole_words": False}}, "theirs by name"),
-        ({"reward_func": {"contains": 1.0}, "params": {"number_match": {}}}, "theirs by name"),
+        ({"reward_func": {"contains": 1.0}, "params": {"whole_words": False}}, "parameters by name"),
+        ({"reward_func": {"contains": 1.0}, "params": {"number_match": {}}}, "parameters by name"),
         ({"reward_func": {"contains": 1.0}, "params": {"contains": {"whole": False}}}, "did you mean whole_words"),
         ({"clamp": [1.0, 0.0]}, r"clamp is \[min, max\]"),
         ({"clamp": [1.0]}, "at least 2"),

@@ -162,7 +162,7 @@ def test_a_script_trains_over_ranks_and_gets_its_result(script):
 def test_a_run_that_loses_a_rank_ends_as_if_nothing_had_happened(start, script, log, tmp_path):
     (script.folder.parent / "loses_rank_1").write_text(str(tmp_path / "run"))
     assert start().end() == [0], log()[-3000:]
-    assert "rank 1 was ended by SIGKILL: going on from the last checkpoint (restart 1 of 3)" in log()
+    assert "rank 1 was ended by SIGKILL: resuming from the last checkpoint (restart 1 of 3)" in log()
     assert steps_of(tmp_path / "run") == list(range(1, STEPS + 1))
     expected, found = weights(script.folder), weights(tmp_path / "run")
     assert all(found[name].equal(tensor) for name, tensor in expected.items())
@@ -218,7 +218,7 @@ def is_alive(process: psutil.Process) -> bool:
 def test_a_run_under_ray_that_loses_an_actor_resumes(ray_here, caplog, tmp_path):
     (tmp_path / "loses_rank_1").write_text(str(tmp_path / "run"))
     train_over_two_ranks(tmp_path, backend="ray", sharding="fsdp")
-    assert "going on from the last checkpoint (2 restarts left)" in caplog.text
+    assert "resuming from the last checkpoint (2 restarts left)" in caplog.text
     assert steps_of(tmp_path / "run") == list(range(1, STEPS + 1))
 
 

@@ -228,7 +228,7 @@ def test_spin_asks_for_a_reward_where_answers_are_held_out_and_measures_by_it(tm
     rows = str(write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": f"say {i}", "response": "a"} for i in range(8)]))
     spin = {"data": {"train_files_path": rows, "val_files_path": rows}, "train": {"alg_name": "spin"}}
     refused = run("train", online(tmp_path, **spin), "--output", tmp_path / "out")
-    assert (refused.exit_code, "held-out answers are measured by one" in " ".join(refused.output.split())) == (2, True)
+    assert (refused.exit_code, "leave data.val_files_path out" in " ".join(refused.output.split())) == (2, True)
     assert run("train", online(tmp_path, **spin, **LENGTH), "--output", tmp_path / "out").exit_code == 0
     assert "eval_reward" in (tmp_path / "out/metrics.jsonl").read_text()
 
