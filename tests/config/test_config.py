@@ -285,7 +285,7 @@ def test_without_a_reward_it_is_inferred_from_the_rows_and_logged(rows, reward, 
     assert inputs.config.reward.reward_func == reward
     assert f"reward: {reward}, because" in caplog.text and "to change it: --reward" in caplog.text
     assert "so sgrpo is used" in caplog.text
-    assert ("used as reference answers" in caplog.text) == (rows == "replies")
+    assert ("as reference answers" in caplog.text) == (rows == "replies")
 
 
 @pytest.mark.parametrize("row", [{"prompt": "hi"}, {"prompt": "hi", "response": "a long reply, " * 20}])
