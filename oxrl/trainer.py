@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 import yaml
 
 from oxrl.config import Config, ConfigError, check_config, load_config, nearest_key
+from oxrl.config.registry import find_backend
 from oxrl.data.prepare import DATASETS, data_dir
 from oxrl.diagnose.memory import fitting_batch
 from oxrl.diagnose.plan import (
@@ -286,7 +287,8 @@ def choose_backend(sections: Sections) -> tuple[Choice, ...]:
     backend = sections.get("run", {}).get("backend", "auto")
     if f'"{LIVE}:' not in json.dumps(sections):
         return ()
-    if backend in ("fsdp", "deepspeed") and "RANK" not in os.environ:  # those of torchrun all run the script
+    launched = backend != "auto" and find_backend(backend).processes == "ranks"
+    if launched and "RANK" not in os.environ:  # those of torchrun all run the script
         raise ConfigError(
             f"run.backend: {backend} starts processes that cannot import a function of a script: put it into a "
             "file and pass 'FILE.py:FUNCTION', or use the backend local or ray"
@@ -336,7 +338,7 @@ def choose_sizes(spec: RunSpec, hardware: Hardware) -> tuple[RunSpec, tuple[Choi
 def _where(config: Config, hardware: Hardware) -> Choice:
     device = chosen_device(resolve_device(config.model.device), hardware)
     why = f"{device.name or 'the CPU'} with {device.free / 2**30:.0f} GiB free"
-    if config.run.backend != "local":
+    if find_backend(config.run.backend).processes != "one":
         share = "all of them" if device.device == "cpu" else "each"  # they share one CPU
         return Choice("run.backend", config.run.backend, f"{config.ranks} processes train, {share} on {why}")
     others = len(hardware.gpus) - 1

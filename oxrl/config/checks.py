@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from oxrl.algorithms import algorithm
+from oxrl.config.registry import BACKENDS, ENGINES, engines_with, find_backend, find_engine
 from oxrl.config.schema import Config
 from oxrl.types import Algorithm
 
@@ -52,8 +53,31 @@ class InactiveKey(NamedTuple):
     condition: str  # completes "KEY has no effect ..."
 
 
+def _uses(key: str, config: Config) -> bool:
+    return key in find_engine(config.engine).keys
+
+
+def _engine_key(key: str) -> InactiveKey:
+    return InactiveKey(
+        f"inference_engine.{key}", lambda config, _: _uses(key, config), f"without name: {engines_with(key)}"
+    )
+
+
+def _replicated() -> str:
+    return " or ".join(name for name, record in ENGINES.items() if record.replicated)
+
+
+def _actors(config: Config) -> bool:
+    return config.run.backend != "auto" and find_backend(config.run.backend).processes == "actors"
+
+
+def _may_use_actors(config: Config) -> bool:
+    return config.run.backend == "auto" or _actors(config)
+
+
 def _sharding_is_active(config: Config, _: set[str]) -> bool:
-    return config.run.backend in ("auto", "ray", config.run.sharding)
+    run = config.run
+    return run.backend in ("auto", run.sharding) or find_backend(run.backend).processes == "actors"
 
 
 INACTIVE_KEYS = (
@@ -72,34 +96,31 @@ INACTIVE_KEYS = (
     InactiveKey("lora.dropout", lambda config, _: config.lora.enabled, "without lora.enabled: true"),
     InactiveKey("lora.target_modules", lambda config, _: config.lora.enabled, "without lora.enabled: true"),
     InactiveKey("reward.rubric", lambda config, _: config.reward.judge is not None, "without reward.judge"),
-    InactiveKey("run.ray_address", lambda config, _: config.run.backend in ("auto", "ray"), "without run.backend: ray"),
+    InactiveKey("run.ray_address", lambda config, _: _may_use_actors(config), "without run.backend: ray"),
     InactiveKey("run.sharding", _sharding_is_active, "with this run.backend"),
     InactiveKey(
-        "run.rollout_gpus", lambda config, _: _engine_is("vllm", config), "without inference_engine.name: vllm"
+        "run.rollout_gpus",
+        lambda config, _: find_engine(config.engine).replicated,
+        f"without inference_engine.name: {_replicated()}",
     ),
-    InactiveKey("inference_engine.urls", lambda config, _: _engine_is("http", config), "without name: http"),
+    _engine_key("urls"),
     InactiveKey("inference_engine.name", lambda _, roles: "sampler" in roles, "with an algorithm that does not sample"),
-    InactiveKey("inference_engine.transfer", lambda config, _: _engine_is("http", config), "without name: http"),
-    InactiveKey("inference_engine.replicas", lambda config, _: _engine_is("vllm", config), "without name: vllm"),
+    _engine_key("transfer"),
+    _engine_key("replicas"),
     InactiveKey("inference_engine.adapter", lambda config, _: config.lora.enabled, "without lora.enabled: true"),
     InactiveKey(
         "inference_engine.place",
-        lambda config, _: _engine_is("vllm", config) and config.run.backend != "ray",
-        "without name: vllm, or under Ray",
+        lambda config, _: _uses("place", config) and not _actors(config),
+        f"without name: {engines_with('place')}, or under Ray",
     ),
     InactiveKey(
         "inference_engine.folder",
         lambda config, _: (
-            (_engine_is("http", config) and config.inference_engine.transfer == "files")
-            or (_engine_is("vllm", config) and config.run.backend != "ray")
+            _uses("folder", config) and config.inference_engine.transfer == "files" and not _actors(config)
         ),
         "with name: embedded, with vllm under Ray, or with another transfer than files",
     ),
 )
-
-
-def _engine_is(name: str, config: Config) -> bool:
-    return config.engine == name
 
 
 def contradictions(config: Config) -> list[str]:
@@ -135,28 +156,29 @@ def _devices(config: Config) -> Iterator[str]:
 
 def _engine(config: Config, chosen: Algorithm) -> Iterator[str]:
     run, rollout, engine = config.run, config.rollout, config.inference_engine
-    parallel = rollout.tensor_parallel_size
+    parallel, record = rollout.tensor_parallel_size, find_engine(config.engine)
     if run.rollout_gpus and run.rollout_gpus % parallel:
         yield (
             f"rollout.tensor_parallel_size {parallel} does not divide run.rollout_gpus {run.rollout_gpus}: each "
             "replica takes that many devices"
         )
-    elif parallel > 1 and config.engine != "vllm":
-        yield f"rollout.tensor_parallel_size {parallel} needs inference_engine.name: vllm: set 1, or leave it out"
-    if config.engine == "http" and not engine.urls:
-        yield "inference_engine.name: http needs inference_engine.urls, such as [http://127.0.0.1:8000]"
+    elif parallel > 1 and not record.replicated:
+        names = _replicated()
+        yield f"rollout.tensor_parallel_size {parallel} needs inference_engine.name: {names}: set 1, or leave it out"
+    if "urls" in record.required and not engine.urls:
+        yield f"inference_engine.name: {config.engine} needs inference_engine.urls, such as [http://127.0.0.1:8000]"
     if engine.transfer == "nccl" and config.model.device == "cpu":
         yield "inference_engine.transfer: nccl needs GPUs, and model.device is cpu: set gloo, or files"
-    if run.backend == "ray" and config.engine == "embedded" and chosen.online is not None:
+    if _actors(config) and record.shares_weights and chosen.online is not None:
         yield (
-            "run.backend: ray trains in other processes, and the embedded engine needs the trainer's weights in this "
-            "one: set inference_engine.name: vllm or http"
+            f"run.backend: {run.backend} trains in other processes, and the {config.engine} engine needs the trainer's "
+            "weights in this one: set inference_engine.name: vllm or http"
         )
     for key in sorted(RESERVED_ENGINE_KEYS & engine.others.keys()):
         yield f"inference_engine.{key} is not set here: {RESERVED_REASON}"
     if engine.place == "process" and parallel > 1:
         yield "inference_engine.place: process uses one device: set server for rollout.tensor_parallel_size above 1"
-    if config.engine == "vllm" and run.rollout_gpus and engine.replicas not in (None, run.rollout_gpus // parallel):
+    if record.replicated and run.rollout_gpus and engine.replicas not in (None, run.rollout_gpus // parallel):
         yield (
             f"inference_engine.replicas {engine.replicas} x rollout.tensor_parallel_size {parallel} is not "
             f"run.rollout_gpus {run.rollout_gpus}: leave replicas out"
@@ -168,22 +190,23 @@ def _engine(config: Config, chosen: Algorithm) -> Iterator[str]:
             "inference_engine.place: process runs one vLLM in a single-process trainer: set server for several "
             "replicas, separate rollout devices or several ranks"
         )
-    if engine.adapter and config.engine != "vllm":
-        yield f"inference_engine.adapter: {config.engine} takes full weights: set inference_engine.name: vllm"
-    elif engine.adapter and run.backend not in ("auto", "ray") and not config.in_process:
+    if engine.adapter and "adapter" not in record.keys:
+        names = engines_with("adapter")
+        yield f"inference_engine.adapter: {config.engine} takes full weights: set inference_engine.name: {names}"
+    elif engine.adapter and not _may_use_actors(config) and not config.in_process:
         yield (
             "inference_engine.adapter: servers take full weights: leave it out, or run vLLM in the trainer's process "
             "(run.backend: local, without lag and rollout_gpus) or with run.backend: ray"
         )
-    if config.engine != "embedded" and rollout.mode != "shrinking":
+    if not record.shares_weights and rollout.mode != "shrinking":
         yield f"rollout.mode: {rollout.mode} is for the embedded engine only: leave it out"
 
 
 def _colocated(config: Config) -> Iterator[str]:
     run, engine = config.run, config.inference_engine
     key = "inference_engine.colocated"
-    if engine.name != "vllm":
-        yield f"{key} needs an engine that can sleep: set inference_engine.name: vllm"
+    if engine.name == "auto" or not _uses("colocated", config):
+        yield f"{key} needs an engine that can sleep: set inference_engine.name: {engines_with('colocated')}"
     if config.rollout.lag:
         yield f"{key}: the engine sleeps during training, and rollout.lag samples during it: leave one out"
     if run.rollout_gpus:
@@ -248,6 +271,12 @@ def _sampling(config: Config, chosen: Algorithm) -> Iterator[str]:
             )
 
 
+def _uses_section(config: Config, section: str) -> bool:
+    """Whether the backend, or one that `auto` or Ray may choose, reads a section."""
+    names = list(BACKENDS) if _may_use_actors(config) else [config.run.backend]
+    return any(section in find_backend(name).sections for name in names)
+
+
 def remarks(config: Config) -> list[str]:
     """Return one message per key that has no effect or is probably a mistake; imports torch."""
     schedule = [(config.train.alg_name, config.train.alg_params)]
@@ -266,15 +295,15 @@ def remarks(config: Config) -> list[str]:
         messages.append(
             f"lora.dropout has no effect with algorithms that compare log-probs, such as {algorithms[0].name}"
         )
-    if config.engine != "vllm":
+    if find_engine(config.engine).check_settings is None:
         for key in sorted(config.inference_engine.others):
             messages.append(f"inference_engine.{key} has no effect with the {config.engine} engine")
     for section, keys in (("deepspeed", config.deepspeed.others), ("deepspeed_ref", config.deepspeed_ref.others)):
-        if keys and config.run.backend in ("local", "fsdp"):
+        if keys and not _uses_section(config, section):
             messages.append(
                 f"{section} ({', '.join(sorted(keys))}) has no effect with run.backend: {config.run.backend}"
             )
-    if algorithms[0].online and config.rollout.lag and config.engine == "embedded":
+    if algorithms[0].online and config.rollout.lag and find_engine(config.engine).shares_weights:
         messages.append(
             "rollout.lag: the embedded engine shares the trainer's weights, so sampling and training do not overlap"
         )

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from oxrl.config.load import STAGES
-from oxrl.config.schema import Config
+from oxrl.config.schema import Choices, Config
 
 ROOT = Path(__file__).parents[2]
 ARGS = Path(__file__).parent / "examples"
@@ -115,6 +115,9 @@ def document() -> str:
 
 
 def _type_of(field: FieldInfo) -> str:
+    for each in field.metadata:
+        if isinstance(each, Choices):
+            return f"one of {list(each.names)} or FILE.py:RECORD"
     annotation = field.annotation
     name = (
         annotation.__name__ if isinstance(annotation, type) and not hasattr(annotation, "__args__") else str(annotation)

@@ -5,14 +5,53 @@ Validates single keys; combinations of keys are checked in `checks`. `run.spec` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 
 from oxrl.algorithms import algorithm, find
+from oxrl.config.registry import (
+    BACKENDS,
+    DEFAULT_BACKEND,
+    DEFAULT_ENGINE,
+    ENGINES,
+    ROLLOUT_ENGINE,
+    find_backend,
+    find_engine,
+    shardings,
+)
 from oxrl.config.tasks import fill_task, find_task
+
+
+class Choices(NamedTuple):
+    """The names that a key accepts, for the documentation; a custom record is an import path."""
+
+    names: tuple[str, ...]
+
+    def json_schema(self) -> WithJsonSchema:
+        return WithJsonSchema({"anyOf": [{"enum": list(self.names)}, {"pattern": ":"}], "type": "string"})
+
+
+def _known(find: Callable[[str], Any]) -> AfterValidator:
+    def check(name: str) -> str:
+        if name != "auto":
+            find(name)
+        return name
+
+    return AfterValidator(check)
+
+
+def _find_sharding(name: str) -> None:
+    if find_backend(name).build_worker is None:
+        raise ValueError(f"the backend {name} does not shard a model; there are: {', '.join(shardings())}")
+
+
+_BACKENDS, _SHARDINGS, _ENGINES = (Choices(("auto", *names)) for names in (BACKENDS, shardings(), ENGINES))
+Backend = Annotated[str, _known(find_backend), _BACKENDS, _BACKENDS.json_schema()]
+Sharding = Annotated[str, _known(_find_sharding), _SHARDINGS, _SHARDINGS.json_schema()]
+Engine = Annotated[str, _known(find_engine), _ENGINES, _ENGINES.json_schema()]
 
 
 class _Section(BaseModel):
@@ -39,12 +78,12 @@ class Run(_Section):
     task: str | None = Field(
         None, description="math, math-hard, code, reasoning, instruct or chat: sets defaults for unset keys"
     )
-    backend: Literal["auto", "local", "fsdp", "deepspeed", "ray"] = Field(
-        "auto", description="training backend; auto: local on one device, on several DeepSpeed if installed, else FSDP2"
+    backend: Backend = Field(
+        "auto",
+        description="training backend, or FILE.py:RECORD for a custom one; auto: local on one device, on several "
+        "DeepSpeed if installed, else FSDP2",
     )
-    sharding: Literal["auto", "fsdp", "deepspeed"] = Field(
-        "auto", description="how the model is sharded over devices, with backend auto or ray"
-    )
+    sharding: Sharding = Field("auto", description="how the model is sharded over devices, with backend auto or ray")
     training_gpus: int | None = Field(
         None,
         ge=0,
@@ -339,10 +378,10 @@ class DeepSpeedRef(_Open):
 class InferenceEngine(_Open):
     """The engine that samples; any other key is passed to it as a setting."""
 
-    name: Literal["auto", "embedded", "vllm", "http"] = Field(
+    name: Engine = Field(
         "auto",
         description="embedded: shares the trainer's weights; vllm: started for the run; http: servers at urls; "
-        "auto: vllm if rollout_gpus is set, else embedded",
+        "FILE.py:RECORD: a custom one; auto: vllm if rollout_gpus is set, else embedded",
     )
     urls: list[str] = Field([], description="http: vLLM or SGLang servers, such as http://127.0.0.1:8000")
     replicas: int | None = Field(
@@ -383,19 +422,20 @@ class Config(_Section):
     @property
     def ranks(self) -> int:
         """Number of training processes; more than one only after `run.placement.placed` has set the devices."""
-        return max(1, self.run.training_gpus or 1) if self.run.backend in ("fsdp", "deepspeed", "ray") else 1
+        several = self.run.backend != "auto" and find_backend(self.run.backend).processes != "one"
+        return max(1, self.run.training_gpus or 1) if several else 1
 
     @property
     def engine(self) -> str:
         """Name of the engine: `inference_engine.name` with auto resolved."""
         if self.inference_engine.name != "auto":
             return self.inference_engine.name
-        return "vllm" if self.run.rollout_gpus else "embedded"
+        return ROLLOUT_ENGINE if self.run.rollout_gpus else DEFAULT_ENGINE
 
     @property
     def replicas(self) -> int:
         """Number of engine replicas with a separate copy of the weights."""
-        if self.engine != "vllm":
+        if not find_engine(self.engine).replicated:
             return 0
         by_devices = (self.run.rollout_gpus or 0) // self.rollout.tensor_parallel_size
         by_ranks = self.ranks if self.inference_engine.colocated else 1
@@ -405,7 +445,7 @@ class Config(_Section):
     def in_process(self) -> bool:
         """Whether vLLM runs in the trainer's process: no overlap, and a single training process."""
         engine = self.inference_engine
-        alone = self.run.backend == "local" and self.replicas == 1 and not self.run.rollout_gpus
+        alone = self.run.backend == DEFAULT_BACKEND and self.replicas == 1 and not self.run.rollout_gpus
         alone = alone and self.rollout.tensor_parallel_size == 1
         return engine.place == "process" or (engine.place == "auto" and alone and self.rollout.lag == 0)
 

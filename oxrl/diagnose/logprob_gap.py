@@ -22,6 +22,7 @@ import numpy as np
 import yaml
 
 from oxrl.config import Config, check_config
+from oxrl.config.registry import find_engine
 from oxrl.run.build import check_servers, open_engine
 from oxrl.run.checkpoint import checkpoints, read_state
 from oxrl.run.folder import last_stage
@@ -158,7 +159,7 @@ async def engine_of(config: Config, trainer: _Trainer) -> AsyncIterator[Generato
     changed = config.model_copy(update={"run": single, "inference_engine": engine})
     with tempfile.TemporaryDirectory(prefix="oxrl-mismatch-") as folder:
         async with open_engine(changed, trainer.tokenizer, Path(folder), trainer) as opened:
-            if config.engine != "http":  # external servers keep their weights
+            if not find_engine(config.engine).external:  # external servers keep their weights
                 await opened.generator.update_weights(Weights(trainer.model, 1))
             yield opened.generator
 

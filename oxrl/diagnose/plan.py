@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from oxrl.config import Config
+from oxrl.config.registry import find_backend, find_engine, resolved
 from oxrl.data.pack import computed_tokens
 from oxrl.data.render import Renderer
 from oxrl.diagnose.memory import (
@@ -98,11 +99,11 @@ class Shards(NamedTuple):
 def shards_of(config: Config) -> Shards:
     """Return the sharding and the number of engines that `config` describes."""
     adapter_only = config.lora.enabled and config.inference_engine.adapter
-    copies = len(config.inference_engine.urls) if config.engine == "http" else config.replicas
+    copies = len(config.inference_engine.urls) if find_engine(config.engine).external else config.replicas
     if config.ranks == 1:
         return Shards(copies=copies, adapter=adapter_only)
-    sharding = sharding_of(config)
-    stage: Stage = 3 if sharding == "fsdp" else config.deepspeed.others.get("zero_optimization", {}).get("stage", 3)
+    zero_stage = find_backend(sharding_of(config)).zero_stage
+    stage: Stage = 0 if zero_stage is None else resolved(zero_stage)(config)
     return Shards(config.ranks, stage, copies, adapter_only)
 
 
@@ -212,7 +213,7 @@ def plan_spec(
         if device.device == REMOTE_GPU
         else _seconds(spec, facts, measure_speed(device.device)) / shards.gpus,
         shards=shards,
-        engine_elsewhere=config.engine == "vllm" and bool(config.run.rollout_gpus),
+        engine_elsewhere=find_engine(config.engine).replicated and bool(config.run.rollout_gpus),
     )
 
 
@@ -222,10 +223,13 @@ def with_engine(memory: Memory, config: Config, facts: ModelFacts, device: Devic
     A colocated engine always holds its process, and its share of the GPU while awake; on a CPU it never sleeps.
     """
     engine, on_cpu = config.inference_engine, device.device == "cpu"
-    if config.engine == "embedded":
+    record = find_engine(config.engine)
+    if record.shares_weights:
         return memory
-    if config.engine == "http" or (config.run.rollout_gpus and not on_cpu):
+    if record.external or (config.run.rollout_gpus and not on_cpu):
         return memory._replace(generation=0)
+    if not record.replicated:  # a custom engine: a copy of the weights
+        return memory._replace(others={**memory.others, "engine": facts.weight_bytes}, generation=0)
     constant, awake = 0 if config.in_process else framework, 0
     if on_cpu:
         constant += facts.weight_bytes + int(CPU_SETTINGS["VLLM_CPU_KVCACHE_SPACE"]) * GIB

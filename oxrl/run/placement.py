@@ -7,28 +7,28 @@ from __future__ import annotations
 
 import os
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any
 
 from oxrl.config import Config, ConfigError
+from oxrl.config.registry import CLUSTER_BACKEND, DEFAULT_BACKEND, DEFAULT_ENGINE, ROLLOUT_ENGINE, find_backend
 from oxrl.machine.hardware import detect_hardware
 
-Sharding = Literal["fsdp", "deepspeed"]
 SHARE = 0.5  # of a device that trainer and engine share: of its compute, and of its memory while the engine is awake
 
 
 def placed(config: Config, gpus: int | None = None) -> Config:
     """The config with `run.backend` and the number of devices decided, for `gpus` GPUs (default: this machine's)."""
     gpus = len(detect_hardware().gpus) if gpus is None else gpus
-    if config.engine == "vllm" and not gpus and config.inference_engine.name == "auto" and not config.run.ray_address:
-        config = _with(config, "inference_engine", name="embedded")  # the GPUs for rollouts do not exist here
     run = config.run
+    if config.engine == ROLLOUT_ENGINE and not gpus and config.inference_engine.name == "auto" and not run.ray_address:
+        config = _with(config, "inference_engine", name=DEFAULT_ENGINE)  # the GPUs for rollouts do not exist here
     wanted = _wanted(config, gpus)
     backend: str = run.backend
     if backend == "auto":
-        several = sharding_of(config) if wanted > 1 and gpus else "local"
-        backend = several if run.ray_address is None else "ray"
-    if backend == "local":
-        return _with(config, "run", backend="local")
+        several = sharding_of(config) if wanted > 1 and gpus else DEFAULT_BACKEND
+        backend = several if run.ray_address is None else CLUSTER_BACKEND
+    if find_backend(backend).processes == "one":
+        return _with(config, "run", backend=backend)
     return _with(config, "run", backend=backend, training_gpus=max(1, wanted))
 
 
@@ -56,10 +56,10 @@ def _check_room(ranks: int, rollout_gpus: int) -> None:
         raise ConfigError(f"run.training_gpus is {ranks}, but this machine has no GPU and {cores} cores: set fewer")
 
 
-def sharding_of(config: Config) -> Sharding:
+def sharding_of(config: Config) -> str:
     """The sharding backend: as configured, else DeepSpeed if it is installed, else FSDP2."""
     run = config.run
-    if run.backend in ("fsdp", "deepspeed"):
+    if run.backend != "auto" and find_backend(run.backend).build_worker is not None:
         return run.backend
     if run.sharding != "auto":
         return run.sharding
@@ -68,13 +68,13 @@ def sharding_of(config: Config) -> Sharding:
 
 def ranks_to_start(config: Config) -> int:
     """The number of ranks that this process has to start; 0 if it is one itself, or if one process is enough."""
-    started = "RANK" in os.environ
-    if started and (world := int(os.environ.get("WORLD_SIZE", "1"))) != config.ranks and config.run.backend != "ray":
+    started, processes = "RANK" in os.environ, find_backend(config.run.backend).processes
+    if started and (world := int(os.environ.get("WORLD_SIZE", "1"))) != config.ranks and processes != "actors":
         raise ConfigError(
             f"{world} processes were started, but run.training_gpus is {config.run.training_gpus or 1} with "
             f"run.backend: {config.run.backend}: both must be the same"
         )
-    if started or config.run.backend in ("local", "ray"):
+    if started or processes != "ranks":
         return 0
     _check_room(config.ranks, config.run.rollout_gpus or 0)
     return config.ranks

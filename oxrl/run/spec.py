@@ -12,6 +12,7 @@ from typing import Any
 
 from oxrl.algorithms import algorithm
 from oxrl.config import Config, ConfigError
+from oxrl.config.registry import find_engine, resolved
 from oxrl.models.lora import LoraSettings
 from oxrl.names import did_you_mean, import_object
 from oxrl.rewards import Reward
@@ -120,12 +121,12 @@ def environment(config: Config) -> EnvFn:
 
 def check_engine_settings(config: Config) -> None:
     from oxrl.generators.connection import Connection, check_distinct
-    from oxrl.generators.vllm.settings import check_settings, vllm_settings
+    from oxrl.generators.vllm.settings import vllm_settings
 
-    engine = config.inference_engine
-    if config.engine == "vllm":
-        check_settings(engine.others)
-    elif engine.others:
+    engine, check = config.inference_engine, find_engine(config.engine).check_settings
+    if check is not None:
+        resolved(check)(engine.others)
+    elif engine.others:  # settings of another engine have no effect; a misspelt key is an error
         for key in sorted(engine.others.keys() - vllm_settings()):
             if meant := did_you_mean(key, type(engine).model_fields):
                 raise ConfigError(f"inference_engine.{key} is no key{meant}")

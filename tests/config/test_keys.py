@@ -28,7 +28,9 @@ from oxrl.generators.connection import EngineError
 from oxrl.models.load import load_model
 from oxrl.rewards import grade
 from oxrl.rollouts.envs import GeneratorClient
-from oxrl.run.build import adapter_rank, engine_options, open_engine, transfer_options, worker_of
+from oxrl.run.backends import worker_of
+from oxrl.run.build import open_engine
+from oxrl.run.engines import adapter_rank, engine_options, transfer_options
 from oxrl.run.folder import run_folder
 from oxrl.run.launch import run_ranks
 from oxrl.run.placement import placed, ranks_to_start

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from oxrl.config import ConfigError, check_config
 from oxrl.machine.ray_cluster import Bundles
-from oxrl.run.build import rollout_devices, sleeps_beside
+from oxrl.run.engines import rollout_devices, sleeps_beside
 from oxrl.run.launch import run_ranks
 from oxrl.run.placement import placed, ranks_to_start
 from oxrl.run.prepare import resolve
