@@ -62,7 +62,7 @@ class Engine(NamedTuple):
 @pytest.fixture(scope="session")
 def sglang(tiny):
     with sglang_stand_in(load_model(tiny[0]), tiny[1]) as server:
-        yield Engine(HTTPGenerator([SGLangEngine(server.url)], tiny[1]), partial(holding_embedded, server.speaker))
+        yield Engine(HTTPGenerator([SGLangEngine(server.url)], tiny[1]), partial(holding_embedded, server.generator))
 
 
 @pytest.fixture(scope="session")

@@ -149,7 +149,7 @@ async def test_an_engine_elsewhere_gets_the_weights_of_the_ranks_and_proves_it(s
             await train_step(backend, algorithm("sft"), some_items(), 60)
             await generator.update_weights(await backend.get_weights())
             assert generator.version == 1 and generator.gap < 1e-4
-        server.deaf = True
+        server.ignores_updates = True
         await train_step(backend, algorithm("sft"), some_items(), 60)
         with pytest.raises(RuntimeError, match="weights"):
             await generator.update_weights(await backend.get_weights())

@@ -328,7 +328,7 @@ async def test_if_no_server_responds_it_raises_with_the_address(tiny):
 
 async def test_a_server_that_refuses_weights_stops_the_run_with_its_name(tiny):
     with sglang_stand_in(load_model(tiny[0]), tiny[1]) as server:
-        server.refuses = True
+        server.refuses_updates = True
         async with served_at([server.url], tiny[1]) as generator:
             with pytest.raises(EngineError, match=f"SGLang server at {server.url} .* weights: no room"):
                 await generator.update_weights(Weights(load_model(tiny[0]), 1))

@@ -130,7 +130,7 @@ def test_weights_that_change_under_way_leave_their_versions_on_the_tokens_and_bo
     def grade(rollout):
         graded.append(rollout)
         if len(graded) == 2:  # the first batch: what is sampled next is held
-            hold.begin(8)
+            hold.start(8)
         return small_letters(rollout)
 
     def until_the_second_batch_is_held():
@@ -164,8 +164,8 @@ def test_over_sampling_partial_rollouts_and_evaluation_hold_while_training_overl
     held = [list(map(int, setting.render.prompt(sample.messages))) for sample in first[1:3]]
 
     async def generate_and_hold(requests, sampling):
-        if not hold.begun:
-            hold.begin(8, held)
+        if not hold.started:
+            hold.start(8, held)
         resumed.extend(len(each.begun.token_ids) for each in requests if each.begun is not None)
         return await generate(requests, sampling)
 
