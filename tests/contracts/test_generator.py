@@ -109,7 +109,7 @@ class Policy(NamedTuple):
 
     @asynccontextmanager
     async def in_flight(self, requests):
-        """Each request has some tokens, and gets no more until the weights change; answers are there at the end."""
+        """Each request has some tokens, and gets no more until the weights change; answers are complete at the end."""
         for engine in getattr(self.generator, "engines", ()):
             await engine.abort()  # what another test cancelled
         answers = []

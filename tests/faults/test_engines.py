@@ -271,8 +271,8 @@ async def test_an_abort_does_not_wait_for_a_replica_that_is_being_started(tiny, 
         async def ask():
             answers.extend(await generator.generate(REQUESTS, SAMPLING))
 
-        async with task_group() as asked:
-            asked.start_soon(ask)
+        async with task_group() as calls:
+            calls.start_soon(ask)
             await wait_until_async(lambda: replica.restarts == 1 and len(generator._waiting) == 6, "all wait for it")
             await generator.abort()
     assert [(each.finish_reason, each.token_ids) for each in answers] == [("aborted", ())] * 6
