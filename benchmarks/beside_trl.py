@@ -1,4 +1,4 @@
-"""What comparisons with TRL share: each side in a process of its own, and a clock that TRL's trainers take along."""
+"""Shared by the comparisons with TRL: a separate process for each side, and a callback that times TRL's steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def in_own_process(script: str, side: str, given: list[str]) -> dict[str, Any]:
-    """The last line that one side of a benchmark prints; its peak memory is its own."""
+    """Return the last line that one side of a benchmark prints; the process has its own peak memory."""
     done = subprocess.run([sys.executable, script, "--side", side, *given], capture_output=True, text=True)
     if done.returncode:
         sys.exit(done.stderr)
@@ -23,7 +23,7 @@ def peak_gib() -> float:
 
 
 def clock(stamps: list[float]) -> Any:
-    """A callback that notes when the first step begins and when each one ends."""
+    """Return a callback that records when the first step starts and when each one ends."""
     from transformers import TrainerCallback
 
     class Clock(TrainerCallback):  # type: ignore[misc]

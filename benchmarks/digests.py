@@ -1,4 +1,4 @@
-"""Digests of the weights after a few fixed steps on `tiny`: a refactoring leaves every one of them as it was.
+"""Digests of the weights after a few fixed steps on `tiny`: a refactoring must not change them.
 
     python benchmarks/digests.py > before.txt     # and again afterwards, on the same machine; then compare the files
 

@@ -1,10 +1,10 @@
-"""Run the tests again and again, in random order and beside load, and list every test that failed at least once.
+"""Run the tests repeatedly, in random order and under load, and list every test that failed at least once.
 
     python benchmarks/flaky.py                                   # every scenario once: six complete runs
     python benchmarks/flaky.py --times 10 tests/run/test_launch.py   # these files, ten times in each scenario
     python benchmarks/flaky.py --only idle,busy
 
-A suite that is red by chance is ignored by its readers: what is listed here is a defect of the test or of the code.
+Failures by chance are soon ignored: each test listed here has a defect, or the code has.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ while True:  # touched again and again, so that they stay in memory
 
 class Scenario(NamedTuple):
     workers: int = 3  # as `make test` has on two cores
-    busy: int = 0  # processes beside it that compute without end
+    busy: int = 0  # other processes that compute without end
     nice: int = 0
-    spare_gib: float | None = None  # memory that is left free when the run begins
+    spare_gib: float | None = None  # memory that is left free when the run starts
 
 
 SCENARIOS = {
@@ -68,11 +68,11 @@ def load(scenario: Scenario) -> Iterator[None]:
     if scenario.spare_gib is not None:
         taken = psutil.virtual_memory().available - int(scenario.spare_gib * 2**30)
         programs = [*programs, [FULL, str(max(0, taken))]]
-    beside = [subprocess.Popen([sys.executable, "-c", *program]) for program in programs]
+    others = [subprocess.Popen([sys.executable, "-c", *program]) for program in programs]
     try:
         yield
     finally:
-        for process in beside:
+        for process in others:
             process.kill()
             process.wait()
 

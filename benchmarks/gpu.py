@@ -1,4 +1,4 @@
-"""What only a GPU can show: packed rows against single ones in bf16 and float32, and speed on mixed lengths.
+"""Measurements on a GPU: packed rows against single ones in bf16 and float32, and speed on mixed lengths.
 
 A Qwen2.5-0.5B shape with random weights, so that no hub is needed. Rows packed end to end in one variable-length
 kernel, against the same rows padded to the longest, forward and backward, through the same chunked projection.

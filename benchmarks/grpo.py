@@ -1,6 +1,6 @@
-"""oxRL beside TRL's GRPOTrainer: same model, prompts, group size, lengths, precision and optimizer, in turns.
+"""oxRL and TRL's GRPOTrainer: same model, prompts, group size, lengths, precision and optimizer, alternating.
 
-Each turn is a process of its own, so that peak memory is its own too. A step samples answers, grades them by a trivial
+Each measurement is a separate process, with its own peak memory. A step samples answers, grades them by a trivial
 function and takes one optimizer step; the first step warms up and is not counted.
 
     python benchmarks/grpo.py [--prompts 8] [--samples 4] [--tokens 32] [--reference] [--steps 4] [--rounds 2]
@@ -21,7 +21,7 @@ from beside_trl import clock, in_own_process, peak_gib
 
 import oxrl
 
-RATE = 1e-6  # so small that both sides go on saying much the same, for as long
+RATE = 1e-6  # so small that completions of both sides stay similar, also in length
 TOPICS = ("an ox", "a lighthouse", "a night train", "two brothers", "first snow", "a lost key", "an island", "a mill")
 
 

@@ -1,7 +1,7 @@
-"""Break each loss in small ways and see whether its tests notice: the proof that the tests prove something.
+"""Mutation tests: break each loss in small ways and count the mutants that its tests detect.
 
 Every mutant is one edit of the syntax tree (a sign flipped, an operator swapped, a clip, mask or stop-gradient dropped,
-a constant or comparison changed), imported in a forked process in place of the module, whose own test file then runs.
+a constant or comparison changed), imported in a forked process instead of the module, whose test file then runs.
 
     python benchmarks/mutants.py [preference policy ...] [--jobs 2] [--list]
 """
@@ -26,7 +26,7 @@ import torch  # noqa: F401 - imported once here, not once in each of a thousand 
 
 ROOT = Path(__file__).parents[1]
 MODULES = ("preference", "unpaired", "policy", "credit", "kl", "supervised", "rows", "advantages", "online")
-TESTED_BY = {"advantages": "online"}  # where a module has no test file of its own name
+TESTED_BY = {"advantages": "online"}  # where a module has no test file with its name
 SWAPPED = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult}
 CONTRARY = {ast.Lt: ast.GtE, ast.LtE: ast.Gt, ast.Gt: ast.LtE, ast.GtE: ast.Lt, ast.Eq: ast.NotEq}
 DROPPED = {"clamp", "detach", "masked_fill", "square", "exp", "expm1", "sqrt", "relu", "sigmoid", "where"}
@@ -57,7 +57,7 @@ def edits(node: ast.AST) -> Iterator[tuple[str, Edit]]:
 
 
 def spared(tree: ast.Module) -> set[int]:
-    """Nodes whose change no test should notice: annotations, messages, flags that only guard (`strict`, `slots`)."""
+    """Nodes whose change no test should detect: annotations, messages, flags that only guard (`strict`, `slots`)."""
     ids: set[int] = set()
     for node in ast.walk(tree):
         roots = [getattr(node, field, None) for field in ("annotation", "returns")]
@@ -130,17 +130,18 @@ def main() -> None:
     for module in arguments.modules:
         source = (ROOT / "oxrl" / "algorithms" / f"{module}.py").read_text()
         plain = ast.unparse(ast.parse(source)).splitlines()
-        made = list(mutants(source))
+        created = list(mutants(source))
         alive = 0
         with ThreadPoolExecutor(arguments.jobs) as pool:
-            fates = list(pool.map(partial(survives, module), [] if arguments.list else [code for _, code in made]))
-        for (description, code), survived in zip(made, fates, strict=False):
+            results = list(pool.map(partial(survives, module), [] if arguments.list else [code for _, code in created]))
+        for (description, code), survived in zip(created, results, strict=False):
             if survived:
                 alive += 1
                 changed = [line for line in difflib.ndiff(plain, code.splitlines()) if line[0] == "+"]
                 print(f"  {module} survived: {description}: {changed[0][1:].strip() if changed else ''}", flush=True)
         print(
-            f"{module}: {len(made)} mutants" + ("" if arguments.list else f", {len(made) - alive} noticed"), flush=True
+            f"{module}: {len(created)} mutants" + ("" if arguments.list else f", {len(created) - alive} detected"),
+            flush=True,
         )
 
 

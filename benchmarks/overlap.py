@@ -1,4 +1,4 @@
-"""GRPO with a real vLLM server in a process of its own: step by step (`lag=0`) against overlapped (`lag=1`).
+"""GRPO with a real vLLM server in a separate process: step by step (`lag=0`) against overlapped (`lag=1`).
 
 Twice: with a reward that takes a second, and with one that takes none, where sampling and training share the cores. All
 four cases run in one process against one server, on the same prompts; the first step of each is not counted.

@@ -1,7 +1,7 @@
-"""oxRL's losses beside TRL's own code: value and gradient on the same random log-probs, as a table.
+"""oxRL's losses compared with TRL's code: value and gradient on the same random log-probs, as a table.
 
 Our side is the whole `Algorithm` (credit, loss, division by its units), TRL's the loss method of a trainer built on the
-`tiny` model: both read the same made-up model outputs, and the gradient is with respect to these. A difference is
+`tiny` model: both read the same random model outputs, and the gradient is with respect to these. A difference is
 declared with its reason, or it fails the run; so does a declared one that is not there. Sampling is left out.
 
     python benchmarks/parity.py [--seeds 5]
@@ -32,10 +32,10 @@ from oxrl.algorithms.preference import Pairs, bco, cdpo, ipo
 from oxrl.data.pack import collate, count_units
 from oxrl.types import Outputs, Row
 
-TOLERANCE = 1e-4  # of what `relative` says
+TOLERANCE = 1e-4  # of what `relative` returns
 ROWS, GROUP, PROMPT, REPLY, VOCABULARY = 8, 4, 3, 7, 11
 CHOSEN, REJECTED = slice(ROWS // 2), slice(ROWS // 2, ROWS)  # TRL has all chosen rows before all rejected ones
-GOOD, STRANGE = torch.arange(ROWS) % 3 == 0, torch.arange(ROWS) >= ROWS // 2  # KTO: labels, mismatched replies
+GOOD, MISMATCHED = torch.arange(ROWS) % 3 == 0, torch.arange(ROWS) >= ROWS // 2  # KTO: labels, mismatched replies
 Items = list[tuple[int, ...]]
 SINGLES: Items = [(i,) for i in range(ROWS)]
 PAIRS: Items = [(i, i + ROWS // 2) for i in range(ROWS // 2)]
@@ -44,9 +44,9 @@ GROUPS: Items = [tuple(range(i, i + GROUP)) for i in range(0, ROWS, GROUP)]
 
 @dataclass(frozen=True)
 class Problem:
-    """What models say about rows of a prompt and a reply, `[R, L]`; position i is about token i, the shift is done.
+    """Model outputs for rows of a prompt and a reply, `[R, L]`; position i is about token i, the shift is done.
 
-    Every token is 0, but the first of a row is the row's number: whoever is handed tokens can tell the row.
+    Every token is 0, but the first of a row is the row's number, which identifies the row wherever its tokens are used.
     """
 
     tokens: Tensor
@@ -65,17 +65,19 @@ class Problem:
 
 
 def make_problem(seed: int, prompt: int) -> Problem:
-    chance = torch.Generator().manual_seed(seed)
-    normal, uniform = partial(torch.randn, generator=chance), partial(torch.rand, generator=chance)
+    rng = torch.Generator().manual_seed(seed)
+    normal, uniform = partial(torch.randn, generator=rng), partial(torch.rand, generator=rng)
     shape = (ROWS, prompt + REPLY)
-    lengths = torch.randint(2, REPLY + 1, (ROWS, 1), generator=chance)
-    place, tokens = torch.arange(shape[1]).expand(shape), torch.zeros(shape, dtype=torch.long)
+    lengths = torch.randint(2, REPLY + 1, (ROWS, 1), generator=rng)
+    position, tokens = torch.arange(shape[1]).expand(shape), torch.zeros(shape, dtype=torch.long)
     tokens[:, 0] = torch.arange(ROWS)
-    present, logprob = place < prompt + lengths, -0.1 - 3 * uniform(shape)
+    present, logprob = position < prompt + lengths, -0.1 - 3 * uniform(shape)
     leaves = (logprob.clone(), uniform(shape), normal((*shape, VOCABULARY)), normal(ROWS))
     ref, sampler = logprob - 0.1 + 0.5 * normal(shape), logprob + 0.8 * normal(shape)
     others = (ref, sampler, -uniform(shape), normal((*shape, VOCABULARY)), normal(ROWS), uniform(ROWS // 2).repeat(2))
-    return Problem(tokens, present, present & (place >= prompt), *(leaf.requires_grad_() for leaf in leaves), *others)
+    return Problem(
+        tokens, present, present & (position >= prompt), *(leaf.requires_grad_() for leaf in leaves), *others
+    )
 
 
 def our_step(problem: Problem, name: str, items: Items, **parameters: Any) -> Tensor:
@@ -92,7 +94,7 @@ def our_step(problem: Problem, name: str, items: Items, **parameters: Any) -> Te
             "reward": problem.rewards[i],
             "margin": problem.margin[i],
             "label": GOOD[i],
-            "mismatched": STRANGE[i],
+            "mismatched": MISMATCHED[i],
         }
         numbers = {key: float(value) for key, value in scalars.items()}
         return Row(str(i), problem.tokens[i][present[i]], problem.mask[i][present[i]], "", kept, numbers)
@@ -125,8 +127,8 @@ def by_group(problem: Problem, advantage: Callable[[Tensor], Tensor]) -> Tensor:
     return torch.cat([advantage(group) for group in problem.rewards.split(GROUP)])
 
 
-def speak(problem: Problem, kind: str, input_ids: Tensor, **_: Any) -> SimpleNamespace:
-    """In place of TRL's model. Its logits are scores, or of two tokens: 0 with the problem's log-prob, and the rest."""
+def model_outputs(problem: Problem, kind: str, input_ids: Tensor, **_: Any) -> SimpleNamespace:
+    """Replaces TRL's model. Its logits are scores, or of two tokens: 0 with the problem's log-prob, and the rest."""
     rows, nothing = input_ids[:, 0], torch.zeros(len(input_ids), input_ids.shape[1] - 1)
     named = {"log_probs": problem.logprob, "entropy": problem.entropy, "log_sum_sq_probs": problem.log_sum_squares}
     seen = {key: (values * problem.mask)[rows, 1:] for key, values in named.items()}
@@ -162,12 +164,12 @@ def trl_preference(problem: Problem, kind: str, **settings: Any) -> Tensor:
     inputs = {"input_ids": problem.tokens, "attention_mask": problem.present.long(), "completion_mask": here}
     first, second = ((problem.ref * problem.mask).sum(1)[part] for part in (CHOSEN, REJECTED))
     if kind == "KTO":
-        strangers = {f"KL_{key}": values[REJECTED] for key, values in inputs.items()}
-        inputs = {key: values[CHOSEN] for key, values in inputs.items()} | strangers
+        mismatched = {f"KL_{key}": values[REJECTED] for key, values in inputs.items()}
+        inputs = {key: values[CHOSEN] for key, values in inputs.items()} | mismatched
         inputs |= {"label": GOOD[CHOSEN], "ref_logps": first, "ref_KL_logps": second}
     else:
         inputs |= {"ref_chosen_logps": first, "ref_rejected_logps": second}
-    return trainer(kind, **settings)._compute_loss(partial(speak, problem, kind), inputs, return_outputs=False)
+    return trainer(kind, **settings)._compute_loss(partial(model_outputs, problem, kind), inputs, return_outputs=False)
 
 
 def trl_from_logits(problem: Problem, kind: str, **settings: Any) -> Tensor:
@@ -175,12 +177,12 @@ def trl_from_logits(problem: Problem, kind: str, **settings: Any) -> Tensor:
     rows = {"input_ids": problem.tokens, "attention_mask": problem.present.long(), "labels": labels}
     sides = {"chosen": CHOSEN, "rejected": REJECTED}
     inputs = {f"{side}_{key}": values[part] for side, part in sides.items() for key, values in rows.items()}
-    return trainer(kind, **settings).get_batch_loss_metrics(partial(speak, problem, kind), inputs)[0]
+    return trainer(kind, **settings).get_batch_loss_metrics(partial(model_outputs, problem, kind), inputs)[0]
 
 
 def trl_reward(problem: Problem, kind: str, **settings: Any) -> Tensor:
     inputs = {"input_ids": problem.tokens, "attention_mask": problem.present, "margin": problem.margin[CHOSEN]}
-    return trainer(kind, **settings).compute_loss(partial(speak, problem, kind), inputs)
+    return trainer(kind, **settings).compute_loss(partial(model_outputs, problem, kind), inputs)
 
 
 def trl_policy(problem: Problem, kind: str, **settings: Any) -> Tensor:
@@ -191,11 +193,11 @@ def trl_policy(problem: Problem, kind: str, **settings: Any) -> Tensor:
     inputs |= {"prompt_ids": problem.tokens[:, :PROMPT], "prompt_mask": problem.present[:, :PROMPT].long()}
     inputs |= {"old_logps": (problem.logprob * problem.mask).sum(1).detach(), "num_items_in_batch": problem.mask.sum()}
     inputs["advantages"] = by_group(problem, special.get(settings.get("loss_type", kind), credit.zscore))
-    return trainer(kind, **settings)._compute_loss(partial(speak, problem, kind), inputs)
+    return trainer(kind, **settings)._compute_loss(partial(model_outputs, problem, kind), inputs)
 
 
 def trl_advantages(problem: Problem, kind: str, **settings: Any) -> Tensor:
-    """TRL samples from the tiny model; whatever it says, its rewards are the problem's."""
+    """TRL samples from the tiny model; whatever it generates, its rewards are the problem's."""
     prompts = [{"prompt": text} for text in "ab" for _ in range(GROUP)]
     built = trainer(kind.split()[0], tuple(problem.rewards.tolist()), **settings)
     return built._generate_and_score_completions(prompts)["advantages"]
@@ -246,7 +248,7 @@ PURE: Mapping[str, Function] = {
 
 
 class Case(NamedTuple):
-    """`differs` names what may differ, and `why` says why."""
+    """`differs` names what may differ, and `why` is the reason."""
 
     ours: str
     parameters: dict[str, Any]
@@ -261,7 +263,7 @@ VALUE, BOTH = ("value",), ("value", "gradient")
 BETA, SMOOTH, KD = {"beta": 0.1}, {"beta": 0.1, "label_smoothing": 0.1}, {"kd_weight": 1.0}
 SIMPO = {"loss_type": "simpo", "cpo_alpha": 0.0}
 KL, PLAIN_KL = {"kl_coef": 0.04}, {"beta": 0.04, "use_bias_correction_kl": False}
-SLOPE = "log p in place of the ratio: on fresh samples the same gradient"
+SLOPE = "log p instead of the ratio: on fresh samples the same gradient"
 CASES = [
     Case("sft of the chosen", {}, "DPO", {"loss_type": "sft"}),
     Case("dpo", BETA, "DPO", {"loss_type": "sigmoid", **BETA}),
@@ -357,7 +359,7 @@ def differences(case: Case, seed: int) -> dict[str, Tensor]:
 
 
 def report(case: Case, seeds: int) -> list[str]:
-    """Print the case's line; what is wrong with it comes back."""
+    """Print the case's line; return what is wrong with it."""
     found = [differences(case, seed) for seed in range(seeds)]
     largest = {what: float(torch.stack([each[what] for each in found]).max()) for what in found[0]}
     shown = [f"{largest[what]:.0e}" if what in largest else "" for what in BOTH]

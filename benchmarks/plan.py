@@ -1,4 +1,4 @@
-"""What `oxrl plan` says of a run's memory, beside what the run then takes: each run a process of its own.
+"""The memory that `oxrl plan` estimates, compared with what the run uses; each run is a separate process.
 
     python benchmarks/plan.py [--models tiny smollm2-135m] [--kinds sft grpo] [--tokens 512 1024]
 
@@ -26,10 +26,10 @@ WORDS_PER_ROW = {"tiny": 8, "smollm2-135m": 40}  # bytes against words: about as
 
 def make_config(folder: Path, model: str, kind: str, budget: int, checkpointing: bool) -> dict[str, Any]:
     """A run whose steps fill two micro-batches."""
-    words, online = WORDS_PER_ROW[model], kind in ("grpo", "ppo")
+    count, online = WORDS_PER_ROW[model], kind in ("grpo", "ppo")
 
     def text(number: int) -> str:
-        return " ".join([str(number % 10), *(WORDS[(number + place) % len(WORDS)] for place in range(words))])
+        return " ".join([str(number % 10), *(WORDS[(number + index) % len(WORDS)] for index in range(count))])
 
     numbers = range(64)
     if kind == "dpo":
@@ -78,8 +78,8 @@ def in_own_process(what: str, case: tuple[str, str, int, bool]) -> dict[str, flo
     )
     if done.returncode:
         raise SystemExit(f"{what} of {case} failed:\n{done.stderr[-2000:]}")
-    answer: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return answer
+    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 def alone(what: str, model: str, kind: str, budget: str, checkpointing: str) -> None:
@@ -98,15 +98,15 @@ def main() -> None:
     if chosen.alone:
         alone(*chosen.alone)
         return
-    print("| model | run | tokens at once | checkpointing | estimated GiB | measured GiB | error |")
+    print("| model | run | micro-batch tokens | checkpointing | estimated GiB | measured GiB | error |")
     print("|---|---|---|---|---|---|---|")
     worst = 0.0
     for case in product(chosen.models, chosen.kinds, chosen.tokens, (False, True)):
         model, kind, budget, checkpointing = case
-        said, seen = in_own_process("estimate", case), in_own_process("measure", case)
-        error = said["peak"] / seen["peak"] - 1
+        estimated, measured = in_own_process("estimate", case), in_own_process("measure", case)
+        error = estimated["peak"] / measured["peak"] - 1
         worst = max(worst, abs(error))
-        figures = f"{said['peak'] / 2**30:.2f} | {seen['peak'] / 2**30:.2f} | {error:+.0%}"
+        figures = f"{estimated['peak'] / 2**30:.2f} | {measured['peak'] / 2**30:.2f} | {error:+.0%}"
         print(f"| {model} | {kind} | {budget} | {'yes' if checkpointing else 'no'} | {figures} |", flush=True)
     print(f"largest error {worst:.0%}")
     raise SystemExit(worst > ALLOWED)

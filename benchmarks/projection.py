@@ -1,6 +1,6 @@
 """Log-probs of a long row by the chunked projection and by full logits: peak memory and time, forward and backward.
 
-Each way runs in a process of its own on the real model's head; hidden states are random, for the body costs the same.
+Each way runs in a separate process on the real model's head; hidden states are random, as the body costs the same.
 
     python benchmarks/projection.py [--tokens 4096]
 """
@@ -40,7 +40,7 @@ def measure(way: str, tokens: int) -> dict[str, float]:
 
 
 def reset_peak_gib() -> float:
-    """Linux forgets the peak when told so: loading the model must not hide what comes after."""
+    """Reset the peak that Linux records: that of loading the model must not hide later ones."""
     Path("/proc/self/clear_refs").write_text("5")
     return peak_gib()
 

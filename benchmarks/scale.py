@@ -2,7 +2,7 @@
 
     python benchmarks/scale.py [--steps 20] [--backend ray] [--engine vllm]
 
-Price lists as in `examples/demo.py`. Prints the reward, the proof after each sync (the largest difference between the
+Price lists as in `examples/demo.py`. Prints the reward, the check after each sync (the largest difference between the
 engine's and the trainer's log-probs), and where the seconds of a step go.
 """
 
@@ -29,28 +29,28 @@ from oxrl.types import Status
 
 
 def earned(rollout):
-    """The right number said last, and half as much if the answer was cut off."""
-    said = numbers_in(rollout.response)
-    right = bool(said) and said[-1] == int(str(rollout.sample.answer))
+    """1 if the last number is right, half as much if the answer was cut off."""
+    numbers = numbers_in(rollout.response)
+    right = bool(numbers) and numbers[-1] == int(str(rollout.sample.answer))
     return right * (1.0 if rollout.status is Status.COMPLETED else 0.5)
 '''
 PARTS = ("generate_seconds", "train_seconds", "sync_seconds", "wait_seconds")
 
 
 def main() -> None:
-    asked = argparse.ArgumentParser(description=__doc__)
-    asked.add_argument("--steps", type=int, default=20)
-    asked.add_argument("--model", default="smollm2-135m")
-    asked.add_argument("--backend", default="ray")
-    asked.add_argument("--engine", default="vllm")
-    asked.add_argument("--set", action="append", default=[])
-    given = asked.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--backend", default="ray")
+    parser.add_argument("--engine", default="vllm")
+    parser.add_argument("--set", action="append", default=[])
+    given = parser.parse_args()
     with TemporaryDirectory() as home:
         folder = Path(home)
         write(folder, given.steps, given.model)
         command = ["train", str(folder / "config.yaml"), "--output", str(folder / "run")]
         command += ["--backend", given.backend, "--engine", given.engine]
-        command += [word for each in given.set for word in ("--set", each)]
+        command += [argument for each in given.set for argument in ("--set", each)]
         subprocess.run([sys.executable, "-m", "oxrl", *command], check=True)
         report(read_metrics(folder / "run" / "metrics.jsonl"))
 

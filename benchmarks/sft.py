@@ -1,7 +1,7 @@
-"""oxRL beside TRL's SFTTrainer: same model, rows, batch, precision and optimizer, in turns, on this machine.
+"""oxRL and TRL's SFTTrainer: same model, rows, batch, precision and optimizer, alternating, on this machine.
 
-Rows have mixed lengths, as chats have; only what the assistant says is trained. Each turn is a process of its own, so
-that peak memory is its own too. The losses of both are compared: it is the same work, or the ratios mean nothing.
+Rows have mixed lengths, as chats have; only assistant turns are trained. Each measurement is a separate process, with
+its own peak memory. The losses of both are compared: without equal work the ratios mean nothing.
 
     python benchmarks/sft.py [--model smollm2-135m] [--steps 6] [--rounds 2]
 """
@@ -31,10 +31,10 @@ WORDS = SENTENCE.split()
 
 def make_rows(n: int) -> list[dict[str, str]]:
     """Prompts and responses whose lengths spread evenly on a log scale, from a line to a page."""
-    chance = random.Random(0)
+    rng = random.Random(0)
 
     def text() -> str:
-        return " ".join(chance.choice(WORDS) for _ in range(int(12 * 14 ** chance.random())))
+        return " ".join(rng.choice(WORDS) for _ in range(int(12 * 14 ** rng.random())))
 
     return [{"prompt": text(), "response": text()} for _ in range(n)]
 

@@ -1,14 +1,14 @@
-"""A run to which something happens again and again, beside one to which nothing happens: both must end the same.
+"""A run with repeated faults, beside one without: both must end with the same results.
 
-`oxrl train` on `tiny`, GRPO with the embedded engine, as a child process (a fork, so that it starts at once). Faults
-come at random moments, or with `--every-steps 4` after so many steps, and the run is resumed each time. At the end no
-step is lost or doubled, what was said and measured is the same, weights, optimizer and random states are the same
+`oxrl train` on `tiny`, GRPO with the embedded engine, as a child process (a fork, so that it starts immediately).
+Faults occur at random moments, or with `--every-steps 4` after so many steps, and the run is resumed each time. At the
+end no step is lost or doubled, rollouts and metrics are the same, weights, optimizer and random states are the same
 bytes, and memory did not grow.
 
     python benchmarks/soak.py [--minutes 30] [--every 60] [--seed 0] [--faults kill,term,damage,full] [--steps 0]
 
-With engines in processes of their own (`--faults engine --inexact --set ...`) a server is killed instead, and the run
-itself must go on: no step lost or doubled; bytes are not compared.
+With engines in separate processes (`--faults engine --inexact --set ...`) a server is killed instead, and the run
+itself must continue: no step lost or doubled; bytes are not compared.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 LONG = 3600.0  # seconds after which a run counts as hung
-LOOK = 0.2  # seconds between two looks at what a run has done
+INTERVAL = 0.2  # seconds between two checks of a run
 ROOM = 6 << 20  # bytes that a full disk still takes: the weights of `tiny`, and not its optimizer's state
 FORKS = get_context("fork")
 TIMELY = ("second", "memory_gib")  # what differs between any two runs
@@ -45,7 +45,7 @@ CONFIG = {
 
 
 class Event(NamedTuple):
-    """One fault: what, at which step, and what it took to be further than before."""
+    """One fault: its kind, its step, the steps repeated, and the seconds until the run was further than before."""
 
     fault: str
     step: int
@@ -54,16 +54,16 @@ class Event(NamedTuple):
 
 
 class Run:
-    """A run in a folder of its own, through as many lives as it takes."""
+    """A run in its own folder, started as often as needed."""
 
     def __init__(self, home: Path, name: str, config: Path, overrides: list[str]) -> None:
         self.folder, self.log, self.config = home / name, home / f"{name}.log", config
-        self.overrides = [word for each in overrides for word in ("--set", each)]
-        self.memory: list[list[int]] = []  # MiB over time, for each life
+        self.overrides = [argument for each in overrides for argument in ("--set", each)]
+        self.memory: list[list[int]] = []  # MiB over time, for each start
         self.process: BaseProcess | None = None
 
-    def live(self, steps: int = 0) -> None:
-        """Until it ends, or stands still after so many steps."""
+    def start(self, steps: int = 0) -> None:
+        """Start or resume it; it ends by itself, or stops itself after so many steps."""
         resume = ["--resume"] if (self.folder / "config.yaml").exists() else []
         command = ["oxrl", "train", str(self.config), "--output", str(self.folder), *resume, *self.overrides]
         self.process = FORKS.Process(target=_train, args=(command, self.log, self.folder, steps))
@@ -72,18 +72,18 @@ class Run:
         self.first = self.step
 
     @property
-    def stands_still(self) -> bool:
+    def is_stopped(self) -> bool:
         assert self.process is not None
         return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
-    def let_go_on(self) -> None:
+    def continue_process(self) -> None:
         assert self.process is not None
         os.kill(self.process.pid or 0, signal.SIGCONT)
 
-    def look(self) -> int | None:
-        """Wait a little; the exit code if it has ended."""
+    def poll(self) -> int | None:
+        """Wait a little; return the exit code if it has ended."""
         assert self.process is not None
-        time.sleep(LOOK)
+        time.sleep(INTERVAL)
         if (code := self.process.exitcode) is None:
             self.first = min(self.first, step := self.step)
             pages = Path(f"/proc/{self.process.pid}/statm").read_text().split()
@@ -94,10 +94,10 @@ class Run:
     def ended_within(self, seconds: float) -> int:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            if (code := self.look()) is not None:
+            if (code := self.poll()) is not None:
                 return code
         self.end()
-        sys.exit(f"the run did not end within {seconds:g} s: {self.last_words()}")
+        sys.exit(f"the run did not end within {seconds:g} s: {self.log_tail()}")
 
     def end(self) -> None:
         if self.process is not None and self.process.exitcode is None:
@@ -124,51 +124,51 @@ class Run:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
 
 
-def kill(run: Run, _chance: random.Random) -> None:
+def kill(run: Run, _rng: random.Random) -> None:
     run.end()
 
 
-def term(run: Run, _chance: random.Random) -> None:
+def term(run: Run, _rng: random.Random) -> None:
     assert run.process is not None
     run.process.terminate()
-    run.let_go_on()
+    run.continue_process()
     run.ended_within(LONG)
 
 
-def damage(run: Run, chance: random.Random) -> None:
+def damage(run: Run, rng: random.Random) -> None:
     """Kill it, then flip a bit in a file of its newest checkpoint, or cut it off; the only one is left alone."""
     run.end()
     if len(run.checkpoints) < 2:
         return
-    file = chance.choice(sorted(each for each in run.checkpoints[-1].iterdir() if each.stat().st_size > 100))
+    file = rng.choice(sorted(each for each in run.checkpoints[-1].iterdir() if each.stat().st_size > 100))
     content = bytearray(file.read_bytes())
-    if chance.random() < 0.5:
-        content[chance.randrange(len(content) // 2)] ^= 1 << chance.randrange(8)
+    if rng.random() < 0.5:
+        content[rng.randrange(len(content) // 2)] ^= 1 << rng.randrange(8)
     else:
-        del content[chance.randrange(len(content)) :]
+        del content[rng.randrange(len(content)) :]
     file.write_bytes(content)
 
 
-def full(run: Run, _chance: random.Random) -> None:
+def full(run: Run, _rng: random.Random) -> None:
     """From now on nothing larger can be written: the next checkpoint fails, and the run with it."""
     assert run.process is not None
     before = run.log.stat().st_size
     resource.prlimit(run.process.pid or 0, resource.RLIMIT_FSIZE, (ROOM, ROOM))
-    run.let_go_on()
+    run.continue_process()
     code = run.ended_within(LONG)
-    said = run.log.read_bytes()[before:].decode(errors="replace")
-    if code and "could not be written" not in said:
-        sys.exit(f"a full disk ended the run without a word about it: {said[-2000:]}")
+    output = run.log.read_bytes()[before:].decode(errors="replace")
+    if code and "could not be written" not in output:
+        sys.exit(f"a full disk ended the run, but its log does not report it: {output[-2000:]}")
 
 
-def engine(run: Run, chance: random.Random) -> None:
+def engine(run: Run, rng: random.Random) -> None:
     """Kill one of the servers that the run has started; the run itself stays."""
     assert run.process is not None
     children = subprocess.run(["pgrep", "-P", str(run.process.pid), "-f", "generators.server"], capture_output=True)
-    servers = [int(word) for word in children.stdout.split()]
+    servers = [int(pid) for pid in children.stdout.split()]
     if not servers:
-        sys.exit("there is no server to kill: --faults engine needs --set for an engine in a process of its own")
-    os.kill(chance.choice(servers), signal.SIGKILL)
+        sys.exit("there is no server to kill: --faults engine needs --set for an engine in a separate process")
+    os.kill(rng.choice(servers), signal.SIGKILL)
 
 
 FAULTS: dict[str, Callable[[Run, random.Random], None]] = {
@@ -180,58 +180,58 @@ FAULTS: dict[str, Callable[[Run, random.Random], None]] = {
 }
 
 
-def in_turn(names: list[str], chance: random.Random) -> Iterator[str]:
-    """Each of them before any comes again, in ever new order."""
+def in_turn(names: list[str], rng: random.Random) -> Iterator[str]:
+    """Yield each of them once before any is repeated, in a new order each time."""
     while True:
-        yield from chance.sample(names, len(names))
+        yield from rng.sample(names, len(names))
 
 
 def soak(run: Run, plain: Run, arguments: argparse.Namespace) -> list[Event]:
     """Both runs side by side, one of them with faults, until both have ended."""
-    chance, events = random.Random(arguments.seed), []
-    faults, started = in_turn(arguments.faults.split(","), chance), time.monotonic()
+    rng, events = random.Random(arguments.seed), []
+    faults, started = in_turn(arguments.faults.split(","), rng), time.monotonic()
     steps = arguments.every_steps
-    plain.live()
-    run.live(steps)
+    plain.start()
+    run.start(steps)
     while run.process is not None:
-        wait = chance.uniform(0.5, 1.5) * arguments.every
+        wait = rng.uniform(0.5, 1.5) * arguments.every
         over = time.monotonic() - started + wait > 60 * arguments.minutes or len(events) == arguments.most_faults
         code = _watched(run, float("inf") if over else wait, by_steps=bool(steps) and not over)
         if code == 0:
             break
         if code is not None:
-            sys.exit(f"the run ended with {code}, and nothing had happened to it: {run.last_words()}")
+            sys.exit(f"the run ended with {code} without a fault: {run.log_tail()}")
         steps = 0 if len(events) + 1 == arguments.most_faults else steps
-        events.append(_strike(run, next(faults), chance, steps))
+        events.append(_inject(run, next(faults), rng, steps))
         print(f"{time.monotonic() - started:6.0f} s  {events[-1]}", file=sys.stderr, flush=True)
     if plain.ended_within(LONG) != 0:
-        sys.exit(f"the run without faults failed: {plain.last_words()}")
+        sys.exit(f"the run without faults failed: {plain.log_tail()}")
     return events
 
 
 def _watched(run: Run, seconds: float, *, by_steps: bool) -> int | None:
-    """Let it be for so long and until it has got somewhere, or until it stands still; its exit code if it has ended."""
+    """Wait for so long and until it has made progress, or until it is stopped; return its exit code if it has ended."""
     deadline = time.monotonic() + seconds
     before = run.step
-    while (not run.stands_still) if by_steps else (time.monotonic() < deadline or run.step <= before):
-        if (code := run.look()) is not None:
+    while (not run.is_stopped) if by_steps else (time.monotonic() < deadline or run.step <= before):
+        if (code := run.poll()) is not None:
             return code
     return None
 
 
-def _strike(run: Run, fault: str, chance: random.Random, steps: int) -> Event:
-    reached, struck = run.step, time.monotonic()
-    FAULTS[fault](run, chance)
+def _inject(run: Run, fault: str, rng: random.Random, steps: int) -> Event:
+    reached, injected = run.step, time.monotonic()
+    FAULTS[fault](run, rng)
     reached = max(reached, run.step)
     if run.process is not None and run.process.exitcode is not None:
-        run.live(steps)
+        run.start(steps)
     resumed = reached
     deadline = time.monotonic() + LONG
-    while run.step <= reached and run.look() is None:
+    while run.step <= reached and run.poll() is None:
         resumed = min(resumed, run.step)
         if time.monotonic() > deadline:
-            sys.exit(f"after {fault} at step {reached} the run came no further: {run.last_words()}")
-    return Event(fault, reached, reached - resumed, time.monotonic() - struck)
+            sys.exit(f"after {fault} at step {reached} the run made no progress: {run.log_tail()}")
+    return Event(fault, reached, reached - resumed, time.monotonic() - injected)
 
 
 def _train(command: list[str], log: Path, folder: Path, steps: int) -> None:
@@ -270,7 +270,7 @@ def facts(run: Run, steps: int) -> dict[str, Any]:
 
 
 def growth(samples: list[int]) -> float:
-    """MiB between the first and the last third of a life, after it has warmed up."""
+    """MiB between the first and the last third of a process, after it has warmed up."""
     part = len(samples) // 3
     return statistics.median(samples[-part:]) - statistics.median(samples[:part]) if part > 2 else 0.0
 
@@ -278,10 +278,10 @@ def growth(samples: list[int]) -> float:
 def verdicts(run: Run, plain: Run, steps: int, *, exact: bool) -> dict[str, bool]:
     ours, theirs = facts(run, steps), facts(plain, steps)
     longest = max(run.memory, key=len)
-    said = [json.loads(line)["step"] for line in ours["rollouts"]]
+    logged = [json.loads(line)["step"] for line in ours["rollouts"]]
     checks = {
         "every step once in metrics.jsonl": ours["steps"] == list(range(1, steps + 1)),
-        "every step once in rollouts.jsonl": said == list(range(1, steps + 1)),
+        "every step once in rollouts.jsonl": logged == list(range(1, steps + 1)),
         "nothing half-written left": not ours["left behind"],
         "memory flat (MiB)": growth(longest) < 0.05 * max(longest) and growth(plain.memory[0]) < 0.05 * max(longest),
     }
@@ -302,9 +302,9 @@ def table(events: list[Event], checks: dict[str, bool], run: Run, plain: Run) ->
         most = max(event.repeated for event in those)
         lines.append(f"| {fault} | {len(those)} | {most} | {statistics.median(seconds):.1f} | {max(seconds):.1f} |")
     longest = max(run.memory, key=len)
-    lines += ["", "| at the end | |", "|---|---|", f"| lives | {len(run.memory)} |"]
+    lines += ["", "| at the end | |", "|---|---|", f"| starts | {len(run.memory)} |"]
     lines.append(
-        f"| MiB gained in the longest life, without faults | {growth(longest):.0f}, {growth(plain.memory[0]):.0f} |"
+        f"| MiB gained in the longest process, without faults | {growth(longest):.0f}, {growth(plain.memory[0]):.0f} |"
     )
     lines += [f"| {name} | {'yes' if fine else 'NO'} |" for name, fine in checks.items()]
     return "\n".join(lines)
@@ -313,7 +313,7 @@ def table(events: list[Event], checks: dict[str, bool], run: Run, plain: Run) ->
 def calibrated(home: Path, config: Path, overrides: list[str], minutes: float) -> int:
     """As many steps as fit into the time, when two runs share the machine."""
     trial = Run(home, "trial", config, [*overrides, "train.train_steps_per_epoch=24"])
-    trial.live()
+    trial.start()
     trial.ended_within(LONG)
     lines = [json.loads(line) for line in (trial.folder / "metrics.jsonl").read_text().splitlines()]
     seconds = statistics.median(line["generate_seconds"] + line["train_seconds"] for line in lines[4:])
@@ -330,10 +330,10 @@ def write_inputs(home: Path) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
-    parser.add_argument("--minutes", type=float, default=30.0, help="how long faults go on")
+    parser.add_argument("--minutes", type=float, default=30.0, help="how long faults are injected")
     parser.add_argument("--every", type=float, default=60.0, help="seconds between two faults, on average")
     parser.add_argument("--every-steps", type=int, default=0, help="steps between two faults, instead of seconds")
-    parser.add_argument("--seed", type=int, default=0, help="of what happens when")
+    parser.add_argument("--seed", type=int, default=0, help="of the order and the moments of faults")
     parser.add_argument("--faults", default="kill,term,damage,full", help=f"some of {', '.join(FAULTS)}")
     parser.add_argument("--most-faults", type=int, default=-1)
     parser.add_argument("--steps", type=int, default=0, help="of the run; 0: as many as fit into the time")

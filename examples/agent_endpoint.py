@@ -1,4 +1,4 @@
-"""An agent with a loop of its own, which only knows an OpenAI-compatible URL, is trained on what it really said.
+"""Train an agent that has its own loop and only knows an OpenAI-compatible URL, on exactly the tokens it sampled.
 
 python examples/agent_endpoint.py [--steps 15]
 """
@@ -19,15 +19,15 @@ parser.add_argument("--steps", type=int, default=15)
 
 
 def agent(base_url: str, question: str) -> float:
-    """Asks twice, as any client would, and knows itself how well that went."""
-    chat, said = [{"role": "user", "content": question}], ""
+    """Send two requests, as any client would, and return the reward of the conversation."""
+    chat, text = [{"role": "user", "content": question}], ""
     for _ in range(2):
         request = urllib.request.Request(f"{base_url}/chat/completions", json.dumps({"messages": chat}).encode())
         with urllib.request.urlopen(request) as response:
             reply = json.load(response)["choices"][0]["message"]
-        said += reply["content"]
+        text += reply["content"]
         chat += [reply, {"role": "user", "content": "Go on."}]
-    return sum("a" <= letter <= "z" for letter in said) / max(1, len(said))
+    return sum("a" <= letter <= "z" for letter in text) / max(1, len(text))
 
 
 async def episode(state: oxrl.PolicyState, seed: int) -> oxrl.Rollout:

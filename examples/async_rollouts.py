@@ -1,6 +1,6 @@
-"""Rollouts side by side: more are begun than needed, the slowest go on in the next batch, a filter turns some down.
+"""Concurrent rollouts: more are started than needed, the slowest are resumed in the next batch, a filter drops some.
 
-An answer ends with its first small letter, so some take longer than others; it is worth more the shorter it is.
+An answer ends with its first small letter, so some take longer than others; a shorter one earns more.
 
     python examples/async_rollouts.py [--steps 12]
 """
@@ -33,8 +33,8 @@ sampling = oxrl.GenerationConfig(max_new_tokens=16, stop_token_ids=tuple(range(o
 config = oxrl.RolloutConfig(
     batch_size=4,
     n_samples_per_prompt=8,
-    over_sampling_factor=1.5,  # six prompts are begun where four are needed
-    partial_rollouts=True,  # those that were aborted go on where they were
+    over_sampling_factor=1.5,  # six prompts are started where four are needed
+    partial_rollouts=True,  # aborted ones are resumed
     max_age=1,  # unless their first tokens are more than one version old
     reward_fn=brief,
     filter_fn=oxrl.check_reward_nonzero_std,

@@ -1,4 +1,4 @@
-"""A KL penalty of one's own, against a reference that follows the policy as a moving average.
+"""A custom KL penalty against a reference that is a moving average of the policy.
 
 python examples/custom_kl.py [--steps 20]
 """
@@ -20,7 +20,7 @@ def small_letters(rollout: oxrl.Rollout) -> float:
 
 
 def only_upwards(logprob: torch.Tensor, ref_logprob: torch.Tensor) -> torch.Tensor:
-    """Costs something where a token became likelier than the reference has it, and nothing where it did not."""
+    """Penalize only tokens that are likelier than under the reference."""
     return (logprob - ref_logprob).clamp(min=0.0).square() / 2
 
 
@@ -43,4 +43,4 @@ for step in range(parser.parse_args().steps):
     reference = oxrl.update_reference_model(reference, model, update_fn=follow)
     near, far = (float(oxrl.compute_reverse_kl(own.detach(), other)) for other in (following, fixed))
     reward = sum(rollout.reward or 0.0 for rollout in rollouts) / len(rollouts)
-    print(f"reward {reward:.3f}, KL to the reference that follows {near:.3f}, to the start {far:.3f}")
+    print(f"reward {reward:.3f}, KL to the moving reference {near:.3f}, to the start {far:.3f}")

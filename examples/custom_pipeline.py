@@ -1,4 +1,4 @@
-"""A whole pipeline of one's own: prompts, reward, evaluation, checkpoints and log are all plain functions.
+"""A complete custom pipeline: prompts, reward, evaluation, checkpoints and log are all plain functions.
 
 python examples/custom_pipeline.py [--steps 20] [--output runs/pipeline]
 """
@@ -32,8 +32,8 @@ def obeys(rollout: oxrl.Rollout) -> float:
 
 
 def evaluate(state: oxrl.PolicyState) -> dict[str, float]:
-    said = oxrl.create_batch_rollouts(state.policy, state.tokenizer, held_out, sampling, n_samples_per_prompt=8)
-    return {"eval_reward": sum(map(obeys, said)) / len(said)}
+    rollouts = oxrl.create_batch_rollouts(state.policy, state.tokenizer, held_out, sampling, n_samples_per_prompt=8)
+    return {"eval_reward": sum(map(obeys, rollouts)) / len(rollouts)}
 
 
 def log(step: int, metrics: Mapping[str, float]) -> None:

@@ -1,9 +1,9 @@
-"""Teach a real 135M chat model to find the lowest of three prices, by rewards alone, and show that it learned.
+"""Train a real 135M chat model to find the lowest of three prices, by rewards alone, and show that it learned.
 
-Minutes of GRPO on two CPU cores. Nobody shows the model an answer: it samples eight per price list, those with the
+Minutes of GRPO on two CPU cores. The model never sees an answer: it samples eight per price list, those with the
 right number earn a reward, and that is all it learns from. Held-out lists have goods and prices that training never
-shows. Before and after are scored alike and leniently (the first or the last number said counts, whatever is around
-it), so learning to answer briefly would not count.
+shows. Before and after are scored alike and leniently (the first or the last number counts, whatever is around it),
+so learning to answer briefly would not count.
 
     python examples/demo.py [--seed 0] [--steps 36] [--shuffle-rewards]
 """
@@ -47,43 +47,43 @@ HELD_OUT = "pillow guitar mirror helmet basket".split()
 
 def price_list(goods: list[str], prices: list[int]) -> dict[str, str]:
     lines = "\n".join(f"{item}: ${price}" for item, price in zip(goods, prices, strict=True))
-    asked = f"{lines}\nWhat is the lowest price?"
-    return {"system": "Answer with a number.", "prompt": asked, "answer": str(min(prices))}
+    question = f"{lines}\nWhat is the lowest price?"
+    return {"system": "Answer with a number.", "prompt": question, "answer": str(min(prices))}
 
 
-def make_lists(goods: list[str], count: int, chance: random.Random, taken: set[frozenset[int]]) -> list[dict[str, str]]:
+def make_lists(goods: list[str], count: int, rng: random.Random, taken: set[frozenset[int]]) -> list[dict[str, str]]:
     """`count` lists whose prices, in any order, are not among those `taken`."""
     lists = []
     while len(lists) < count:
-        prices = chance.sample(range(10, 100), 3)
+        prices = rng.sample(range(10, 100), 3)
         if frozenset(prices) not in taken:
-            lists.append((chance.sample(goods, 3), prices))
+            lists.append((rng.sample(goods, 3), prices))
     taken.update(frozenset(prices) for _, prices in lists)
     return [price_list(*each) for each in lists]
 
 
 def earned(rollout: Rollout) -> float:
-    """What training pays for: the right number said last, and half as much if the answer was cut off."""
-    said = numbers_in(rollout.response)
-    right = bool(said) and said[-1] == int(str(rollout.sample.answer))
+    """The reward in training: 1 if the last number is right, half as much if the answer was cut off."""
+    numbers = numbers_in(rollout.response)
+    right = bool(numbers) and numbers[-1] == int(str(rollout.sample.answer))
     return right * (1.0 if rollout.status is Status.COMPLETED else 0.5)
 
 
 @group_reward
 def unrelated(rollouts: Sequence[Rollout]) -> list[float]:
-    """The control: the same payments, handed out among the answers to a prompt without regard to who earned them."""
-    payments = [earned(rollout) for rollout in rollouts]
-    random.Random(rollouts[0].group).shuffle(payments)
-    return payments
+    """The control: the same rewards, shuffled among the answers to a prompt."""
+    rewards = [earned(rollout) for rollout in rollouts]
+    random.Random(rollouts[0].group).shuffle(rewards)
+    return rewards
 
 
 def is_right(rollout: Rollout) -> float:
-    """How before and after are scored: the first or the last number said counts, however long the answer is."""
-    said = numbers_in(rollout.response)
-    return float(bool(said) and int(str(rollout.sample.answer)) in (said[0], said[-1]))
+    """The score before and after: the first or the last number counts, however long the answer is."""
+    numbers = numbers_in(rollout.response)
+    return float(bool(numbers) and int(str(rollout.sample.answer)) in (numbers[0], numbers[-1]))
 
 
-def ask(weights: str, rows: list[dict[str, str]]) -> list[Rollout]:
+def evaluate(weights: str, rows: list[dict[str, str]]) -> list[Rollout]:
     tokenizer = load_tokenizer(weights)
     generator = EmbeddedGenerator(load_model(weights), tokenizer)
     sampler = RolloutSampler(generator, Renderer(tokenizer), GenerationConfig(max_new_tokens=24, temperature=0.0))
@@ -124,37 +124,39 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=36)
-    parser.add_argument("--shuffle-rewards", action="store_true", help="a control: payments are mixed up")
+    parser.add_argument("--shuffle-rewards", action="store_true", help="a control: rewards are shuffled")
     arguments = parser.parse_args()
-    console, chance, taken = Console(), random.Random(arguments.seed), set[frozenset[int]]()
+    console, rng, taken = Console(), random.Random(arguments.seed), set[frozenset[int]]()
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)
-    held_out = make_lists(HELD_OUT, 64, chance, taken)
-    watched = make_lists(SEEN, 32, chance, taken)
-    training = make_lists(SEEN, 1000, chance, taken)
+    held_out = make_lists(HELD_OUT, 64, rng, taken)
+    watched = make_lists(SEEN, 32, rng, taken)
+    training = make_lists(SEEN, 1000, rng, taken)
     console.print(f"[bold]{MODEL}[/] before training, on {len(held_out)} price lists it will never see in training ...")
-    before = ask(MODEL, held_out)
+    before = evaluate(MODEL, held_out)
     console.print(f"learning from rewards on {len(training)} other lists ...")
     started = time.monotonic()
     result = train_run(config_of(training, watched, arguments), FOLDER / "run")
     seconds = time.monotonic() - started
-    after = ask(str(result.checkpoint), held_out)
+    after = evaluate(str(result.checkpoint), held_out)
     show(console, before, after)
-    tell(console, before, after, seconds, arguments)
-    console.print(f"\nTalk to it: [bold]oxrl chat {result.folder}[/]    Its curves: [bold]oxrl plot {result.folder}[/]")
+    summarize(console, before, after, seconds, arguments)
+    console.print(
+        f"\nChat with it: [bold]oxrl chat {result.folder}[/]    Its curves: [bold]oxrl plot {result.folder}[/]"
+    )
 
 
 def show(console: Console, before: list[Rollout], after: list[Rollout]) -> None:
     table = Table("price list", "right", "before", "after", show_lines=True)
     for old, new in list(zip(before, after, strict=True))[:5]:
         colour = "green" if new.reward else "red"
-        said = [rollout.response.strip().replace("\n", " ")[:60] for rollout in (old, new)]
-        asked = old.prompt.removesuffix("\nWhat is the lowest price?")
-        table.add_row(asked, str(old.sample.answer), said[0], f"[{colour}]{said[1]}[/]")
+        texts = [rollout.response.strip().replace("\n", " ")[:60] for rollout in (old, new)]
+        prompt = old.prompt.removesuffix("\nWhat is the lowest price?")
+        table.add_row(prompt, str(old.sample.answer), texts[0], f"[{colour}]{texts[1]}[/]")
     console.print(table)
 
 
-def tell(
+def summarize(
     console: Console, before: list[Rollout], after: list[Rollout], seconds: float, arguments: argparse.Namespace
 ) -> None:
     history = read_metrics(FOLDER / "run" / "metrics.jsonl")

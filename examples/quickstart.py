@@ -1,4 +1,4 @@
-"""From nothing to a trained model: teach it to shout. No data set, no GPU, no config.
+"""From nothing to a trained model: it learns to write capital letters. No data set, no GPU, no config.
 
 python examples/quickstart.py                          # a random model of 0.5 M parameters, in seconds
 python examples/quickstart.py --model smollm2-135m     # a real chat model, in minutes on two CPU cores
@@ -17,8 +17,8 @@ parser.add_argument("--steps", type=int, default=20)
 given = parser.parse_args()
 
 
-def shouting(rollout: oxrl.Rollout) -> float:
-    """What an answer is worth: the share of capital letters in it."""
+def capital_letters(rollout: oxrl.Rollout) -> float:
+    """The reward of a completion: its share of capital letters."""
     return sum("A" <= letter <= "Z" for letter in rollout.response) / max(1, len(rollout.response))
 
 
@@ -33,7 +33,7 @@ def log(step: int, metrics: Mapping[str, float]) -> None:
 state = oxrl.quick_start_training(
     model_name=given.model,
     prompts=PROMPTS,
-    reward_fn=shouting,
+    reward_fn=capital_letters,
     num_iterations=given.steps,
     gen_config=oxrl.GenerationConfig(max_new_tokens=8),
     lr=5e-3 if given.model == "tiny" else 3e-5,

@@ -1,7 +1,7 @@
-"""Teach a real 135M chat model to turn an order in plain words into one line of JSON, and show that it learned.
+"""Train a real 135M chat model to turn an order in plain English into one line of JSON, and show that it learned.
 
-Two minutes of supervised fine-tuning on two CPU cores. The model is told the keys it should write and still gets almost
-none of the orders right before; the held-out orders use sentences, goods and cities that training never shows.
+Two minutes of supervised fine-tuning on two CPU cores. The prompt names the keys, and still almost none of
+the orders are right before; the held-out orders use sentences, goods and cities that training never shows.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ HELD_OUT = {
 }
 
 
-def make_order(words: dict[str, list[str]], chance: random.Random) -> dict[str, str]:
-    order: dict[str, object] = {"quantity": chance.randint(2, 99)}
-    order |= {key: chance.choice(words[key]) for key in ("colour", "item", "city", "day")}
-    return {"prompt": ASK + chance.choice(words["sentence"]).format(**order), "response": json.dumps(order)}
+def make_order(values: dict[str, list[str]], rng: random.Random) -> dict[str, str]:
+    order: dict[str, object] = {"quantity": rng.randint(2, 99)}
+    order |= {key: rng.choice(values[key]) for key in ("colour", "item", "city", "day")}
+    return {"prompt": ASK + rng.choice(values["sentence"]).format(**order), "response": json.dumps(order)}
 
 
 def is_right(text: str, expected: str) -> bool:
@@ -69,10 +69,10 @@ def is_right(text: str, expected: str) -> bool:
 
 def answer(weights: str, rows: list[dict[str, str]]) -> list[str]:
     tokenizer = load_tokenizer(weights)
-    render, speaker = Renderer(tokenizer), EmbeddedGenerator(load_model(weights), tokenizer)
+    render, generator = Renderer(tokenizer), EmbeddedGenerator(load_model(weights), tokenizer)
     prompts = [render.prompt([Message("user", row["prompt"])]) for row in rows]
     greedy = GenerationConfig(max_new_tokens=48, temperature=0)
-    batches = [speaker.complete(prompts[start : start + 16], greedy) for start in range(0, len(prompts), 16)]
+    batches = [generator.complete(prompts[start : start + 16], greedy) for start in range(0, len(prompts), 16)]
     return [generation.text for batch in batches for generation in batch]
 
 
@@ -82,11 +82,11 @@ def write_rows(path: Path, rows: list[dict[str, str]]) -> str:
 
 
 def main() -> None:
-    console, chance = Console(), random.Random(7)
+    console, rng = Console(), random.Random(7)
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)
-    training = [make_order(SEEN, chance) for _ in range(256)]
-    held_out = [make_order(HELD_OUT, chance) for _ in range(64)]
+    training = [make_order(SEEN, rng) for _ in range(256)]
+    held_out = [make_order(HELD_OUT, rng) for _ in range(64)]
     config = check_config(
         {
             "model": {"name": MODEL},
@@ -105,7 +105,9 @@ def main() -> None:
     seconds = time.monotonic() - started
     after = answer(str(result.checkpoint), held_out)
     show(console, held_out, before, after, seconds)
-    console.print(f"\nTalk to it: [bold]oxrl chat {result.folder}[/]    Its curves: [bold]oxrl plot {result.folder}[/]")
+    console.print(
+        f"\nChat with it: [bold]oxrl chat {result.folder}[/]    Its curves: [bold]oxrl plot {result.folder}[/]"
+    )
 
 
 def show(console: Console, rows: list[dict[str, str]], before: list[str], after: list[str], seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""The algorithm changes in the middle of training: a function of the iteration says which one it is.
+"""The algorithm changes in the middle of training: a function of the iteration selects it.
 
 python examples/switch_algorithm.py [--steps 24]
 """

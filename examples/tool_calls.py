@@ -1,4 +1,4 @@
-"""Tools in conversations of several turns: the model learns to ask a tool before it answers, by rewards alone.
+"""Tools in conversations of several turns: the model learns to call a tool before it answers, by rewards alone.
 
 A random model cannot write JSON, so its whole turn is one byte here, and a small letter is a call. With a chat model,
 leave out `tool_parser` and `stop_token_ids`: calls are read in the form of its chat template.

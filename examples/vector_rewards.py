@@ -1,4 +1,4 @@
-"""Several rewards at once, put together by a rule of one's own: the geometric mean, so that none is sold for another.
+"""Several rewards, combined by a custom rule: the geometric mean, so that none is raised at the cost of another.
 
 python examples/vector_rewards.py [--steps 25]
 """

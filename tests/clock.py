@@ -1,4 +1,4 @@
-"""Tests without time: a clock that a test moves itself, and computations that end."""
+"""A clock that a test advances itself, and a CPU time limit for computations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.waiting import HANG
 
 
 async def expire(seconds: float) -> None:
-    """Move the clock forward by `seconds`, once every other task waits for something that has not happened yet."""
+    """Advance the clock by `seconds`, once every other task waits for something that has not happened yet."""
     await anyio.sleep(0)  # what other threads have handed to the loop becomes a task first
     await anyio.wait_all_tasks_blocked()
     if current_async_library() == "trio":
@@ -31,10 +31,10 @@ async def expire(seconds: float) -> None:
 
 @contextmanager
 def no_hang() -> Iterator[None]:
-    """Ends a computation that needs minutes of this process's own CPU time where less than a second is enough."""
+    """Fail a computation that needs minutes of this process's CPU time where less than a second is enough."""
 
     def give_up(*_: Any) -> None:
-        pytest.fail(f"after {HANG / 30:g} s of CPU time there is no end")
+        pytest.fail(f"still running after {HANG / 30:g} s of CPU time")
 
     before = signal.signal(signal.SIGVTALRM, give_up)
     signal.setitimer(signal.ITIMER_VIRTUAL, HANG / 30)

@@ -12,11 +12,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # facts are about float32 on the CPU, also on a machine with a GPU
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # vLLM compiles a function or two with a C++ compiler, in each run
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a peer that ends on purpose is worth no trace on the terminal
-os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # it would end actors because of what others hold
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no stack trace for a peer that ends on purpose
+os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # it ends actors if other processes fill the memory
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background; its children would ignore it, too
     signal.signal(signal.SIGINT, signal.default_int_handler)
-os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed remarks on it, on standard output
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed prints a warning to standard output
 
 from collections.abc import Iterator
 from typing import Any
@@ -92,7 +92,7 @@ def complete_run() -> None:
 
 @pytest.fixture(scope="module")
 def wandb_ended() -> Iterator[None]:
-    """Weights & Biases runs a process of its own, which would outlive the tests, as would a run that is still open."""
+    """End the process of Weights & Biases, which would outlive the tests, and any run that is still open."""
     yield
     if wandb := sys.modules.get("wandb"):
         wandb.finish()

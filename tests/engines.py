@@ -34,7 +34,7 @@ ARGUMENTS = ["--dtype", "float32", "--enforce-eager", "--max-num-seqs", "32", "-
 ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # engine and worker are one, and the server is ready sooner
 OPTIONS = {"dtype": "float32", "enforce_eager": True, "max_num_seqs": 32, "scheduler_cls": SCHEDULER}
 
-# However slow the machine is, no engine is given up for it.
+# No engine counts as lost because the machine is slow.
 oxrl.generators.http._HEALTH_LIMIT = oxrl.generators.pool._ABORT_LIMIT = oxrl.generators.ray._HEALTH_LIMIT = HANG
 
 
@@ -43,7 +43,7 @@ def need(package: str) -> None:
     if find_spec(package) is not None:
         return
     if os.environ.get("OXRL_REQUIRE_ENGINES") == "1":
-        pytest.fail(f"{package} is not installed, and OXRL_REQUIRE_ENGINES=1 asks for it")
+        pytest.fail(f"{package} is not installed, and OXRL_REQUIRE_ENGINES=1 requires it")
     pytest.skip(f"{package} is not installed")
 
 
@@ -53,7 +53,7 @@ def need_vllm() -> None:
 
 @contextmanager
 def vllm_server(log: Path) -> Iterator[str]:
-    """Its address."""
+    """Start a server with `tiny` and yield its address."""
     need_vllm()
     from oxrl.generators.vllm.server import start_vllm_server, until_ready
 
@@ -106,7 +106,7 @@ def one_replica() -> Iterator[Any]:
 
 
 class SGLangStandIn(Quiet):
-    """SGLang's native endpoints as its documentation describes them, spoken by the embedded generator.
+    """SGLang's native endpoints as its documentation describes them, served by the embedded generator.
 
     It shows that our side of the protocol is consistent, not that SGLang is as documented.
     """
@@ -115,7 +115,7 @@ class SGLangStandIn(Quiet):
         server = self.server
         known = {
             "/health": {},
-            "/get_server_info": {"context_length": server.speaker.model.config.max_position_embeddings},
+            "/get_server_info": {"context_length": server.generator.model.config.max_position_embeddings},
             "/get_weight_version": {"weight_version": server.weight_version},
         }
         self.reply(200 if self.path in known else 404, known.get(self.path, {}))
@@ -129,7 +129,7 @@ class SGLangStandIn(Quiet):
     def generate(self, body):
         server, parameters = self.server, body["sampling_params"]
         ids = body["input_ids"]
-        if any(not 0 <= token < server.speaker.model.config.vocab_size for token in ids):
+        if any(not 0 <= token < server.generator.model.config.vocab_size for token in ids):
             return self.reply(400, {"error": {"message": "a token id is out of vocabulary"}})
         sampling = GenerationConfig(
             max_new_tokens=parameters["max_new_tokens"],
@@ -141,38 +141,40 @@ class SGLangStandIn(Quiet):
             stop_token_ids=tuple(parameters.get("stop_token_ids", ())),
         )
         request = Request(tuple(ids), seed=parameters.get("sampling_seed", 0))
-        (said,) = server.portal.call(server.speaker.generate, [request], sampling)
-        reason = {"aborted": "abort"}.get(said.finish_reason, said.finish_reason)
-        drawn = [[logprob, token, None] for logprob, token in zip(said.logprobs, said.token_ids, strict=True)]
+        (generation,) = server.portal.call(server.generator.generate, [request], sampling)
+        reason = {"aborted": "abort"}.get(generation.finish_reason, generation.finish_reason)
+        drawn = [
+            [logprob, token, None] for logprob, token in zip(generation.logprobs, generation.token_ids, strict=True)
+        ]
         about = {"finish_reason": {"type": reason}, "output_token_logprobs": drawn}
         about["weight_version"] = server.weight_version
         if "logprob_start_len" in body:
-            prompt = server.portal.call(trainer_logprobs, server.speaker.model, ids)
-            said_of = zip((None, *prompt), ids, strict=True)
-            about["input_token_logprobs"] = [[logprob, token, None] for logprob, token in said_of]
-        return self.reply(200, {"text": said.text, "output_ids": list(said.token_ids), "meta_info": about})
+            prompt = server.portal.call(trainer_logprobs, server.generator.model, ids)
+            prompt_logprobs = zip((None, *prompt), ids, strict=True)
+            about["input_token_logprobs"] = [[logprob, token, None] for logprob, token in prompt_logprobs]
+        return self.reply(200, {"text": generation.text, "output_ids": list(generation.token_ids), "meta_info": about})
 
     def update_weights_from_disk(self, body):
         server = self.server
-        if server.refuses:
+        if server.refuses_updates:
             return self.reply(200, {"success": False, "message": "no room"})
-        if not server.deaf:
-            server.portal.call(self.take, load_file(f"{body['model_path']}/model.safetensors"))
+        if not server.ignores_updates:
+            server.portal.call(self.load, load_file(f"{body['model_path']}/model.safetensors"))
         server.weight_version = body.get("weight_version", server.weight_version)
         return self.reply(
             200, {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
         )
 
-    async def take(self, weights):
-        speaker = self.server.speaker
+    async def load(self, weights):
+        generator = self.server.generator
         with torch.no_grad():
-            for name, parameter in speaker.model.named_parameters():
+            for name, parameter in generator.model.named_parameters():
                 parameter.copy_(weights[name])
-        await speaker.update_weights(Weights(speaker.model, 0))
+        await generator.update_weights(Weights(generator.model, 0))
 
     def abort_request(self, body):
         assert body["abort_all"]
-        self.server.portal.call(self.server.speaker.abort)
+        self.server.portal.call(self.server.generator.abort)
         self.reply(200)
 
     def pause_generation(self, _body):
@@ -183,20 +185,20 @@ class SGLangStandIn(Quiet):
 
 @contextmanager
 def sglang_stand_in(model, tokenizer):
-    """`.url`; `.seen` has the requests.
+    """Yield the server: `.url`, and `.seen` with the requests.
 
-    `.deaf` makes it answer an update without taking it, `.refuses` say that it cannot.
+    `.ignores_updates` makes it accept an update without loading it, `.refuses_updates` makes it report a failure.
     """
-    facts = {"weight_version": "default", "deaf": False, "refuses": False, "seen": []}
+    facts = {"weight_version": "default", "ignores_updates": False, "refuses_updates": False, "seen": []}
     with (
         start_blocking_portal() as portal,
-        serving(SGLangStandIn, portal=portal, speaker=EmbeddedGenerator(model, tokenizer), **facts) as server,
+        serving(SGLangStandIn, portal=portal, generator=EmbeddedGenerator(model, tokenizer), **facts) as server,
     ):
         yield server
 
 
 class EmbeddedHold:
-    """As `holding`, for an embedded generator; sequences that are ahead get more until all have so many."""
+    """As `holding`, for an embedded generator; longer sequences continue until all have so many tokens."""
 
     def __init__(self, generator: EmbeddedGenerator, tokens: int) -> None:
         self._engine, self._tokens = generator._engine, tokens
@@ -210,7 +212,7 @@ class EmbeddedHold:
         if self.reached < len(self._engine._unfinished()):
             self._step()
         else:
-            time.sleep(0.001)  # the event loop asks again and again
+            time.sleep(0.001)  # the event loop calls this repeatedly
 
     def change_version(self, version: int) -> None:
         self.release()

@@ -1,7 +1,7 @@
-"""Processes that start at once: forks of one process that has imported torch, transformers and the trainer.
+"""Processes that start immediately: forks of one process that has imported torch, transformers and the trainer.
 
-A test asks for the fixture `forks` and calls `forks.run(function, ...)`; the function is of a module that imports
-nothing of its own. Everything ends with the process that the tests run in.
+A test requests the fixture `forks` and calls `forks.run(function, ...)`; the function's module should import nothing
+else at its top. Everything ends with the process that the tests run in.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def command_line(_connection: Connection, log: Path, arguments: Sequence[str]) -
     out = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(out, 1)
     os.dup2(out, 2)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell that runs tests aside may have taken away
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs tests in the background disables it
     sys.argv = ["oxrl", *arguments]
     try:
         main()

@@ -1,6 +1,6 @@
-"""Holds vLLM's sequences after a number of tokens, so that a test acts while they are being generated.
+"""Pause vLLM's sequences after a number of tokens, so that a test can act while they are being generated.
 
-The engine, in whatever process it is, has `hold_scheduler` and is controlled through files in the folder of `VARIABLE`.
+The engine may run in any process; it uses `hold_scheduler` and is controlled by files in the folder of `VARIABLE`.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Hold:
         self._folder, self._id = Path(os.environ[VARIABLE]), ""
 
     @property
-    def begun(self) -> bool:
+    def started(self) -> bool:
         return bool(self._id)
 
-    def begin(self, tokens: int, prompts: Sequence[Sequence[int]] | None = None) -> None:
+    def start(self, tokens: int, prompts: Sequence[Sequence[int]] | None = None) -> None:
         self._id = uuid.uuid4().hex
         self._write("wanted", json.dumps(Wanted(self._id, tokens, prompts)))
 
@@ -65,7 +65,7 @@ class Hold:
         self._write(wanted.id, str(reached))
 
     def _write(self, name: str, text: str) -> None:
-        """In one piece: it is read at any moment."""
+        """Atomically: it may be read at any moment."""
         with tempfile.NamedTemporaryFile("w", dir=self._folder, delete=False) as file:
             file.write(text)
         Path(file.name).rename(self._folder / name)
@@ -73,9 +73,9 @@ class Hold:
 
 @contextmanager
 def holding(tokens: int, prompts: Sequence[Sequence[int]] | None = None) -> Iterator[Hold]:
-    """From now on, every sequence that gets so many tokens; with `prompts` only answers to these."""
+    """Hold every sequence that reaches `tokens` tokens; with `prompts`, only completions of these."""
     hold = Hold()
-    hold.begin(tokens, prompts)
+    hold.start(tokens, prompts)
     try:
         yield hold
     finally:

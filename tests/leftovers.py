@@ -19,7 +19,7 @@ from pathlib import Path
 
 VARIABLE = "OXRL_TEST_RUN"  # "PID:folder" of the run
 MEMORY = Path("/dev/shm")
-LOOK = 10.0  # seconds between two looks at what the run uses
+INTERVAL = 10.0  # seconds between two checks of what the run uses
 
 
 def processes(run: str) -> dict[int, str]:
@@ -73,7 +73,7 @@ def watch(run: str, folder: str, grace: str) -> None:
     for sign in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(sign, signal.SIG_IGN)
     parent, memory = os.getppid(), set[Path]()
-    while os.getppid() == parent and not select.select([sys.stdin], [], [], LOOK)[0]:
+    while os.getppid() == parent and not select.select([sys.stdin], [], [], INTERVAL)[0]:
         memory |= shared_memory_of(processes(run))
     killed = os.getppid() != parent
     deadline = time.monotonic() + (0 if killed else float(grace))

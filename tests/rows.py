@@ -1,4 +1,4 @@
-"""Rows that tests share: a small task in three columns, made on the spot."""
+"""Rows that tests share: small sums, generated."""
 
 import json
 from pathlib import Path

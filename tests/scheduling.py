@@ -90,7 +90,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _units_file() -> Path:
-    """Where a worker tells the scheduler, which sees no more of a test than its name; all workers write the same."""
+    """The file that maps tests to units: the scheduler knows only their names. All workers write the same content."""
     return Path(tempfile.gettempdir()) / "units.json"
 
 

@@ -1,4 +1,4 @@
-"""Traps that implementations of the same idea fell into, one test each: each would have caught it."""
+"""Known bugs of comparable implementations, one test each."""
 
 import re
 from dataclasses import replace
@@ -46,7 +46,7 @@ def test_log_probs_are_not_taken_in_bf16():
     exact = (hidden.double() @ weight.double().T).log_softmax(-1).gather(1, targets[:, None])[:, 0]
     assert (values - exact).abs().max() < 1e-3
     rounded = (hidden @ weight.T).float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
-    assert (rounded - exact).abs().max() > 1e-2, "the naive way would pass too, so this proves nothing"
+    assert (rounded - exact).abs().max() > 1e-2, "the naive way would pass too, so this test proves nothing"
 
 
 async def test_a_loss_is_divided_by_trained_tokens_and_never_by_padding_or_prompts():
@@ -74,7 +74,7 @@ async def test_lora_dropout_is_off_while_log_probs_are_compared():
     assert compared["loss"] == pytest.approx(without, rel=1e-5)
 
 
-def test_truncation_says_that_it_took_the_end_of_turn_and_keeps_no_row_without_trained_tokens():
+def test_truncation_counts_a_removed_end_of_turn_and_keeps_no_row_without_trained_tokens():
     chat = [Message("user", "hello there"), Message("assistant", "a long answer")]
     (row,) = Renderer(load_tokenizer("tiny")).conversation(chat, id="r")
     cut = fit([(row,)], len(row) - 4, "truncate")
@@ -93,7 +93,7 @@ async def test_schedules_count_optimizer_steps_and_not_micro_batches():
     assert rates == pytest.approx([1.0, 0.75, 0.5, 0.25])
 
 
-async def test_evaluation_moves_nothing():
+async def test_evaluation_changes_no_weight():
     backend = create_pytorch_backend(load_model("tiny"))
     before = {name: p.detach().clone() for name, p in backend.model.named_parameters()}
     await evaluate_offline(backend, SFT, items_of(8, 20), 100)
@@ -115,7 +115,7 @@ async def test_a_saved_adapter_is_not_empty(tmp_path):
     assert all(tensor.any() for tensor in saved.values()), "both halves of every adapter were trained"
 
 
-def test_no_config_key_is_a_promise_that_nobody_keeps():
+def test_every_config_key_is_read_by_the_code():
     source = "".join(path.read_text() for path in (ROOT / "oxrl").rglob("*.py"))
     for name, section in Config.model_fields.items():
         for key in section.annotation.model_fields:

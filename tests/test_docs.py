@@ -1,6 +1,6 @@
-"""What the pages show works: Python blocks are run, commands and their options exist.
+"""The documentation pages work: Python blocks are run, commands and their options exist.
 
-The ```python blocks of a page are run in order, in one namespace and an empty folder, with `tiny` in the place of
+The ```python blocks of a page are run in order, in one namespace and an empty folder, with `tiny` instead of
 `smollm2-135m`. A block below `<!-- not run: why -->` is only compiled. Of ```bash blocks, every line that begins with
 `oxrl` is parsed as the command line would, and not run.
 """
@@ -21,7 +21,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 BLOCK = re.compile(
     r"(?P<skip><!-- not run: [^>]+ -->\s*\n)?^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
 )
-WRONG_USE = typer.BadParameter.__base__  # click's UsageError, or that of typer's own copy of click
+USAGE_ERROR = typer.BadParameter.__base__  # click's UsageError, or that of typer's own copy of click
 ENDS = {"|", "||", "&&", ";", ">", ">>", "2>", "<", "&"}
 
 
@@ -65,22 +65,22 @@ def test_the_python_of_a_page_runs(page, monkeypatch, tmp_path, wandb_ended):
 
 
 def commands_of(text: str) -> list[list[str]]:
-    """`oxrl ...` lines as lists of words, without comments and what is piped or joined behind them."""
+    """`oxrl ...` lines as lists of arguments, without comments and what follows a pipe or another operator."""
     commands = []
     for line in text.replace("\\\n", " ").splitlines():
-        words = shlex.split(line.removeprefix("$ "), comments=True)
-        while words and re.fullmatch(r"\w+=.*", words[0]):  # an environment variable
-            words = words[1:]
-        if words[:1] == ["oxrl"]:
-            end = next((place for place, word in enumerate(words) if word in ENDS), len(words))
-            commands.append(words[1:end])
+        arguments = shlex.split(line.removeprefix("$ "), comments=True)
+        while arguments and re.fullmatch(r"\w+=.*", arguments[0]):  # an environment variable
+            arguments = arguments[1:]
+        if arguments[:1] == ["oxrl"]:
+            end = next((index for index, argument in enumerate(arguments) if argument in ENDS), len(arguments))
+            commands.append(arguments[1:end])
     return commands
 
 
-def parse(words: list[str]) -> None:
-    """As the command line does, down to the command whose turn it would be; nothing is run."""
+def parse(arguments: list[str]) -> None:
+    """Parse as the command line does, down to the subcommand; nothing is run."""
     command, context = COMMAND, None
-    name, rest = "oxrl", words
+    name, rest = "oxrl", arguments
     while True:
         if rest == ["--help"]:
             return
@@ -91,28 +91,28 @@ def parse(words: list[str]) -> None:
 
 
 COMMANDS = [
-    pytest.param(words, id=f"{named(page)}:{' '.join(words)[:60]}")
+    pytest.param(arguments, id=f"{named(page)}:{' '.join(arguments)[:60]}")
     for page in PAGES
     for block in blocks_of(page, "bash")
     if not block.skip
-    for words in commands_of(block.text)
+    for arguments in commands_of(block.text)
 ]
 
 
-@pytest.mark.parametrize("words", COMMANDS)
-def test_a_command_on_a_page_is_one_that_there_is(words):
+@pytest.mark.parametrize("arguments", COMMANDS)
+def test_a_command_on_a_page_exists(arguments):
     try:
-        parse(words)
-    except WRONG_USE as problem:
-        pytest.fail(f"oxrl {' '.join(words)}: {problem.format_message()}")
+        parse(arguments)
+    except USAGE_ERROR as problem:
+        pytest.fail(f"oxrl {' '.join(arguments)}: {problem.format_message()}")
 
 
 @pytest.mark.parametrize(
-    "words", [["trian"], ["train", "--modle", "tiny"], ["data", "shwo", "x"], ["train", "--lr", "x"]]
+    "arguments", [["trian"], ["train", "--modle", "tiny"], ["data", "shwo", "x"], ["train", "--lr", "x"]]
 )
-def test_a_command_that_there_is_not_would_be_seen(words):
-    with pytest.raises(WRONG_USE):
-        parse(words)
+def test_an_unknown_command_is_detected(arguments):
+    with pytest.raises(USAGE_ERROR):
+        parse(arguments)
 
 
 def test_blocks_and_commands_are_found():

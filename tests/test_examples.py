@@ -1,4 +1,4 @@
-"""Every example runs, is short enough to be read in one go, and the number that it prints shows its effect."""
+"""Every example runs, is short, and the number that it prints shows its effect."""
 
 import re
 import runpy
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-BIG = {"demo.py", "sft_orders.py"}  # these teach a real model for minutes
+BIG = {"demo.py", "sft_orders.py"}  # these train a real model for minutes
 SMALL = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name not in BIG)
 
 
@@ -30,14 +30,14 @@ def before_and_after(line):
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_an_example_fits_on_a_page_and_says_how_to_run_it(name):
+def test_an_example_fits_on_a_page_and_shows_how_to_run_it(name):
     text = (EXAMPLES / name).read_text()
     assert len(text.splitlines()) < 50
     assert f"python examples/{name}" in text
 
 
 @pytest.mark.trains
-def test_the_quick_start_has_at_most_48_lines_and_learns_to_shout(run):
+def test_the_quick_start_has_at_most_48_lines_and_learns_capital_letters(run):
     assert len((EXAMPLES / "quickstart.py").read_text().splitlines()) <= 48
     *_, last = run("quickstart.py", "--steps", "10")
     before, after = before_and_after(last)
@@ -51,7 +51,7 @@ def test_the_plain_loop_learns(run):
 
 
 @pytest.mark.trains
-def test_vector_rewards_raise_the_worse_part_and_do_not_sell_the_other(run):
+def test_vector_rewards_raise_the_worse_part_and_do_not_lower_the_other(run):
     letters, variety, reward = map(before_and_after, run("vector_rewards.py", "--steps", "12")[-3:])
     assert letters[0] < 0.3 and letters[1] > 0.5
     assert variety[1] > variety[0] - 0.1
@@ -72,7 +72,7 @@ def test_three_algorithms_in_turn_learn(run):
 
 
 @pytest.mark.trains
-def test_the_tool_is_called_more_and_more(run):
+def test_the_tool_is_called_more_often(run):
     lines = run("tool_calls.py", "--steps", "12")
     before, after = before_and_after(lines[-1])
     assert before < 0.25 and after > 0.4
@@ -80,14 +80,14 @@ def test_the_tool_is_called_more_and_more(run):
 
 
 @pytest.mark.trains
-def test_the_reference_follows_and_the_start_stays_behind(run):
+def test_the_kl_to_the_moving_reference_is_smaller_than_to_the_start(run):
     *_, last = run("custom_kl.py", "--steps", "8")
     reward, near, far = (float(number) for number in re.findall(r"\d+\.\d+", last))
     assert reward > 0.3 and 0 < near < far
 
 
 @pytest.mark.trains
-def test_the_pipeline_saves_evaluates_and_draws(run, tmp_path):
+def test_the_pipeline_saves_evaluates_and_plots(run, tmp_path):
     *_, last = run("custom_pipeline.py", "--steps", "10", "--output", "out")
     before, after = before_and_after(last)
     assert before < 0.25 and after > 0.4
@@ -95,7 +95,7 @@ def test_the_pipeline_saves_evaluates_and_draws(run, tmp_path):
 
 
 @pytest.mark.trains
-def test_unfinished_answers_are_carried_over_and_answers_become_brief(run):
+def test_partial_rollouts_are_carried_over_and_completions_become_shorter(run):
     *_, last = run("async_rollouts.py", "--steps", "8")
     before, after = before_and_after(last)
     assert int(re.search(r"carried over (\d+)", last)[1]) > 5

@@ -27,7 +27,7 @@ import os, signal, sys
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 memory = SharedMemory(create=True, size=4096)
-resource_tracker.unregister(memory._name, "shared_memory")  # a leak that nothing else mends
+resource_tracker.unregister(memory._name, "shared_memory")  # a leak that nothing else cleans up
 print(memory.name, flush=True)
 signal.pause()
 '''

@@ -85,7 +85,7 @@ def test_a_prompt_is_shared_only_by_rows_with_equal_media(media, prompts):
     assert len(_share(collate(items)).tokens) == computed_tokens(items) == 3 * 4 + 20 * prompts
 
 
-def test_a_row_borrows_from_the_rows_with_its_own_media():
+def test_a_row_shares_the_prompt_of_rows_with_equal_media():
     packing = packed((CAT,), (DOG,), (CAT,))
     assert packing.tokens[packing.back].tolist() == collate([(row,) for row in rows((), (), ())]).tokens.tolist()
     first, second, third = packing.back.reshape(3, 24)[:, :20].tolist()
@@ -97,7 +97,7 @@ def test_packing_counts_a_prompt_once_for_each_of_its_media():
     assert len(pack([(row,) for row in rows((CAT,), (DOG,))], 28)) == 2
 
 
-def test_what_gets_tokens_only_refuses_media(tiny, tiny_model):
+def test_components_that_take_only_tokens_refuse_media(tiny, tiny_model):
     with pytest.raises(ValueError, match="row r0 has media"):
         LanguageModel(tiny_model)(collate([(row,) for row in rows((CAT,), ())]))
     with pytest.raises(ValueError, match="request has media"):

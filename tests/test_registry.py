@@ -54,8 +54,8 @@ def reward_model(tmp_path_factory):
 def judge(tmp_path_factory):
     """A model trained to generate a score for every prompt."""
     folder = tmp_path_factory.mktemp("judge")
-    rows = [{"messages": [{"role": "user", "content": word}, {"role": "assistant", "content": "Score: 7"}]}
-            for word in ("yes", "no", "perhaps", "a longer question than that")]  # fmt: skip
+    rows = [{"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": "Score: 7"}]}
+            for prompt in ("yes", "no", "perhaps", "a longer question than that")]  # fmt: skip
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     set_ = ["model.name=tiny", "train.alg_name=sft", f"data.train_files_path={folder / 'rows.jsonl'}"]
     set_ += ["train.lr=5e-3", "train.train_steps_per_epoch=40", "train.train_batch_size_per_gpu=4"]

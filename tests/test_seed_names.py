@@ -152,7 +152,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("name", [name for name, home in NAMES.items() if not home.startswith("dropped")])
-def test_the_name_is_public_and_lives_where_the_table_says(name):
+def test_the_name_is_public_and_defined_in_the_listed_module(name):
     assert getattr(oxrl, name) is getattr(import_module(NAMES[name]), name)
 
 
@@ -167,25 +167,25 @@ def test_get_prompts_and_the_fields_of_the_training_config_keep_their_names():
 def test_extension_points_take_plain_functions():
     from oxrl.models.load import load_hf_model, load_hf_tokenizer
 
-    asked = []
+    called = []
 
     def model_loader(*args, **kwargs):
-        asked.append("model")
+        called.append("model")
         return load_hf_model(*args, **kwargs)
 
     def tokenizer_loader(*args, **kwargs):
-        asked.append("tokenizer")
+        called.append("tokenizer")
         return load_hf_tokenizer(*args, **kwargs)
 
     oxrl.load_model("tiny", model_loader=model_loader)
     oxrl.load_tokenizer("tiny", tokenizer_loader=tokenizer_loader)
-    assert asked == ["model", "tokenizer"]
+    assert called == ["model", "tokenizer"]
 
 
 def test_a_rollout_has_the_fields_that_samples_and_rollouts_had():
     turn = oxrl.Turn((1, 2), oxrl.Generation((3, 4), (-0.5, -0.25), "stop", version=2, text="4"))
-    asked = oxrl.Sample("a", (oxrl.Message("user", "2+2?"),))
-    rollout = oxrl.Rollout(asked, (turn,), group=7, score=oxrl.Score(1.0, {"right": 1.0, "short": 0.5}))
+    sample = oxrl.Sample("a", (oxrl.Message("user", "2+2?"),))
+    rollout = oxrl.Rollout(sample, (turn,), group=7, score=oxrl.Score(1.0, {"right": 1.0, "short": 0.5}))
     assert (rollout.prompt, rollout.response, rollout.generation.text) == ("2+2?", "4", "4")
     assert (rollout.tokens, rollout.loss_mask) == ([1, 2, 3, 4], [0.0, 0.0, 1.0, 1.0])
     assert rollout.rollout_log_probs == [0.0, 0.0, -0.5, -0.25]

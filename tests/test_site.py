@@ -1,4 +1,4 @@
-"""The pages hang together: links and anchors lead somewhere, every page is in the navigation, every command is real."""
+"""Links and anchors of the pages resolve, every page is in the navigation, every command exists."""
 
 import ast
 import re
@@ -34,7 +34,7 @@ def prose(page):
 
 
 def slug(heading):
-    """As GitHub and the site make anchors of headings."""
+    """Return the anchor that GitHub and the site give a heading."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
 
 
@@ -43,15 +43,15 @@ def anchors(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_and_anchors_lead_somewhere(page):
+def test_links_and_anchors_resolve(page):
     for link in LINK.findall(prose(page)):
         if "://" in link:
             continue
         target, _, anchor = link.partition("#")
-        place = (page.parent / target).resolve() if target else page
-        assert place.exists(), f"{link} leads nowhere"
-        assert place.is_relative_to(ROOT), f"{link} leads out of the repository"
-        assert not anchor or anchor in anchors(place), f"{link}: there is no such heading"
+        path = (page.parent / target).resolve() if target else page
+        assert path.exists(), f"{link} does not exist"
+        assert path.is_relative_to(ROOT), f"{link} leads out of the repository"
+        assert not anchor or anchor in anchors(path), f"{link}: there is no such heading"
 
 
 def test_every_page_is_in_the_navigation_once():
@@ -67,7 +67,7 @@ def _leaves(entry):
 
 
 def commands_in_prose(text):
-    """Each `oxrl ...` between backticks; what stands in blocks is looked at in test_docs.py."""
+    """Each `oxrl ...` between backticks; blocks are checked in test_docs.py."""
     found = [re.fullmatch(r"oxrl (.+)", code) for code in re.findall(r"`([^`\n]+)`", FENCE.sub("", text))]
     return [match[1] for match in found if match]
 
@@ -75,18 +75,18 @@ def commands_in_prose(text):
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_commands_and_options_that_are_mentioned_exist(page):
     for command in commands_in_prose(page.read_text()):
-        place, words = COMMAND, command.split()
-        while words and hasattr(place, "commands") and not words[0].startswith("-"):
-            assert words[0] in place.commands, f"oxrl {command}: there is no command {words[0]}"
-            place = place.commands[words.pop(0)]
+        group, arguments = COMMAND, command.split()
+        while arguments and hasattr(group, "commands") and not arguments[0].startswith("-"):
+            assert arguments[0] in group.commands, f"oxrl {command}: there is no command {arguments[0]}"
+            group = group.commands[arguments.pop(0)]
         known = {"--help", "--install-completion", "--show-completion"}
-        known |= {option for parameter in place.params for option in parameter.opts}
-        for option in [word.partition("=")[0] for word in words if word.startswith("--")]:
+        known |= {option for parameter in group.params for option in parameter.opts}
+        for option in [each.partition("=")[0] for each in arguments if each.startswith("--")]:
             assert option in known, f"oxrl {command}: there is no option {option}"
 
 
 def test_commands_are_found_in_prose():
-    assert commands_in_prose("Say `oxrl train --fast`, not `other --fast`.") == ["train --fast"]
+    assert commands_in_prose("Use `oxrl train --fast`, not `other --fast`.") == ["train --fast"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -97,7 +97,7 @@ def test_files_of_the_repository_that_are_mentioned_exist(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_whole_configs_on_a_page_load(page, tmp_path):
+def test_complete_configs_on_a_page_load(page, tmp_path):
     for block in re.findall(r"^```yaml\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
         if "model" in yaml.safe_load(block):
             (tmp_path / "config.yaml").write_text(block)
@@ -119,10 +119,10 @@ def test_every_public_name_is_explained():
     assert not [f"{home}.{name}" for home, name in names if not explanation(home, name)]
 
 
-def test_nothing_speaks_of_this_machine():
+def test_pages_name_no_local_paths_and_no_open_tasks():
     for page in PAGES:
-        for word in ("/work/", "/tmp/w/", "shared/seeds", "TODO", "FIXME"):
-            assert word not in page.read_text(), f"{name_of(page)} has {word}"
+        for text in ("/work/", "/tmp/w/", "shared/seeds", "TODO", "FIXME"):
+            assert text not in page.read_text(), f"{name_of(page)} has {text}"
 
 
 def texts_in_the_code():

@@ -1,4 +1,4 @@
-"""Helpers for tests of one's own: the script is kept, rollouts are whole, and a bad reward is told from a good one."""
+"""Helpers for users' tests: scripted generators, complete rollouts, and checks that reject a wrong reward."""
 
 import random
 
@@ -10,23 +10,23 @@ from oxrl import GenerationConfig, ScriptedGenerator, check_reward, fake_rollout
 from oxrl.types import Generator, Request
 
 
-def test_a_scripted_generator_says_its_lines_in_order_and_cuts_long_ones_off(tiny):
+def test_a_scripted_generator_returns_its_texts_in_order_and_truncates_long_ones(tiny):
     tokenizer = tiny[1]
-    speaker: Generator = ScriptedGenerator(tokenizer, ["Hm.", "a longer one", OSError("gone")])
+    generator: Generator = ScriptedGenerator(tokenizer, ["Hm.", "a longer one", OSError("gone")])
 
-    async def talk():
-        first = await speaker.generate([Request((1, 2), seed=3)], GenerationConfig(max_new_tokens=8))
-        second = await speaker.generate([Request((1,))], GenerationConfig(max_new_tokens=8))
+    async def run():
+        first = await generator.generate([Request((1, 2), seed=3)], GenerationConfig(max_new_tokens=8))
+        second = await generator.generate([Request((1,))], GenerationConfig(max_new_tokens=8))
         with pytest.raises(OSError, match="gone"):
-            await speaker.generate([Request((1,))], GenerationConfig())
+            await generator.generate([Request((1,))], GenerationConfig())
         return *first, *second
 
-    first, second = anyio.run(talk)
+    first, second = anyio.run(run)
     assert (first.text, first.finish_reason, first.token_ids[-1]) == ("Hm.", "stop", tokenizer.eos_token_id)
     assert (second.text, second.finish_reason, len(second.logprobs)) == ("a longer", "length", 8)
-    assert speaker.requests[0] == Request((1, 2), seed=3)
+    assert generator.requests[0] == Request((1, 2), seed=3)
     with pytest.raises(AssertionError, match="no text for request 4"):
-        anyio.run(speaker.generate, [Request((1,))], GenerationConfig())
+        anyio.run(generator.generate, [Request((1,))], GenerationConfig())
 
 
 def test_a_script_may_be_a_function_of_the_prompt_and_serve_the_primitives(tiny):
@@ -42,11 +42,11 @@ def test_a_script_may_be_a_function_of_the_prompt_and_serve_the_primitives(tiny)
     assert [rollout.reward for rollout in rollouts] == [1.0, 0.0]
 
 
-def test_an_environment_is_tried_without_a_model(tiny):
+def test_an_environment_runs_without_a_model(tiny):
     call = '<tool_call>{"name": "calculator", "arguments": {"expression": "12 * 12"}}</tool_call>'
-    speaker = ScriptedGenerator(tiny[1], [call, "144"])
+    generator = ScriptedGenerator(tiny[1], [call, "144"])
     rollout = oxrl.create_multiturn_rollout(
-        None, tiny[1], "12 * 12?", GenerationConfig(), tools=[oxrl.calculator], generator=speaker
+        None, tiny[1], "12 * 12?", GenerationConfig(), tools=[oxrl.calculator], generator=generator
     )
     assert rollout.messages[2].content == "144" and rollout.metadata["tool_calls"] == 1
 
@@ -69,7 +69,7 @@ def test_a_good_reward_passes():
 
 
 @pytest.mark.parametrize(
-    ("reward", "complaint"),
+    ("reward", "message"),
     [
         (lambda rollout: 1.0, "'145' earned 1, expected 0"),
         (lambda rollout: exact(rollout) / len(rollout.response), "an empty response: .*ZeroDivisionError"),
@@ -81,6 +81,6 @@ def test_a_good_reward_passes():
         ),
     ],
 )
-def test_a_bad_reward_is_told(reward, complaint):
-    with pytest.raises(AssertionError, match=complaint):
+def test_a_wrong_reward_is_rejected(reward, message):
+    with pytest.raises(AssertionError, match=message):
         check_reward(reward, {"144": 1.0, "145": 0.0}, answer="144")

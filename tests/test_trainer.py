@@ -1,4 +1,4 @@
-"""`Trainer`: what it chooses, what it can be told, and what it gives back."""
+"""`Trainer`: its choices, its keywords and its result."""
 
 import json
 
@@ -17,11 +17,11 @@ SMALL = {"n_samples": 2, "max_tokens": 4, "train_batch_size_per_gpu": 2}
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path, monkeypatch):
+def in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def wordy(rollout):
+def by_length(rollout):
     return float(len(rollout.tokens))
 
 
@@ -32,11 +32,11 @@ def wordy(rollout):
         ("sft", sums(8), {}),
         ("dpo", PAIRS, {}),
         ("rm", PAIRS, {}),
-        ("grpo", QUESTIONS, {**SMALL, "reward": wordy}),
+        ("grpo", QUESTIONS, {**SMALL, "reward": by_length}),
         ("ppo", QUESTIONS, {**SMALL, "reward": "contains"}),
     ],
 )
-def test_it_reaches_supervised_preference_and_reinforcement_learning(algorithm, rows, more):
+def test_it_trains_by_supervised_preference_and_reinforcement_learning(algorithm, rows, more):
     result = Trainer("tiny", lr=1e-3).train(algorithm=algorithm, data=rows, steps=2, output="run", **more)
     assert [row["step"] for row in result.history] == [1, 2]
     assert (result.best_checkpoint / "model.safetensors").exists()
@@ -45,7 +45,7 @@ def test_it_reaches_supervised_preference_and_reinforcement_learning(algorithm, 
 
 
 @pytest.mark.trains
-def test_it_says_what_it_chose_and_why_and_the_run_has_it():
+def test_its_choices_have_reasons_and_are_in_the_config_of_the_run():
     result = Trainer("tiny").train(algorithm="sft", data=sums(8), steps=1)
     chosen = {choice.key: choice for choice in result.choices}
     assert chosen.keys() == {"model.device", "lora.enabled", "model.gradient_checkpointing", "train.micro_batch_tokens"}
@@ -54,7 +54,7 @@ def test_it_says_what_it_chose_and_why_and_the_run_has_it():
 
 
 @pytest.mark.trains
-def test_what_the_user_says_is_not_chosen():
+def test_what_the_user_sets_is_not_chosen():
     result = Trainer("tiny", micro_batch_tokens=333, lora={"r": 4, "enabled": True}).train(
         algorithm="sft", data=sums(8), steps=1, gradient_checkpointing=True
     )
@@ -64,7 +64,7 @@ def test_what_the_user_says_is_not_chosen():
     assert (config.lora.enabled, config.lora.r) == (True, 4)
 
 
-def test_a_large_model_gets_an_adapter_told_from_its_config_and_not_from_its_name(tmp_path):
+def test_a_large_model_gets_an_adapter_by_its_config_and_not_by_its_name(tmp_path):
     from transformers import LlamaConfig
 
     from oxrl.models.load import load_tokenizer
@@ -76,16 +76,16 @@ def test_a_large_model_gets_an_adapter_told_from_its_config_and_not_from_its_nam
     ).save_pretrained(folder)  # fmt: skip
     load_tokenizer("tiny").save_pretrained(folder)
     (folder / "model.safetensors").touch()
-    with pytest.raises(ValueError, match="does not fit on cpu") as told:
+    with pytest.raises(ValueError, match="does not fit on cpu") as error:
         Trainer(folder).plan(algorithm="sft", data=sums(8), lora=False)
-    assert "use LoRA" in str(told.value)
+    assert "use LoRA" in str(error.value)
     frugal = {"dtype": "bfloat16", "micro_batch_tokens": 256, "gradient_checkpointing": True}
     plan = Trainer(folder).plan(algorithm="sft", data=sums(8), **frugal)
     assert "LoRA" in plan.tuning and plan.facts.parameters == pytest.approx(8.09e9, rel=0.01)
 
 
 @pytest.mark.trains
-def test_the_result_speaks_is_graded_and_saved():
+def test_the_result_generates_evaluates_and_saves():
     result = Trainer("tiny").train(
         algorithm="grpo", data=QUESTIONS, val=QUESTIONS[:4], reward="contains", steps=1, output="run", **SMALL
     )
@@ -98,7 +98,7 @@ def test_the_result_speaks_is_graded_and_saved():
 
 
 @pytest.mark.trains
-def test_a_run_goes_on_in_its_folder():
+def test_a_run_is_resumed_in_its_folder():
     first = Trainer("tiny").train(algorithm="sft", data=sums(16), output="run", epochs=1)
     assert len(first.history) == 2
     again = Trainer("tiny").train(output="run", resume=True)
@@ -109,17 +109,17 @@ def test_a_run_goes_on_in_its_folder():
 
 @pytest.mark.trains
 @pytest.mark.parametrize(
-    ("model", "words", "message"),
+    ("model", "keywords", "message"),
     [
         ("smollm2-135m", {}, "model.name 'tiny' and cannot be resumed"),
         ("tiny", {"algorithm": "cpt"}, "train.alg_name 'sft' and cannot be resumed"),
         ("tiny", {"data": sums(16, first=50)}, "data"),
     ],
 )
-def test_what_cannot_change_in_a_run_is_refused_when_it_goes_on(model, words, message):
+def test_what_cannot_change_in_a_run_is_refused_when_it_is_resumed(model, keywords, message):
     Trainer("tiny").train(algorithm="sft", data=sums(16), output="run", steps=1)
     with pytest.raises(ValueError, match=message):
-        Trainer(model).train(output="run", resume=True, steps=2, **words)
+        Trainer(model).train(output="run", resume=True, steps=2, **keywords)
 
 
 @pytest.mark.trains
@@ -140,7 +140,7 @@ def test_rows_come_as_a_list_a_dataset_or_a_data_frame():
 
 
 @pytest.mark.trains
-def test_a_task_brings_data_reward_and_algorithm_and_each_can_be_replaced():
+def test_a_task_sets_data_reward_and_algorithm_and_each_can_be_replaced():
     result = Trainer("tiny").train(task="math", data=QUESTIONS, steps=1, **SMALL)
     assert (result.config.train.alg_name, result.config.reward.reward_func) == ("sgrpo", "gsm8k_reward_func")
     assert result.config.train.train_batch_size_per_gpu == 2
@@ -168,12 +168,12 @@ def test_keywords_find_their_section():
         ({"data": "nowhere.jsonl"}, "nowhere.jsonl"),
     ],
 )
-def test_wrong_words_are_answered_before_a_weight_is_loaded(keywords, message):
+def test_invalid_keywords_are_reported_before_a_weight_is_loaded(keywords, message):
     with pytest.raises(ValueError, match=message):
         Trainer("tiny").train(**{"algorithm": "sft", "data": sums(4), **keywords})
 
 
-def test_a_function_of_a_script_is_known_while_the_process_lives():
+def test_a_function_of_a_script_is_known_while_the_process_runs():
     def local(rollout):
         return 1.0
 
@@ -183,7 +183,7 @@ def test_a_function_of_a_script_is_known_while_the_process_lives():
         import_object("live:forgotten")
 
 
-def test_the_same_words_plan_and_train():
+def test_the_same_keywords_plan_and_train():
     trainer = Trainer("tiny")
     plan = trainer.plan(algorithm="sft", data=sums(8), steps=3)
     assert plan.steps == 3 and plan.fits and plan.rows.items == 8

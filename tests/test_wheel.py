@@ -1,4 +1,4 @@
-"""What is built is what can be installed: a wheel, alone in an empty environment."""
+"""The wheel can be installed, alone in an empty environment."""
 
 import os
 import shutil
@@ -35,7 +35,7 @@ def needed(names):
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """An environment that has the wheel, and of its dependencies only what the front door needs."""
+    """An environment that has the wheel, and of its dependencies only what the command line needs."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     source.mkdir()
@@ -54,7 +54,7 @@ def installed(tmp_path_factory):
     return python, folder
 
 
-def test_the_wheel_brings_the_package_and_its_command(installed):
+def test_the_wheel_contains_the_package_and_its_command(installed):
     python, folder = installed
     where = run(python, "-c", "import oxrl; print(oxrl.__file__, oxrl.__version__)", cwd=folder)
     assert str(folder / "env") in where
@@ -62,7 +62,7 @@ def test_the_wheel_brings_the_package_and_its_command(installed):
     assert Path(where.split()[0]).with_name("py.typed").exists()
 
 
-def test_wrong_input_is_answered_without_torch_being_there_at_all(installed):
+def test_invalid_input_is_reported_where_torch_is_not_installed(installed):
     python, folder = installed
     command = [python.parent / "oxrl", "train", "--model", "tiny", "--data", "x.jsonl", "--set", "train.lrr=1"]
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True, cwd=folder)
@@ -70,7 +70,7 @@ def test_wrong_input_is_answered_without_torch_being_there_at_all(installed):
     assert "did you mean lr?" in done.stderr
 
 
-def test_the_wheel_brings_the_catalogue_and_its_records(installed):
+def test_the_wheel_contains_the_catalogue_and_its_records(installed):
     python, folder = installed
     listed = run(python.parent / "oxrl", "models", "list", cwd=folder).splitlines()
     assert {line.split()[0] for line in listed if line.endswith(" verified")} >= {"tiny", "smollm2-135m"}

@@ -36,7 +36,7 @@ def slowness() -> float:
 
 
 HANG = 900.0 * slowness()  # seconds after which anything at all counts as hung; the slowest test takes a tenth of it
-EXPIRES = 1.0 * slowness()  # a time limit under test: what it ends is blocked for ever, what it spares takes no time
+EXPIRES = 1.0 * slowness()  # a time limit under test: what it ends is blocked forever, everything else takes no time
 
 
 def wait_until(condition: Callable[[], Any], what: str, process: subprocess.Popen[Any] | None = None) -> Any:

@@ -1,4 +1,4 @@
-"""Real web servers on loopback for tests: what they answer is a subclass of `Quiet`, where they are is `serving`."""
+"""Real web servers on loopback for tests: a subclass of `Quiet` defines the responses, `serving` runs it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Quiet(BaseHTTPRequestHandler):
-    """Keeps connections open and its log to itself."""
+    """Keeps connections open and logs nothing."""
 
     protocol_version = "HTTP/1.1"
 
@@ -34,7 +34,7 @@ class Quiet(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving(handler: type[Quiet], **facts: Any) -> Iterator[Any]:
-    """The server, with its `url` and the `facts`, which handlers find as `self.server.NAME`."""
+    """The server, with its `url` and the `facts`, which handlers read as `self.server.NAME`."""
     server: Any = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     server.url = f"http://127.0.0.1:{server.server_port}"

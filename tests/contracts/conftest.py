@@ -37,7 +37,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.fixture
 def start_group(pytestconfig: pytest.Config) -> Iterator[Callable[..., forks.Forked]]:
-    """`start_group(2)`: ranks of its own for a test; whatever is left of them is killed."""
+    """`start_group(2)`: a separate group of ranks for a test; those still running at its end are killed."""
     with ExitStack() as started:
         yield lambda *arguments, **named: started.enter_context(together.group(pytestconfig, *arguments, **named))
 

@@ -1,4 +1,4 @@
-"""What rank 0 of a group of its own does in `test_ranks`, most often with a rank that fails."""
+"""What rank 0 of a separate group runs in `test_ranks`, most often with a rank that fails."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from tests.waiting import EXPIRES, wait_until
 SCHEDULE = {**RATES, "lr_scheduler": "cosine", "num_steps": 4}
 
 
-class Victim:
-    """A worker whose verbs need all ranks, as those over a sharded model do."""
+class CollectiveWorker:
+    """A worker whose calls need all ranks, as those over a sharded model do."""
 
-    def meet(self) -> float:
+    def all_reduce(self) -> float:
         total = torch.ones(4)
         dist.all_reduce(total)
         return float(total[0])
 
-    def meet_or_die(self) -> float:
+    def all_reduce_or_die(self) -> float:
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        return self.meet()
+        return self.all_reduce()
 
-    def meet_or_refuse(self) -> float:
+    def all_reduce_or_raise(self) -> float:
         if dist.get_rank() == 1:
             raise ValueError("rows of another colour")
-        return self.meet()
+        return self.all_reduce()
 
-    def hear_from_the_last(self) -> None:
-        """Which hangs; ranks that wait for it in a collective give up at the same time as rank 0, or a little later."""
+    def receive_from_last(self) -> None:
+        """The last rank hangs; ranks that wait for it in a collective time out with rank 0, or a little later."""
         last = dist.get_world_size() - 1
         if dist.get_rank() == last:
             while True:
@@ -58,8 +58,8 @@ class Victim:
 
 
 def started() -> int:
-    target: int = together.ranks().start(Victim)
-    assert together.ranks().call(target, "meet") == [together.ranks().world] * together.ranks().world
+    target: int = together.ranks().start(CollectiveWorker)
+    assert together.ranks().call(target, "all_reduce") == [together.ranks().world] * together.ranks().world
     return target
 
 
@@ -76,13 +76,13 @@ def error_when_one_died_before() -> str:
     state = partial(Path(f"/proc/{lost}/stat").read_text)
     wait_until(lambda: state().rpartition(")")[2].split()[0] == "Z", "rank 1 has ended, and its sockets are closed")
     with pytest.raises(RankError) as caught:
-        together.ranks().call(target, "meet")
+        together.ranks().call(target, "all_reduce")
     return str(caught.value)
 
 
 def error_when_one_refused() -> str:
     module.COMMON_ERROR_SECONDS = EXPIRES  # rank 0 hangs in a collective
-    return error_of("meet_or_refuse")
+    return error_of("all_reduce_or_raise")
 
 
 FAILS_ON_ONE_RANK = """

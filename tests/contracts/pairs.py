@@ -16,10 +16,10 @@ from tests.rows import sums, write_jsonl
 from tests.waiting import HANG
 
 RANKS = {"local": 1, "fsdp": 2, "deepspeed": 2, "ray": 2}
-ENGINES = {  # embedded: not under Ray, where the trainer is elsewhere
+ENGINES = {  # embedded: not under Ray, where the trainer is another process
     "local": ("embedded", "vllm adapter", "http"),
     "fsdp": ("embedded", "vllm", "http gloo"),
-    "deepspeed": ("embedded", "http"),  # with vLLM of its own under Ray
+    "deepspeed": ("embedded", "http"),  # with its own vLLM: under Ray
     "ray": ("vllm adapter colocated",),
 }
 ROWS = 4  # of a step, over all ranks
@@ -83,7 +83,7 @@ def groups() -> dict[str, dict]:
 
 
 def run(backend: str, name: str, folder: Path, url: str) -> list[dict[str, float]]:
-    """What a run logged: `run("fsdp", "grpo embedded", ...)`, `run("local", "sft", ...)`."""
+    """Return what a run logged: `run("fsdp", "grpo embedded", ...)`, `run("local", "sft", ...)`."""
     algorithm, _, engine = name.partition(" ")
     return train_run(config_of(backend, folder, algorithm, engine or "embedded", url), folder / "run").history
 

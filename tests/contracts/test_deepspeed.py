@@ -1,4 +1,4 @@
-"""What is DeepSpeed's own: its stages and sections. Each test runs in rank 0 of two."""
+"""What is specific to DeepSpeed: its stages and sections. Each test runs in rank 0 of two."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def anyio_backend():
 
 @pytest.fixture
 def zero():
-    """Makes DeepSpeed backends with a section of their own."""
-    made = []
+    """Create DeepSpeed backends, each with its own section."""
+    created = []
 
     def make(section, load=load_tiny, **options):
-        made.append(deepspeed(3, load=load, deepspeed=section, **{**RATES, **options}))
-        return made[-1]
+        created.append(deepspeed(3, load=load, deepspeed=section, **{**RATES, **options}))
+        return created[-1]
 
     yield make
-    for backend in made:
+    for backend in created:
         backend.close()
 
 
@@ -46,7 +46,7 @@ async def test_steps_without_sharded_gradients_are_those_of_the_local_backend(ze
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-async def test_an_optimizer_state_beside_the_device_changes_nothing_and_compiles_nothing(zero, stage):
+async def test_an_offloaded_optimizer_state_changes_nothing_and_compiles_nothing(zero, stage):
     section = {"zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu"}}}
     backend = zero(section)
     assert engine_of(backend).zero_use_cpu_optimizer()
@@ -54,7 +54,7 @@ async def test_an_optimizer_state_beside_the_device_changes_nothing_and_compiles
     assert not list(Path(os.environ["TORCH_EXTENSIONS_DIR"]).rglob("*.ninja")), "a build takes minutes"
 
 
-async def test_a_section_reaches_deepspeed_and_a_reference_can_be_a_whole_copy(zero):
+async def test_a_section_is_passed_to_deepspeed_and_a_reference_can_be_unsharded(zero):
     others, built = {"ref": load_tiny}, algorithm("dpo")
     section = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 12_345}}
     backend = zero(section, others=others, deepspeed_ref={"zero_optimization": {"stage": 0}})
@@ -66,7 +66,7 @@ async def test_a_section_reaches_deepspeed_and_a_reference_can_be_a_whole_copy(z
 
 
 @pytest.mark.parametrize(
-    ("sections", "words"),
+    ("sections", "message"),
     [
         ({"deepspeed": {"zero_optimization": {"reduce_bucket": 5}}}, "section deepspeed: .*reduce_bucket; Extra"),
         ({"deepspeed": {"zero_optimization": {"stage": 7}}}, "section deepspeed: .*Input should be 0, 1, 2, 3"),
@@ -80,8 +80,8 @@ async def test_a_section_reaches_deepspeed_and_a_reference_can_be_a_whole_copy(z
         ({"deepspeed": {"zero_optimization": {"stage": 0}}, "load": HALF}, "stage 0 supports float32 only"),
     ],
 )
-async def test_a_section_that_cannot_work_is_refused(sections, words):
-    with pytest.raises(ValueError, match=words):
+async def test_a_section_that_cannot_work_is_refused(sections, message):
+    with pytest.raises(ValueError, match=message):
         deepspeed(3, others={"ref": load_tiny}, **sections)
 
 
@@ -98,7 +98,7 @@ async def test_a_checkpoint_of_another_stage_is_refused(zero, tmp_path):
         await other.load(tmp_path)
 
 
-async def test_a_stage_without_sharding_goes_on_to_the_bit(zero, tmp_path):
+async def test_a_stage_without_sharding_is_resumed_bit_for_bit(zero, tmp_path):
     through, resumed = (zero({"zero_optimization": {"stage": 0}}) for _ in range(2))
     await train(through, some_items(), 3, steps=1)
     await through.save(tmp_path)

@@ -62,7 +62,7 @@ class Engine(NamedTuple):
 @pytest.fixture(scope="session")
 def sglang(tiny):
     with sglang_stand_in(load_model(tiny[0]), tiny[1]) as server:
-        yield Engine(HTTPGenerator([SGLangEngine(server.url)], tiny[1]), partial(holding_embedded, server.speaker))
+        yield Engine(HTTPGenerator([SGLangEngine(server.url)], tiny[1]), partial(holding_embedded, server.generator))
 
 
 @pytest.fixture(scope="session")
@@ -109,7 +109,7 @@ class Policy(NamedTuple):
 
     @asynccontextmanager
     async def in_flight(self, requests):
-        """Each request has some tokens, and gets no more until the weights change; answers are there at the end."""
+        """Each request has some tokens, and gets no more until the weights change; answers are complete at the end."""
         for engine in getattr(self.generator, "engines", ()):
             await engine.abort()  # what another test cancelled
         answers = []

@@ -1,4 +1,4 @@
-"""A sharded model does as the local one does. Each test runs in rank 0 of two."""
+"""A sharded model computes the same as the local one. Each test runs in rank 0 of two."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def anyio_backend():
 
 @pytest.fixture(params=["fsdp", "zero3"])
 def sharded(request):
-    made = []
+    created = []
 
     def make(load=load_tiny, **options):
-        made.append(BACKENDS[request.param](load=load, **{**RATES, **options}))
-        return made[-1]
+        created.append(BACKENDS[request.param](load=load, **{**RATES, **options}))
+        return created[-1]
 
     yield make
-    for backend in made:
+    for backend in created:
         backend.close()
 
 
@@ -55,7 +55,7 @@ def with_adapter(dropout=0.0, base=load_tiny):
     return attach_lora(base(), LoraSettings(r=4, dropout=dropout), seed=1)
 
 
-def with_follower():
+def with_moving_reference():
     return attach_reference(with_adapter())
 
 
@@ -66,8 +66,8 @@ def checkpointed(dtype="float32"):
 HALF = partial(checkpointed, "bfloat16")
 
 
-def larger_in_one_piece():
-    """What no slice has: a first layer whose answer is half as large again."""
+def scaled_if_unsharded():
+    """A model whose first layer has an output 1.5 times as large, but not if it is sharded."""
     model = load_tiny()
     if not builds_empty():
         model.model.layers[0].register_forward_hook(lambda _layer, _inputs, output: output * 1.5)
@@ -75,17 +75,17 @@ def larger_in_one_piece():
 
 
 class Refused:
-    """What a rank says instead of building a worker."""
+    """The error of a rank that refuses to build a worker."""
 
     def __init__(self):
         try:
-            build_worker(larger_in_one_piece, {}, Settings())
-            self.words = ""
+            build_worker(scaled_if_unsharded, {}, Settings())
+            self.error = ""
         except RuntimeError as error:
-            self.words = str(error)
+            self.error = str(error)
 
-    def said(self):
-        return self.words
+    def message(self):
+        return self.error
 
 
 def items_of(name, n=4):
@@ -99,10 +99,10 @@ def local(load=load_tiny, others=None, **options):
     return create_pytorch_backend(load(), others=loaded, **{**RATES, **options})
 
 
-def test_slices_that_speak_otherwise_than_the_whole_are_refused_on_every_rank():
+def test_shards_whose_log_probs_differ_are_refused_on_every_rank():
     target = together.ranks().start(Refused)
-    for words in together.ranks().call(target, "said"):
-        assert "sharded over 2 ranks, the log-probs of the model differ" in words
+    for message in together.ranks().call(target, "message"):
+        assert "sharded over 2 ranks, the log-probs of the model differ" in message
 
 
 async def same_steps(one, two, built, items, steps=3):
@@ -116,7 +116,7 @@ async def same_steps(one, two, built, items, steps=3):
     await same_weights(one, two)
 
 
-async def in_one_piece(backend):
+async def unsharded(backend):
     """A copy of the sharded model; from here on the backend keeps it up to date."""
     assert backend.model is not None
     return (await backend.get_weights()).module
@@ -124,7 +124,7 @@ async def in_one_piece(backend):
 
 async def same_weights(one, two, **allowed):
     expected = dict((await one.get_weights()).module.named_parameters())
-    found = dict((await in_one_piece(two)).named_parameters())
+    found = dict((await unsharded(two)).named_parameters())
     assert expected.keys() == found.keys()
     for name, parameter in expected.items():
         torch.testing.assert_close(
@@ -157,7 +157,7 @@ async def test_heads_of_a_model_in_half_precision_stay_in_float32(sharded, head)
     assert getattr(outputs, head).dtype == torch.float32
 
 
-async def test_ranks_without_a_micro_batch_of_their_own_keep_step(sharded):
+async def test_an_uneven_number_of_micro_batches_gives_the_same_steps(sharded):
     """1, 3 and 5 micro-batches over two ranks: an even number is never needed."""
     items = some_items()
     for size in (8, 3, 2):
@@ -190,7 +190,7 @@ async def test_an_adapter_is_trained_against_its_own_base(sharded, tmp_path, nam
     )
 
 
-async def test_without_its_adapter_a_model_speaks_as_its_base_to_the_bit(sharded):
+async def test_without_its_adapter_a_model_is_its_base_bit_for_bit(sharded):
     backend, base = sharded(with_adapter), sharded()
     batches = split(some_items(), 3)
     await train(backend, some_items(), 3, steps=1)
@@ -204,12 +204,12 @@ async def test_checkpointed_gradients_are_the_same(sharded):
     await same_steps(local(), sharded(checkpointed), algorithm("sft"), items_of("sft"), steps=3)
 
 
-REFERENCES = {"a model": {"others": {"ref": load_tiny}}, "an adapter": {"load": with_follower}}
+REFERENCES = {"a model": {"others": {"ref": load_tiny}}, "an adapter": {"load": with_moving_reference}}
 
 
 @pytest.mark.parametrize("sharded", ["fsdp", "zero2", "zero3"], indirect=True)
 @pytest.mark.parametrize("reference", REFERENCES)
-async def test_a_moving_reference_moves_alike_and_comes_back(sharded, reference, tmp_path):
+async def test_a_moving_reference_is_updated_and_resumed_as_in_the_local_backend(sharded, reference, tmp_path):
     built, items, options = algorithm("dpo"), items_of("dpo"), REFERENCES[reference]
     one, two = local(**options), sharded(**options)
     for backend in (one, two):
@@ -228,9 +228,9 @@ async def test_a_moving_reference_moves_alike_and_comes_back(sharded, reference,
         torch.testing.assert_close(found.logprob, expected.logprob, **CLOSE)
 
 
-async def test_an_adapter_is_trained_to_the_bit_as_if_no_reference_followed_it(sharded, tmp_path):
-    """It begins as the base: the first step is compared with the same reference."""
-    alone, beside = sharded(with_adapter), sharded(with_follower)
+async def test_a_moving_reference_changes_no_bit_of_the_trained_adapter(sharded, tmp_path):
+    """It starts as the base: the first step is compared with the same reference."""
+    alone, beside = sharded(with_adapter), sharded(with_moving_reference)
     for backend in (alone, beside):
         await train_step(backend, algorithm("tdpo"), items_of("tdpo"), 90)
     (expected,), (found,) = [await backend.logprobs([collate(some_items())]) for backend in (alone, beside)]
@@ -242,12 +242,12 @@ async def test_an_adapter_is_trained_to_the_bit_as_if_no_reference_followed_it(s
     assert one == two
 
 
-async def test_dropout_on_every_rank_goes_on_where_it_was(sharded, tmp_path):
+async def test_the_dropout_of_every_rank_is_resumed(sharded, tmp_path):
     load, items = partial(with_adapter, dropout=0.5), some_items()
     through = sharded(load)
     await train(through, items, 2, steps=1)
     await through.save(tmp_path)
-    torch.manual_seed(0)  # rank 0's; the other's has gone on by itself
+    torch.manual_seed(0)  # of rank 0; that of the other rank has advanced
     await through.load(tmp_path)
     expected, _ = await train(through, items, 2, steps=2)
     torch.rand(7)
@@ -256,7 +256,7 @@ async def test_dropout_on_every_rank_goes_on_where_it_was(sharded, tmp_path):
     assert (await train(resumed, items, 2, steps=2))[0] == expected
 
 
-async def test_half_precision_computes_in_its_own_and_keeps_float32(sharded, tmp_path):
+async def test_half_precision_is_used_to_compute_and_float32_is_kept(sharded, tmp_path):
     one, two = local(HALF), sharded(HALF)
     items = some_items()
     expected, found = await train(one, items, 3, steps=4), await train(two, items, 3, steps=4)
@@ -264,13 +264,13 @@ async def test_half_precision_computes_in_its_own_and_keeps_float32(sharded, tmp
     assert found[0][-1] < found[0][0] - 0.5
     await two.save(tmp_path)
     written = load_model(ModelConfig(str(tmp_path), dtype="bfloat16"))
-    for name, parameter in (await in_one_piece(two)).named_parameters():
+    for name, parameter in (await unsharded(two)).named_parameters():
         assert parameter.dtype == torch.bfloat16
         assert torch.equal(written.get_parameter(name), parameter)
 
 
-async def test_weights_that_changed_after_a_pass_are_the_ones_of_the_next(sharded):
-    """What a pass without gradients leaves whole must not answer for it later."""
+async def test_weights_that_changed_after_a_pass_are_used_by_the_next(sharded):
+    """Weights that a pass without gradients gathered must not be used after an update."""
     one, two = local(), sharded()
     batches, items = split(some_items(), 3), some_items()
     for backend in (one, two):
@@ -281,7 +281,7 @@ async def test_weights_that_changed_after_a_pass_are_the_ones_of_the_next(sharde
         torch.testing.assert_close(found.logprob, expected.logprob, **CLOSE)
 
 
-async def test_a_rehearsal_leaves_nothing_behind(sharded):
+async def test_a_memory_warm_up_changes_nothing(sharded):
     one, two = local(), sharded()
     items = some_items()
     with two.memory_warm_up():
@@ -290,7 +290,7 @@ async def test_a_rehearsal_leaves_nothing_behind(sharded):
 
 
 @ON_ANY_ENGINE
-async def test_a_loss_made_on_the_spot_is_refused(sharded):
+async def test_a_loss_that_other_ranks_cannot_rebuild_is_refused(sharded):
     from dataclasses import replace
 
     own = replace(algorithm("sft"), loss=lambda outputs, batch: None)
@@ -299,14 +299,14 @@ async def test_a_loss_made_on_the_spot_is_refused(sharded):
 
 
 @ON_ANY_ENGINE
-async def test_a_missing_reference_is_a_mistake_that_harms_nobody(sharded):
+async def test_a_missing_reference_is_refused_and_training_still_works(sharded):
     backend = sharded()
     with pytest.raises(ValueError, match="compares with the model 'ref'"):
         await backend.logprobs(split(some_items(), 8), "ref")
     await train(backend, some_items(), 3, steps=1)
 
 
-async def test_what_is_not_finite_on_one_rank_is_told_with_its_rows(sharded):
+async def test_a_loss_that_is_not_finite_on_one_rank_is_reported_with_its_rows(sharded):
     from dataclasses import replace
 
     items = items_of("dpo")

@@ -1,4 +1,4 @@
-"""Every backend with every engine that makes sense beside it: losses as in one process, and equal log-probs."""
+"""Every backend with the engines it supports: losses as in one process, and equal log-probs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def on_its_engine(backend, name):
 
 @pytest.fixture(scope="module")
 def logged(forks, request, tmp_path_factory):
-    """What a run logged, which is made once."""
+    """What a run logged; each run is trained once."""
 
     @cache
     def of(backend, name):
@@ -67,6 +67,6 @@ def test_engine_and_trainer_agree_on_what_was_sampled(logged, backend, name):
     if "embedded" in name:
         same(steps, logged("local", name), "reward", "grad_norm")
     if "colocated" in name:
-        assert steps[-1]["reward_other_groups"] == 0, "the engine has no placement group of its own"
+        assert steps[-1]["reward_other_groups"] == 0, "the engine has no separate placement group"
         free = [steps[-1][f"reward_free_{index}"] for index in range(2)]
         assert free == [0.0, 0.5], "and on the first, the half that is left"

@@ -30,7 +30,7 @@ def test_the_largest_micro_batches_go_to_different_ranks():
 @pytest.mark.parametrize(
     ("failing", "named", "end"),
     [
-        ((lost_rank.error_of, "meet_or_die"), "no reply from rank 1, which died", -signal.SIGKILL),
+        ((lost_rank.error_of, "all_reduce_or_die"), "no reply from rank 1, which died", -signal.SIGKILL),
         ((lost_rank.error_when_one_died_before,), "rank 1 died", -signal.SIGKILL),
         ((lost_rank.error_when_one_refused,), "rows of another colour", 1),
     ],
@@ -50,8 +50,8 @@ def test_a_rank_that_fails_in_training_is_named_immediately_and_ends_the_backend
 
 
 def test_a_rank_that_hangs_is_named_when_the_time_limit_expires(start_group):
-    error = start_group(3, 3 * EXPIRES).call(lost_rank.error_of, "hear_from_the_last")
-    assert "hear_from_the_last: " in error and "; no reply from rank 2, which died or hangs" in error
+    error = start_group(3, 3 * EXPIRES).call(lost_rank.error_of, "receive_from_last")
+    assert "receive_from_last: " in error and "; no reply from rank 2, which died or hangs" in error
 
 
 def test_a_run_resumes_with_another_number_of_ranks(tmp_path, start_group):

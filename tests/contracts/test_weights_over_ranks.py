@@ -1,4 +1,4 @@
-"""Weights of a sharded model for whoever samples with them, and to resume with. Each test runs in rank 0 of two."""
+"""Weights of a sharded model, for engines and for checkpoints. Each test runs in rank 0 of two."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def anyio_backend():
 
 @pytest.fixture(params=["fsdp"])
 def sharded(request):
-    made = []
+    created = []
 
     def make(load=load_tiny, **options):
-        made.append(BACKENDS[request.param](load=load, **options))
-        return made[-1]
+        created.append(BACKENDS[request.param](load=load, **options))
+        return created[-1]
 
     yield make
-    for backend in made:
+    for backend in created:
         backend.close()
 
 
@@ -69,7 +69,7 @@ def with_adapter():
     return attach_lora(load_tiny(), LoraSettings(r=4), seed=1)
 
 
-def with_follower():
+def with_moving_reference():
     return attach_reference(with_adapter())
 
 
@@ -78,7 +78,7 @@ def half():
 
 
 def untied():
-    """As many models have it: the projection to the vocabulary is a weight of its own."""
+    """As in many models, the projection to the vocabulary is a separate weight."""
     model = load_tiny()
     model.config.tie_word_embeddings = False
     model.lm_head.weight = nn.Parameter(model.model.embed_tokens.weight.detach() * 0.5)
@@ -90,13 +90,13 @@ async def written(backend, folder):
     return dict(read_weights(folder))
 
 
-async def test_a_handle_costs_nothing_until_it_is_asked(sharded):
+async def test_a_handle_makes_no_copy_until_it_is_used(sharded):
     backend = sharded()
     weights = await backend.get_weights()
     assert weights.module is None and weights.version == 0
     source = weights.source
     assert (source.vocabulary, source.dtype, source.adapted) == (VOCABULARY, torch.float32, False)
-    assert backend.ranks.here(backend._number).full_model is None, "no copy in one piece was made"
+    assert backend.ranks.here(backend._number).full_model is None, "no unsharded copy was made"
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ async def test_a_handle_costs_nothing_until_it_is_asked(sharded):
     [("fsdp", load_tiny), ("fsdp", half), ("fsdp", untied), ("zero3", half), ("zero3", untied)],
     indirect=["sharded"],
 )
-async def test_what_is_written_weight_by_weight_is_what_the_whole_model_would_write(sharded, tmp_path, load):
+async def test_weights_written_one_by_one_equal_those_of_the_unsharded_model(sharded, tmp_path, load):
     load().save_pretrained(tmp_path / "whole")
     backend = sharded(load, heads=("value",))
     await written(backend, tmp_path / "written")
@@ -127,7 +127,7 @@ async def test_names_and_weights_are_those_of_the_local_backend(sharded, tmp_pat
     one, two = local(load, heads=heads), sharded(load, heads=heads)
     for backend in (one, two):
         await train_step(backend, algorithm("sft"), some_items(), 60)
-        backend.set_temperature(0.5)  # of sampling; what is proved is said at 1
+        backend.set_temperature(0.5)  # of sampling; weights are verified at 1
     expected = dict(plain_weights(one.model))
     found = await written(two, tmp_path)
     assert found.keys() == expected.keys()
@@ -135,12 +135,12 @@ async def test_names_and_weights_are_those_of_the_local_backend(sharded, tmp_pat
         # The first step of Adam moves a weight by 1e-3 towards the sign of its gradient, however small that is.
         torch.testing.assert_close(found[name], tensor.detach(), atol=1e-4, rtol=0)
     tokens = probe_tokens(VOCABULARY)
-    said = (await two.get_weights()).source.logprobs(tokens)
-    assert said == pytest.approx(trainer_logprobs(one.model, tokens), abs=1e-4)
-    assert said == pytest.approx(trainer_logprobs(load_model(str(tmp_path)), tokens), abs=1e-4)
+    logprobs = (await two.get_weights()).source.logprobs(tokens)
+    assert logprobs == pytest.approx(trainer_logprobs(one.model, tokens), abs=1e-4)
+    assert logprobs == pytest.approx(trainer_logprobs(load_model(str(tmp_path)), tokens), abs=1e-4)
 
 
-async def test_an_engine_elsewhere_gets_the_weights_of_the_ranks_and_proves_it(sharded):
+async def test_a_server_gets_the_weights_of_the_ranks_and_they_are_verified(sharded):
     tokenizer = load_tokenizer("tiny")
     with sglang_stand_in(load_tiny(), tokenizer) as server:
         generator = HTTPGenerator([SGLangEngine(server.url)], tokenizer)
@@ -149,14 +149,14 @@ async def test_an_engine_elsewhere_gets_the_weights_of_the_ranks_and_proves_it(s
             await train_step(backend, algorithm("sft"), some_items(), 60)
             await generator.update_weights(await backend.get_weights())
             assert generator.version == 1 and generator.gap < 1e-4
-        server.deaf = True
+        server.ignores_updates = True
         await train_step(backend, algorithm("sft"), some_items(), 60)
         with pytest.raises(RuntimeError, match="weights"):
             await generator.update_weights(await backend.get_weights())
     assert not list(shm_dir().glob("oxrl-weights-*"))
 
 
-async def test_weights_that_have_moved_on_are_not_handed_out_for_older_ones(sharded, tmp_path):
+async def test_newer_weights_are_not_written_for_older_ones(sharded, tmp_path):
     backend = sharded()
     weights = await backend.get_weights()
     await train(backend, some_items(), 8, steps=1)
@@ -164,7 +164,7 @@ async def test_weights_that_have_moved_on_are_not_handed_out_for_older_ones(shar
         weights.source.write(tmp_path)
 
 
-async def test_a_copy_in_one_piece_follows_from_when_it_was_asked_for(sharded):
+async def test_an_unsharded_copy_is_updated_from_its_first_use(sharded):
     backend = sharded(untied)
     whole = backend.model
     await train(backend, some_items(), 8, steps=2)
@@ -181,23 +181,23 @@ async def test_weights_are_sent_as_they_are_written(sharded, tmp_path):
     source = (await backend.get_weights()).source
     source.write(tmp_path)
     received = {}
-    with rendezvous(["127.0.0.1"], 1) as place:
-        listener = threading.Thread(target=lambda: received.update(receive(place, 1)))
+    with rendezvous(["127.0.0.1"], 1) as address:
+        listener = threading.Thread(target=lambda: received.update(receive(address, 1)))
         listener.start()
-        source.send(place)
+        source.send(address)
         listener.join(HANG)
     written = dict(read_weights(tmp_path))
     assert received.keys() == written.keys()
     assert all(torch.equal(received[name], tensor) for name, tensor in written.items())
 
 
-async def test_a_sending_that_fails_leaves_the_ranks_as_they_were(sharded):
+async def test_a_failed_transfer_leaves_the_ranks_unchanged(sharded):
     backend = sharded()
     with (
         pytest.raises(TransferError, match="2 processes at 127.0.0.1"),
-        rendezvous(["127.0.0.1"], 1, time_limit=EXPIRES) as place,
+        rendezvous(["127.0.0.1"], 1, time_limit=EXPIRES) as address,
     ):
-        (await backend.get_weights()).source.send(place)
+        (await backend.get_weights()).source.send(address)
     await train(backend, some_items(), 8, steps=1)
 
 
@@ -223,12 +223,12 @@ async def test_an_adapter_and_its_base_are_each_written_alone(sharded, tmp_path)
 
 
 def only_on_the_first():
-    assert builds_empty() or dist.get_rank() == 0, "this rank has no room for a whole model"
+    assert builds_empty() or dist.get_rank() == 0, "this rank has no memory for an unsharded model"
     return load_tiny()
 
 
 @ON_EVERY_ENGINE
-async def test_only_rank_0_ever_has_a_whole_model(sharded):
+async def test_only_rank_0_ever_has_an_unsharded_model(sharded):
     backend = sharded(only_on_the_first, others={"ref": only_on_the_first})
     (one,), (two,) = (
         await backend.logprobs([collate(some_items())]),
@@ -246,7 +246,7 @@ def missing_on_one(rank):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-async def test_a_model_that_cannot_be_loaded_is_a_mistake_that_harms_nobody(sharded, rank):
+async def test_a_model_that_cannot_be_loaded_is_refused_and_training_still_works(sharded, rank):
     with pytest.raises(ValueError, match="no such model here"):
         sharded(partial(missing_on_one, rank))
     await train(sharded(), some_items(), 8, steps=1)
@@ -255,7 +255,7 @@ async def test_a_model_that_cannot_be_loaded_is_a_mistake_that_harms_nobody(shar
 @pytest.mark.parametrize(
     ("sharded", "head"), [("fsdp", "value"), ("fsdp", "score"), ("zero3", "value")], indirect=["sharded"]
 )
-async def test_heads_of_a_checkpoint_are_taken_over(sharded, tmp_path, head):
+async def test_heads_of_a_checkpoint_are_loaded(sharded, tmp_path, head):
     one, two = local(heads=(head,)), sharded(heads=(head,))
     with torch.no_grad():
         nn.init.normal_(one.module.heads[head].weight)
@@ -267,28 +267,28 @@ async def test_heads_of_a_checkpoint_are_taken_over(sharded, tmp_path, head):
 
 
 @pytest.mark.parametrize(
-    ("towards", "load"),
+    ("resumed_in", "load"),
     [
         ("ranks", load_tiny),
         ("ranks", half),
-        ("ranks", with_follower),
+        ("ranks", with_moving_reference),
         ("one process", half),
-        ("one process", with_follower),
+        ("one process", with_moving_reference),
     ],
 )
-async def test_a_run_goes_on_over_ranks_or_in_one_process(sharded, tmp_path, load, towards):
+async def test_a_run_is_resumed_over_ranks_or_in_one_process(sharded, tmp_path, load, resumed_in):
     common = {"lr_scheduler": "cosine", "num_steps": 3, "heads": ("value",)}
-    write = {"write_model": save_adapter} if load is with_follower else {}
+    write = {"write_model": save_adapter} if load is with_moving_reference else {}
     makes = [partial(local, load, **common, **write), partial(sharded, load, **common)]
-    first, second = makes if towards == "ranks" else makes[::-1]
+    first, second = makes if resumed_in == "ranks" else makes[::-1]
     through, saved, resumed = first(), first(), second()
     expected = (await train(through, some_items(), 3, steps=3))[0]
     await train(saved, some_items(), 3, steps=1)
-    if load is with_follower:
+    if load is with_moving_reference:
         await saved.update_reference(0.5)
     await saved.save(tmp_path)
     await resumed.load(tmp_path)
-    if load is with_follower:
+    if load is with_moving_reference:
         batch = collate(some_items())
         (one,), (two,) = await saved.logprobs([batch], "ref"), await resumed.logprobs([batch], "ref")
         torch.testing.assert_close(two.logprob, one.logprob, **CLOSE)

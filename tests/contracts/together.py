@@ -1,7 +1,7 @@
 """Groups of ranks for tests: each test that is marked `engine("ranks")` runs in rank 0 of one group of two.
 
-Its reports come back, so it has its name and its durations in the run that asked for it (`conftest`). A test that needs
-a group of its own starts one (`start_group`) and calls functions in its rank 0. Ranks are `forks`: a group starts in
+Its reports come back, so it has its name and its durations in the run that started it (`conftest`). A test that needs
+a separate group starts one (`start_group`) and calls functions in its rank 0. Ranks are `forks`: a group starts in
 less than a second.
 """
 
@@ -32,17 +32,17 @@ _SHARED: list[forks.Forked] = []  # two ranks that run one test after the other
 def settings(home: Path, ranks: int) -> dict[str, str]:
     """As `oxrl.run.launch` gives them to its ranks."""
     return {
-        RENDEZVOUS_FILE: str(home / "meeting"),
+        RENDEZVOUS_FILE: str(home / "rendezvous"),
         "WORLD_SIZE": str(ranks),
         "GLOO_SOCKET_IFNAME": "lo",
-        "MASTER_ADDR": "127.0.0.1",  # what DeepSpeed asks for, and does not use
+        "MASTER_ADDR": "127.0.0.1",  # required by DeepSpeed, and not used
         "MASTER_PORT": str(free_ports(1)[0]),
         "TORCH_EXTENSIONS_DIR": str(home / "extensions"),
     }
 
 
 def start(config: pytest.Config, ranks: int, time_limit: float = HANG, files: Sequence[str] = ()) -> forks.Forked:
-    """They have met when this returns."""
+    """Start ranks; they are connected when this returns."""
     factory: pytest.TempPathFactory = config._tmp_path_factory  # type: ignore[attr-defined]
     home = factory.mktemp("ranks")
     mains = [(lead, (time_limit, home, files)), *((serve, (rank, time_limit)) for rank in range(1, ranks))]
@@ -57,7 +57,7 @@ def start(config: pytest.Config, ranks: int, time_limit: float = HANG, files: Se
 
 @contextmanager
 def group(config: pytest.Config, ranks: int, time_limit: float = HANG) -> Iterator[forks.Forked]:
-    """A group of its own; whatever is left of it at the end is killed."""
+    """A separate group; ranks that are left at the end are killed."""
     started = start(config, ranks, time_limit)
     try:
         yield started
@@ -123,7 +123,7 @@ def lead(connection: Connection, time_limit: float, home: Path, files: Sequence[
     RANKS.append(join(0, time_limit))
     if files:
         options = ["-p", "no:cacheprovider", f"--basetemp={home / 'tmp'}"]
-        pytest.main([*files, *options], plugins=[RunsWhatIsAsked(connection)])
+        pytest.main([*files, *options], plugins=[RunsRequestedTests(connection)])
     else:
         connection.send((None, ""))
         forks.answer_calls(connection)
@@ -133,8 +133,8 @@ def lead(connection: Connection, time_limit: float, home: Path, files: Sequence[
 SESSION: list[pytest.Session] = []  # of rank 0 of the shared group
 
 
-class RunsWhatIsAsked:
-    """Instead of all tests that were collected."""
+class RunsRequestedTests:
+    """Runs tests on request instead of all that were collected."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection

@@ -23,7 +23,7 @@ from oxrl.run.checkpoint import (
 from oxrl.types import TrainingState
 from tests.engines import need
 from tests.rows import sums, write_jsonl
-from tests.run.test_resume import facts, live
+from tests.run.test_resume import facts, train_in_fork
 
 STATE = TrainingState(3, 3, 0, {"data": {"position": 12, "order": {10: 1, 9: 2}}, "memory": {}})
 
@@ -139,14 +139,14 @@ def two_runs(home: Path) -> tuple[list[int], list[str]]:
 
     config = check_config({**CONFIG, "data": {"train_files_path": str(home / "rows.jsonl")}})
     broken = home / "broken"
-    codes = [live(config, home / "whole", lambda _path: None)]
+    codes = [train_in_fork(config, home / "whole", lambda _path: None)]
     os.dup2(os.open(home / "broken.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     set_up_logging()
-    codes.append(live(config, broken, fill_the_disk))
+    codes.append(train_in_fork(config, broken, fill_the_disk))
     left = sorted(path.name for path in (broken / "checkpoints").iterdir())
     damaged = broken / "checkpoints" / left[-1] / "optimizer.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1])
-    codes.append(live(config, broken, lambda _path: None))
+    codes.append(train_in_fork(config, broken, lambda _path: None))
     return codes, left
 
 

@@ -271,8 +271,8 @@ async def test_an_abort_does_not_wait_for_a_replica_that_is_being_started(tiny, 
         async def ask():
             answers.extend(await generator.generate(REQUESTS, SAMPLING))
 
-        async with task_group() as asked:
-            asked.start_soon(ask)
+        async with task_group() as calls:
+            calls.start_soon(ask)
             await wait_until_async(lambda: replica.restarts == 1 and len(generator._waiting) == 6, "all wait for it")
             await generator.abort()
     assert [(each.finish_reason, each.token_ids) for each in answers] == [("aborted", ())] * 6
@@ -328,7 +328,7 @@ async def test_if_no_server_responds_it_raises_with_the_address(tiny):
 
 async def test_a_server_that_refuses_weights_stops_the_run_with_its_name(tiny):
     with sglang_stand_in(load_model(tiny[0]), tiny[1]) as server:
-        server.refuses = True
+        server.refuses_updates = True
         async with served_at([server.url], tiny[1]) as generator:
             with pytest.raises(EngineError, match=f"SGLang server at {server.url} .* weights: no room"):
                 await generator.update_weights(Weights(load_model(tiny[0]), 1))

@@ -175,7 +175,7 @@ async def test_an_engine_that_confirms_an_update_and_keeps_its_weights_is_named(
     with sglang_stand_in(load_model(tiny[0]), tiny[1]) as good, sglang_stand_in(load_model(tiny[0]), tiny[1]) as bad:
         generator = sglang_generator([good.url, bad.url], tiny[1])
         await generator.update_weights(Weights(load_model(tiny[0]), 1))
-        bad.deaf = True
+        bad.ignores_updates = True
         with pytest.raises(StaleEngineError, match=f"SGLang server at {bad.url}"):
             await generator.update_weights(Weights(changed(tiny, amount), 2))
         assert generator.version == 1
@@ -260,7 +260,7 @@ def test_one_server_under_two_addresses_is_rejected():
 async def test_the_smallest_max_length_of_all_engines_is_used(tiny, caplog):
     """Else the length of an answer would depend on the engine that it is routed to."""
     with sglang_stand_in(load_model(tiny[0]), tiny[1]) as one, sglang_stand_in(load_model(tiny[0]), tiny[1]) as two:
-        two.speaker.model.config.max_position_embeddings = 12
+        two.generator.model.config.max_position_embeddings = 12
         generator = HTTPGenerator([SGLangEngine(one.url), SGLangEngine(two.url)], tiny[1])
         requests = [Request((5, 6, 7, 8), seed) for seed in range(6)]
         answers = await generator.generate(requests, GenerationConfig(max_new_tokens=20, seed=1))

@@ -1,4 +1,4 @@
-"""The online loop, unchanged, with an engine that has weights of its own: real vLLM in process and over HTTP."""
+"""The online loop, unchanged, with an engine that has its own weights: real vLLM in process and over HTTP."""
 
 import pytest
 

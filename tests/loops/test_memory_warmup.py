@@ -1,4 +1,4 @@
-"""The longest rows come first, and leave no trace."""
+"""The memory warm-up runs the longest rows first and changes no state."""
 
 import numpy as np
 import pytest
@@ -24,8 +24,8 @@ def anyio_backend():
 
 
 def random_rows(lengths):
-    chance = np.random.default_rng(1)
-    rows = [Row(f"row {i}", chance.integers(0, 256, n), np.arange(n) > n // 2) for i, n in enumerate(lengths)]
+    rng = np.random.default_rng(1)
+    rows = [Row(f"row {i}", rng.integers(0, 256, n), np.arange(n) > n // 2) for i, n in enumerate(lengths)]
     return [(row,) for row in rows]
 
 
@@ -43,11 +43,11 @@ async def trained(first):
     return torch.cat([weight.detach().flatten() for weight in backend.model.parameters()])
 
 
-async def test_not_a_bit_of_a_run_changes_by_it():
+async def test_a_run_after_a_warm_up_is_bit_identical():
     assert torch.equal(await trained(first=True), await trained(first=False))
 
 
-async def test_nothing_of_it_stays():
+async def test_it_leaves_weights_gradients_optimizer_and_random_state_unchanged():
     backend = adapted_backend()
     before = {name: weight.clone() for name, weight in backend.model.named_parameters()}
     states = torch.random.get_rng_state()
@@ -73,7 +73,7 @@ async def test_inside_gradients_and_optimizer_state_are_as_large_as_in_later_ste
 
 
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if algorithm(name).online is not None])
-async def test_answers_are_made_up_for_every_algorithm_that_samples(name):
+async def test_artificial_answers_are_built_for_every_online_algorithm(name):
     chosen = algorithm(name)
     backend = create_pytorch_backend(
         load_model("tiny"), others={role: load_model("tiny") for role in chosen.others}, heads=chosen.heads
@@ -86,7 +86,7 @@ async def test_answers_are_made_up_for_every_algorithm_that_samples(name):
     assert max(len(row) for item in part for row in item) == prompt + 24
 
 
-def test_as_many_answers_are_made_up_as_a_micro_batch_holds_or_a_step_has():
+def test_as_many_answers_are_built_as_a_micro_batch_holds_or_a_step_has():
     samples = [Sample(f"s{n}", (Message("user", "x" * n),)) for n in (3, 40, 12)]
     render, chosen = Renderer(load_tokenizer("tiny")), algorithm("grpo")
 
@@ -100,14 +100,14 @@ def test_as_many_answers_are_made_up_as_a_micro_batch_holds_or_a_step_has():
     assert len(groups(prompts=5, enough=10_000)) == 5, "rows repeat where a step has more than there are"
 
 
-async def test_items_that_teach_nothing_by_themselves_are_no_failure():
+async def test_items_without_a_training_signal_are_no_failure():
     pairs = algorithm("online_dpo")
     flat = [tuple(Row(f"{i}", np.arange(9), np.arange(9) > 4, scalars={"reward": 1.0}) for i in range(3))]
     backend = create_pytorch_backend(load_model("tiny"), others={"ref": load_model("tiny")})
     assert await warm_up_memory(backend, pairs, flat, 100) == []
 
 
-def test_memory_that_ran_out_comes_with_advice():
+def test_an_out_of_memory_error_contains_advice():
     with pytest.raises(RuntimeError, match="memory ran out: lower it"), advice_on_memory("lower it"):
         torch.empty(2**62, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="lower it"), advice_on_memory("lower it"):

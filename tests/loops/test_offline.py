@@ -52,7 +52,7 @@ async def test_supervised_training_learns_its_rows(backend):
     assert history[-1]["loss"] < 0.5 * history[0]["loss"]
 
 
-async def test_samples_without_a_tokenizer_are_refused_in_words(backend):
+async def test_samples_without_a_tokenizer_are_refused_and_the_keyword_is_named(backend):
     with pytest.raises(ValueError, match="tokenizer="):
         await run_sft_training(backend, load_samples(sums(2)).samples, SFTTrainingConfig(1, 1))
 
@@ -128,8 +128,8 @@ async def test_patience_survives_a_resume(items, tmp_path):
     assert [line["step"] for line in history] == [3]
 
 
-async def test_a_loop_that_goes_on_draws_the_rows_that_come_next(items):
-    class Noted(DataBuffer):
+async def test_a_resumed_loop_draws_the_next_rows(items):
+    class Recorded(DataBuffer):
         def get_prompts(self, count):
             drawn.append(super().get_prompts(count))
             return drawn[-1]
@@ -139,8 +139,8 @@ async def test_a_loop_that_goes_on_draws_the_rows_that_come_next(items):
 
     drawn, reached, rates = [], [], {"batch_size": 2, "checkpoint_every": 1}
     fresh = create_pytorch_backend(load_model("tiny"), lr=1e-3)
-    await run_offline(fresh, SFT, Noted(items), OfflineConfig(num_steps=4, **rates), save=save)
-    await run_offline(fresh, SFT, Noted(items), OfflineConfig(num_steps=4, **rates), state=reached[1])
+    await run_offline(fresh, SFT, Recorded(items), OfflineConfig(num_steps=4, **rates), save=save)
+    await run_offline(fresh, SFT, Recorded(items), OfflineConfig(num_steps=4, **rates), state=reached[1])
     assert [[row.id for (row,) in rows] for rows in drawn[4:]] == [[row.id for (row,) in rows] for rows in drawn[2:4]]
 
 
@@ -175,7 +175,7 @@ async def test_the_best_checkpoint_is_the_one_that_was_evaluated_best(items, tmp
     assert torch.equal(load_model(str(best)).lm_head.weight, seen[3])
 
 
-async def test_a_checkpoint_remembers_step_version_seed_and_data_position(backend, items, tmp_path):
+async def test_a_checkpoint_stores_step_version_seed_and_data_position(backend, items, tmp_path):
     source = DataBuffer(items, seed=5)
     source.get_prompts(7)
     state = TrainingState(step=7, version=7, seed=5, cursor={"data": source.state(), "memory": {"mean": 0.5}})
@@ -187,7 +187,7 @@ async def test_a_checkpoint_remembers_step_version_seed_and_data_position(backen
     assert [item[0].id for item in other.get_prompts(9)] == [item[0].id for item in source.get_prompts(9)]
 
 
-async def test_random_numbers_go_on_where_they_were(backend, tmp_path):
+async def test_random_number_generators_are_restored(backend, tmp_path):
     import random
 
     import numpy as np
@@ -202,7 +202,7 @@ async def test_random_numbers_go_on_where_they_were(backend, tmp_path):
     assert draw() == expected
 
 
-async def test_old_checkpoints_go_but_the_best_stays(backend, tmp_path):
+async def test_old_checkpoints_are_removed_but_the_best_is_kept(backend, tmp_path):
     for step in range(1, 6):
         await save_checkpoint(tmp_path, backend, TrainingState(step=step), keep_last=2, keep=1)
     assert [path.name for path in checkpoints(tmp_path)] == ["step_0001", "step_0004", "step_0005"]
@@ -247,7 +247,7 @@ async def test_training_on_plain_text_learns_it(backend):
     assert history[-1]["loss"] < 0.5 * history[0]["loss"]
 
 
-async def test_a_schedule_switches_algorithms_and_says_so(backend, items, caplog):
+async def test_a_schedule_switches_algorithms_and_logs_it(backend, items, caplog):
     caplog.set_level("INFO", logger="oxrl")
     scheduled_items = [tuple(item) for item in items]
     plan = scheduled({1: SFT, 4: replace(SFT, name="other", parameters={"beta": 0.2})})

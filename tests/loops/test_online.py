@@ -1,4 +1,4 @@
-"""The online loop: it learns, it takes turns, it keeps ages, and it stops when sampler and trainer disagree."""
+"""The online loop: it learns, bounds the age of samples, and stops when sampler and trainer disagree."""
 
 from functools import partial
 from itertools import groupby
@@ -28,17 +28,17 @@ from oxrl.types import GenerationConfig, Message, Rollout, Sample, Score
 from tests.rollouts.scripted import Scripted
 
 SAMPLES = [Sample(f"s{number}", (Message("user", f"say {number}"),)) for number in range(32)]
-FAST = 1e-2  # a learning rate by which `tiny` learns to say small letters in a few steps
+FAST = 1e-2  # a learning rate by which `tiny` learns to generate small letters in a few steps
 
 
 def small_letters(rollout: Rollout) -> float:
-    """The share of small letters among the bytes that were said: 26 of 320 for a model that knows nothing."""
-    said = rollout.generation.token_ids
-    return sum(97 <= token < 123 for token in said) / max(1, len(said))
+    """The share of small letters among the sampled bytes: 26 of 320 for an untrained model."""
+    tokens = rollout.generation.token_ids
+    return sum(97 <= token < 123 for token in tokens) / max(1, len(tokens))
 
 
 async def by_small_letters(rollout: Rollout) -> float:
-    """The same as a reward that needs no thread."""
+    """The same as an async reward, which needs no thread."""
     return small_letters(rollout)
 
 
@@ -128,25 +128,25 @@ def test_at_another_temperature_they_agree_if_the_trainer_knows_it(temperature):
         run(1.0)
 
 
-def test_a_generator_with_other_weights_is_found_out():
+def test_a_generator_with_other_weights_is_detected():
     setting = Setting()
-    stranger = load_model("tiny")
-    with_noise = next(iter(stranger.parameters()))
+    other = load_model("tiny")
+    with_noise = next(iter(other.parameters()))
     with_noise.data.mul_(3.0)
-    setting.generator = EmbeddedGenerator(stranger, setting.tokenizer)
+    setting.generator = EmbeddedGenerator(other, setting.tokenizer)
     setting.sampler = RolloutSampler(setting.generator, setting.render, GenerationConfig(max_new_tokens=4))
 
-    class Deaf:
+    class IgnoresUpdates:
         version = 0
 
         async def update_weights(self, weights):
             """A sync that silently does nothing."""
 
     with pytest.raises(RuntimeError, match="logprob_gap"):
-        setting.run(2, generators=[Deaf()])
+        setting.run(2, generators=[IgnoresUpdates()])
 
 
-def test_metrics_show_what_silence_would_hide():
+def test_metrics_count_ungraded_rollouts_and_truncated_completions():
     def sometimes(rollout):
         if rollout.index == 3:
             raise ValueError("no idea")
@@ -180,8 +180,8 @@ def test_with_lag_samples_are_at_most_that_old_and_every_step_has_its_batch(back
     assert seen == [list(range(start, start + 8)) for start in range(0, 48, 8)], "nothing twice, nothing skipped"
 
 
-def test_with_an_engine_of_its_own_the_next_batch_is_sampled_while_this_one_trains():
-    """The engine answers the second batch before the first one has been trained on."""
+def test_with_a_separate_engine_the_next_batch_is_sampled_while_this_one_trains():
+    """The engine generates the second batch before the first one has been trained on."""
     setting = Setting("grpo", correction="truncated", lr=1e-3)
     engine = Scripted(lambda request: [97 + request.seed % 26, 259])
     setting.sampler = RolloutSampler(engine, setting.render, GenerationConfig(max_new_tokens=4))
@@ -194,10 +194,10 @@ def test_with_an_engine_of_its_own_the_next_batch_is_sampled_while_this_one_trai
         observe=lambda step, groups: collected_at.append((step, len(engine.requests))),
     )
     assert len(history) == 4 and max(line["age"] for line in history) <= 1
-    assert collected_at[0] == (1, 128), "two batches of 64 had been asked for when the first was done"
+    assert collected_at[0] == (1, 128), "two batches of 64 had been requested when the first was done"
 
 
-class Beside(Scripted):
+class ColocatedEngine(Scripted):
     """An engine on the trainer's device."""
 
     def __init__(self, events):
@@ -216,7 +216,7 @@ class Beside(Scripted):
         await super().update_weights(weights)
 
 
-class Noting(QueuedBackend):
+class RecordingBackend(QueuedBackend):
     def __init__(self, backend, events):
         super().__init__(backend)
         self.events = events
@@ -234,13 +234,13 @@ class Noting(QueuedBackend):
         return super().update_reference(decay)
 
     def release_memory(self):
-        self.events.append("make room")
+        self.events.append("release memory")
         return super().release_memory()
 
 
 def test_an_engine_on_the_trainers_device_sleeps_while_a_step_trains_and_wakes_to_its_weights():
     events, setting = [], Setting("grpo", kl_coef=0.1, lr=1e-3)
-    engine, backend = Beside(events), Noting(setting.backend, events)
+    engine, backend = ColocatedEngine(events), RecordingBackend(setting.backend, events)
     setting.backend, setting.sampler = (
         backend,
         RolloutSampler(engine, setting.render, GenerationConfig(max_new_tokens=4)),
@@ -258,7 +258,7 @@ def test_an_engine_on_the_trainers_device_sleeps_while_a_step_trains_and_wakes_t
         offload_engine=partial(sleeping_engine, engine, backend),
     )
     backend.close()
-    step = ["sample", "sleep", "train", "make room", "weights"]
+    step = ["sample", "sleep", "train", "release memory", "weights"]
     assert [event for event, _ in groupby(events)] == ["weights", *step, *step]
 
 
@@ -276,7 +276,7 @@ def test_an_algorithm_without_a_ratio_refuses_to_use_a_batch_twice():
         setting.run(1, config={"iterations": 2})
 
 
-def test_a_sync_that_comes_too_seldom_is_refused():
+def test_a_sync_interval_beyond_the_lag_is_refused():
     with pytest.raises(ValueError, match="sync_every=3 .* lag=1"):
         OnlineConfig(num_steps=1, lag=1, sync_every=3)
     with pytest.raises(ValueError, match="always in sync: set sync_every to 1"):
@@ -284,7 +284,7 @@ def test_a_sync_that_comes_too_seldom_is_refused():
 
 
 @pytest.mark.trains
-def test_the_algorithm_can_change_in_mid_run():
+def test_the_algorithm_can_change_during_a_run():
     setting = Setting(lr=1e-3)
     schedule = {1: algorithm("grpo"), 3: algorithm("rloo")}
     history = setting.run(4, algorithm=lambda step: schedule[3 if step >= 3 else 1])
@@ -292,7 +292,7 @@ def test_the_algorithm_can_change_in_mid_run():
 
 
 @pytest.mark.trains
-def test_resuming_goes_on_to_the_bit_also_with_partial_rollouts(tmp_path):
+def test_a_resumed_run_is_bit_identical_also_with_partial_rollouts(tmp_path):
     def fresh():
         return Setting(lr=1e-3, max_new_tokens=12)
 
@@ -433,7 +433,7 @@ def test_run_rl_training_rewards_minus_a_baseline():
     assert history[-1]["reward"] > 0.6
 
 
-def test_a_batch_of_which_an_algorithm_makes_no_rows_is_passed_over(caplog):
+def test_a_batch_without_rows_is_skipped(caplog):
     setting = Setting("rft", threshold=2.0)
     (line,) = setting.run(1)
     assert line["trained_tokens"] == 0 and setting.backend.version == 0

@@ -1,4 +1,4 @@
-"""Sampling and training at the same time: the loop with a real vLLM server and a trainer in a thread of its own."""
+"""Sampling and training at the same time: the loop with a real vLLM server and a trainer in another thread."""
 
 import threading
 from types import SimpleNamespace
@@ -41,7 +41,7 @@ class Collected:
 
 
 class Busy:
-    """A backend that calls `meanwhile` in each of its updates, as one does that takes long to compute."""
+    """A backend that calls `meanwhile` in each of its updates, to simulate a long computation."""
 
     def __init__(self, backend, meanwhile):
         self.backend, self.meanwhile = backend, meanwhile
@@ -86,13 +86,13 @@ class Overlapping(Setting):
         )
 
     async def until_held(self, hold, answers, ended=()):
-        """And the server's front has their tokens: they come before the answer to what is asked then."""
+        """Wait until so many are held and the server's frontend has their tokens, which precede the next reply."""
         await wait_until_async(lambda: hold.reached == answers or ended, f"{answers} answers are held")
         assert not ended
         await self.generator.engines[0].prompt_logprobs((1, 2))
 
-    def trains_until_the_next_batch_is_there(self, batches, waiting=0):
-        """Each update lasts until one more of the `batches` to come is collected; some were `waiting` before."""
+    def trains_until_the_next_batch_is_collected(self, batches, waiting=0):
+        """Each update lasts until one more of the `batches` to come is collected; some are `waiting` already."""
         needed = iter(range(2 - waiting, 100))
         self.meanwhile = lambda: self.collected.wait_for(min(next(needed), batches))
 
@@ -113,7 +113,7 @@ def test_batches_are_sampled_and_graded_while_the_trainer_computes(vllm_url, loo
         return small_letters(rollout)
 
     setting = Overlapping(vllm_url)
-    setting.trains_until_the_next_batch_is_there(4)
+    setting.trains_until_the_next_batch_is_collected(4)
     seen = []
     manager = setting.manager(batch_size=4, n_samples_per_prompt=4, reward_fn=takes_a_second)
     history = setting.run(4, manager, backend=loop, observe=lambda step, groups: seen.append(numbers(groups)))
@@ -123,14 +123,14 @@ def test_batches_are_sampled_and_graded_while_the_trainer_computes(vllm_url, loo
     assert [line["wait_seconds"] for line in history] == [16, 0, 0, 0]
 
 
-def test_weights_that_change_under_way_leave_their_versions_on_the_tokens_and_bound_their_age(vllm_url):
-    """The second batch has eight tokens of each answer when the first update comes, and gets the others after it."""
+def test_tokens_sampled_across_an_update_have_both_versions_and_a_bounded_age(vllm_url):
+    """The second batch has eight tokens of each answer at the first update, and gets the others after it."""
     setting, hold, graded, rollouts = Overlapping(vllm_url, max_new_tokens=24), Hold(), [], []
 
     def grade(rollout):
         graded.append(rollout)
         if len(graded) == 2:  # the first batch: what is sampled next is held
-            hold.begin(8)
+            hold.start(8)
         return small_letters(rollout)
 
     def until_the_second_batch_is_held():
@@ -154,7 +154,7 @@ def test_weights_that_change_under_way_leave_their_versions_on_the_tokens_and_bo
     assert 0 < history[1]["age_mean"] < history[1]["age"]
 
 
-def test_over_sampling_partial_rollouts_and_evaluation_hold_while_training_overlaps(vllm_url):
+def test_over_sampling_partial_rollouts_and_evaluation_work_while_training_overlaps(vllm_url):
     """Two of the first six prompts are held, so that four others make the first batch and these two are resumed."""
     setting = Overlapping(vllm_url, max_new_tokens=24)
     held_out = RolloutSampler(setting.generator, setting.render, GenerationConfig(max_new_tokens=24, temperature=0.0))
@@ -164,8 +164,8 @@ def test_over_sampling_partial_rollouts_and_evaluation_hold_while_training_overl
     held = [list(map(int, setting.render.prompt(sample.messages))) for sample in first[1:3]]
 
     async def generate_and_hold(requests, sampling):
-        if not hold.begun:
-            hold.begin(8, held)
+        if not hold.started:
+            hold.start(8, held)
         resumed.extend(len(each.begun.token_ids) for each in requests if each.begun is not None)
         return await generate(requests, sampling)
 
@@ -180,11 +180,11 @@ def test_over_sampling_partial_rollouts_and_evaluation_hold_while_training_overl
     )
     abort = manager.abort
 
-    async def abort_once_they_are_held():
+    async def abort_when_held():
         await setting.until_held(hold, 4)  # two answers to each of two prompts
         await abort()
 
-    manager.abort = abort_once_they_are_held
+    manager.abort = abort_when_held
     try:
         history = setting.run(
             4,
@@ -201,7 +201,7 @@ def test_over_sampling_partial_rollouts_and_evaluation_hold_while_training_overl
     assert {each.status for each in evaluated} <= {Status.COMPLETED, Status.TRUNCATED}
 
 
-def test_what_others_abort_on_the_engine_is_resumed_in_an_evaluation(vllm_url):
+def test_an_evaluation_resumes_requests_that_others_abort(vllm_url):
     setting = Overlapping(vllm_url)
     held_out = RolloutSampler(setting.generator, setting.render, GenerationConfig(max_new_tokens=40, temperature=0.0))
     rollouts = []
@@ -225,9 +225,9 @@ def test_what_others_abort_on_the_engine_is_resumed_in_an_evaluation(vllm_url):
     assert all(24 < length <= 40 for length in lengths) and len(lengths) == 2
 
 
-def test_a_run_with_lag_is_resumed_with_the_batches_that_waited(vllm_url, tmp_path):
+def test_a_run_with_lag_is_resumed_with_its_queued_batches(vllm_url, tmp_path):
     first = Overlapping(vllm_url)
-    first.trains_until_the_next_batch_is_there(3)
+    first.trains_until_the_next_batch_is_collected(3)
     seen = []
 
     async def save(state, best_step):
@@ -239,14 +239,14 @@ def test_a_run_with_lag_is_resumed_with_the_batches_that_waited(vllm_url, tmp_pa
     second = Overlapping(vllm_url)
     state = anyio.run(load_checkpoint, tmp_path / "step_0002", second.backend)
     assert len(state.cursor["waiting"]) == 1 and second.local.version == 2
-    second.trains_until_the_next_batch_is_there(2, waiting=1)
+    second.trains_until_the_next_batch_is_collected(2, waiting=1)
     history = second.run(5, state=state, observe=observe)
     assert [line["age"] for line in history] == [1, 1, 1]
     assert seen[2] == done_again, "what was sampled before is not sampled again, to the last bit of its log-probs"
     assert [numbers(groups) for groups in seen] == [list(range(start, start + 4)) for start in range(0, 20, 4)]
 
 
-def test_a_lag_that_has_no_room_for_what_waits_is_refused(tmp_path):
+def test_a_lag_too_small_for_the_queued_batches_is_refused(tmp_path):
     first = Setting("grpo", correction="truncated", lr=1e-3)
 
     async def save(state, best_step):
@@ -266,25 +266,25 @@ def test_several_optimizer_steps_a_batch_age_it_by_one_step(tiny):
 
 
 @pytest.mark.parametrize(("oldest", "expired"), [(1, 1), (2, 0)])
-def test_what_was_begun_goes_on_only_if_it_is_young_enough_when_its_turn_comes(oldest, expired):
+def test_a_partial_rollout_is_resumed_only_within_the_maximum_age(oldest, expired):
     setting = Setting("grpo", max_new_tokens=6)
     manager = setting.manager(batch_size=1, n_samples_per_prompt=2, partial_rollouts=True, max_age=9)
     prompt = tuple(map(int, setting.render.prompt(SAMPLES[0].messages)))
-    begun = Turn(prompt, Generation((97, 98), (-1.0, -1.0), "aborted", 3), (Message("assistant", "ab"),))
-    manager.partial_samples = [tuple(Rollout(SAMPLES[0], (begun,), group=0, index=index) for index in range(2))]
+    partial = Turn(prompt, Generation((97, 98), (-1.0, -1.0), "aborted", 3), (Message("assistant", "ab"),))
+    manager.partial_samples = [tuple(Rollout(SAMPLES[0], (partial,), group=0, index=index) for index in range(2))]
     (group,), counts = anyio.run(manager.collect, 5, oldest)
     assert counts["expired"] == expired
     assert all((each.generation.token_ids[:2] == (97, 98)) is not bool(expired) for each in group)
 
 
-def test_a_batch_that_begins_now_is_older_by_the_lag_when_it_is_trained_on():
+def test_a_batch_that_starts_now_is_older_by_the_lag_when_it_is_trained_on():
     setting = Setting("grpo")
     queue = RolloutQueue(setting.manager(), setting.generator, lag=1, max_age=6, updates=2, shares_weights=False)
     assert queue.max_partial_age == 4
 
 
 class Counted:
-    """A collector whose batches are there at once; it counts them."""
+    """A collector whose batches are available immediately; it counts them."""
 
     def __init__(self):
         self.batches = 0
@@ -326,14 +326,14 @@ def test_no_more_than_the_lag_and_one_batch_are_sampled_ahead_also_after_a_resum
 
 
 class Recorded:
-    """A generator that says again what was said to the same request, whatever its weights are."""
+    """A generator that returns the recorded generation of a request, whatever its weights are."""
 
-    def __init__(self, said):
-        self.said, self.version = said, 0
+    def __init__(self, generations):
+        self.generations, self.version = generations, 0
 
     async def generate(self, requests, sampling):
         await anyio.lowlevel.checkpoint()
-        return [self.said[request.tokens, request.seed] for request in requests]
+        return [self.generations[request.tokens, request.seed] for request in requests]
 
     async def abort(self):
         pass
@@ -346,7 +346,7 @@ class Recorded:
 
 
 class Recording(Recorded):
-    """Asks another generator and remembers."""
+    """Records the generations of another generator."""
 
     def __init__(self, generator):
         super().__init__({})
@@ -354,7 +354,7 @@ class Recording(Recorded):
 
     async def generate(self, requests, sampling):
         answers = await self.generator.generate(requests, sampling)
-        self.said |= {(each.tokens, each.seed): answer for each, answer in zip(requests, answers, strict=True)}
+        self.generations |= {(each.tokens, each.seed): answer for each, answer in zip(requests, answers, strict=True)}
         return answers
 
     async def update_weights(self, weights):
@@ -362,7 +362,7 @@ class Recording(Recorded):
         self.version = weights.version
 
 
-def told(history):
+def without_timings(history):
     return [{k: v for k, v in line.items() if "second" not in k and k != "memory_gib"} for line in history]
 
 
@@ -377,7 +377,7 @@ def with_engine(setting, engine, **how):
             setting.backend, setting.algorithm, manager, [engine], setting.render, config, log=nothing, **how
         )
 
-    return told(anyio.run(go))
+    return without_timings(anyio.run(go))
 
 
 def weights(setting):
@@ -386,17 +386,17 @@ def weights(setting):
 
 @pytest.mark.parametrize("recorded_by", [pytest.param("vllm", marks=pytest.mark.engine("vllm_url")), "embedded"])
 def test_on_the_same_rollouts_both_kinds_of_run_have_the_same_rewards_losses_and_weights(recorded_by, request):
-    """At lag 0; what was recorded in one kind of run is trained on in both, token by token and bit by bit."""
-    apart, own = Setting(lr=1e-3), Setting(lr=1e-3)  # an engine with weights of its own, and the embedded one
+    """At lag 0; rollouts that one kind of run recorded are trained on in both, with bit-identical results."""
+    apart, own = Setting(lr=1e-3), Setting(lr=1e-3)  # an engine with its own weights, and the embedded one
     apart.backend = QueuedBackend(apart.backend)
     if recorded_by == "vllm":
         recording = Recording(HTTPGenerator([VLLMEngine(request.getfixturevalue("vllm_url"))], apart.tokenizer))
         history = with_engine(apart, recording, shares_weights=False)
-        again = with_engine(own, Recorded(recording.said))
+        again = with_engine(own, Recorded(recording.generations))
     else:
         recording = Recording(EmbeddedGenerator(own.model, own.tokenizer))
         history = with_engine(own, recording)
-        again = with_engine(apart, Recorded(recording.said), shares_weights=False)
+        again = with_engine(apart, Recorded(recording.generations), shares_weights=False)
     assert history == again and history[-1]["reward"] != history[0]["reward"]
     assert all(weight.equal(weights(own)[name]) for name, weight in weights(apart).items())
     assert max(line["logprob_gap"] for line in history) < 1e-4

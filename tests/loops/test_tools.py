@@ -1,4 +1,4 @@
-"""Learning to use a tool: calls are parsed, executed and answered, the answers are masked, and the reward rises."""
+"""Training with a tool: calls are parsed and executed, their results are masked, and the reward rises."""
 
 import re
 
@@ -27,7 +27,7 @@ SHORT_CALL = "[%s]"  # what a model of a million parameters can learn to write i
 
 def calculate(expression: str) -> str:
     """Sums."""
-    return calculator(expression)  # whose longer description would be read again in every prompt
+    return calculator(expression)  # its longer description would be in every prompt
 
 
 TOOLS = (tool_schema(calculate),)
@@ -37,16 +37,16 @@ def in_brackets(text):
     return [ToolCall("calculate", {"expression": found}) for found in re.findall(r"\[(.+?)\]", text)]
 
 
-def asked(number):
+def question(number):
     return (Message("user", f"{number % 5}+{number % 3}?"),)
 
 
 def demonstrations():
     """Every question answered once by a guess and once by a call."""
     for number in range(15):
-        sum_of = asked(number)[0].content[:-1]
+        sum_of = question(number)[0].content[:-1]
         for reply in (SHORT_CALL % sum_of, "I guess 3."):
-            yield Sample(f"d{number}{reply[0]}", (*asked(number), Message("assistant", reply)), tools=TOOLS)
+            yield Sample(f"d{number}{reply[0]}", (*question(number), Message("assistant", reply)), tools=TOOLS)
 
 
 def used_the_tool(rollout) -> float:
@@ -55,8 +55,8 @@ def used_the_tool(rollout) -> float:
 
 
 @pytest.fixture(scope="module")
-def beginner(tiny):
-    """`tiny` after a few demonstrations: it sometimes calls."""
+def sft_model(tiny):
+    """`tiny` after a few demonstrations: it sometimes calls the tool."""
     model, render = load_model(tiny[0]), Renderer(tiny[1])
     sft = algorithm("sft")
     items = assemble(list(demonstrations()), sft, render).items
@@ -67,13 +67,13 @@ def beginner(tiny):
 
 
 @pytest.mark.trains
-def test_the_reward_for_using_the_tool_rises(beginner, tiny):
+def test_the_reward_for_using_the_tool_rises(sft_model, tiny):
     render = Renderer(tiny[1])
-    backend = create_pytorch_backend(beginner, lr=5e-4, weight_decay=0.0)
-    generator = EmbeddedGenerator(beginner, tiny[1])
+    backend = create_pytorch_backend(sft_model, lr=5e-4, weight_decay=0.0)
+    generator = EmbeddedGenerator(sft_model, tiny[1])
     env = with_tools([calculate], max_turns=2, tool_parser=in_brackets)
     sampler = RolloutSampler(generator, render, GenerationConfig(max_new_tokens=16), env=env)
-    samples = [Sample(f"q{number}", asked(number)) for number in range(15)]
+    samples = [Sample(f"q{number}", question(number)) for number in range(15)]
     config = RolloutConfig(batch_size=4, n_samples_per_prompt=6, reward_fn=used_the_tool, min_group_size=2)
     seen = []
     history = anyio.run(
@@ -100,14 +100,14 @@ def _check_masks(rollout, tokenizer):
     trained = tokenizer.decode(row.tokens[row.mask])
     result = next(message.content for message in rollout.messages if message.role == "tool")
     assert "[" in trained and f"tool\n{result}" in tokenizer.decode(row.tokens)
-    assert "<|im_start|>" not in trained, "neither the tool's answer nor the template is trained"
+    assert "<|im_start|>" not in trained, "neither the tool's result nor the template is trained"
     sampled = [token for turn in rollout.turns for token in turn.generation.token_ids]
     assert row.tokens[row.mask].tolist() == sampled
 
 
-def test_a_real_chat_model_meets_the_tool(smollm2):
-    """SmolLM2's template has no tools, so it is told of them in words. It is handed a call as the thing it said first:
-    the call is parsed and executed, the result is masked, and what the model says next is trained on."""
+def test_a_real_chat_model_continues_after_a_tool_call(smollm2):
+    """SmolLM2's template has no tools, so the prompt describes them. The first turn is a recorded call: it is parsed
+    and executed, its result is masked, and what the model generates next is trained on."""
     config, tokenizer = smollm2
     generator, render = EmbeddedGenerator(load_model(config), tokenizer), Renderer(tokenizer)
     sampling, env = GenerationConfig(max_new_tokens=12, temperature=0.0), with_tools([calculator], max_turns=2)

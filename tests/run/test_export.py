@@ -1,4 +1,4 @@
-"""What leaves a run: whole weights that others load, saying what the run's own model says."""
+"""Exported models: complete weights that other libraries load, with the logits of the run's own model."""
 
 import json
 
@@ -33,30 +33,32 @@ def adapted(complete_run, tmp_path_factory):
     return trained(tmp_path_factory.mktemp("lora"), lora=True)
 
 
-def said(model):
+def logits(model):
     with torch.no_grad():
         return model(torch.arange(40)[None] + 5, use_cache=False).logits
 
 
-def test_a_merged_adapter_speaks_as_before_and_needs_no_adapter(adapted, tmp_path):
+def test_a_merged_model_has_the_same_logits_and_needs_no_adapter(adapted, tmp_path):
     folder = merge_run(str(adapted), tmp_path / "merged")
     plain = AutoModelForCausalLM.from_pretrained(folder)
     own = load_model(resolve_weights(str(adapted)), is_trainable=False)
     base = load_model("tiny", is_trainable=False)
-    assert torch.allclose(said(plain), said(own), atol=1e-5)
-    assert not torch.allclose(said(plain), said(base), atol=1e-2)
+    assert torch.allclose(logits(plain), logits(own), atol=1e-5)
+    assert not torch.allclose(logits(plain), logits(base), atol=1e-2)
     assert AutoTokenizer.from_pretrained(folder).chat_template == load_tokenizer("tiny").chat_template
     assert not [file for file in folder.iterdir() if "adapter" in file.name or "optimizer" in file.name]
     assert list(tmp_path.iterdir()) == [folder], "the draft is gone"
 
 
-def test_an_adapter_can_stay_one(adapted, tmp_path):
+def test_an_adapter_can_be_exported_unmerged(adapted, tmp_path):
     folder = export_model(str(adapted), tmp_path / "adapter", adapter=True)
     loaded = PeftModel.from_pretrained(load_model("tiny"), folder).eval()
-    assert torch.allclose(said(loaded), said(load_model(resolve_weights(str(adapted)), is_trainable=False)), atol=1e-6)
+    assert torch.allclose(
+        logits(loaded), logits(load_model(resolve_weights(str(adapted)), is_trainable=False)), atol=1e-6
+    )
 
 
-def test_the_card_says_what_was_trained_on_what(adapted, tmp_path):
+def test_the_model_card_names_base_model_data_and_settings(adapted, tmp_path):
     card = (export_model(str(adapted), tmp_path / "out") / "README.md").read_text()
     assert "| base model | tiny |" in card and "| algorithm | sft |" in card and "rows.jsonl" in card
     assert "| LoRA | rank 16 |" in card and "| checkpoint | step_0002 |" in card
@@ -74,7 +76,7 @@ def test_a_reward_model_keeps_its_head(tmp_path):
     assert (folder / HEADS).read_bytes() == (tmp_path / "run" / "checkpoints" / "step_0002" / HEADS).read_bytes()
 
 
-def test_nothing_is_written_over(adapted, tmp_path):
+def test_a_folder_with_files_is_not_overwritten(adapted, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("mine")
     with pytest.raises(ValueError, match="not empty"):
@@ -84,19 +86,19 @@ def test_nothing_is_written_over(adapted, tmp_path):
     assert (export_model(str(adapted), tmp_path / "empty") / "model.safetensors").exists()
 
 
-def test_what_has_no_adapter_cannot_be_merged():
+def test_a_model_without_an_adapter_cannot_be_merged():
     with pytest.raises(ValueError, match="no adapter to merge"):
         merge_run("tiny", "somewhere")
 
 
-def test_the_commands_tell_where_the_folder_is(adapted, tmp_path):
+def test_the_commands_print_the_folder(adapted, tmp_path):
     run = CliRunner().invoke(app, ["merge", str(adapted), "--output", str(tmp_path / "merged"), "--json"])
     assert json.loads(run.stdout) == {"folder": str(tmp_path / "merged"), "pushed_to": None}
     run = CliRunner().invoke(app, ["export", "tiny", "--adapter", "--output", str(tmp_path / "x")])
     assert run.exit_code == 2 and "no adapter" in run.stderr and not (tmp_path / "x").exists()
 
 
-def test_pushing_asks_for_a_token_and_for_a_possible_name(adapted, tmp_path, monkeypatch):
+def test_pushing_needs_a_token_and_a_valid_name(adapted, tmp_path, monkeypatch):
     folder = export_model(str(adapted), tmp_path / "out")
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.delenv("HF_TOKEN", raising=False)
@@ -109,7 +111,7 @@ def test_pushing_asks_for_a_token_and_for_a_possible_name(adapted, tmp_path, mon
         push_model(folder, "someone/model")
 
 
-def test_fetching_takes_names_of_the_catalogue_and_says_what_it_cannot_reach():
+def test_fetching_takes_names_of_the_catalogue_and_reports_an_unreachable_hub():
     assert (fetch_model("tiny") / "model.safetensors").exists()
     with pytest.raises(ValueError, match="hub cannot be reached"):
         fetch_model("qwen3-0.6b")
@@ -117,7 +119,7 @@ def test_fetching_takes_names_of_the_catalogue_and_says_what_it_cannot_reach():
         fetch_model("qwen9")
 
 
-def test_a_folder_whose_run_has_no_checkpoint_is_told_from_a_model(tmp_path):
+def test_a_run_without_a_checkpoint_is_not_taken_for_a_model(tmp_path):
     (tmp_path / "config.yaml").write_text("model: {}")
     with pytest.raises(ValueError, match="no checkpoint yet"):
         resolve_weights(str(tmp_path))

@@ -1,4 +1,4 @@
-"""What a failed run leaves behind, and what becomes of it as a bug report."""
+"""The records of a failed run, and the bug report made of them."""
 
 import json
 import re
@@ -25,7 +25,7 @@ from oxrl.algorithms.preference import Pairs
 def divides(pairs: Pairs):
     return pairs.chosen / 0 if len(pairs.chosen) < 0 else 1 / 0
 
-def eats(pairs: Pairs):
+def allocates(pairs: Pairs):
     return torch.empty(2**50)
 
 def mixes(pairs: Pairs):
@@ -42,7 +42,7 @@ def pairs(n, text=""):
 
 
 def failed(folder: Path, rows, train=None, **sections):
-    """Train until it fails; what it left behind."""
+    """Train until it fails; return the error, the folder of its records and the signal."""
     folder.mkdir(exist_ok=True)
     (folder / "own.py").write_text(LOSS)
     config = {
@@ -53,8 +53,8 @@ def failed(folder: Path, rows, train=None, **sections):
     }
     with pytest.raises(Exception) as caught:
         train_run(check_config(config), folder / "run")
-    place = folder / "run" / "failure"
-    return caught.value, place, json.loads((place / "signal.json").read_text())
+    records = folder / "run" / "failure"
+    return caught.value, records, json.loads((records / "signal.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -63,22 +63,22 @@ def broken_loss(tmp_path_factory, complete_run):
     return failed(folder, pairs(4), {"alg_name": f"{folder / 'own.py'}:divides"})
 
 
-def test_a_failure_is_written_down_and_goes_on(broken_loss):
-    error, place, signal = broken_loss
+def test_a_failure_is_recorded_and_raised(broken_loss):
+    error, records, signal = broken_loss
     assert isinstance(error, ZeroDivisionError)
     assert set(signal) == SHAPE and signal["schema"] == 1
     assert (signal["kind"], signal["step"], signal["model"]) == ("exception", 1, "tiny")
     assert signal["exception"] == "builtins.ZeroDivisionError"
     assert signal["where"]["file"].startswith("oxrl/algorithms/") and signal["where"]["line"] > 1
-    assert {file.name for file in place.iterdir()} == {*signal["files"], "signal.json"}
-    assert yaml.safe_load((place / "config.yaml").read_text())["model"]["name"] == "tiny"
-    assert "ZeroDivisionError" in (place / "traceback.txt").read_text()
-    assert json.loads((place / "environment.json").read_text())["packages"]["torch"]
+    assert {file.name for file in records.iterdir()} == {*signal["files"], "signal.json"}
+    assert yaml.safe_load((records / "config.yaml").read_text())["model"]["name"] == "tiny"
+    assert "ZeroDivisionError" in (records / "traceback.txt").read_text()
+    assert json.loads((records / "environment.json").read_text())["packages"]["torch"]
 
 
-def test_the_batch_that_was_at_work_is_kept_with_what_the_loss_saw(broken_loss):
-    _, place, _ = broken_loss
-    rows = [json.loads(line) for line in (place / "batch.jsonl").read_text().splitlines()]
+def test_the_failed_batch_is_recorded_with_the_inputs_of_the_loss(broken_loss):
+    _, records, _ = broken_loss
+    rows = [json.loads(line) for line in (records / "batch.jsonl").read_text().splitlines()]
     assert len(rows) == 8, "four pairs"
     assert all(row["id"].startswith("rows.jsonl:") for row in rows)
     assert all(len(row["tokens"]) == len(row["mask"]) == len(row["streams"]["ref_logprob"]) for row in rows)
@@ -98,20 +98,20 @@ def test_equal_failures_have_equal_fingerprints_and_others_have_others(broken_lo
 
 
 @pytest.mark.trains
-def test_a_loss_that_is_no_number_names_its_kind_step_and_rows(tmp_path):
+def test_a_loss_that_is_not_finite_is_recorded_with_kind_step_and_rows(tmp_path):
     wild = {"lr": 1e30, "clip_grad_norm": 0.0, "warmup_steps_ratio": 0.0, "total_number_of_epochs": 20}
-    _, place, signal = failed(tmp_path, sums(8), wild)
+    _, records, signal = failed(tmp_path, sums(8), wild)
     assert (signal["kind"], signal["algorithm"]) == ("non_finite", "sft")
-    metrics = (place / "metrics.jsonl").read_text().splitlines()
+    metrics = (records / "metrics.jsonl").read_text().splitlines()
     assert signal["step"] == json.loads(metrics[-1])["step"] + 1
-    assert (place / "batch.jsonl").exists()
+    assert (records / "batch.jsonl").exists()
 
 
 @pytest.mark.trains
-def test_out_of_memory_is_a_kind_of_its_own(tmp_path):
-    _, place, signal = failed(tmp_path, pairs(4), {"alg_name": f"{tmp_path / 'own.py'}:eats"})
+def test_out_of_memory_has_its_own_kind(tmp_path):
+    _, records, signal = failed(tmp_path, pairs(4), {"alg_name": f"{tmp_path / 'own.py'}:allocates"})
     assert signal["kind"] == "out_of_memory"
-    assert (place / "batch.jsonl").exists()
+    assert (records / "batch.jsonl").exists()
 
 
 @pytest.mark.trains
@@ -138,21 +138,21 @@ def test_a_users_mistake_is_no_failure(tmp_path):
 PLAIN = {"train": {"alg_name": "sft"}, "model": {"name": "tiny"}}
 
 
-def test_a_value_error_of_somebody_else_is_a_failure(tmp_path):
+def test_a_value_error_of_another_library_is_a_failure(tmp_path):
     with pytest.raises(ValueError), failures_recorded(tmp_path, PLAIN):
         int("seven")
     signal = json.loads((tmp_path / "failure" / "signal.json").read_text())
     assert (signal["kind"], signal["step"], signal["where"]["function"]) == ("exception", None, "failures_recorded")
 
 
-def test_a_failure_that_cannot_be_written_down_still_comes_through(tmp_path, caplog):
+def test_a_failure_that_cannot_be_recorded_is_still_raised(tmp_path, caplog):
     (tmp_path / "file").write_text("where a folder should be")
     with pytest.raises(ZeroDivisionError), failures_recorded(tmp_path / "file", PLAIN):
         1 / 0  # noqa: B018
     assert "cannot be written" in caplog.text
 
 
-def test_what_can_be_written_is_written_where_something_cannot(tmp_path):
+def test_the_other_files_are_written_if_one_cannot_be(tmp_path):
     """Numbers of a config that YAML cannot hold."""
     record_failure(tmp_path, {**PLAIN, "odd": object()}, RuntimeError("broken"))
     assert {file.name for file in (tmp_path / "failure").iterdir()} == {
@@ -162,7 +162,7 @@ def test_what_can_be_written_is_written_where_something_cannot(tmp_path):
     }
 
 
-def test_the_failure_of_an_earlier_try_moves_aside(tmp_path):
+def test_the_records_of_an_earlier_attempt_are_renamed(tmp_path):
     with pytest.raises(ZeroDivisionError), failures_recorded(tmp_path, PLAIN):
         1 / 0  # noqa: B018
     with failures_recorded(tmp_path, PLAIN):
@@ -170,7 +170,7 @@ def test_the_failure_of_an_earlier_try_moves_aside(tmp_path):
     assert (tmp_path / "failure.before" / "signal.json").exists()
 
 
-def test_where_is_the_innermost_place_in_oxrl(tmp_path):
+def test_where_is_the_innermost_frame_in_oxrl(tmp_path):
     with pytest.raises(ValueError) as caught:
         load_config(tmp_path / "none.yaml")
     where = where_in_oxrl(caught.value)
@@ -215,7 +215,7 @@ def test_what_is_no_secret_stays():
 
 @pytest.fixture
 def run(tmp_path):
-    """A run that failed, with secrets all over it."""
+    """A failed run whose records contain secrets."""
     secret = SECRETS["HF_TOKEN"]
     config = {**PLAIN, "reward": {"params": {"api_key": "sesame-open-wide", "note": secret}}}
     with pytest.raises(RuntimeError), failures_recorded(tmp_path / "run", config):
@@ -239,16 +239,16 @@ def test_a_long_report_fits_what_github_takes(run):
 
 
 class GitHub:
-    """A small one that keeps what it was asked and what was filed."""
+    """A minimal server that records requests and issues."""
 
     def __init__(self, refusal: int | None = None) -> None:
-        self.asked: list[tuple[str, str, dict]] = []
+        self.requests: list[tuple[str, str, dict]] = []
         self.issues: list[dict] = []
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self):
-                found = [each for each in outer.issues if outer.asked_for(self.path) in each["body"]]
+                found = [each for each in outer.issues if outer.search_term(self.path) in each["body"]]
                 self.answer(200, {"total_count": len(found), "items": [{"html_url": "https://x/1"}] if found else []})
 
             def do_POST(self):
@@ -257,7 +257,7 @@ class GitHub:
                 self.answer(201, {"html_url": f"https://x/{len(outer.issues)}"})
 
             def answer(self, code, content):
-                outer.asked.append((self.command, self.path, dict(self.headers)))
+                outer.requests.append((self.command, self.path, dict(self.headers)))
                 self.send_response(refusal or code)
                 if refusal == 301:
                     self.send_header("Location", "http://127.0.0.1:1/elsewhere")
@@ -273,7 +273,7 @@ class GitHub:
             "GITHUB_API_URL": f"http://127.0.0.1:{self.server.server_port}/",
         }
 
-    def asked_for(self, path: str) -> str:
+    def search_term(self, path: str) -> str:
         return re.search(r"%22(\w+)%22", path)[1]
 
     def __enter__(self):
@@ -290,7 +290,7 @@ def test_a_report_is_filed_once(run, tmp_path):
         report = report_of(run)
         sent = send(report, "ox/rl", run, environ=github.environ)
         assert (sent.url, sent.known) == ("https://x/1", False)
-        search, post = github.asked
+        search, post = github.requests
         assert search[0] == "GET"
         assert unquote_plus(search[1]).startswith('/search/issues?q=repo:ox/rl is:issue in:body "')
         assert post[:2] == ("POST", "/repos/ox/rl/issues")
@@ -305,13 +305,13 @@ def test_a_report_is_filed_once(run, tmp_path):
 @pytest.mark.parametrize(
     ("code", "message"), [(401, "GITHUB_TOKEN is not valid"), (404, "repository does not exist"), (301, "has moved")]
 )
-def test_what_github_refuses_is_said_in_words(run, code, message):
+def test_a_refusal_by_github_is_reported(run, code, message):
     with GitHub(refusal=code) as github, pytest.raises(SendError, match=message):
         send(report_of(run), "ox/rl", run, environ=github.environ)
-    assert len(github.asked) == 1, "nothing is asked elsewhere"
+    assert len(github.requests) == 1, "nothing is sent to another address"
 
 
-def test_a_server_that_is_not_there_is_said_in_words(run):
+def test_an_unreachable_server_is_reported(run):
     environ = {"GITHUB_TOKEN": "x" * 10, "GITHUB_API_URL": "http://127.0.0.1:1"}
     with pytest.raises(SendError, match="cannot be reached"):
         send(report_of(run), "ox/rl", run, environ=environ)
@@ -330,7 +330,7 @@ def test_nothing_is_sent_by_mistake(run, repository, environ, message):
         send(report_of(run), repository, run, environ=environ)
 
 
-def test_the_command_prints_sends_and_answers_mistakes(run, tmp_path, monkeypatch):
+def test_the_command_prints_sends_and_reports_mistakes(run, tmp_path, monkeypatch):
     def call(*arguments):
         return CliRunner().invoke(app, ["report", *map(str, arguments)])
 
@@ -344,8 +344,8 @@ def test_the_command_prints_sends_and_answers_mistakes(run, tmp_path, monkeypatc
     with GitHub() as github:
         for name, value in github.environ.items():
             monkeypatch.setenv(name, value)
-        told = json.loads(call(run, "--send", "ox/rl", "--json").stdout)
-    assert told["sent"] == {"url": "https://x/1", "known": False} and len(github.issues) == 1
+        result = json.loads(call(run, "--send", "ox/rl", "--json").stdout)
+    assert result["sent"] == {"url": "https://x/1", "known": False} and len(github.issues) == 1
     with GitHub(refusal=401) as github:
         monkeypatch.setenv("GITHUB_API_URL", github.environ["GITHUB_API_URL"])
         (run / "failure" / "sent.json").unlink()

@@ -1,4 +1,4 @@
-"""Ranks that `oxrl train` starts itself: they end with the run, with its driver, and a lost one is survived."""
+"""Ranks that `oxrl train` starts itself: they end with the run or its driver, and a run survives the loss of one."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def config_of(tmp_path: Path, **sections):
     return check_config({"model": {"name": "tiny"}, "data": data, **sections})
 
 
-def test_engines_beside_the_trainer_see_its_devices_and_others_those_behind(tmp_path, monkeypatch):
+def test_colocated_engines_use_the_trainers_devices_and_others_the_next_ones(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,7,9")
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     apart = config_of(tmp_path, run={"backend": "fsdp", "training_gpus": 2, "rollout_gpus": 2})
     beside = config_of(tmp_path, run={"backend": "fsdp", "training_gpus": 2}, inference_engine=VLLM)
     assert (rollout_devices(apart), rollout_devices(beside, shared=True)) == (["7", "9"], ["3", "5"])
-    assert rollout_devices(beside) == [], "on a processor there are none"
+    assert rollout_devices(beside) == [], "on a CPU there are none"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # torchrun has put the other rank onto another machine
     with pytest.raises(ConfigError, match="2 engines .* 1 ranks .* inference_engine.replicas: 1"):
         rollout_devices(beside, shared=True)
@@ -105,7 +105,7 @@ def script(tmp_path_factory, complete_run):
 
 @pytest.fixture
 def start(script, forks, tmp_path):
-    """Starts the same run as a command, in `tmp_path / "run"`; what it prints goes to `tmp_path / "log"`."""
+    """Start the same run as a command, in `tmp_path / "run"`; what it prints goes to `tmp_path / "log"`."""
     started = []
 
     def one(*more: str, **environment: str) -> Forked:
@@ -126,7 +126,7 @@ def log(tmp_path):
 
 
 RAY = ("--backend", "ray", "--set", "run.sharding=fsdp")
-FOR_EVER = ("--set", "train.train_steps_per_epoch=1000000")
+ENDLESS = ("--set", "train.train_steps_per_epoch=1000000")
 
 
 def steps_of(folder: Path) -> list[int]:
@@ -137,16 +137,16 @@ def steps_of(folder: Path) -> list[int]:
 def ranks_of(launcher: int) -> dict[int, int]:
     """Rank to process id, of the ranks that this launcher started."""
     found = {}
-    for place in Path("/proc").iterdir():
-        if place.name.isdecimal():
+    for process in Path("/proc").iterdir():
+        if process.name.isdecimal():
             try:
                 settings = dict(
-                    part.split("=", 1) for part in (place / "environ").read_text().split("\0") if "=" in part
+                    part.split("=", 1) for part in (process / "environ").read_text().split("\0") if "=" in part
                 )
             except OSError:  # it has ended meanwhile
                 continue
             if settings.get("OXRL_RANK_OF") == str(launcher):
-                found[int(settings["RANK"])] = int(place.name)
+                found[int(settings["RANK"])] = int(process.name)
     return found
 
 
@@ -159,7 +159,7 @@ def test_a_script_trains_over_ranks_and_gets_its_result(script):
     assert script.config.ranks == 2 and len(script.generate("Say 3.", max_new_tokens=2)) == 1
 
 
-def test_a_run_that_loses_a_rank_ends_as_if_nothing_had_happened(start, script, log, tmp_path):
+def test_a_run_that_loses_a_rank_ends_with_the_same_weights(start, script, log, tmp_path):
     (script.folder.parent / "loses_rank_1").write_text(str(tmp_path / "run"))
     assert start().end() == [0], log()[-3000:]
     assert "rank 1 was ended by SIGKILL: resuming from the last checkpoint (restart 1 of 3)" in log()
@@ -175,8 +175,8 @@ if "RANK" in os.environ:
 """
 
 
-def test_a_run_that_is_told_to_stop_before_it_can_listen_stops(start, log, tmp_path):
-    """Its ranks have only begun to start."""
+def test_a_run_that_gets_sigterm_before_its_ranks_are_ready_stops(start, log, tmp_path):
+    """Its ranks are still starting."""
     (tmp_path / "sitecustomize.py").write_text(WAITS)
     run = start(PYTHONPATH=str(tmp_path))
     wait_until(lambda: len(ranks_of(run.pids[0])) == 2 or run.has_ended, "two ranks were started")
@@ -194,13 +194,13 @@ def stopped_while_ranks_start() -> int:
     return run_ranks([], 2, max_restarts=0, program=[sys.executable, "-c", "import signal; signal.pause()"])
 
 
-def test_a_launcher_that_is_told_to_stop_while_it_starts_ranks_ends_them(forks):
+def test_a_launcher_that_gets_sigterm_while_it_starts_ranks_ends_them(forks):
     assert forks.run(stopped_while_ranks_start) == 128 + signal.SIGTERM
 
 
-def test_a_run_under_ray_that_is_told_to_stop_before_it_can_listen_leaves_no_process(start, log):
+def test_a_run_under_ray_that_gets_sigterm_during_its_start_leaves_no_process(start, log):
     need("ray")
-    run = start(*RAY, *FOR_EVER)
+    run = start(*RAY, *ENDLESS)
     wait_until(lambda: run.has_ended or actors_of(run.pids[0]), "an actor was started")
     started = psutil.Process(run.pids[0]).children(recursive=True)
     os.kill(run.pids[0], signal.SIGTERM)
@@ -233,13 +233,13 @@ def actors_of(driver: int) -> list[int]:
 
 
 def listening(process: int) -> set[str]:
-    """The addresses at which others can reach it."""
+    """The addresses on which a process listens."""
     connections = psutil.Process(process).net_connections(kind="inet")
     return {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN}
 
 
-def test_ranks_can_be_reached_from_here_only_and_end_with_the_process_that_started_them(start, tmp_path):
-    launcher = start(*FOR_EVER)
+def test_ranks_listen_on_loopback_only_and_end_with_the_process_that_started_them(start, tmp_path):
+    launcher = start(*ENDLESS)
     wait_until(lambda: steps_of(tmp_path / "run") or launcher.has_ended, "it trains")
     (pid,) = launcher.pids
     ranks = ranks_of(pid)

@@ -22,9 +22,9 @@ WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
 def before_each_change(folder: Path, function: Callable[[str], None]) -> None:
-    """In this process, whenever a file in a folder is about to be opened for writing, moved, made or removed.
+    """Call `function` before this process opens a file in a folder for writing, or moves, makes or removes one.
 
-    What a killed run leaves is what is on the disk: any two moments between the same two changes are the same moment.
+    A killed run leaves what is on the disk: all moments between the same two changes are equivalent.
     """
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -35,8 +35,8 @@ def before_each_change(folder: Path, function: Callable[[str], None]) -> None:
     sys.addaudithook(hook)
 
 
-def live(config: Any, folder: Path, before_change: Callable[[str], None]) -> int:
-    """The exit code of a process that trains, or resumes."""
+def train_in_fork(config: Any, folder: Path, before_change: Callable[[str], None]) -> int:
+    """Return the exit code of a child process that trains, or resumes."""
     if (child := os.fork()) == 0:
         code = 1
         try:
@@ -46,17 +46,17 @@ def live(config: Any, folder: Path, before_change: Callable[[str], None]) -> int
 
             train_run(config, folder, resume=(folder / "config.yaml").exists())
             code = 0
-        except Exception:  # noqa: BLE001 - told on standard error
+        except Exception:  # noqa: BLE001 - printed to standard error
             traceback.print_exc()
         finally:
             os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def lives_of_two_runs(home: Path, sections: dict[str, Any], lives: int) -> tuple[list[int], int]:
-    """One run in `home/whole` that is left alone, and one in `home/broken` that is killed again and again.
+def run_with_and_without_kills(home: Path, sections: dict[str, Any], attempts: int) -> tuple[list[int], int]:
+    """Train in `home/whole` without interruption, and in `home/broken` with repeated kills.
 
-    Exit codes of its lives, and how many of them ended while a checkpoint was being written.
+    Return the exit codes of its attempts, and how many of them ended while a checkpoint was being written.
     """
     from oxrl.config import check_config
 
@@ -64,11 +64,11 @@ def lives_of_two_runs(home: Path, sections: dict[str, Any], lives: int) -> tuple
     config = check_config({"model": {"name": "tiny"}, "data": files, **sections})
     counted, whole, broken = home / "changes", home / "whole", home / "broken"
     with counted.open("ab", buffering=0) as log:
-        assert live(config, whole, lambda _path: log.write(b".")) == 0
-    most = counted.stat().st_size // (lives + 2)  # changes in one life, so that the last one has something left to do
-    chance, codes, killed_writing = random.Random(1), [], 0
-    for number in range(lives):
-        left = chance.randint(1, most)
+        assert train_in_fork(config, whole, lambda _path: log.write(b".")) == 0
+    most = counted.stat().st_size // (attempts + 2)  # changes per attempt, so that the last one has some left to do
+    rng, codes, killed_writing = random.Random(1), [], 0
+    for number in range(attempts):
+        left = rng.randint(1, most)
 
         def kill_at_last(_path: str, writing: bool = number % 2 == 1) -> None:
             nonlocal left
@@ -76,9 +76,9 @@ def lives_of_two_runs(home: Path, sections: dict[str, Any], lives: int) -> tuple
             if left <= 0 and (not writing or any(broken.glob("checkpoints/.unfinished-*"))):
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        codes.append(live(config, broken, kill_at_last))
+        codes.append(train_in_fork(config, broken, kill_at_last))
         killed_writing += any(broken.glob("checkpoints/.unfinished-*"))
-    return [*codes, live(config, broken, lambda _path: None)], killed_writing
+    return [*codes, train_in_fork(config, broken, lambda _path: None)], killed_writing
 
 
 TRAIN = {"alg_name": "sft", "lr": 1e-3, "checkpoint_every": 1, "eval_every": 3}
@@ -118,26 +118,26 @@ def facts(folder: Path, last: int) -> tuple[dict[str, bytes], list[dict], list[s
     }
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     timeless = [{key: line[key] for key in line if "second" not in key and key != "memory_gib"} for line in lines]
-    said = folder / "rollouts.jsonl"
-    return files, timeless, said.read_text().splitlines() if said.exists() else []
+    rollouts = folder / "rollouts.jsonl"
+    return files, timeless, rollouts.read_text().splitlines() if rollouts.exists() else []
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_killed_run_ends_with_the_same_bits_as_an_uninterrupted_one(tmp_path, forks, mode):
-    config, lives = MODES[mode]
+    config, attempts = MODES[mode]
     write_jsonl(tmp_path / "rows.jsonl", sums(50))
     write_jsonl(tmp_path / "val.jsonl", sums(6, first=50))
-    codes, killed_writing = forks.run(lives_of_two_runs, tmp_path, config, lives)
-    assert codes == [-signal.SIGKILL] * lives + [0]
-    assert killed_writing >= lives // 2
+    codes, killed_writing = forks.run(run_with_and_without_kills, tmp_path, config, attempts)
+    assert codes == [-signal.SIGKILL] * attempts + [0]
+    assert killed_writing >= attempts // 2
     last = config["train"]["train_steps_per_epoch"]
-    expected_files, expected_lines, expected_said = facts(tmp_path / "whole", last)
-    files, lines, said = facts(tmp_path / "broken", last)
+    expected_files, expected_lines, expected_rollouts = facts(tmp_path / "whole", last)
+    files, lines, rollouts = facts(tmp_path / "broken", last)
     assert len(files) == 3 + ("model" in config), "weights, optimizer and random states; a reference that has moved"
     assert files == expected_files
     assert lines == expected_lines
     assert [line["step"] for line in lines] == list(range(1, last + 1))
-    assert said == expected_said and len(said) == (last if "rollout" in config else 0)
+    assert rollouts == expected_rollouts and len(rollouts) == (last if "rollout" in config else 0)
     assert not list((tmp_path / "broken").glob("checkpoints/.unfinished-*"))
     if mode == "online":
         assert any(line["carried"] for line in lines), "nothing was carried over: the test proves too little"

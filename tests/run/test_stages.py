@@ -1,4 +1,4 @@
-"""From SFT to RL in one run, told by the config's sections; and models that grade."""
+"""From SFT to RL in one run, as the config's sections define; and models as rewards."""
 
 import json
 import random
@@ -39,7 +39,7 @@ def run(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def test_the_sections_say_which_stages_there_are(config):
+def test_the_sections_define_the_stages(config):
     assert list(load_stages(config)) == ["sft", "rl"]
     text = config.read_text()
     config.write_text(text[: text.index("rl:")])
@@ -47,21 +47,21 @@ def test_the_sections_say_which_stages_there_are(config):
     assert load_stages(None, ["model.name=tiny", "data.train_files_path=x"])[""].train.alg_name == "sgrpo"
 
 
-def test_what_the_file_says_for_all_stages_holds_in_each_unless_the_stage_says_otherwise(config):
+def test_shared_settings_apply_to_each_stage_unless_it_overrides_them(config):
     config.write_text(config.read_text() + "train: {weight_decay: 0.5, lr: 1.0}\n")
     stages = load_stages(config)
     assert [stage.train.weight_decay for stage in stages.values()] == [0.5, 0.5]
     assert [stage.train.lr for stage in stages.values()] == [2e-3, 1e-3]
 
 
-def test_a_mistake_in_a_stage_is_told_with_its_line(config):
+def test_a_mistake_in_a_stage_is_reported_with_its_line(config):
     config.write_text(config.read_text().replace("n_samples", "n_sample"))
     with pytest.raises(ConfigError, match=r"line 10: rollout.n_sample is not a key; did you mean n_samples\?"):
         load_stages(config)
 
 
 @pytest.mark.trains
-def test_rl_goes_on_from_the_latest_checkpoint_of_sft(config, tmp_path):
+def test_rl_starts_from_the_latest_checkpoint_of_sft(config, tmp_path):
     done = run("train", config, "--output", tmp_path / "out")
     assert done.exit_code == 0, done.output
     assert (tmp_path / "out/sft/checkpoints/step_0004").is_dir()
@@ -81,7 +81,7 @@ def test_a_mistake_in_the_second_stage_is_found_before_the_first_one_trains(conf
 
 
 @pytest.mark.trains
-def test_a_run_that_stopped_between_its_stages_goes_on_with_the_next(config, tmp_path):
+def test_a_run_that_stopped_between_its_stages_is_resumed_with_the_next(config, tmp_path):
     stages = load_stages(config)
     first = run_sft(stages["sft"], tmp_path / "out")
     from oxrl.run.folder import record_stages
@@ -101,9 +101,9 @@ def test_rl_starts_from_any_checkpoint(config, tmp_path):
     assert result.folder == tmp_path / "two/rl" and len(result.history) == 2
 
 
-def words_of(characters, count):
-    chance = random.Random(0)
-    return ["".join(chance.choices(characters, k=4)) for _ in range(count)]
+def random_texts(characters, count):
+    rng = random.Random(0)
+    return ["".join(rng.choices(characters, k=4)) for _ in range(count)]
 
 
 def online(tmp_path, **sections):
@@ -124,9 +124,9 @@ def online(tmp_path, **sections):
 
 @pytest.mark.trains
 def test_rlhf_learns_from_a_reward_model_that_rm_trained(tmp_path):
-    """A model that says letters and digits, a reward model that prefers letters, and what comes of both."""
-    mixed, letters, digits = words_of("abcdefgh01234567", 64), words_of("abcdefgh", 64), words_of("01234567", 64)
-    rows = [{"prompt": f"say {i}", "response": said} for i, said in enumerate(mixed)]
+    """The policy generates letters and digits, the reward model prefers letters: their share rises."""
+    mixed, letters, digits = (random_texts(each, 64) for each in ("abcdefgh01234567", "abcdefgh", "01234567"))
+    rows = [{"prompt": f"say {i}", "response": text} for i, text in enumerate(mixed)]
     pairs = [{"prompt": f"say {i}", "chosen": letters[i], "rejected": digits[i]} for i in range(64)]
     for name, data in (("sft", rows), ("rm", pairs)):
         file = write_jsonl(tmp_path / f"{name}.jsonl", data)
@@ -144,8 +144,8 @@ def test_rlhf_learns_from_a_reward_model_that_rm_trained(tmp_path):
     )
     done = run("train", config, "--output", tmp_path / "out", "--json")
     assert done.exit_code == 0, done.output
-    said = [json.loads(line)["samples"] for line in (tmp_path / "out/rollouts.jsonl").read_text().splitlines()]
-    shares = [_share_of_letters([each["response"] for each in step]) for step in said]
+    samples = [json.loads(line)["samples"] for line in (tmp_path / "out/rollouts.jsonl").read_text().splitlines()]
+    shares = [_share_of_letters([each["response"] for each in step]) for step in samples]
     assert shares[0] < 0.7 and shares[-1] > shares[0] + 0.2
     rewards = [line["reward"] for line in read_metrics(tmp_path / "out/metrics.jsonl")]
     assert rewards[-1] > rewards[0]
@@ -157,8 +157,8 @@ def _share_of_letters(texts):
 
 
 @pytest.mark.trains
-def test_rlaif_asks_a_local_model(tmp_path):
-    """A judge that was taught to end with a score is asked; one that does not know how grades nothing."""
+def test_rlaif_uses_a_local_model_as_its_judge(tmp_path):
+    """A judge that was trained to end with a score is used; an untrained one grades nothing."""
     judge = online(tmp_path, train={"alg_name": "rlaif"}, reward={"judge": "tiny"})
     done = run("train", judge, "--output", tmp_path / "untaught")
     assert done.exit_code == 1 and "could not be graded" in done.output
@@ -166,11 +166,11 @@ def test_rlaif_asks_a_local_model(tmp_path):
     from oxrl.types import Generation, Message, Rollout, Sample, Turn
 
     def lesson(number):
-        said = "abcdefgh"[number % 8] * 4
-        turn = Turn((1,), Generation((2,), (-1.0,), "stop", text=said), (Message("assistant", said),))
+        text = "abcdefgh"[number % 8] * 4
+        turn = Turn((1,), Generation((2,), (-1.0,), "stop", text=text), (Message("assistant", text),))
         rollout = Rollout(Sample("s", (Message("user", f"say {number % 8}"),)), (turn,))
-        asked = [message.to_dict() for message in judge_messages(rollout, RUBRIC, (0, 10))]
-        return {"messages": [*asked, {"role": "assistant", "content": "Score: 7"}]}
+        prompt = [message.to_dict() for message in judge_messages(rollout, RUBRIC, (0, 10))]
+        return {"messages": [*prompt, {"role": "assistant", "content": "Score: 7"}]}
 
     lessons = write_jsonl(tmp_path / "lessons.jsonl", [lesson(number) for number in range(32)])
     taught = run(
@@ -188,7 +188,7 @@ LENGTH = {"reward": {"reward_func": "length_target", "params": {"target": 3}}}
 
 
 @pytest.mark.parametrize(
-    ("name", "sections", "words"),
+    ("name", "sections", "message"),
     [
         ("grpo", {}, "grpo learns from rewards: set reward.reward_func"),
         ("rlhf", {"reward": {"reward_func": "contains"}}, "graded by a reward model: set reward.model"),
@@ -215,16 +215,16 @@ LENGTH = {"reward": {"reward_func": "length_target", "params": {"target": 3}}}
         ),
     ],
 )
-def test_what_cannot_work_is_said_before_a_weight_is_loaded(tmp_path, name, sections, words):
+def test_invalid_settings_are_reported_before_a_weight_is_loaded(tmp_path, name, sections, message):
     sections = {**sections, "train": {"alg_name": name, **sections.get("train", {})}}
     done = run("train", online(tmp_path, **sections), "--output", tmp_path / "out")
     assert done.exit_code == 2
-    assert words in " ".join(done.output.split())
+    assert message in " ".join(done.output.split())
     assert not (tmp_path / "out/metrics.jsonl").exists()
 
 
 @pytest.mark.trains
-def test_spin_asks_for_a_reward_where_answers_are_held_out_and_measures_by_it(tmp_path):
+def test_spin_needs_a_reward_for_held_out_rows_and_evaluates_with_it(tmp_path):
     rows = str(write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": f"say {i}", "response": "a"} for i in range(8)]))
     spin = {"data": {"train_files_path": rows, "val_files_path": rows}, "train": {"alg_name": "spin"}}
     refused = run("train", online(tmp_path, **spin), "--output", tmp_path / "out")
@@ -234,7 +234,7 @@ def test_spin_asks_for_a_reward_where_answers_are_held_out_and_measures_by_it(tm
 
 
 @pytest.mark.trains
-def test_with_lora_the_reference_that_follows_is_a_second_adapter(tmp_path):
+def test_with_lora_a_moving_reference_is_a_second_adapter(tmp_path):
     def trained(update, **keys):
         model = {"ref_update": update, **keys}
         config = online(tmp_path, model=model, lora={"enabled": True, "r": 4}, train={"alg_name": "spin"})
@@ -255,14 +255,14 @@ def test_with_lora_the_reference_that_follows_is_a_second_adapter(tmp_path):
 
 
 @pytest.mark.trains
-def test_a_run_in_stages_is_named_by_its_folder_and_means_its_last_stage(config, tmp_path):
+def test_the_folder_of_a_run_in_stages_refers_to_its_last_stage(config, tmp_path):
     assert run("train", config, "--output", tmp_path / "run").exit_code == 0
     assert resolve_weights(str(tmp_path / "run")) == str(tmp_path / "run" / "rl" / "checkpoints" / "step_0002")
     drawn = run("plot", tmp_path / "run")
     assert drawn.exit_code == 0 and "steps 1 to 2" in drawn.output
 
 
-def test_what_the_command_line_says_wins_in_every_stage(config):
+def test_the_command_line_overrides_every_stage(config):
     stages = load_stages(config, ["train.lr=0.5", "rl.train.train_steps_per_epoch=7"])
     assert [stage.train.lr for stage in stages.values()] == [0.5, 0.5]
     assert [stage.train.train_steps_per_epoch for stage in stages.values()] == [4, 7]
@@ -273,7 +273,7 @@ def test_what_the_command_line_says_wins_in_every_stage(config):
 
 
 @pytest.mark.trains
-def test_a_run_that_went_on_while_another_was_prepared_is_left_alone(tmp_path):
+def test_a_run_that_continued_while_another_was_prepared_is_not_changed(tmp_path):
     data = write_jsonl(tmp_path / "rows.jsonl", sums(16))
     single = load_config(None, ["model.name=tiny", "train.alg_name=sft", f"data.train_files_path={data}"])
     late = prepare_run(single, tmp_path / "run")
