@@ -182,7 +182,7 @@ def test_a_run_that_gets_sigterm_before_its_ranks_are_ready_stops(start, log, tm
     wait_until(lambda: len(ranks_of(run.pids[0])) == 2 or run.has_ended, "two ranks were started")
     os.kill(run.pids[0], signal.SIGTERM)
     assert run.end() == [128 + signal.SIGTERM], log()[-3000:]
-    assert "going on" not in log() and steps_of(tmp_path / "run") == []
+    assert "resuming from" not in log() and steps_of(tmp_path / "run") == []
 
 
 def stopped_while_ranks_start() -> int:
