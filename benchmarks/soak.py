@@ -164,7 +164,9 @@ def full(run: Run, _rng: random.Random) -> None:
 def engine(run: Run, rng: random.Random) -> None:
     """Kill one of the servers that the run has started; the run itself stays."""
     assert run.process is not None
-    children = subprocess.run(["pgrep", "-P", str(run.process.pid), "-f", "generators.vllm.server"], capture_output=True)
+    children = subprocess.run(
+        ["pgrep", "-P", str(run.process.pid), "-f", "generators.vllm.server"], capture_output=True
+    )
     servers = [int(pid) for pid in children.stdout.split()]
     if not servers:
         sys.exit("there is no server to kill: --faults engine needs --set for an engine in a separate process")
