@@ -109,6 +109,18 @@ def test_the_api_page_is_up_to_date():
     assert written == document(), "run: python docs/api_page.py > docs/api.md"
 
 
+def test_the_call_path_of_the_architecture_page_exists():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    steps = re.findall(r"^\| \d+\. .*? \| (.+) \| (.+) \|$", page, re.MULTILINE)
+    source = "".join(path.read_text() for path in (ROOT / "oxrl").rglob("*.py"))
+    assert len(steps) > 10
+    for functions, files in steps:
+        assert all((ROOT / file).exists() for file in re.findall(r"`([^`]+)`", files)), files
+        for function in re.findall(r"`([^`]+)`", functions):
+            name = function.split(".")[-1]
+            assert re.search(rf"\b(def|class) {name}\b|^\s+{name}: ", source, re.MULTILINE), function
+
+
 def test_type_checkers_know_every_public_name():
     written = (ROOT / "oxrl" / "__init__.pyi").read_text()
     assert written == stub(), "run: python docs/api_page.py --stub > oxrl/__init__.pyi"
