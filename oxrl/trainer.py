@@ -338,7 +338,7 @@ def choose_sizes(spec: RunSpec, hardware: Hardware) -> tuple[RunSpec, tuple[Choi
 def _where(config: Config, hardware: Hardware) -> Choice:
     device = chosen_device(resolve_device(config.model.device), hardware)
     why = f"{device.name or 'the CPU'} with {device.free / 2**30:.0f} GiB free"
-    if find_backend(config.run.backend).processes != "one":
+    if config.processes != "one":
         share = "all of them" if device.device == "cpu" else "each"  # they share one CPU
         return Choice("run.backend", config.run.backend, f"{config.ranks} processes train, {share} on {why}")
     others = len(hardware.gpus) - 1

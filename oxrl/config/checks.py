@@ -68,7 +68,7 @@ def _replicated() -> str:
 
 
 def _actors(config: Config) -> bool:
-    return config.run.backend != "auto" and find_backend(config.run.backend).processes == "actors"
+    return config.processes == "actors"
 
 
 def _may_use_actors(config: Config) -> bool:
@@ -77,7 +77,7 @@ def _may_use_actors(config: Config) -> bool:
 
 def _sharding_is_active(config: Config, _: set[str]) -> bool:
     run = config.run
-    return run.backend in ("auto", run.sharding) or find_backend(run.backend).processes == "actors"
+    return run.backend in ("auto", run.sharding) or config.processes == "actors"
 
 
 INACTIVE_KEYS = (

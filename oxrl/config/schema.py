@@ -422,8 +422,12 @@ class Config(_Section):
     @property
     def ranks(self) -> int:
         """Number of training processes; more than one only after `run.placement.placed` has set the devices."""
-        several = self.run.backend != "auto" and find_backend(self.run.backend).processes != "one"
-        return max(1, self.run.training_gpus or 1) if several else 1
+        return 1 if self.processes == "one" else max(1, self.run.training_gpus or 1)
+
+    @property
+    def processes(self) -> Literal["one", "ranks", "actors"]:
+        """Where training runs; "one" as long as `run.placement.placed` has not resolved `run.backend: auto`."""
+        return "one" if self.run.backend == "auto" else find_backend(self.run.backend).processes
 
     @property
     def engine(self) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from oxrl.config import Config, ConfigError
-from oxrl.config.registry import find_backend, find_engine
+from oxrl.config.registry import find_engine
 from oxrl.loops.online import no_offload, sleeping_engine
 from oxrl.models.load import end_tokens, load_model_config, resolve_device, resolve_dtype
 from oxrl.run.build import Engine
@@ -43,7 +43,7 @@ async def open_vllm(config: Config, tokenizer: Any, folder: Path, trainer: Any) 
     elif config.inference_engine.colocated:
         logger.info("inference_engine.colocated: the engine stays awake beside the trainer: vLLM sleeps on GPUs only")
     common = (config, tokenizer, folder, end_tokens(model_config(config)), options)
-    if find_backend(config.run.backend).processes == "actors":
+    if config.processes == "actors":
         opened = _as_actors(*common, trainer)
     elif config.in_process:
         opened = _in_process(*common)
@@ -57,7 +57,7 @@ def sleeps_beside(config: Config, trainer: Any) -> bool:
     """Whether the engine shares the trainer's devices and can sleep meanwhile: vLLM does not sleep on a CPU."""
     if not config.inference_engine.colocated:
         return False
-    if find_backend(config.run.backend).processes == "actors":
+    if config.processes == "actors":
         return bool(trainer.ranks.bundles.on_gpus)
     return resolve_device(config.model.device) != "cpu"
 

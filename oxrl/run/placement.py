@@ -68,13 +68,13 @@ def sharding_of(config: Config) -> str:
 
 def ranks_to_start(config: Config) -> int:
     """The number of ranks that this process has to start; 0 if it is one itself, or if one process is enough."""
-    started, processes = "RANK" in os.environ, find_backend(config.run.backend).processes
-    if started and (world := int(os.environ.get("WORLD_SIZE", "1"))) != config.ranks and processes != "actors":
+    started = "RANK" in os.environ
+    if started and (world := int(os.environ.get("WORLD_SIZE", "1"))) != config.ranks and config.processes != "actors":
         raise ConfigError(
             f"{world} processes were started, but run.training_gpus is {config.run.training_gpus or 1} with "
             f"run.backend: {config.run.backend}: both must be the same"
         )
-    if started or processes != "ranks":
+    if started or config.processes != "ranks":
         return 0
     _check_room(config.ranks, config.run.rollout_gpus or 0)
     return config.ranks

@@ -10,7 +10,6 @@ from typing import Any
 
 from oxrl.config import Config, ConfigError
 from oxrl.config.checks import contradictions, remarks
-from oxrl.config.registry import find_backend
 from oxrl.machine.hardware import detect_hardware
 from oxrl.models.load import check_model, load_tokenizer
 from oxrl.run.build import check_servers
@@ -128,7 +127,7 @@ def _check_keys(config: Config) -> None:
         raise ConfigError("\n".join(wrong))
     for remark in remarks(config):
         logger.warning("%s", remark)
-    if config.run.training_gpus and find_backend(config.run.backend).processes == "one" and not detect_hardware().gpus:
+    if config.run.training_gpus and config.processes == "one" and not detect_hardware().gpus:
         logger.warning(
             "run.training_gpus is %d, but this machine has no GPU: training runs on the CPU, in one process unless "
             "run.backend names another backend",

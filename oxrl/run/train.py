@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from oxrl.concurrency import until_interrupted
 from oxrl.config import Config, ConfigError
-from oxrl.config.registry import find_backend
 from oxrl.data.render import Renderer
 from oxrl.loops.memory_warmup import advice_on_memory, warm_up_memory
 from oxrl.models.load import check_model, load_model, load_tokenizer
@@ -71,8 +70,7 @@ def train_spec(spec: RunSpec) -> RunResult:
             return _train_once(spec)
         except RuntimeError as error:
             started = (spec.folder / "config.yaml").exists()
-            actors = find_backend(run.backend).processes == "actors"
-            if not actors or not restarts_left or not started or not _is_lost_rank(error):
+            if spec.config.processes != "actors" or not restarts_left or not started or not _is_lost_rank(error):
                 raise
             logger.warning("%s: resuming from the last checkpoint (%d restarts left)", error, restarts_left - 1)
             spec = prepare_run(spec.config, spec.folder, resume=True)
