@@ -6,7 +6,7 @@ A custom one is named by the import path of its record, `my_engine.py:ENGINE`, o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from oxrl.names import did_you_mean, import_object
@@ -41,7 +41,7 @@ class BackendRecord(NamedTuple):
 
 ENGINES: dict[str, EngineRecord] = {
     "embedded": EngineRecord(
-        "oxrl.run.engines:open_embedded", "samples with the trainer's module, without a copy", shares_weights=True
+        "oxrl.run.engines:open_embedded", "samples with the trainer's module", shares_weights=True
     ),
     "vllm": EngineRecord(
         "oxrl.run.engines:open_vllm",
@@ -75,7 +75,7 @@ BACKENDS: dict[str, BackendRecord] = {
         "oxrl.run.backends:deepspeed_stage",
         frozenset({"deepspeed", "deepspeed_ref"}),
     ),
-    "ray": BackendRecord("oxrl.run.backends:open_ray", "Ray actors, sharded as run.sharding says", "actors"),
+    "ray": BackendRecord("oxrl.run.backends:open_ray", "Ray actors, sharded by run.sharding", "actors"),
 }
 DEFAULT_ENGINE, ROLLOUT_ENGINE = "embedded", "vllm"  # what `auto` chooses, without and with rollout_gpus
 DEFAULT_BACKEND, CLUSTER_BACKEND = "local", "ray"  # what `auto` chooses, on one device and with ray_address
@@ -109,6 +109,11 @@ def engines_with(key: str) -> str:
     return " or ".join(name for name, record in ENGINES.items() if key in record.keys)
 
 
+def choices(table: Mapping[str, EngineRecord] | Mapping[str, BackendRecord]) -> str:
+    """The names of a table with their descriptions, for the documentation of a key."""
+    return "; ".join(f"{name}: {record.description}" for name, record in table.items())
+
+
 def resolved(function: Function) -> Callable[..., Any]:
     return import_object(function) if isinstance(function, str) else function
 
@@ -121,5 +126,5 @@ def _find(kind: str, name: str, table: dict[str, T], record_type: type[T]) -> T:
         raise ValueError(f"no {kind} is called {name!r}{hint}; there are: {names}; a custom one is FILE.py:RECORD")
     record = import_object(name)
     if not isinstance(record, record_type):
-        raise ValueError(f"{name} is {record!r}; it must be a {record_type.__name__}")
+        raise ValueError(f"{name} is {record!r}; it must be of type {record_type.__name__}")
     return record

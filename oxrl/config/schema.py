@@ -18,6 +18,7 @@ from oxrl.config.registry import (
     DEFAULT_ENGINE,
     ENGINES,
     ROLLOUT_ENGINE,
+    choices,
     find_backend,
     find_engine,
     shardings,
@@ -80,8 +81,7 @@ class Run(_Section):
     )
     backend: Backend = Field(
         "auto",
-        description="training backend, or FILE.py:RECORD for a custom one; auto: local on one device, on several "
-        "DeepSpeed if installed, else FSDP2",
+        description=f"{choices(BACKENDS)}; auto: local on one device, on several DeepSpeed if installed, else FSDP2",
     )
     sharding: Sharding = Field("auto", description="how the model is sharded over devices, with backend auto or ray")
     training_gpus: int | None = Field(
@@ -380,8 +380,7 @@ class InferenceEngine(_Open):
 
     name: Engine = Field(
         "auto",
-        description="embedded: shares the trainer's weights; vllm: started for the run; http: servers at urls; "
-        "FILE.py:RECORD: a custom one; auto: vllm if rollout_gpus is set, else embedded",
+        description=f"{choices(ENGINES)}; auto: vllm if rollout_gpus is set, else embedded",
     )
     urls: list[str] = Field([], description="http: vLLM or SGLang servers, such as http://127.0.0.1:8000")
     replicas: int | None = Field(

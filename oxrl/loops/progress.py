@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import anyio
 import anyio.lowlevel
 
+from oxrl.loops.step import annotate
 from oxrl.tracking.metrics import Sink
 from oxrl.types import Algorithm, Memory, TrainingState
 
@@ -70,7 +71,7 @@ class Progress:
         try:
             yield
         except Exception as error:
-            error.__dict__.setdefault("oxrl_context", {})["step"] = self.reached.step + 1
+            annotate(error, step=self.reached.step + 1)
             raise
 
     @asynccontextmanager

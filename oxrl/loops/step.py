@@ -13,13 +13,17 @@ from oxrl.tracking.metrics import memory_gib
 from oxrl.types import Algorithm, Backend, Batch, Item, Memory, Outputs, Row, TrainFuture
 
 
+def annotate(error: Exception, **facts: object) -> None:
+    """Attach what was being processed to an exception, for the failure record; the innermost value is kept."""
+    error.__dict__["oxrl_context"] = {**facts, **error.__dict__.get("oxrl_context", {})}
+
+
 @contextmanager
 def annotated(**facts: object) -> Iterator[None]:
-    """Attach what was being processed to an exception, for the failure record; the innermost value is kept."""
     try:
         yield
     except Exception as error:
-        error.__dict__["oxrl_context"] = {**facts, **error.__dict__.get("oxrl_context", {})}
+        annotate(error, **facts)
         raise
 
 

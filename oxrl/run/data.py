@@ -52,7 +52,7 @@ def is_online(algorithm: Algorithm, samples: Sequence[Sample]) -> bool:
 
 
 def prepare_data(config: Config, loaded: dict[str, Loaded], tokenizer: Any, *, online: bool) -> RunData:
-    """Rendered and checked; rows that are too long are dropped, cut or refused, as `data.overlong` says."""
+    """Rendered and checked; rows that are too long are dropped, truncated or refused (`data.overlong`)."""
     convert: Callable[..., tuple[list[Any], int]] = _prompts if online else _items
     parts = {name: convert(config, part, tokenizer, name) for name, part in loaded.items()}
     held_out: list[Any] = []

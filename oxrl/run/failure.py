@@ -170,7 +170,7 @@ def _origin(error: BaseException) -> BaseException:
 
 
 def _context(error: BaseException) -> dict[str, Any]:
-    """What the loop was processing (`oxrl.loops.step.annotated`)."""
+    """What the loop was processing (`oxrl.loops.step.annotate`)."""
     return getattr(_origin(error), "oxrl_context", {})
 
 

@@ -119,16 +119,19 @@ def test_an_unknown_name_is_refused_with_the_nearest_and_all_that_exist():
 
 def test_a_path_that_leads_to_something_else_is_refused(tmp_path):
     (tmp_path / "wrong.py").write_text("ENGINE = 7")
-    with pytest.raises(ValueError, match="is 7; it must be a EngineRecord"):
+    with pytest.raises(ValueError, match="is 7; it must be of type EngineRecord"):
         find_engine(f"{tmp_path / 'wrong.py'}:ENGINE")
 
 
-def test_an_engine_can_be_registered_by_name(records, monkeypatch):
-    monkeypatch.setattr("oxrl.config.registry.ENGINES", dict(ENGINES))
+def test_an_engine_can_be_registered_by_name(records):
     register_engine("echo", find_engine(records[0]))
-    config = config_with(inference_engine={"name": "echo"}, train={"alg_name": "grpo"})
-    assert config_problems(config) == [] or "reward" in config_problems(config)[0]
-    assert (config.engine, config.replicas) == ("echo", 0)
+    try:
+        reward = {"reward_func": "length_target", "params": {"target": 3}}
+        config = config_with(inference_engine={"name": "echo"}, train={"alg_name": "grpo"}, reward=reward)
+        assert config_problems(config) == []
+        assert (config.engine, config.replicas) == ("echo", 0)
+    finally:
+        del ENGINES["echo"]
 
 
 def test_a_custom_backend_runs_in_one_process(records):
