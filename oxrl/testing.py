@@ -44,7 +44,7 @@ class ScriptedGenerator:
 
     def _generation(self, request: Request, max_tokens: int) -> Generation:
         script = self._next(request)
-        resumed = request.begun.token_ids if request.begun else ()
+        resumed = request.partial.token_ids if request.partial else ()
         ids = (*resumed, *self.tokenizer(script + self.end, add_special_tokens=False)["input_ids"])
         reason: Literal["stop", "length"] = "stop" if len(ids) <= max_tokens else "length"
         kept = ids[:max_tokens]

@@ -122,8 +122,8 @@ class Sample:
 class Generation(NamedTuple):
     """`Generation((19, 2), (-0.1, -0.01), "stop", version=3, text="4")`: the output of a generator for one prompt.
 
-    An aborted generation holds the tokens sampled so far and can be resumed (`Request.begun`). If weights were updated
-    during generation, `version` is the oldest version that sampled a token, and `versions` has one per token.
+    An aborted generation holds the tokens sampled so far and can be resumed (`Request.partial`). If weights were
+    updated during generation, `version` is the oldest version that sampled a token, and `versions` has one per token.
     """
 
     token_ids: tuple[int, ...]
@@ -157,7 +157,7 @@ class Request(NamedTuple):
 
     tokens: tuple[int, ...]
     seed: int = 0
-    begun: Generation | None = None  # an aborted generation to resume, with a new prefill
+    partial: Generation | None = None  # an aborted generation to resume, with a new prefill
     media: tuple[Media, ...] = ()  # prompts are equal if tokens and media are
 
 

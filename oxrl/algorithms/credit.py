@@ -108,16 +108,6 @@ def gae(
     return _discounted_sums(reward + gamma * after - value, gamma * lam).float()
 
 
-def advantage_per_token(advantage: float | Tensor, mask: Tensor) -> Tensor:
-    """Return the advantage of each trained token: one number for all of them, or [K], one per turn."""
-    if isinstance(advantage, float | int) or advantage.ndim == 0:
-        return mask.float() * float(advantage)
-    turn = _starts(mask).cumsum(0) - 1
-    advantages = mask.new_zeros(len(mask)).float()
-    advantages[mask] = _one_per_turn(advantage, mask)[turn[mask]]
-    return advantages
-
-
 def reward_on_last_token(reward: float | Tensor, mask: Tensor) -> Tensor:
     """Return rewards per token: one number on the last trained token, or [K], each on the last token of its turn."""
     ends = _starts(mask.flip(0)).flip(0).nonzero().squeeze(1)

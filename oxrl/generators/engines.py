@@ -105,10 +105,10 @@ def as_engine_request(
     request: Request, sampling: GenerationConfig, facts: Facts, end_token_ids: Sequence[int]
 ) -> EngineRequest:
     """Convert a request for an engine; raise ValueError if the engine cannot serve it."""
-    partial = request.begun.token_ids if request.begun is not None else ()
-    if request.begun is not None and request.begun.finish_reason != "aborted":
+    partial = request.partial.token_ids if request.partial is not None else ()
+    if request.partial is not None and request.partial.finish_reason != "aborted":
         raise ValueError(
-            f"only an aborted generation can be resumed, not one with finish_reason {request.begun.finish_reason}"
+            f"only an aborted generation can be resumed, not one with finish_reason {request.partial.finish_reason}"
         )
     if request.media:
         raise ValueError("the request has media; engines accept token ids only")

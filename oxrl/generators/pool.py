@@ -141,7 +141,7 @@ class HTTPGenerator:
                 index, version, output = await self._complete(request, sampling, aborts)
         finally:
             self._in_flight.discard(token)
-        return as_generation(self.engines[index].name, request.begun, output, version, self._text)
+        return as_generation(self.engines[index].name, request.partial, output, version, self._text)
 
     async def _complete(
         self, request: Request, sampling: GenerationConfig, aborts: int

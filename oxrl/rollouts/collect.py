@@ -359,7 +359,7 @@ class AbortableGenerator:
     async def generate(self, requests: Sequence[Request], sampling: GenerationConfig) -> list[Generation]:
         if not self.closed:
             return await self.generator.generate(requests, sampling)
-        return [request.begun or Generation((), (), "aborted", self.version) for request in requests]
+        return [request.partial or Generation((), (), "aborted", self.version) for request in requests]
 
     async def abort(self) -> None:
         await self.generator.abort()

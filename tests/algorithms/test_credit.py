@@ -8,7 +8,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oxrl.algorithms.credit import (
-    advantage_per_token,
     against_mean,
     best_against_greedy,
     centre,
@@ -190,8 +189,6 @@ def test_everything_is_float32_without_gradient_and_does_not_change_its_inputs()
         discounted_returns(numbers),
         *reinforce_pp([numbers]),
         gae(numbers, numbers, ended=True),
-        advantage_per_token(1.0, one),
-        advantage_per_token(numbers[:1], one),
         reward_on_last_token(1.0, one),
         reward_on_last_token(numbers[:1], one),
         soft_overlong_penalty(numbers.detach(), max_length=4, buffer=2),
@@ -229,14 +226,6 @@ def test_reinforce_pp_normalises_returns_over_all_tokens_of_the_step():
 TURNS = torch.tensor([False, True, True, False, False, True, False, True, True])
 
 
-def test_an_advantage_reaches_every_trained_token_and_no_other():
-    assert advantage_per_token(-1.5, TURNS).tolist() == [0, -1.5, -1.5, 0, 0, -1.5, 0, -1.5, -1.5]
-    assert torch.equal(advantage_per_token(torch.tensor(-1.5), TURNS), advantage_per_token(-1.5, TURNS))
-    assert advantage_per_token(torch.tensor([1.0, 2.0, 3.0]), TURNS).tolist() == [0, 1, 1, 0, 0, 2, 0, 3, 3]
-    assert advantage_per_token(2.0, torch.tensor([False, False])).tolist() == [0.0, 0.0]
-    assert advantage_per_token(torch.zeros(0), torch.tensor([False, False])).tolist() == [0.0, 0.0]
-
-
 def test_a_reward_is_on_the_last_token_of_its_turn():
     assert reward_on_last_token(2.0, TURNS).tolist() == [0, 0, 0, 0, 0, 0, 0, 0, 2]
     assert reward_on_last_token(torch.tensor([1.0, 2.0, 3.0]), TURNS).tolist() == [0, 0, 1, 0, 0, 2, 0, 0, 3]
@@ -248,15 +237,11 @@ def test_a_reward_on_the_last_token_reaches_all_trained_tokens():
     assert returns.tolist() == [1.0] * int(TURNS.sum())
     advantages = gae(reward_on_last_token(1.0, TURNS)[TURNS], torch.zeros(int(TURNS.sum())), ended=True)
     assert (advantages > 0).all()
-    for good, bad in [centre(torch.tensor([1.0, 0.0])), zscore(torch.tensor([1.0, 0.0]))]:
-        assert (advantage_per_token(good, TURNS)[TURNS] > 0).all()
-        assert (advantage_per_token(bad, TURNS)[TURNS] < 0).all()
 
 
 def test_numbers_must_match_turns_and_a_reward_needs_a_trained_token():
-    for function in (advantage_per_token, reward_on_last_token):
-        with pytest.raises(ValueError, match="3 trained turns"):
-            function(torch.tensor([1.0, 2.0]), TURNS)
+    with pytest.raises(ValueError, match="3 trained turns"):
+        reward_on_last_token(torch.tensor([1.0, 2.0]), TURNS)
     with pytest.raises(ValueError, match="no trained token"):
         reward_on_last_token(1.0, torch.tensor([False, False]))
 

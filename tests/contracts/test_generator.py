@@ -270,7 +270,7 @@ async def test_an_aborted_generation_returns_its_tokens_and_can_be_resumed(polic
     index, aborted = 2, answers[2]
     await policy.sync(policy.first + 1)
     more = SAMPLING._replace(max_new_tokens=len(aborted.token_ids) + 5)
-    (whole,) = await policy.generator.generate([Request(PROMPTS[index], seed=index, begun=aborted)], more)
+    (whole,) = await policy.generator.generate([Request(PROMPTS[index], seed=index, partial=aborted)], more)
     assert whole.token_ids[: len(aborted.token_ids)] == aborted.token_ids
     assert whole.logprobs[: len(aborted.logprobs)] == aborted.logprobs
     assert whole.version == policy.first, "that of the oldest weights which sampled a part of it"
@@ -283,7 +283,7 @@ async def test_an_aborted_generation_returns_its_tokens_and_can_be_resumed(polic
 async def test_only_an_aborted_generation_can_be_resumed(policy):
     (ended,) = await policy.generator.generate([Request((1, 2))], SAMPLING)
     with pytest.raises(ValueError, match="only an aborted generation"):
-        await policy.generator.generate([Request((1, 2), begun=ended)], SAMPLING)
+        await policy.generator.generate([Request((1, 2), partial=ended)], SAMPLING)
 
 
 async def test_new_weights_are_used_after_an_update(policy):

@@ -187,7 +187,7 @@ async def test_resuming_after_an_abort_samples_the_same_tokens(model, tiny, mode
         whole = await generator.generate(requests, sampling)
         partials = await abort_after(generator, requests, sampling, 5)
         await generator.update_weights(Weights(model, 1))
-        partial_requests = [request._replace(begun=one) for request, one in zip(requests, partials, strict=True)]
+        partial_requests = [request._replace(partial=one) for request, one in zip(requests, partials, strict=True)]
         resumed = await generator.generate(partial_requests, sampling)
     assert [one.token_ids for one in resumed] == [one.token_ids for one in whole]
     for one, partial, expected in zip(resumed, partials, whole, strict=True):

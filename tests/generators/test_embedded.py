@@ -230,7 +230,7 @@ async def test_another_modules_weights_are_rejected(tiny_model, tiny, anyio_back
 async def test_only_an_aborted_generation_is_resumed(tiny_model, tiny, anyio_backend):
     generator, sampling = EmbeddedGenerator(tiny_model, tiny[1]), GenerationConfig(max_new_tokens=3)
     with pytest.raises(ValueError, match="aborted .* stop"):
-        await generator.generate([Request((1, 2), begun=Generation((3,), (-1.0,), "stop"))], sampling)
+        await generator.generate([Request((1, 2), partial=Generation((3,), (-1.0,), "stop"))], sampling)
     full = Generation((3, 4, 5), (-1.0, -2.0, -3.0), "aborted", version=7, cut_mass=0.25)
-    (one,) = await generator.generate([Request((1, 2), begun=full)], sampling)
+    (one,) = await generator.generate([Request((1, 2), partial=full)], sampling)
     assert one == full._replace(finish_reason="length", text=one.text)

@@ -166,7 +166,7 @@ def test_over_sampling_partial_rollouts_and_evaluation_work_while_training_overl
     async def generate_and_hold(requests, sampling):
         if not hold.started:
             hold.start(8, held)
-        resumed.extend(len(each.begun.token_ids) for each in requests if each.begun is not None)
+        resumed.extend(len(each.partial.token_ids) for each in requests if each.partial is not None)
         return await generate(requests, sampling)
 
     async def evaluate():

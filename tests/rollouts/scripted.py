@@ -30,7 +30,7 @@ class Scripted:
         return [await self._one(request) for request in requests]
 
     async def _one(self, request: Request) -> Generation:
-        resumed = request.begun or Generation((), (), "aborted", self.version)
+        resumed = request.partial or Generation((), (), "aborted", self.version)
         ids, aborts = list(resumed.token_ids), self._aborts
         script = list(self.reply(request))
         for _ in count():

@@ -461,7 +461,7 @@ async def test_recorded_turns_are_replayed_and_an_aborted_generation_is_resumed(
     assert [turn.generation.token_ids for turn in resumed.turns] == [turn.generation.token_ids for turn in whole.turns]
     assert len(counted) == 2  # tools run again
     (request,) = policy.generator.requests
-    assert request.begun == aborted
+    assert request.partial == aborted
     assert request.seed == mixed_seed(7, 1)
     assert policy.sampled_tokens == len("is 144") + 1
 
@@ -470,7 +470,7 @@ async def test_an_abort_before_the_first_token_restarts(tiny):
     recorded = (Turn(begin(Renderer(tiny[1]), ASK.messages).prompt_ids, Generation((), (), "aborted")),)
     policy = client(tiny[1], ["144"], recorded=recorded)
     await single_turn(ASK, policy)
-    assert policy.generator.requests[0].begun is None
+    assert policy.generator.requests[0].partial is None
 
 
 async def test_a_recording_ends_where_the_prompt_differs(tiny):

@@ -69,7 +69,7 @@ class Engine:
             raise ValueError(
                 f"the request has media, and the embedded engine gives {type(self.model).__name__} tokens only"
             )
-        partial = request.begun or Generation((), (), "aborted", self.version)
+        partial = request.partial or Generation((), (), "aborted", self.version)
         if partial.finish_reason != "aborted":
             raise ValueError(
                 f"only an aborted generation can be resumed, not one with finish_reason {partial.finish_reason}"

@@ -90,7 +90,7 @@ class VLLMRolloutEngine:
         ]
         version = self.version
         pairs = zip(requests, await self._run(jobs), strict=True)
-        return [as_generation(NAME, request.begun, output, version, self._text) for request, output in pairs]
+        return [as_generation(NAME, request.partial, output, version, self._text) for request, output in pairs]
 
     async def complete(self, request: EngineRequest) -> EngineOutput:
         """Continue one sequence, as `InferenceEngine.complete`."""
