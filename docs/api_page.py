@@ -47,7 +47,7 @@ def stub() -> str:
 
 
 def explanation(home: str, name: str) -> str:
-    """What is said about a public name, in one paragraph; empty if nothing is."""
+    """The description of a public name, in one paragraph; empty if it has none."""
     subject = getattr(import_module(home), name)
     if _is_named(subject) and subject.__name__ != name:
         return f"Another name of `{subject.__name__}`."
@@ -105,8 +105,8 @@ def _call(name: str, function: Any, *, bound: bool = False) -> str:
     lines = [str(each) for each in parameters]
     if "*, " in str(whole):
         lines.insert([each.kind for each in parameters].index(inspect.Parameter.KEYWORD_ONLY), "*")
-    told = str(whole.replace(parameters=[]))
-    return "\n".join([f"{name}(", *(f"    {line}," for line in lines), told[1:]])
+    returns = str(whole.replace(parameters=[]))
+    return "\n".join([f"{name}(", *(f"    {line}," for line in lines), returns[1:]])
 
 
 def _shown(parameter: inspect.Parameter) -> inspect.Parameter:

@@ -44,7 +44,7 @@ def pair_items(sample: Sample, render: Render) -> list[Item]:
     return [pair]
 
 
-def judged_items(sample: Sample, render: Render) -> list[Item]:
+def labelled_items(sample: Sample, render: Render) -> list[Item]:
     """A response with its label, 1 for good."""
     if sample.label is None:
         raise ValueError(f"{sample.id}: no labelled response; give prompt, completion and label")

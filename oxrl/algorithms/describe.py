@@ -11,7 +11,7 @@ from oxrl.algorithms.assemble import (
     good_items,
     group_against_greedy_items,
     group_items,
-    judged_items,
+    labelled_items,
     pair_items,
     text_items,
 )
@@ -24,7 +24,7 @@ ROWS: dict[AssembleFn, str] = {
     conversation_items: "conversations (messages, or prompt and response)",
     text_items: "plain text",
     pair_items: "pairs (prompt, chosen, rejected)",
-    judged_items: "labelled responses (prompt, completion, label)",
+    labelled_items: "labelled responses (prompt, completion, label)",
     good_items: "groups of scored responses (prompt, responses, rewards)",
     group_items: "groups of scored responses (prompt, responses, rewards)",
     group_against_greedy_items: "groups of scored responses (prompt, responses, rewards, greedy_reward)",
@@ -112,7 +112,7 @@ def families() -> dict[str, dict[str, str]]:
 def _family(built: Algorithm) -> str:
     if built.online is not None:
         return "own samples"
-    kinds: dict[AssembleFn, str] = {pair_items: "pairs", judged_items: "judged replies"}
+    kinds: dict[AssembleFn, str] = {pair_items: "pairs", labelled_items: "judged replies"}
     return kinds.get(_without_partial(built.assemble), "imitation")
 
 

@@ -127,8 +127,8 @@ def opd(view: Distilled) -> Tensor:
     teacher at that prefix, and so is its gradient's; later tokens get no credit. Lu et al. 2025 (blog) use the
     sampler's log p in the advantage: the same on-policy. Agarwal et al. 2023, arXiv:2306.13649.
     """
-    ratio = _exp(_gap(view.logprob, view.sampler_logprob, view.mask))
-    return ratio * _gap(view.logprob, view.teacher_logprob, view.mask).detach()
+    ratio = _exp(logprob_gap(view.logprob, view.sampler_logprob, view.mask))
+    return ratio * logprob_gap(view.logprob, view.teacher_logprob, view.mask).detach()
 
 
 def ppo_value(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, clip: float = 0.2) -> Tensor:
@@ -168,7 +168,7 @@ def truncated_importance(
     trainer_logprob: Tensor, sampler_logprob: Tensor, mask: Tensor, _segment: Tensor, *, cap: float = 2.0
 ) -> Tensor:
     """min(p_trainer / p_sampler, cap) per token, a factor of the loss; no gradient. Yao et al. 2025 (blog, TIS)."""
-    log_ratio = _gap(trainer_logprob, sampler_logprob, mask).detach()
+    log_ratio = logprob_gap(trainer_logprob, sampler_logprob, mask).detach()
     return log_ratio.clamp(max=_log_cap(cap)).exp() * mask
 
 
@@ -185,7 +185,7 @@ def masked_importance(
 
     Ling Team 2025, arXiv:2510.18855 (IcePop).
     """
-    ratio = _exp(_gap(trainer_logprob, sampler_logprob, mask).detach())
+    ratio = _exp(logprob_gap(trainer_logprob, sampler_logprob, mask).detach())
     return ratio * (mask & (ratio >= low) & (ratio <= high))
 
 
@@ -202,7 +202,7 @@ def sequence_importance(
 
     The ratio of whole responses is unbiased except for the cap; `geometric` takes its |y|-th root, as in GSPO.
     """
-    log_ratio = _gap(trainer_logprob, sampler_logprob, mask).detach()
+    log_ratio = logprob_gap(trainer_logprob, sampler_logprob, mask).detach()
     num_sequences = int(segment.max()) + 1 if len(segment) else 0
     totals = log_ratio.new_zeros(num_sequences).index_add(0, segment, log_ratio)
     if geometric:
@@ -219,13 +219,13 @@ def _advantage(policy: Policy) -> Tensor:
     return _trained(policy.advantage.detach(), policy.mask)
 
 
-def _gap(logprob: Tensor, other_logprob: Tensor, mask: Tensor) -> Tensor:
+def logprob_gap(logprob: Tensor, other_logprob: Tensor, mask: Tensor) -> Tensor:
     """log p - log p_other, without gradient of the other."""
     return _trained(logprob, mask) - _trained(other_logprob.detach(), mask)
 
 
 def _log_ratio(policy: Policy) -> Tensor:
-    return _gap(policy.logprob, policy.sampler_logprob, policy.mask)
+    return logprob_gap(policy.logprob, policy.sampler_logprob, policy.mask)
 
 
 def _exp(log_ratio: Tensor) -> Tensor:

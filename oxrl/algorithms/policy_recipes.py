@@ -93,7 +93,7 @@ def policy_gradient(
         add_kl = _kl_added(parameters, weigh, unit)
         entropy_coef = parameters["entropy_coef"]
 
-        def step(outputs: Outputs, batch: Batch) -> Losses:
+        def loss_fn(outputs: Outputs, batch: Batch) -> Losses:
             view = policy_view(outputs, batch)
             terms = {"policy": Term(corrected(view, batch).sum(), unit), **add_kl(outputs, batch, view)}
             return Losses({**terms, **_entropy_term(outputs, view, entropy_coef)}, _policy_metrics(view))
@@ -102,7 +102,7 @@ def policy_gradient(
         return Algorithm(
             name,
             assemble,
-            step,
+            loss_fn,
             _needs(parameters),
             _reads(parameters),
             credit=credit,
@@ -168,16 +168,12 @@ def _entropy_term(outputs: Outputs, view: Policy, entropy_coef: float) -> dict[s
 
 
 def _policy_metrics(view: Policy) -> dict[str, Term]:
-    gap = _gap(view.logprob, view.sampler_logprob, view.mask)
+    gap = policy.logprob_gap(view.logprob, view.sampler_logprob, view.mask).detach()
     return {
         "ratio": Term((gap.exp() * view.mask).sum(), "token"),
         "advantage": Term((view.advantage * view.mask).abs().sum(), "token"),
         "logprob_gap": Term(gap.abs().max(), "largest"),
     }
-
-
-def _gap(logprob: Tensor, sampler_logprob: Tensor, mask: Tensor) -> Tensor:
-    return (logprob - sampler_logprob).detach() * mask
 
 
 def ppo(
@@ -190,7 +186,7 @@ def actor_critic(name: str = "ppo") -> Recipe:
     def build(name: str, parameters: Parameters) -> Algorithm:
         corrected, entropy_coef = _corrected(policy.clipped, parameters), parameters["entropy_coef"]
 
-        def step(outputs: Outputs, batch: Batch) -> Losses:
+        def loss_fn(outputs: Outputs, batch: Batch) -> Losses:
             assert outputs.value is not None, "the value head is missing"
             view, old, target = policy_view(outputs, batch), batch.streams["value"], batch.streams["return"]
             value_loss = policy.ppo_value(outputs.value, old, target, view.mask, clip=parameters["value_clip"])
@@ -203,7 +199,7 @@ def actor_critic(name: str = "ppo") -> Recipe:
         return Algorithm(
             name,
             group_items,
-            step,
+            loss_fn,
             ("policy", "ref") if parameters["kl_in_reward"] else ("policy",),
             _entropy_read(entropy_coef),
             credit=gae_credit(**accepted(gae_credit, parameters)),
@@ -220,19 +216,22 @@ def distilled_policy(name: str = "opd") -> Recipe:
     """The student's own samples, trained towards the teacher, without rewards."""
 
     def build(name: str, parameters: Parameters) -> Algorithm:
-        def step(outputs: Outputs, batch: Batch) -> Losses:
+        def loss_fn(outputs: Outputs, batch: Batch) -> Losses:
             streams = batch.streams
             view = Distilled(outputs.logprob, streams["sampler_logprob"], streams["teacher_logprob"], batch.mask)
+            logprob = view.logprob.detach()
+            teacher_gap = policy.logprob_gap(logprob, view.teacher_logprob, view.mask)
+            sampler_gap = policy.logprob_gap(logprob, view.sampler_logprob, view.mask)
             metrics = {
-                "teacher_gap": Term(_gap(view.logprob, view.teacher_logprob, view.mask).sum(), "token"),
-                "logprob_gap": Term(_gap(view.logprob, view.sampler_logprob, view.mask).abs().max(), "largest"),
+                "teacher_gap": Term(teacher_gap.sum(), "token"),
+                "logprob_gap": Term(sampler_gap.abs().max(), "largest"),
             }
             return Losses({"policy": Term(policy.opd(view).sum(), "token")}, metrics)
 
         return Algorithm(
             name,
             group_items,
-            step,
+            loss_fn,
             ("sampler", "teacher"),
             credit=row_by_row,
             eval_metric=None,

@@ -24,7 +24,7 @@ from oxrl.algorithms.assemble import (
     conversation_items,
     good_items,
     group_items,
-    judged_items,
+    labelled_items,
     pair_items,
 )
 from oxrl.algorithms.online import against_reference_response, good_rollouts, one_row_each
@@ -79,7 +79,7 @@ class Recipe(NamedTuple):
         }
 
 
-def imitation(name: str, assemble: AssembleFn) -> Recipe:
+def supervised_loss(name: str, assemble: AssembleFn) -> Recipe:
     loss = supervised.negative_log_likelihood
     return Recipe(name, loss, lambda n, p: Algorithm(n, assemble, loss, parameters=p))
 
@@ -162,7 +162,7 @@ def preference(
     def build(name: str, parameters: Parameters) -> Algorithm:
         own, nll_weight = accepted(loss, parameters), parameters.get("nll_weight", 0.0)
 
-        def step(outputs: Outputs, batch: Batch) -> Losses:
+        def loss_fn(outputs: Outputs, batch: Batch) -> Losses:
             pairs = pair_view(outputs, batch)
             terms = {"preference": Term(loss(pairs, **own).sum(), "pair")}
             if nll_weight:
@@ -170,7 +170,7 @@ def preference(
             return Losses(terms, _pair_metrics(pairs))
 
         needs = ("ref",) if reference else ()
-        return Algorithm(name, assemble, step, needs, reads, arrange, credit, parameters=parameters, online=online)
+        return Algorithm(name, assemble, loss_fn, needs, reads, arrange, credit, parameters=parameters, online=online)
 
     return Recipe(name or loss.__name__, loss, build, also=(_nll_added(nll),) if nll else ())
 
@@ -203,7 +203,7 @@ def coupled_preference(loss: Loss, remember: Callable[[Pairs, Memory], float] | 
                 for item, value, *both in zip(items, losses.detach(), *slopes, strict=True)
             ]
 
-        def step(outputs: Outputs, batch: Batch) -> Losses:
+        def loss_fn(outputs: Outputs, batch: Batch) -> Losses:
             pairs = pair_view(outputs, batch)
             slopes = batch.scalars["slope"]
             weighted = (slopes[0::2] * pairs.chosen + slopes[1::2] * pairs.rejected).sum()
@@ -211,7 +211,9 @@ def coupled_preference(loss: Loss, remember: Callable[[Pairs, Memory], float] | 
             return Losses({"weighted": Term(weighted, "constant")}, {"objective": objective, **_pair_metrics(pairs)})
 
         needs = ("policy", "ref")
-        return Algorithm(name, pair_items, step, needs, credit=credit, parameters=parameters, eval_metric="objective")
+        return Algorithm(
+            name, pair_items, loss_fn, needs, credit=credit, parameters=parameters, eval_metric="objective"
+        )
 
     return Recipe(loss.__name__, loss, build, hidden=("baseline",))
 
@@ -255,9 +257,9 @@ def down_sampled(items: list[Item], memory: Memory) -> list[Item]:  # noqa: ARG0
     return [tuple(kept(row, min(int(r.mask.sum()) for r in item)) for row in item) for item in items]
 
 
-def judged(loss: Loss, credit: CreditFn, arrange: ArrangeFn = list) -> Recipe:
+def labelled_loss(loss: Loss, credit: CreditFn, arrange: ArrangeFn = list) -> Recipe:
     def build(name: str, parameters: Parameters) -> Algorithm:
-        def step(outputs: Outputs, batch: Batch) -> Losses:
+        def loss_fn(outputs: Outputs, batch: Batch) -> Losses:
             ratio = (outputs.logprob - batch.streams["ref_logprob"]) * batch.mask
             sums = segment_sums(ratio, batch.segments, batch.num_rows)
             good = batch.scalars["label"] > 0.5
@@ -266,7 +268,7 @@ def judged(loss: Loss, credit: CreditFn, arrange: ArrangeFn = list) -> Recipe:
             return Losses({"judged": Term(losses.sum(), "sequence")}, {"accuracy": Term(right, "sequence")})
 
         needs = ("policy", "ref")
-        return Algorithm(name, judged_items, step, needs, credit=credit, arrange=arrange, parameters=parameters)
+        return Algorithm(name, labelled_items, loss_fn, needs, credit=credit, arrange=arrange, parameters=parameters)
 
     return Recipe(loss.__name__, loss, build)
 

@@ -24,14 +24,14 @@ from oxrl.algorithms.recipes import (
     coupled_preference,
     distillation,
     down_sampled,
-    imitation,
-    judged,
     kto_credit,
+    labelled_loss,
     mean_log_ratio,
     mean_margin,
     preference,
     rejection_sampling,
     reward_model,
+    supervised_loss,
 )
 from oxrl.algorithms.unpaired import bco_unpaired, kto
 from oxrl.types import Online
@@ -66,16 +66,35 @@ def _feedback(reward_source: Literal["reward model", "judge"]) -> dict[str, Any]
 
 
 _TABLE = (
-    imitation("sft", conversation_items),
-    imitation("cpt", text_items),
+    supervised_loss("sft", conversation_items),
+    supervised_loss("cpt", text_items),
     distillation("kd"),
     reward_model("rm"),
     rejection_sampling("rft"),
     *(
         preference(loss)
         for loss in (
-            p.dpo, p.ipo, p.hinge, p.cdpo, p.robust_dpo, p.exo, p.nca, p.sppo, p.apo_zero, p.apo_down, p.dpop, p.rdpo,
-            p.odpo, p.discopop, p.caldpo, p.chipo, p.focalpo, p.gpo, p.hdpo, p.fdpo, p.dposhift,
+            p.dpo,
+            p.ipo,
+            p.hinge,
+            p.cdpo,
+            p.robust_dpo,
+            p.exo,
+            p.nca,
+            p.sppo,
+            p.apo_zero,
+            p.apo_down,
+            p.dpop,
+            p.rdpo,
+            p.odpo,
+            p.discopop,
+            p.caldpo,
+            p.chipo,
+            p.focalpo,
+            p.gpo,
+            p.hdpo,
+            p.fdpo,
+            p.dposhift,
         )
     ),
     *(preference(loss, reference=False) for loss in (p.simpo, p.alphapo)),
@@ -90,8 +109,8 @@ _TABLE = (
     preference(p.dpo, name="online_dpo", **ON_GROUPS),
     preference(p.dpo, name="spin", online=AGAINST_DATA),
     preference(p.dapo_pairs, **ON_GROUPS),
-    judged(kto, kto_credit, with_mismatched),
-    judged(bco_unpaired, bco_credit),
+    labelled_loss(kto, kto_credit, with_mismatched),
+    labelled_loss(bco_unpaired, bco_credit),
     policy_gradient(**_GRPO),
     policy_gradient(**_GRPO, **_feedback("reward model"), name="rlhf"),
     policy_gradient(**_GRPO, **_feedback("judge"), name="rlaif"),
@@ -110,7 +129,7 @@ _TABLE = (
     ),
     actor_critic("ppo"),
     distilled_policy("opd"),
-)  # fmt: skip
+)
 
 ALGORITHMS: Mapping[str, Recipe] = {
     recipe.name: recipe._replace(about=_ABOUT.get(recipe.name, "")) for recipe in _TABLE

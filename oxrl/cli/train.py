@@ -46,8 +46,12 @@ def train(
     lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
     lora: Annotated[bool, typer.Option("--lora", help="Train a LoRA adapter instead of all weights.")] = False,
     seed: Annotated[int | None, typer.Option(help="Fixes data order, dropout and new weights.")] = None,
-    backend: Annotated[str | None, typer.Option(help="Training backend: auto, local, fsdp, deepspeed or ray.")] = None,
-    engine: Annotated[str | None, typer.Option(help="Inference engine: embedded, vllm or http.")] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="Training backend: auto, local, fsdp, deepspeed, ray, or FILE.py:RECORD.")
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="Inference engine: embedded, vllm, http, or FILE.py:RECORD.")
+    ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Any config key: --set train.weight_decay=0.1")
     ] = None,

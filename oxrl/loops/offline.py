@@ -69,7 +69,7 @@ async def run_offline(
                 )
                 version = state.version + step - state.step
                 await progress.record(step, metrics, version, {"data": source.state()})
-            if progress.last:
+            if progress.finished:
                 break
     return progress.history
 

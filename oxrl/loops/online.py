@@ -102,7 +102,7 @@ class _NoText:
 
 
 NO_TEXT: Any = _NoText()
-NOTHING_TAUGHT = {"loss": 0.0, "grad_norm": 0.0, "trained_tokens": 0.0}  # the algorithm made no rows from the batch
+NO_UPDATE = {"loss": 0.0, "grad_norm": 0.0, "trained_tokens": 0.0}  # the algorithm made no rows from the batch
 
 
 async def no_evaluation() -> Mapping[str, float]:
@@ -200,7 +200,7 @@ async def run_online(
             with anyio.CancelScope(shield=True):  # an interrupt between an update and its record would lose the update
                 async with offload_engine():
                     metrics |= (
-                        await train_batch(backend, current, items, config, progress.memory) if items else NOTHING_TAUGHT
+                        await train_batch(backend, current, items, config, progress.memory) if items else NO_UPDATE
                     )
                     _check_gap(metrics, config.max_logprob_gap)
                     await move_reference(step)
@@ -212,7 +212,7 @@ async def run_online(
                 observe(step, batch.groups)
                 version = (await backend.get_weights()).version
                 await progress.record(step, metrics, version, queue.state(batch.collected))
-            if progress.last:
+            if progress.finished:
                 break
     return progress.history
 
@@ -228,13 +228,13 @@ async def _sync(backend: Backend, generators: Sequence[Generator]) -> dict[str, 
     async with task_group() as tasks:
         for generator in generators:
             tasks.start_soon(generator.update_weights, weights)
-    proved = [generator for generator in generators if hasattr(generator, "gap")]
-    if not proved:
+    verified = [generator for generator in generators if hasattr(generator, "gap")]
+    if not verified:
         return {}
     return {
         "sync_seconds": time.monotonic() - started,
-        "engine_gap": max(float(getattr(generator, "gap", 0.0)) for generator in proved),
-        "engine_restarts": float(sum(getattr(generator, "restarts", 0) for generator in proved)),
+        "engine_gap": max(float(getattr(generator, "gap", 0.0)) for generator in verified),
+        "engine_restarts": float(sum(getattr(generator, "restarts", 0) for generator in verified)),
     }
 
 
@@ -278,8 +278,8 @@ def _check_gap(metrics: Mapping[str, float], allowed: float) -> None:
     if metrics["age"] == 0 and not gap <= allowed:
         raise RuntimeError(
             f"logprob_gap: sampler and trainer differ by {gap:.3g} in a token's log-prob on the same weights, and "
-            f"{allowed:g} is allowed; the engine has other weights, another precision or another temperature "
-            "(`oxrl mismatch RUN` says which)"
+            f"{allowed:g} is allowed (train.max_logprob_gap); the engine has other weights, another precision or "
+            "another temperature (`oxrl mismatch RUN` says which)"
         )
 
 

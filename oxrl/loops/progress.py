@@ -56,14 +56,14 @@ class Best(NamedTuple):
 
 
 class Progress:
-    """The progress of one run from `state` on: `history` is what was logged, `last` ends the loop."""
+    """The progress of one run from `state` on: `history` is what was logged, `finished` ends the loop."""
 
     def __init__(self, config: Intervals, state: TrainingState, log: Sink, save: SaveFn) -> None:
         self.config, self.start, self.log, self.save = config, state, log, save
         self.best, self.reached = Best.of(state), state
         self.memory: Memory = dict(state.cursor.get("memory", {}))
         self.history: list[dict[str, float]] = []
-        self.last = False
+        self.finished = False
 
     @asynccontextmanager
     async def failures_annotated(self) -> AsyncIterator[None]:
@@ -93,24 +93,24 @@ class Progress:
         loss: Callable[[Mapping[str, float]], float | None],
     ) -> Mapping[str, float]:
         """The metrics of an evaluation that is due. `loss` decides on the best step; None where nothing does."""
-        self.last = step == self.config.num_steps
-        if not (due(step, self.config.eval_every) or (self.last and self.config.eval_every)):
+        self.finished = step == self.config.num_steps
+        if not (due(step, self.config.eval_every) or (self.finished and self.config.eval_every)):
             return {}
         metrics = await evaluate()
         if (value := loss(metrics)) is not None:
             self.best = self.best.after(value, step)
-        self.last = self.last or 0 < self.config.patience <= self.best.evaluations_since
+        self.finished = self.finished or 0 < self.config.patience <= self.best.evaluations_since
         return metrics
 
     async def record(self, step: int, metrics: Mapping[str, float], version: int, cursor: Mapping[str, Any]) -> None:
         """Log the step, and save a checkpoint that is due; `cursor` is the loop's own part of what a resume needs."""
         notable = "algorithm_switched" in metrics or any(name.startswith("eval_") for name in metrics)
-        if self.last or notable or due(step, self.config.log_every):
+        if self.finished or notable or due(step, self.config.log_every):
             self.log(step, metrics)
             self.history.append({"step": step, **metrics})
-        full = {**cursor, "memory": self.memory, "finished": self.last, **self.best._asdict()}
+        full = {**cursor, "memory": self.memory, "finished": self.finished, **self.best._asdict()}
         self.reached = TrainingState(step, version, self.start.seed, full)
-        if self.last or due(step, self.config.checkpoint_every) or self.best.best_step == step:
+        if self.finished or due(step, self.config.checkpoint_every) or self.best.best_step == step:
             await self.save(self.reached, self.best.best_step)
 
 
@@ -121,7 +121,9 @@ def due(step: int, every: int) -> bool:
 def step_warnings(step: int, algorithm_at: AlgorithmAt, metrics: Mapping[str, float]) -> dict[str, float]:
     """Log a zero gradient and a switch of algorithms; the latter is also a metric."""
     if metrics["grad_norm"] == 0:
-        logger.warning("step %d taught nothing: its gradient is zero (are all rewards of a group equal?)", step)
+        logger.warning(
+            "step %d: the gradient is zero, so nothing was learned (are all rewards of a group equal?)", step
+        )
     current, before = algorithm_at(step), algorithm_at(max(1, step - 1))
     if (current.name, current.parameters) == (before.name, before.parameters):
         return {}

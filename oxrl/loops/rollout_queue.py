@@ -66,7 +66,7 @@ class RolloutQueue:
         self.permits = anyio.Semaphore(lag + 1)
         self.max_partial_age = max(0, max_age - lag * updates)  # it will be older by the lag when it is trained on
         # With shared weights, training waits until the producer has used all permits and is idle.
-        self.enough = lag + 1 if shares_weights else 1
+        self.batches_needed = lag + 1 if shares_weights else 1
         self.remaining = 0
         self.buffer = ReplayBuffer(max_age=max_age)
         self.waiting: deque[CollectedBatch] = deque()
@@ -84,7 +84,7 @@ class RolloutQueue:
 
     async def next(self, backend: Backend) -> ReadyBatch:
         started = time.monotonic()
-        while len(self.waiting) < self.enough and self.remaining:
+        while len(self.waiting) < self.batches_needed and self.remaining:
             self.arrived = anyio.Event()
             await self.arrived.wait()
         collected, waited = self.waiting.popleft(), time.monotonic() - started

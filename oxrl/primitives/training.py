@@ -17,7 +17,7 @@ from oxrl.concurrency import run_blocking
 from oxrl.data.buffer import DataBuffer
 from oxrl.data.render import Renderer
 from oxrl.generators.embedded.generator import EmbeddedGenerator
-from oxrl.loops.online import NOTHING_TAUGHT, rollout_items
+from oxrl.loops.online import NO_UPDATE, rollout_items
 from oxrl.loops.step import credit_step, step_optimizer, update
 from oxrl.models.load import load_model, load_tokenizer
 from oxrl.models.reference import UpdateFn, frozen_copy, keep_reference
@@ -134,7 +134,7 @@ async def _training_step(
         credited = await credit_step(backend, chosen, items, budget, memory)
         metrics |= await update(backend, chosen, credited, budget, optimizer_step_fn)
     else:
-        metrics |= NOTHING_TAUGHT
+        metrics |= NO_UPDATE
     await state.generator.update_weights(await backend.get_weights())
     after = plain._replace(step=plain.step + 1, version=backend.version, cursor={**plain.cursor, "memory": memory})
     return state._replace(state=after), TrainingStats(metrics.get("reward", 0.0), metrics["loss"], metrics)

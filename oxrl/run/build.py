@@ -22,10 +22,9 @@ SERVER_SECONDS = 10.0  # for the health check of an external server
 
 
 class Engine(NamedTuple):
-    """A generator, whether it samples from the trainer's own module, and how it frees device memory for training."""
+    """A generator, and how it frees device memory for training."""
 
     generator: Generator
-    shares_weights: bool
     offload: OffloadFn = no_offload
 
 

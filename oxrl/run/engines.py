@@ -28,7 +28,7 @@ async def open_embedded(config: Config, tokenizer: Any, folder: Path, trainer: A
     from oxrl.generators.embedded.generator import EmbeddedGenerator
 
     rollout = config.rollout
-    yield Engine(EmbeddedGenerator(trainer.model, tokenizer, slots=rollout.slots, mode=rollout.mode), True)
+    yield Engine(EmbeddedGenerator(trainer.model, tokenizer, slots=rollout.slots, mode=rollout.mode))
 
 
 @asynccontextmanager
@@ -50,7 +50,7 @@ async def open_vllm(config: Config, tokenizer: Any, folder: Path, trainer: Any) 
     else:
         opened = _as_servers(*common)
     async with opened as generator:
-        yield Engine(generator, False, partial(sleeping_engine, generator, trainer) if sleeps else no_offload)
+        yield Engine(generator, partial(sleeping_engine, generator, trainer) if sleeps else no_offload)
 
 
 def sleeps_beside(config: Config, trainer: Any) -> bool:
@@ -135,7 +135,7 @@ async def open_http(config: Config, tokenizer: Any, folder: Path, trainer: Any) 
         end_token_ids=end_tokens(model_config(config)),
         **transfer_options(config),
     ) as generator:
-        yield Engine(generator, False)
+        yield Engine(generator)
 
 
 def adapter_rank(config: Config) -> int:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from oxrl.concurrency import until_interrupted
 from oxrl.config import Config, ConfigError
+from oxrl.config.registry import find_engine
 from oxrl.data.render import Renderer
 from oxrl.loops.memory_warmup import advice_on_memory, warm_up_memory
 from oxrl.models.load import check_model, load_model, load_tokenizer
@@ -208,7 +209,7 @@ async def _run_online(
                 **loop_intervals(spec),
             ),
             state=state,
-            shares_weights=engine.shares_weights,
+            shares_weights=find_engine(config.engine).shares_weights,
             evaluate=partial(evaluate_online, eval_sampler, spec.held_out, reward, time_limit=config.reward.time_limit),
             shape=normalised if config.reward.normalize == "batch" else unchanged_rewards,
             move_reference=partial(_update_reference, spec, backend),

@@ -9,7 +9,7 @@ from oxrl.algorithms.assemble import (
     conversation_items,
     group_against_greedy_items,
     group_items,
-    judged_items,
+    labelled_items,
     pair_items,
     text_items,
 )
@@ -36,7 +36,7 @@ def raw_rows(kind, n, seed):
                 conversation_items: {"prompt": prompt, "response": good},
                 text_items: {"text": f"{prompt} {good}"},
                 pair_items: {"prompt": prompt, "chosen": good, "rejected": bad, "score_chosen": 2, "score_rejected": 1},
-                judged_items: {"prompt": prompt, "completion": bad if swap else good, "label": not swap},
+                labelled_items: {"prompt": prompt, "completion": bad if swap else good, "label": not swap},
                 group_items: {"prompt": prompt, "responses": group, "rewards": [1.0, 0.0, 0.0, 1.0]},
                 group_against_greedy_items: {
                     "prompt": prompt,

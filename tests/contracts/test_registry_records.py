@@ -40,7 +40,7 @@ class Echo:
 
 @asynccontextmanager
 async def open_echo(config, tokenizer, folder, trainer):
-    yield Engine(Echo(), shares_weights=False)
+    yield Engine(Echo())
 
 
 ENGINE = EngineRecord(open_echo, "returns the end of the prompt")
