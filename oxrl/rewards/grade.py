@@ -17,9 +17,8 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-import anyio
-
 from oxrl.concurrency import in_thread, task_group
+from oxrl.rewards.allowance import Allowance
 from oxrl.types import Generation, GroupRewardFn, RewardFn, Rollout, Sample, Score, Turn
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -194,14 +193,18 @@ async def _grade_together(
 
 async def _call(name: str, function: Callable[..., Any], argument: Any, time_limit: float) -> Any | Ungraded:
     """The return value of the function, or why there is none."""
-    with anyio.move_on_after(time_limit) as scope:
+    outcome: Any | Ungraded = _failed(name, f"no result within {time_limit:g} s")
+    allowance = Allowance(time_limit)
+    async with task_group() as tasks:
+        tasks.start_soon(allowance.cancel_at_end, tasks.cancel_scope)
         try:
-            result = function(argument) if _is_async(function) else await in_thread(partial(function, argument))
-            return await result if inspect.isawaitable(result) else result
+            in_its_thread = partial(allowance.call, function, argument)
+            result = function(argument) if _is_async(function) else await in_thread(in_its_thread)
+            outcome = await result if inspect.isawaitable(result) else result
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's function may raise anything; errors are data
-            return _failed(name, f"{type(error).__name__}: {error}{_location_of(error)}")
-    assert scope.cancelled_caught, "a call that was not cancelled has returned"
-    return _failed(name, f"no result within {time_limit:g} s")
+            outcome = _failed(name, f"{type(error).__name__}: {error}{_location_of(error)}")
+        tasks.cancel_scope.cancel()
+    return outcome
 
 
 def _is_async(function: Any) -> bool:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from oxrl.rewards.grade import reads
+from oxrl.rewards.workers import WORKERS
 from oxrl.types import Rollout
 
 
@@ -13,14 +14,17 @@ from oxrl.types import Rollout
 def regex_match(rollout: Rollout, *, pattern: str, whole: bool = False, ignore_case: bool = False) -> float:
     """1 if `pattern` is found in the last generation, or with `whole` matches all of it; `.` also matches newlines.
 
-    Python's regular expressions cannot be interrupted: no nested repetitions such as `(a+)+`.
+    A pattern such as `(a+)+b` can take years: it is searched for in another process, and ungraded after the time limit.
     """
+    flags = re.DOTALL | (re.IGNORECASE if ignore_case else 0)
     try:
-        compiled = re.compile(pattern, re.DOTALL | (re.IGNORECASE if ignore_case else 0))
+        compiled = re.compile(pattern, flags)
     except re.error as error:
         raise ValueError(f"pattern {pattern!r} is not a regular expression: {error}") from error
     text = rollout.generation.text
-    return float((compiled.fullmatch(text) if whole else compiled.search(text)) is not None)
+    if not text:  # graded for every sample before a run
+        return float(compiled.fullmatch(text) is not None)
+    return float(WORKERS.call("found_by_regex", pattern, int(flags), whole, text))
 
 
 @reads()

@@ -324,8 +324,7 @@ def test_what_differs_stays_different(one, other):
         (r"\boxed{}", "12", 0.0),
         (r"\boxed{12} \boxed{13}", "12", 0.0),
         ("", "12", 0.0),
-        (r"\boxed{9^{9^{9^9}}}", "12", 0.0),
-        (r"\boxed{999999999!}", "12", 0.0),
+        (r"\boxed{12^{2}^{3}}", "12", 0.0),
     ],
 )
 def test_math_match(text, answer, expected):
