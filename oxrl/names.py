@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
@@ -50,7 +51,25 @@ def import_object(import_path: str) -> Any:
         module = _module_of_file(path) if path.suffix == ".py" else importlib.import_module(source)
         return getattr(module, name)
     except (ImportError, AttributeError, SyntaxError) as error:
-        raise ValueError(f"{import_path} cannot be imported: {error}") from error
+        raise ValueError(f"{import_path} cannot be imported: {error}{_line_of(error, path)}") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a file may raise anything, and also exit
+        raise ValueError(f"{import_path} cannot be imported: {error_text(error)}{_line_of(error, path)}") from error
+
+
+def error_text(error: BaseException) -> str:
+    """`error_text(ValueError("no number")) == "ValueError: no number"`; the text of an error may raise, too."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 - a custom `__str__`
+        return type(error).__name__
+
+
+def _line_of(error: BaseException, path: Path) -> str:
+    """Where in the file an error was raised."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    return f" (line {lines[-1]})" if lines else ""
 
 
 def _module_of_file(path: Path) -> ModuleType:
@@ -62,7 +81,11 @@ def _module_of_file(path: Path) -> ModuleType:
     assert spec.loader is not None, f"{path} ends with .py"
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # annotations are resolved there
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[spec.name]
+        raise
     return module
 
 

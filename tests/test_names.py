@@ -1,5 +1,6 @@
-"""Former names keep working with a DeprecationWarning."""
+"""Import paths are loaded or refused with a reason; former names keep working with a DeprecationWarning."""
 
+import sys
 import warnings
 
 import anyio
@@ -7,7 +8,7 @@ import pytest
 
 import oxrl
 from oxrl.loops.online import OnlineConfig, RLTrainingConfig, run_online, run_rl_training
-from oxrl.names import renamed_keywords
+from oxrl.names import import_object, renamed_keywords
 from oxrl.rollouts.collect import RolloutConfig, sampling_manager
 
 
@@ -86,3 +87,56 @@ def test_a_manager_takes_the_former_keyword_for_its_sampler():
     with pytest.warns(DeprecationWarning, match="answers is now sampler"):
         manager = sampling_manager(None, answers=Sampler, config=RolloutConfig(batch_size=1))
     assert manager.config.generate_fn is Sampler
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("x = 1\nimport sys\nsys.exit(0)", r"SystemExit: 0 \(line 3\)"),
+        ("1 / 0", r"ZeroDivisionError: division by zero \(line 1\)"),
+        ("import no_such_module", r"No module named 'no_such_module' \(line 1\)"),
+        ("def length(:", r"invalid syntax"),
+        ("class E(Exception):\n    def __str__(self): raise self\nraise E", r"E \(line 3\)"),
+        ("import asyncio\nraise asyncio.CancelledError", r"CancelledError"),
+        ("other = 1", "has no attribute 'length'"),
+    ],
+)
+def test_a_file_that_cannot_be_imported_is_refused_with_its_name_and_the_reason(tmp_path, source, reason):
+    file = tmp_path / "my_reward.py"
+    file.write_text(source)
+    modules = set(sys.modules)
+    with pytest.raises(ValueError, match=rf"{file}:length cannot be imported: .*{reason}"):
+        import_object(f"{file}:length")
+    assert not {name for name in set(sys.modules) - modules if "my_reward" in name} or "other" in source
+    file.write_text("def length(): pass")
+    assert import_object(f"{file}:length")() is None
+
+
+@pytest.mark.parametrize("path", [":name", "..:name", "json:", "json.:dumps", "no such module:name"])
+def test_a_malformed_import_path_is_refused(path):
+    with pytest.raises(ValueError, match="cannot be imported"):
+        import_object(path)
+
+
+def test_the_command_says_which_file_exits_and_fails(tmp_path):
+    from typer.testing import CliRunner
+
+    from oxrl.cli import app
+
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n')
+    (tmp_path / "exits.py").write_text("import sys\nsys.exit(0)\n")
+    command = ["rewards", "test", f"{tmp_path}/exits.py:score", "--data", str(tmp_path / "rows.jsonl")]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 2
+    assert "exits.py:score cannot be imported: SystemExit: 0 (line 2)" in " ".join(result.output.split())
+
+
+def test_a_function_that_exits_during_a_command_is_a_failure(capsys):
+    import typer
+
+    from oxrl.cli.base import exit_on_failure
+
+    with pytest.raises(typer.Exit) as caught, exit_on_failure("training"):
+        sys.exit(0)
+    assert caught.value.exit_code == 1
+    assert "training failed: a function that it called exits, with 0" in capsys.readouterr().err

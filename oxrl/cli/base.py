@@ -22,7 +22,7 @@ def exit_on_user_error() -> Iterator[None]:
 
 @contextmanager
 def exit_on_failure(what: str, resume_hint: Callable[[], str] = str) -> Iterator[None]:
-    """Print one message and exit: code 1 for a RuntimeError, 2 for invalid input, 130 for an interrupt."""
+    """Print one message and exit: code 1 for a failure, 2 for invalid input, 130 for an interrupt."""
     try:
         with exit_on_user_error():
             yield
@@ -31,6 +31,9 @@ def exit_on_failure(what: str, resume_hint: Callable[[], str] = str) -> Iterator
         raise typer.Exit(130) from None
     except typer.Exit:  # a RuntimeError as well, but already reported
         raise
+    except SystemExit as exit_:  # by a custom loss, filter or environment
+        typer.secho(f"{what} failed: a function that it called exits, with {exit_.code!r}", fg="red", err=True)
+        raise typer.Exit(1) from exit_
     except RuntimeError as failure:
         typer.secho(f"{what} failed: {failure}", fg="red", err=True)
         raise typer.Exit(1) from failure

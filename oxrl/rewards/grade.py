@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from oxrl.concurrency import in_thread, task_group
+from oxrl.names import error_text
 from oxrl.rewards.allowance import Allowance
 from oxrl.types import Generation, GroupRewardFn, RewardFn, Rollout, Sample, Score, Turn
 
@@ -278,6 +279,8 @@ def check_samples(reward: AnyReward, samples: Sequence[Sample]) -> None:
             checked.check(sample)
         except ValueError as error:
             problems.append(str(error))
+        except SystemExit as error:
+            problems.append(f"sample {sample.id}: {error_text(error)}")
     if problems:
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
         raise ValueError(

@@ -392,6 +392,15 @@ def test_rewards_that_declare_what_they_read_check_samples_before_a_run():
         check_samples(picky, [a_sample()])
 
 
+def test_a_reward_that_exits_when_samples_are_checked_is_refused():
+    @reads("answer")
+    def leaves(rollout):
+        raise SystemExit(0)
+
+    with pytest.raises(ValueError, match="leaves cannot grade 1 of 1 samples: sample s1: SystemExit: 0"):
+        check_samples(leaves, [a_sample("a")])
+
+
 async def test_sync_rewards_may_run_event_loops():
     def nested(rollout):
         return anyio.run(by_index_later, rollout)
