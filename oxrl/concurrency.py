@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import threading
+from asyncio import CancelledError
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -73,7 +75,7 @@ async def in_thread(function: Callable[[], T]) -> T:
     def work() -> None:
         try:
             outcome.set_result(function())
-        except (StopIteration, SystemExit) as error:  # these would silently end the waiting task
+        except (StopIteration, SystemExit, CancelledError) as error:  # these would silently end the waiting task
             outcome.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
         except BaseException as error:  # noqa: BLE001 - raised again in the waiting task
             outcome.set_exception(error)
@@ -84,6 +86,15 @@ async def in_thread(function: Callable[[], T]) -> T:
         threading.Thread(target=work, name="oxrl", daemon=True).start()
         await done.wait()
     return outcome.result()
+
+
+def is_cancelled() -> bool:
+    """Whether a CancelledError of asyncio is a request to this task; a function may also raise one by itself."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # another event loop
+        return False
+    return task is not None and task.cancelling() > 0
 
 
 def run_blocking(function: Callable[..., Awaitable[T]], *args: Any) -> T:

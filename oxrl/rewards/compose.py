@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import anyio
 
-from oxrl.rewards.grade import AnyReward, Reward, Ungraded, as_reward
+from oxrl.rewards.grade import MAX_SCORE, AnyReward, Reward, Ungraded, as_reward
 from oxrl.types import Rollout, Sample, Score
 
 Normalizer: TypeAlias = Callable[[Sequence[float]], Sequence[float]]
@@ -27,8 +27,8 @@ def weighted(rewards: Mapping[str, float] | Mapping[AnyReward, float]) -> Reward
     names = [member.name for member, _ in members]
     if not members or len(set(names)) < len(names):
         raise ValueError(f"weighted needs at least one reward and unique names, not {names}")
-    if not all(math.isfinite(weight) for _, weight in members):
-        raise ValueError(f"weights must be finite numbers, not {list(rewards.values())}")
+    if not all(abs(weight) <= MAX_SCORE for _, weight in members):
+        raise ValueError(f"weights must be numbers of at most {MAX_SCORE:g}, not {list(rewards.values())}")
 
     async def outcomes(rollouts: Sequence[Rollout], time_limit: float) -> list[Score | Ungraded]:
         results: dict[str, list[Score | Ungraded]] = {}

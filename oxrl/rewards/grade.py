@@ -10,6 +10,7 @@ import inspect
 import math
 import re
 import traceback
+from asyncio import CancelledError
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +18,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from oxrl.concurrency import in_thread, task_group
+from oxrl.concurrency import in_thread, is_cancelled, task_group
 from oxrl.names import error_text
 from oxrl.rewards.allowance import Allowance
 from oxrl.types import Generation, GroupRewardFn, RewardFn, Rollout, Sample, Score, Turn
@@ -27,6 +28,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 TOKEN_PARAMETERS = ("prompt_ids", "response_ids", "finish_reason")
 _MANY_ROLLOUTS = re.compile(r"(?i)(sequence|list|tuple|iterable|collection)\[.*rollout")
 _MAX_REASON_LENGTH = 500
+MAX_SCORE = 1e15  # the square of a larger one, summed over the rows of a step, is infinite in float32
 
 
 class Ungraded(NamedTuple):
@@ -80,16 +82,19 @@ async def grade(rollouts: Sequence[Rollout], reward: AnyReward, *, time_limit: f
     pending = [rollout for rollout in rollouts if rollout.error is None and rollout.score is None]
     if not pending:
         return list(rollouts)
-    outcomes = iter(await as_reward(reward).outcomes(pending, time_limit))
+    own = as_reward(reward)
+    outcomes = iter(await own.outcomes(pending, time_limit))
     graded = [
-        _with_outcome(rollout, next(outcomes)) if rollout.error is None and rollout.score is None else rollout
+        with_outcome(own.name, rollout, next(outcomes)) if rollout.error is None and rollout.score is None else rollout
         for rollout in rollouts
     ]
     assert next(outcomes, None) is None, f"more outcomes than the {len(pending)} pending rollouts"
     return graded
 
 
-def _with_outcome(rollout: Rollout, outcome: Score | Ungraded) -> Rollout:
+def with_outcome(name: str, rollout: Rollout, outcome: Score | Ungraded) -> Rollout:
+    """The rollout with its score, or with an error if there is none or if it is not a valid score."""
+    outcome = outcome if isinstance(outcome, Ungraded) else _outcome(name, outcome, rollout)
     if isinstance(outcome, Ungraded):
         return replace(rollout, error=outcome.reason)
     return replace(rollout, score=outcome)
@@ -202,8 +207,10 @@ async def _call(name: str, function: Callable[..., Any], argument: Any, time_lim
             in_its_thread = partial(allowance.call, function, argument)
             result = function(argument) if _is_async(function) else await in_thread(in_its_thread)
             outcome = await result if inspect.isawaitable(result) else result
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's function may raise anything; errors are data
-            outcome = _failed(name, f"{type(error).__name__}: {error}{_location_of(error)}")
+        except (Exception, SystemExit, CancelledError) as error:  # a function may raise anything; errors are data
+            if isinstance(error, CancelledError) and is_cancelled():
+                raise
+            outcome = _failed(name, f"{error_text(error)}{_location_of(error)}")
         tasks.cancel_scope.cancel()
     return outcome
 
@@ -228,6 +235,8 @@ def _outcome(name: str, result: Any, rollout: Rollout) -> Score | Ungraded:
         return as_score(result, rollout)
     except (TypeError, ValueError) as error:
         return _failed(name, str(error))
+    except Exception as error:  # noqa: BLE001 - a result may be any object
+        return _failed(name, f"its result cannot be read: {error_text(error)}")
 
 
 def as_score(result: Any, rollout: Rollout) -> Score:
@@ -261,9 +270,13 @@ def _number(value: Any, what: str) -> float:
         value = value.item()  # a tensor or array with one number
     if not isinstance(value, Real):
         raise TypeError(f"{what} is {_kind(value)} and not a number")
-    if not math.isfinite(value):
-        raise ValueError(f"{what} is {float(value)}")
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not abs(number) <= MAX_SCORE:
+        raise ValueError(f"{what} is {number:g}; a score is a number of at most {MAX_SCORE:g}")
+    return number
 
 
 def _kind(value: Any) -> str:

@@ -238,7 +238,7 @@ class ScoreCache:
     """Scores by content key, in memory and, with a folder, in one small file each."""
 
     def __init__(self, folder: str) -> None:
-        self.folder = Path(folder).expanduser() if folder else None
+        self.folder = Path(folder).expanduser().absolute() if folder else None
         self.scores: dict[str, float] = {}
         if self.folder is not None:
             try:

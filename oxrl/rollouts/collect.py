@@ -20,7 +20,7 @@ import anyio
 
 from oxrl.concurrency import task_group
 from oxrl.names import renamed_keywords
-from oxrl.rewards.grade import AnyReward, grade
+from oxrl.rewards.grade import AnyReward, grade, with_outcome
 from oxrl.rollouts.batches import RolloutBatch, convert_to_batch
 from oxrl.rollouts.buffer import Group, age_of
 from oxrl.rollouts.envs import PAUSES, GeneratorClient, single_turn
@@ -338,7 +338,8 @@ class RolloutSampler:
         turns = episode.turns
         if len(turns) == 1 and turns[0].generation.finish_reason == "aborted" and not turns[0].generation.token_ids:
             turns = ()  # aborted before it was scheduled
-        return replace(rollout, turns=turns, score=episode.score, metadata=dict(episode.metadata))
+        sampled = replace(rollout, turns=turns, metadata=dict(episode.metadata))
+        return sampled if episode.score is None else with_outcome("of the environment", sampled, episode.score)
 
     async def abort(self) -> None:
         """Make all in-flight generations return their partial output, and start no new ones in this round."""

@@ -1,17 +1,19 @@
 """Rewards of every signature run concurrently, and a failure is an error and never a reward of 0."""
 
+import asyncio
 import functools
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from fractions import Fraction
 
 import anyio
 import numpy as np
 import pytest
 import torch
 
-from oxrl.rewards import as_reward, check_samples, grade, group_reward, reads
+from oxrl.rewards import Reward, as_reward, check_samples, grade, group_reward, reads, scale, weighted
 from oxrl.types import Rollout, Score, Status
 from tests.clock import expire
 from tests.rewards.rollouts import a_rollout, a_sample, a_turn
@@ -90,11 +92,24 @@ async def test_an_exception_leaves_its_own_rollout_ungraded(reward):
     assert second.error.startswith(expected)
 
 
+class Broken:
+    ndim = 0
+
+    def item(self):
+        return 1 / 0
+
+
 @pytest.mark.parametrize(
     ("result", "reason"),
     [
         (float("nan"), "the score is nan"),
         (float("inf"), "the score is inf"),
+        (10**400, "the score is inf"),
+        (1e308, "the score is 1e+308; a score is a number of at most 1e+15"),
+        (Fraction(-(10**400)), "the score is inf"),
+        (Score(1.0, {"format": 1e308}), "part format is 1e+308"),
+        (Score(1.0, parts=None), "its result cannot be read: AttributeError"),
+        (Broken(), "its result cannot be read: ZeroDivisionError"),
         (None, "the score is None and not a number"),
         ("1.0", "the score is a str and not a number"),
         ([1.0], "the score is a list and not a number"),
@@ -118,6 +133,39 @@ async def test_a_stop_iteration_is_an_error_like_any_other():
 
     (rollout,) = await grade(group(1), empty)
     assert "StopIteration" in rollout.error
+
+
+async def test_a_composed_or_custom_score_that_is_too_large_is_ungraded():
+    async def huge(rollouts, time_limit):
+        return [Score(1e308)] * len(rollouts)
+
+    for reward in (scale(by_index, 1e300), weighted({by_index: 1e15}), Reward("huge", huge)):
+        assert "the score is" in (await grade([a_rollout("x", index=2)], reward))[0].error
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_a_cancellation_that_a_reward_raises_itself_is_an_error_like_any_other(is_async):
+    def cancelled(rollout):
+        raise asyncio.CancelledError("no time")
+
+    async def cancelled_later(rollout):
+        await anyio.sleep(0)
+        raise asyncio.CancelledError("no time")
+
+    graded = await grade(group(2), cancelled_later if is_async else cancelled)
+    assert all(rollout.score is None and "CancelledError: no time" in rollout.error for rollout in graded)
+
+
+async def test_an_error_without_a_text_is_an_error_like_any_other():
+    class MuteError(Exception):
+        def __str__(self):
+            raise self
+
+    def fails(rollout):
+        raise MuteError
+
+    (rollout,) = await grade(group(1), fails)
+    assert rollout.error.startswith("reward fails failed: MuteError (test_grade.py, line ")
 
 
 async def test_scores_keep_their_parts_turns_and_tokens():

@@ -16,7 +16,7 @@ from oxrl.rollouts.collect import (
 )
 from oxrl.rollouts.envs import single_turn
 from oxrl.rollouts.filters import check_reward_nonzero_std
-from oxrl.types import Generation, GenerationConfig, Score, Status, Turn
+from oxrl.types import Generation, GenerationConfig, Rollout, Score, Status, Turn
 from tests.rollouts.scripted import PlainRender, Scripted, question
 
 GREEDY = GenerationConfig(max_new_tokens=64)
@@ -332,3 +332,13 @@ def test_an_environment_with_its_own_scores_is_reported_once(caplog):
     caplog.clear()
     anyio.run(manager_of(Scripted(lambda request: [7]), over_sampling_factor=2.0).collect)
     assert not caplog.records
+
+
+def test_an_invalid_score_of_an_environment_is_an_error_and_never_trained_on():
+    async def scored(sample, policy):
+        episode = await single_turn(sample, policy)
+        return episode._replace(score=Score(float("nan")))
+
+    sampler = RolloutSampler(Scripted(lambda request: [7]), PlainRender(), GREEDY, env=scored)
+    (rollout,) = anyio.run(sampler, (Rollout(question(1)),))
+    assert rollout.score is None and "reward of the environment failed: the score is nan" in rollout.error

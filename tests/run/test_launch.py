@@ -278,6 +278,13 @@ def test_a_step_has_the_rows_of_all_devices(tmp_path):
     assert resolve(config).num_steps == 2  # of twelve rows
 
 
+def test_a_run_stays_in_its_folder_when_a_reward_changes_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for output in ("run", None):
+        folder = resolve(config_of(tmp_path), output).folder
+        assert folder.is_absolute() and folder.is_relative_to(tmp_path)
+
+
 def test_without_a_gpu_a_config_for_several_trains_in_one_process(tmp_path):
     config = placed(config_of(tmp_path, run={"training_gpus": 8}))
     assert (config.run.backend, config.ranks) == ("local", 1)
