@@ -14,14 +14,31 @@ import operator
 import re
 import types
 import typing
+from asyncio import CancelledError
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import anyio
 
-from oxrl.concurrency import in_thread, run_blocking
+from oxrl.concurrency import in_thread, is_cancelled, run_blocking
+from oxrl.names import error_text
+from oxrl.rollouts.tool_syntax import (
+    CHILD,
+    DEEPSEEK,
+    FENCED,
+    HARMONY,
+    KEY_OR_VALUE,
+    MISTRAL,
+    PARAMETER,
+    TAGGED,
+    TOOL_CALL,
+    elements,
+    is_deeper,
+    json_values,
+)
 from oxrl.types import Message
 
 T = TypeVar("T")
@@ -62,45 +79,27 @@ ToolTracker: TypeAlias = Callable[[Sequence[ToolResult]], Mapping[str, Any]]
 """All results of an episode -> entries for its metadata; plain JSON."""
 
 
-# Each format is a pattern; a function of the match returns the calls.
+# A parser finds matches of its format's pattern; a function of the match returns the calls.
 
 _NAMES = ("name", "function", "tool")
 _ARGUMENTS = ("arguments", "parameters")
-_TAG = r"<(?P<tag>tool|function|invoke)(?:=|\s+name\s*=\s*)[\"']?(?P<name>[^\"'>\s]+)[\"']?\s*>"
-_TAGGED = re.compile(_TAG + r"(?P<body>.*?)(?:</(?P=tag)>|\Z)", re.DOTALL)
-_TOOL_CALL = re.compile(r"<tool_call>(?P<body>.*?)(?:</tool_call>|\Z)", re.DOTALL)
-_PARAMETER = re.compile(
-    r"<(?P<tag>parameter|param|arg)(?:=|\s+name\s*=\s*)[\"']?(?P<key>[^\"'>\s]+)[\"']?\s*>(?P<value>.*?)</(?P=tag)>",
-    re.DOTALL,
-)
-_KEY_AND_VALUE = re.compile(r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>", re.DOTALL)
-_CHILD = re.compile(r"<(?P<key>\w+)>(?P<value>.*?)</(?P=key)>", re.DOTALL)
-_FENCED = re.compile(r"```(?:json|tool_call|tool)?[ \t]*\n(?P<body>.*?)(?:```|\Z)", re.DOTALL)
-_MISTRAL = re.compile(r"\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)?(?:\[ARGS\])?(?P<body>.*?)(?=\[TOOL_CALLS\]|\Z)", re.DOTALL)
-_DEEPSEEK = re.compile(
-    r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?(?P<name>[\w.-]+)(?:<｜tool▁sep｜>|\s)(?P<body>.*?)"
-    r"(?:<｜tool▁call▁end｜>|\Z)",
-    re.DOTALL,
-)
-_HARMONY = re.compile(
-    r"(?:<\|channel\|>\w+ )?to=functions\.(?P<name>[\w.-]+)[^<]*(?:<\|channel\|>[^<]*)?(?:<\|constrain\|>[^<]*)?"
-    r"<\|message\|>(?P<body>.*?)(?=<\|call\|>|<\|start\|>|\Z)",
-    re.DOTALL,
-)
+_MAX_TEXT = 1_000_000  # characters of a response
+_MAX_CALLS = 128  # of one response
+_MAX_DEPTH = 100  # of nested arguments: templates and JSON encoders recurse
 
 
 def parse_xml_tools(text: str) -> list[ToolCall]:
     """`<tool_call>{"name": ..., "arguments": ...}</tool_call>`, `<tool name="f">`, `<function=f><parameter=x>`."""
-    calls = _numbered(call for found in _TOOL_CALL.finditer(text) for call in _in_tool_call(found))
-    return calls or _numbered(_tagged(found) for found in _TAGGED.finditer(text))
+    calls = _numbered(call for found in TOOL_CALL.finditer(text) for call in _in_tool_call(found))
+    return calls or _numbered(_tagged(found) for found in TAGGED.finditer(text))
 
 
 def parse_json_tools(text: str) -> list[ToolCall]:
     """A JSON object or list with a function name and arguments: bare, fenced, or in OpenAI's format."""
-    fenced = [found for found in _FENCED.finditer(text) if _looks_like_a_call(found["body"])]
+    fenced = [found for found in FENCED.finditer(text) if _looks_like_a_call(found["body"])]
     if fenced:
         return _numbered(call for found in fenced for call in _from_json_text(found["body"], found[0]))
-    calls = _numbered(call for value, written in _json_values(text) for call in _from_json(value, written))
+    calls = _numbered(call for value, written in json_values(text) for call in _from_json(value, written))
     if not calls and text.lstrip().startswith(("{", "[")) and _looks_like_a_call(text):
         return _numbered(_from_json_text(text, text))
     return calls
@@ -110,19 +109,19 @@ def parse_mistral_tools(text: str) -> list[ToolCall]:
     """`[TOOL_CALLS] [{"name": ..., "arguments": ...}]` or `[TOOL_CALLS]name[ARGS]{...}`."""
     return _numbered(
         call
-        for found in _MISTRAL.finditer(text)
+        for found in MISTRAL.finditer(text)
         for call in ([_named(found)] if found["name"] else _from_json_text(found["body"], found[0]))
     )
 
 
 def parse_deepseek_tools(text: str) -> list[ToolCall]:
     """A name and its JSON between `<｜tool▁call▁begin｜>` and `<｜tool▁call▁end｜>`."""
-    return _numbered(_named(found) for found in _DEEPSEEK.finditer(text))
+    return _numbered(_named(found) for found in DEEPSEEK.finditer(text))
 
 
 def parse_harmony_tools(text: str) -> list[ToolCall]:
     """`to=functions.name<|channel|>commentary json<|message|>{...}`."""
-    return _numbered(_named(found) for found in _HARMONY.finditer(text))
+    return _numbered(_named(found) for found in HARMONY.finditer(text))
 
 
 def parse_tools(text: str) -> list[ToolCall]:
@@ -149,8 +148,18 @@ def tool_parser_for(tokenizer: Any) -> ToolParser:
 
 
 def extract_tool_calls(text: str, tool_parser: ToolParser = parse_tools) -> list[ToolCall]:
-    """Return the calls in generated text; calls inside a thinking block are ignored."""
-    return list(tool_parser(text.rpartition("</think>")[2]))
+    """Return the calls in generated text; calls inside a thinking block are ignored.
+
+    More than 128 calls, or more than a million characters, are a malformed call.
+    """
+    text = text.rpartition("</think>")[2]
+    if len(text) > _MAX_TEXT:
+        return _numbered([ToolCall("", error=f"the response has {len(text)} characters; at most {_MAX_TEXT} are read")])
+    calls = list(tool_parser(text))
+    if len(calls) > _MAX_CALLS:
+        more = ToolCall("", error=f"the response has {len(calls)} calls; only the first {_MAX_CALLS} are executed")
+        return _numbered([*calls[:_MAX_CALLS], more])
+    return calls
 
 
 def _numbered(calls: Iterator[ToolCall] | Sequence[ToolCall]) -> list[ToolCall]:
@@ -158,35 +167,46 @@ def _numbered(calls: Iterator[ToolCall] | Sequence[ToolCall]) -> list[ToolCall]:
 
 
 def _in_tool_call(found: re.Match[str]) -> list[ToolCall]:
-    body = found["body"].strip()
-    if inner := list(_TAGGED.finditer(body)):
-        return [_tagged(each)._replace(written=found[0]) for each in inner]
-    if pairs := list(_KEY_AND_VALUE.finditer(body)):
-        name = body.split("<", 1)[0].strip()
-        return [ToolCall(name, {pair["key"].strip(): pair["value"].strip() for pair in pairs}, written=found[0])]
-    return _from_json_text(body, found[0])
+    body, written = found["body"].strip(), found[0]
+    if inner := list(TAGGED.finditer(body)):
+        return [_tagged(each)._replace(written=written) for each in inner]
+    pairs = {
+        key.strip(): value.strip()
+        for (opened, key), (following, value) in pairwise(elements(KEY_OR_VALUE, body))
+        if (opened["tag"], following["tag"]) == ("arg_key", "arg_value")
+    }
+    if pairs:
+        return [ToolCall(body.split("<", 1)[0].strip(), pairs, written=written)]
+    return _from_json_text(body, written)
 
 
 def _tagged(found: re.Match[str]) -> ToolCall:
     body = found["body"].strip()
     if body.startswith("{"):
         return _named(found)
-    parameters = list(_PARAMETER.finditer(body)) or list(_CHILD.finditer(body))
+    parameters = list(elements(PARAMETER, body)) or list(elements(CHILD, body))
     if body and not parameters:
         return ToolCall(found["name"], error="its parameters are neither tags nor a JSON object", written=found[0])
-    return ToolCall(found["name"], {each["key"]: each["value"].strip() for each in parameters}, written=found[0])
+    return ToolCall(found["name"], {opened["name"]: value.strip() for opened, value in parameters}, written=found[0])
 
 
 def _named(found: re.Match[str]) -> ToolCall:
     """Parse a match with the name outside of the JSON arguments."""
-    body = _unfenced(found["body"])
-    try:
-        arguments = json.loads(body) if body else {}
-    except (ValueError, RecursionError) as error:
-        return ToolCall(found["name"], error=f"its arguments are not valid JSON ({error})", written=found[0])
+    return _with_arguments(found["name"], _unfenced(found["body"]), found[0])
+
+
+def _with_arguments(name: str, arguments: Any, written: str, id: str = "") -> ToolCall:
+    """A call with its arguments: an object, or the text of one."""
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            return ToolCall(name, id=id, error=f"its arguments are not valid JSON ({error})", written=written)
     if not isinstance(arguments, dict):
-        return ToolCall(found["name"], error="its arguments are not a JSON object", written=found[0])
-    return ToolCall(found["name"], arguments, written=found[0])
+        return ToolCall(name, id=id, error="its arguments are not a JSON object", written=written)
+    if is_deeper(arguments, _MAX_DEPTH):
+        return ToolCall(name, id=id, error=f"its arguments are nested more than {_MAX_DEPTH} deep", written=written)
+    return ToolCall(name, arguments, id, written=written)
 
 
 def _from_json_text(body: str, written: str) -> list[ToolCall]:
@@ -199,41 +219,26 @@ def _from_json_text(body: str, written: str) -> list[ToolCall]:
 
 def _from_json(value: Any, written: str) -> list[ToolCall]:
     """Return the calls in a JSON value; an empty list if it has none."""
-    if isinstance(value, list):
-        return [call for each in value for call in _from_json(each, written)]
-    if not isinstance(value, dict):
-        return []
-    if "tool_calls" in value:
-        return _from_json(value["tool_calls"], written)
+    calls: list[ToolCall] = []
+    unread = [value]
+    while unread:
+        value = unread.pop()
+        if isinstance(value, list):
+            unread.extend(reversed(value))
+        elif isinstance(value, dict) and "tool_calls" in value:
+            unread.append(value["tool_calls"])
+        elif isinstance(value, dict):
+            calls.extend(_from_object(value, written))
+    return calls
+
+
+def _from_object(value: dict[str, Any], written: str) -> list[ToolCall]:
     inner = next((value[key] for key in ("function", "function_call") if isinstance(value.get(key), dict)), value)
     name = next((inner[key] for key in _NAMES if isinstance(inner.get(key), str)), None)
     given = [inner[key] for key in _ARGUMENTS if key in inner]
     if name is None or (not given and inner is value):
         return []
-    id = str(value.get("id") or "")
-    arguments = given[0] if given else {}
-    if isinstance(arguments, str):  # OpenAI's format: JSON inside JSON
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            return [ToolCall(name, id=id, error=f"its arguments are not valid JSON ({error})", written=written)]
-    if not isinstance(arguments, dict):
-        return [ToolCall(name, id=id, error="its arguments are not a JSON object", written=written)]
-    return [ToolCall(name, arguments, id, written=written)]
-
-
-def _json_values(text: str) -> Iterator[tuple[Any, str]]:
-    """Yield each JSON object, or list of objects, in the text, with its source."""
-    decoder = json.JSONDecoder()
-    end = 0
-    for start in re.finditer(r'\{\s*"|\[\s*\{', text):
-        if start.start() < end:
-            continue
-        try:
-            value, end = decoder.raw_decode(text, start.start())
-        except (ValueError, RecursionError):
-            continue
-        yield value, text[start.start() : end]
+    return [_with_arguments(name, given[0] if given else {}, written, str(value.get("id") or ""))]
 
 
 def _looks_like_a_call(text: str) -> bool:
@@ -241,7 +246,7 @@ def _looks_like_a_call(text: str) -> bool:
 
 
 def _unfenced(text: str) -> str:
-    fenced = _FENCED.search(text)
+    fenced = FENCED.search(text)
     return (fenced["body"] if fenced else text).strip()
 
 
@@ -270,16 +275,19 @@ async def _execute(call: ToolCall, tools: Mapping[str, Tool], time_limit: float,
     tool = tools[call.name]
     try:
         arguments = fitting_arguments(tool, call.arguments)
-    except ValueError as error:
-        return ToolResult(call, f"error: {error}", "wrong arguments")
+    except (ValueError, RecursionError) as error:
+        return ToolResult(call, _cut(f"error: {error}", max_chars), "wrong arguments")
     try:
         with anyio.move_on_after(time_limit) as scope:
             value = await called(tool, **arguments)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - a tool may raise anything; the model gets the message
-        return ToolResult(call, _cut(f"error: {type(error).__name__}: {error}", max_chars), "exception")
+    except (Exception, SystemExit, CancelledError) as error:  # a tool may raise anything; the model gets the message
+        if isinstance(error, CancelledError) and is_cancelled():
+            raise
+        return ToolResult(call, _cut(f"error: {error_text(error)}", max_chars), "exception")
     if scope.cancelled_caught:
         return ToolResult(call, f"error: {call.name} took longer than {time_limit:g} s", "time-out")
-    return ToolResult(call, _cut(_as_text(value), max_chars))
+    result = _result(call, value)
+    return result._replace(content=_cut(result.content, max_chars))
 
 
 async def called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -309,8 +317,7 @@ async def execute_with(
     if len(results) != len(calls):
         raise ValueError(f"tool_executor returned {len(results)} results for {len(calls)} calls; return one per call")
     return [
-        each if isinstance(each, ToolResult) else ToolResult(call, _as_text(each))
-        for call, each in zip(calls, results, strict=True)
+        each if isinstance(each, ToolResult) else _result(call, each) for call, each in zip(calls, results, strict=True)
     ]
 
 
@@ -437,6 +444,13 @@ def _fitting(key: str, value: Any, hint: Any) -> Any:
         return value
     names = " or ".join(_TYPES[kind] for kind in wanted)
     raise ValueError(f"wrong arguments: {key} should be of type {names}, but is {_short(repr(value))}")
+
+
+def _result(call: ToolCall, value: Any) -> ToolResult:
+    try:
+        return ToolResult(call, _as_text(value))
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the `__str__` of a result may raise anything
+        return ToolResult(call, f"error: {error_text(error)}", "exception")
 
 
 def _as_text(value: Any) -> str:

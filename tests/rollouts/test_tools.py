@@ -1,5 +1,6 @@
 """Generated text to calls, calls to results; every failure is a result that the model can read."""
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from oxrl.rollouts.tools import (
     execute_and_track_tools,
     execute_functions,
     execute_tools,
+    execute_with,
     extract_tool_calls,
     parse_deepseek_tools,
     parse_harmony_tools,
@@ -27,6 +29,7 @@ from oxrl.rollouts.tools import (
     tool_schema,
     track_tool_calls,
 )
+from tests.clock import no_hang
 from tests.data import chat_templates as styles
 from tests.data.chat_templates import byte_level
 from tests.waiting import HANG
@@ -148,6 +151,78 @@ def test_a_malformed_call_is_a_call_with_an_error(text, reason):
     assert result.error == "malformed" and reason in result.content
 
 
+LONG = 500_000
+ATTACKS = {
+    "a long name": "to=functions." + "a" * LONG,
+    "names": "to=functions." * (LONG // 13),
+    "channels": "to=functions.a <|channel|>b" * (LONG // 28),
+    "tools": "<tool=" * (LONG // 6),
+    "functions": "<function=" * (LONG // 10),
+    "invocations": "<invoke name = " * (LONG // 15),
+    "spaces": "<tool" + " " * LONG,
+    "children": "<tool=f>" + "<a>" * (LONG // 3),
+    "many children": "<tool=f>" + "".join(f"<a{n}>" for n in range(LONG // 7)),
+    "parameters": "<tool=f>" + "<parameter=a>" * (LONG // 13),
+    "keys": "<tool_call>f" + "<arg_key>" * (LONG // 9),
+    "closed keys": "<tool_call>f" + "<arg_key>a</arg_key>" * (LONG // 20),
+    "values": "<tool_call>f<arg_key>a</arg_key>" + "<arg_value>" * (LONG // 11),
+    "calls in a call": "<tool_call>" + "<tool=a></tool>" * (LONG // 15),
+    "open calls": "<tool_call>" * (LONG // 11),
+    "closed calls": "<tool_call></tool_call>" * (LONG // 23),
+    "fences": "```json\n" * (LONG // 8),
+    "objects": '{"a":' * (LONG // 5),
+    "lists": "[{" * (LONG // 2),
+    "lists of numbers": '[{"a":' * 300 + "[" + "1," * (LONG // 2),
+    "strings": '[{"a":' * 300 + '"' + "a" * LONG,
+    "digits": '{"a":' + "1" * LONG,
+    "braces": "{" + " " * LONG,
+    "mistral": "[TOOL_CALLS]" * (LONG // 12),
+    "deepseek": "<｜tool▁call▁begin｜>" * (LONG // 19),
+    "a long name of deepseek": "<｜tool▁call▁begin｜>" + "a" * LONG,
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_half_a_million_characters_are_parsed_in_linear_time(attack):
+    """Parsers whose time grows with the square of the length need minutes."""
+    parsers = (parse_xml_tools, parse_mistral_tools, parse_deepseek_tools, parse_harmony_tools, parse_json_tools)
+    with no_hang():
+        for parser in parsers:
+            assert all(call.error or not call.arguments for call in parser(ATTACKS[attack]))
+
+
+def test_the_size_of_a_response_and_its_calls_are_bounded():
+    (call,) = extract_tool_calls("a" * 1_000_001)
+    assert call.error == "the response has 1000001 characters; at most 1000000 are read"
+    calls = extract_tool_calls(f"<tool_call>{CALL}</tool_call>" * 200)
+    assert len(calls) == 129 and all(call.name == "add" for call in calls[:128])
+    assert calls[128].error == "the response has 200 calls; only the first 128 are executed"
+    assert len({call.id for call in calls}) == 129
+
+
+@pytest.mark.parametrize("depth", [150, 600, 100_000])
+@pytest.mark.parametrize("form", ['{{"name": "add", "arguments": {{"a": {}}}}}', "{}", '{{"tool_calls": {}}}'])
+def test_deeply_nested_calls_are_malformed(depth, form):
+    text = form.format("[" * depth + "]" * depth)
+    for each in (f"<tool_call>{text}</tool_call>", f"<tool=add>{text}</tool>", f"```json\n{text}\n```", text):
+        assert all(call.error for call in parse_tools(each))
+    nested = '{"tool_calls": ' * depth + "1" + "}" * depth
+    assert all(call.error for call in parse_tools(f"<tool_call>{nested}</tool_call>"))
+
+
+def test_a_broken_object_does_not_hide_the_call_after_it():
+    assert read(parse_json_tools, f'{{"thought": {{"a": }} }} {CALL}') == [ADD]
+    assert read(parse_json_tools, '{"a": [1, ' * 20 + CALL) == [ADD]
+
+
+def test_unclosed_tags_do_not_hide_closed_ones():
+    text = "<function=add><br> <parameter=a>1</parameter> <parameter=c> <parameter=b>2</parameter></function>"
+    assert read(parse_xml_tools, text) == [("add", {"a": "1", "c": "<parameter=b>2"})]
+    assert read(parse_xml_tools, "<tool name='add'><br><a>1</a><hr><b>2</b></tool>") == [ADD_TEXT]
+    text = "<tool_call>add<arg_key>c</arg_key>\n<arg_key>a</arg_key><arg_value>1</arg_value><arg_value>3</tool_call>"
+    assert read(parse_xml_tools, text) == [("add", {"a": "1"})]
+
+
 def test_calls_in_thinking_blocks_are_ignored():
     text = f"<think>Maybe <tool_call>{CALL}</tool_call>?</think>No."
     assert extract_tool_calls(text) == []
@@ -232,6 +307,46 @@ async def test_every_failure_is_a_result(call, error, content, anyio_backend, re
     (result,) = await execute_functions([call], tools, time_limit=limit, max_chars=10 if call.name == "long" else 8000)
     assert result.error == error and content in result.content
     assert result.to_message().role == "tool"
+
+
+class Unreadable:
+    def __str__(self) -> str:
+        raise SystemExit("no text")
+
+    __repr__ = __str__
+
+
+class UnreadableError(Exception):
+    def __str__(self) -> str:
+        raise self
+
+
+async def raises(error: str) -> None:
+    raise {"cancelled": asyncio.CancelledError("by itself"), "unreadable": UnreadableError()}[error]
+
+
+def raises_in_thread(error: str) -> None:
+    raise {"cancelled": asyncio.CancelledError("by itself"), "unreadable": UnreadableError()}[error]
+
+
+@pytest.mark.anyio
+async def test_a_result_or_an_exception_that_cannot_be_read_is_a_result(anyio_backend):
+    (result,) = await execute_functions([ToolCall("unreadable")], {"unreadable": Unreadable})
+    assert (result.error, result.content) == ("exception", "error: SystemExit: no text")
+    (result,) = await execute_with(lambda calls, tools: [Unreadable()], [ToolCall("any")], {})
+    assert (result.error, result.content) == ("exception", "error: SystemExit: no text")
+    for tool in (raises, raises_in_thread):
+        for error, content in (("cancelled", "CancelledError: by itself"), ("unreadable", "error: UnreadableError")):
+            (result,) = await execute_functions([ToolCall(tool.__name__, {"error": error})], [tool])
+            assert result.error == "exception" and content in result.content
+
+
+@pytest.mark.anyio
+async def test_wrong_arguments_are_reported_in_few_characters_whatever_they_are(anyio_backend):
+    deep = json.loads("[" * 400 + "]" * 400)
+    for arguments in ({"a": 1, "b" * 100_000: 1}, {"a": deep}, {"a": "[" * 400 + "]" * 400}):
+        (result,) = await execute_functions([ToolCall("add", arguments)], [add])
+        assert result.error == "wrong arguments" and len(result.content) < 9000
 
 
 @pytest.mark.anyio
