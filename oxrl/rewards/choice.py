@@ -9,7 +9,8 @@ from oxrl.rewards.answers import answer_text, is_negated, reference
 from oxrl.rewards.grade import reads
 from oxrl.types import Rollout
 
-_BOXED = re.compile(r"\\boxed\s*\{\s*(?:\\text\s*\{)?\s*\(?([A-Za-z])\)?\s*\}")
+# Possessive (`*+`): a model's text must not make it try every split of a long run of spaces.
+_BOXED = re.compile(r"\\boxed\s*+\{\s*+(?:\\text\s*+\{\s*+)?\(?([A-Za-z])\)?\s*+\}")
 
 
 @reads("answer")

@@ -154,6 +154,9 @@ def test_the_tolerance_is_relative():
         ("Answer: $B$", "B"),
         ("so \\boxed{B}", "B"),
         ("\\boxed{\\text{(B)}} and not A", "B"),
+        ("\\boxed { \\text { (B) } }", "B"),
+        ("\\boxed { \\text { B }", "B"),
+        ("\\boxed{ ( B ) }", "B"),
         ("<letter> I think it's B", "B"),
         ("A dog has four legs, so B", "B"),
         ("The answer is A because dogs bark", "A"),
@@ -381,6 +384,10 @@ LONG = {
     "dots": "." * MILLION,
     "signs": "-" * MILLION,
     "exponents": "1e" * (MILLION // 2),
+    "box of spaces": "\\boxed{" + " " * MILLION,
+    "long exponent": "1e" + "1" * MILLION + "a",
+    "commas": "the answer is A" + "," * MILLION,
+    "obligations": "answer must" + " " * MILLION,
     "hats": "\\boxed{" + "^" * MILLION + "}",
 }
 
