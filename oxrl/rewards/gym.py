@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 from oxrl.rewards.answers import answer_text
 from oxrl.rewards.grade import reads
+from oxrl.rewards.workers import WORKERS
 from oxrl.types import Message, Rollout, Sample
 
 
@@ -35,19 +34,16 @@ def reasoning_gym_samples(task: str, size: int = 500, seed: int = 0, **config: A
 def reasoning_gym_score(rollout: Rollout, *, partial: bool = True) -> float:
     """The score of the task's own scorer, from 0 to 1; without `partial`, only a full 1 counts.
 
-    For samples of `reasoning_gym_samples`. Many scorers give partial credit to any text that contains the answer.
+    For samples of `reasoning_gym_samples`. Many scorers give partial credit to any text that contains the answer. Some
+    evaluate the answer as Python or by sympy: they run in another process, and are ungraded after the time limit.
     """
     metadata = rollout.sample.metadata
     if "reasoning_gym_task" not in metadata or "reasoning_gym_entry" not in metadata:
         raise ValueError(f"sample {rollout.sample.id} does not come from reasoning_gym_samples: its task is unknown")
-    score: float = _scorer(metadata["reasoning_gym_task"])(answer_text(rollout), metadata["reasoning_gym_entry"])
+    _reasoning_gym()
+    task, entry = metadata["reasoning_gym_task"], metadata["reasoning_gym_entry"]
+    score: float = WORKERS.call("gym_score", task, answer_text(rollout), entry)
     return score if partial or score >= 1 else 0.0
-
-
-@lru_cache(maxsize=64)
-def _scorer(task: str) -> Callable[[str, Any], float]:
-    score: Callable[[str, Any], float] = _reasoning_gym().get_score_answer_fn(task)
-    return score
 
 
 def _reasoning_gym() -> ModuleType:

@@ -1,8 +1,9 @@
-"""The process of `workers.py`: reads calls, and writes two replies to each: ready, then the value.
+"""The process of `workers.py`: reads calls of one function, and writes two replies to each: ready, then the value.
 
-It is run as a script and imports nothing of this package, so that it starts fast. A reply is a line of JSON: the parent
-trusts nothing from here. The kernel ends this process with its parent, also during a call that holds the interpreter:
-the closed pipe raises SIGIO.
+It is run as a script and imports nothing of this package but the sandbox, so that it starts fast. It restricts itself
+before the first call, since what it computes comes from a model; a reply is a line of JSON, in which the parent trusts
+nothing. The kernel ends it with its parent, also during a call that holds the interpreter: the closed pipe raises
+SIGIO.
 """
 
 from __future__ import annotations
@@ -11,12 +12,16 @@ import fcntl
 import json
 import os
 import pickle
+import platform
 import re
 import resource
 import select
 import signal
 import sys
+from contextlib import suppress
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -38,6 +43,14 @@ def found_by_regex(pattern: str, flags: int, whole: bool, text: str) -> bool:
     return (compiled.fullmatch(text) if whole else compiled.search(text)) is not None
 
 
+def gym_score(task: str, answer: str, entry: dict[str, Any]) -> float:
+    return float(import_module("reasoning_gym").get_score_answer_fn(task)(answer, entry))
+
+
+def warm_gym() -> None:
+    import_module("reasoning_gym")
+
+
 def warm_algebra() -> None:
     equal_by_algebra("x", "y")  # the first comparison builds the parser's tables
 
@@ -48,6 +61,7 @@ def nothing() -> None:
 
 FUNCTIONS: Mapping[str, tuple[Callable[[], None], Callable[..., Any]]] = {
     "equal_by_algebra": (warm_algebra, equal_by_algebra),
+    "gym_score": (warm_gym, gym_score),
     "found_by_regex": (nothing, found_by_regex),
 }
 """Name -> preparation, which is done once and does not count as time of the call, and the function itself."""
@@ -65,11 +79,38 @@ def limit_resources() -> None:
         resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
+def confine() -> None:
+    """Refuse sockets, programs, new processes, and files other than those of packages, as far as the kernel can.
+
+    Some of reasoning-gym's scorers evaluate a model's answer as Python; sympy evaluates what its parser returns.
+    """
+    folder = Path(__file__).with_name("sandbox")
+    bootstrap, syscalls = (import_file(folder / f"{name}.py") for name in ("bootstrap", "syscalls"))
+    system = ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", f"{sys.base_prefix}/lib", "/dev/urandom"]
+    with suppress(OSError):
+        bootstrap.forbid_new_privileges()
+        bootstrap.restrict_files([*sys.path, *system], [])
+    if platform.machine() in syscalls.MACHINES:
+        with suppress(OSError):
+            bootstrap.filter_syscalls(syscalls.seccomp_filter(platform.machine()))
+
+
+def import_file(path: Path) -> Any:
+    spec = spec_from_file_location(path.stem, path)
+    assert spec is not None, f"{path} ends with .py"
+    assert spec.loader is not None, f"{path} ends with .py"
+    module = sys.modules[path.stem] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def computed(function: str, args: tuple[Any, ...], prepared: set[str], ready: Callable[[], None]) -> dict[str, Any]:
     prepare, compute = FUNCTIONS[function]
     try:
         if function not in prepared:
             prepare()
+            if sys.platform == "linux":
+                confine()
             prepared.add(function)
         ready()
         return {"value": compute(*args)}

@@ -2,8 +2,9 @@
 
 sympy and regular expressions may run for years inside of one call into C, which holds the interpreter: no other thread
 of the process runs meanwhile. On a model's text such calls are made by `worker.py`, in a process without the
-environment variables and open files of this one; it is killed when the time of the reward is over. Processes start when
-first needed, are reused, and end with this one, however that ends.
+environment variables and open files of this one; it is killed when the time of the reward is over. It can open no
+sockets and start nothing, and reads files of packages only, where the kernel has seccomp and Landlock. Processes start
+when first needed, are reused, and end with this one, however that ends.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ _MAX_WAIT = 86_400.0  # poll takes no infinity
 
 
 class _Worker:
-    def __init__(self) -> None:
+    """A process that computes one function."""
+
+    def __init__(self, function: str) -> None:
+        self.function, self.busy = function, False
         path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path if entry)
         self.calls = 0
         self._unread = b""
@@ -45,11 +49,11 @@ class _Worker:
             start_new_session=True,  # Ctrl-C is for this process
         )
 
-    def send(self, function: str, args: tuple[Any, ...]) -> dict[str, Any]:
+    def send(self, args: tuple[Any, ...]) -> dict[str, Any]:
         """Send a call; the reply comes when the process has imported what it needs."""
         assert self.process.stdin is not None, "stdin is a pipe"
         self.calls += 1
-        request = pickle.dumps((function, args))
+        request = pickle.dumps((self.function, args))
         try:
             self.process.stdin.write(len(request).to_bytes(8, "big") + request)
             self.process.stdin.flush()
@@ -100,15 +104,14 @@ class WorkerPool:
             worker.close_pipes()
         self._slots, self._lock = threading.BoundedSemaphore(self.size), threading.Lock()
         self._workers: set[_Worker] = set()
-        self._idle: list[_Worker] = []
 
     def call(self, function: str, *args: Any) -> Any:
         """The value of a function of `worker.py`; a TimeoutError when the time of the reward is over."""
         allowance = current_allowance()
-        with self._worker(allowance) as worker:
+        with self._worker(function, allowance) as worker:
             try:
                 with allowance.stopped():
-                    reply = worker.send(function, args)
+                    reply = worker.send(args)
                 if "error" not in reply:
                     reply = worker.reply(allowance.left)
             except TimeoutError:
@@ -120,34 +123,39 @@ class WorkerPool:
         return reply["value"]
 
     @contextmanager
-    def _worker(self, allowance: Allowance) -> Iterator[_Worker]:
+    def _worker(self, function: str, allowance: Allowance) -> Iterator[_Worker]:
         """A process for one call; it is killed if the call fails, and kept for the next one otherwise."""
         with allowance.stopped():
             self._slots.acquire()
         try:
-            with self._lock:
-                while self._idle and self._idle[-1].process.poll() is not None:  # it was killed, e.g. to free memory
-                    self._workers.remove(self._idle.pop())
-                worker = self._idle.pop() if self._idle else _Worker()
-                self._workers.add(worker)
+            worker = self._take(function)
             keep = False
             try:
                 yield worker
                 keep = worker.calls < _MAX_CALLS
             finally:
                 with self._lock:
-                    self._idle += [worker] if keep else []
+                    worker.busy = not keep
                     self._workers -= set() if keep else {worker}
                 if not keep:
                     worker.kill()
         finally:
             self._slots.release()
 
+    def _take(self, function: str) -> _Worker:
+        with self._lock:
+            self._workers = {each for each in self._workers if each.busy or each.process.poll() is None}
+            idle = (each for each in self._workers if each.function == function and not each.busy)
+            worker = next(idle, None) or _Worker(function)
+            worker.busy = True
+            self._workers.add(worker)
+            return worker
+
     def close(self) -> None:
         with self._lock:
             for worker in self._workers:
                 worker.kill()
-            self._workers, self._idle = set(), []
+            self._workers = set()
 
 
 WORKERS = WorkerPool()

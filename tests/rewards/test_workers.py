@@ -6,13 +6,15 @@ import socket
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import anyio
 import pytest
 
-from oxrl.rewards import grade, reward
+from oxrl.rewards import grade, reasoning_gym_samples, reward
 from oxrl.rewards.allowance import Allowance
+from oxrl.rewards.gym import reasoning_gym_score
 from oxrl.rewards.workers import WorkerPool
 from tests.rewards.rollouts import a_rollout
 from tests.waiting import HANG, wait_until, wait_until_async
@@ -109,7 +111,7 @@ def test_a_process_that_ends_during_a_call_is_an_error(pool):
 
 def test_waiting_for_a_process_takes_nothing_of_a_rewards_time(pool):
     allowance, found = Allowance(HANG), []
-    with pool._worker(Allowance(HANG)):  # the only one
+    with pool._worker("found_by_regex", Allowance(HANG)):  # the only one
         waiting = threading.Thread(target=lambda: found.append(allowance.call(pool.call, "found_by_regex", *ALWAYS)))
         waiting.start()
         waited = wait_until(lambda: allowance.waited, "the call waits")
@@ -139,6 +141,19 @@ def test_a_process_has_neither_the_environment_nor_the_files_of_the_trainer(pool
         files = [str(each.readlink()) for each in Path(f"/proc/{pid}/fd").iterdir()]
     assert names == {b"PYTHONPATH", b"PYTHONHASHSEED"}
     assert all(file.startswith("pipe:") or file == "/dev/null" for file in files), files
+
+
+def test_an_answer_that_a_scorer_evaluates_as_python_reaches_nothing(tmp_path):
+    pytest.importorskip("reasoning_gym", reason="the extra oxrl[gym] is not installed")
+    (sample,) = reasoning_gym_samples("spiral_matrix", size=1)
+    secret = tmp_path / "secret"
+    secret.write_text("1")
+    actions = (f"os.system('touch {tmp_path}/new')", f"os.remove('{secret}')", f"os.truncate('{secret}', 0)")
+    for action in (*actions, f"os.open('{tmp_path}/new', os.O_CREAT)"):
+        answer = f"[os := __import__('os'), {action}]"
+        assert reasoning_gym_score(replace(a_rollout(answer), sample=sample)) < 0.1
+    assert [file.name for file in tmp_path.iterdir()] == ["secret"] and secret.read_text() == "1"
+    assert reasoning_gym_score(replace(a_rollout(sample.answer), sample=sample)) == 1.0
 
 
 @pytest.mark.parametrize("busy", [False, True])

@@ -104,10 +104,15 @@ def filter_syscalls(program: bytes) -> None:
     _check(_libc.prctl(_SET_SECCOMP, 2, ctypes.byref(loaded), 0, 0), "seccomp")
 
 
+def forbid_new_privileges() -> None:
+    """No setuid program; without it an unprivileged process may restrict nothing."""
+    _check(_libc.prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges")
+
+
 def isolate(job: Mapping[str, Any]) -> None:
     """Apply every isolation layer of the job; raises an OSError if one fails."""
     layers = job["layers"]
-    _check(_libc.prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges")
+    forbid_new_privileges()
     if "namespaces" in layers:
         enter_namespaces(job["scratch"])
     has_scratch = "namespaces" in layers or "mounts" in layers
