@@ -89,7 +89,7 @@ def confine() -> None:
     system = ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", f"{sys.base_prefix}/lib", "/dev/urandom"]
     with suppress(OSError):
         bootstrap.forbid_new_privileges()
-        bootstrap.restrict_files([*sys.path, *system], [])
+        bootstrap.restrict_files([path for path in (*sys.path, *system) if os.access(path, os.R_OK)], [])
     if platform.machine() in syscalls.MACHINES:
         with suppress(OSError):
             bootstrap.filter_syscalls(syscalls.seccomp_filter(platform.machine()))
