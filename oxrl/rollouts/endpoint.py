@@ -2,7 +2,9 @@
 
 Serves chat completions and the list of models, over HTTP/1.1, in plain JSON or as a stream of one chunk. Each
 conversation keeps its turns with token ids and log-probs, and becomes a rollout. Sampling parameters are the
-trainer's: a request can only lower the number of tokens and add stop texts.
+trainer's: a request can only lower the number of tokens and add stop texts. Other users of the machine and web pages
+can connect to loopback too: the address contains a random token, which every request is checked for before its body is
+read, and `Host` and `Origin` must be loopback.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import ipaddress
 import json
 import logging
 import re
+import secrets
 import time
 import zlib
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -18,7 +21,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
-from urllib.parse import quote, unquote
+from urllib.parse import quote, unquote, urlsplit
 
 import anyio
 import h11
@@ -33,7 +36,9 @@ from oxrl.types import Generation, GenerationConfig, Generator, Message, Render,
 
 logger = logging.getLogger(__name__)
 
-_PATH = re.compile(r"(?:/s/(?P<id>[^/]+))?/v1/(?P<what>chat/completions|models)/?")
+_PATH = re.compile(r"/(?P<token>[^/]+)(?:/s/(?P<id>[^/]+))?/v1/(?P<what>chat/completions|models)/?")
+_MAX_CONNECTIONS = 512  # more are closed: the process needs its file descriptors
+_TRANSFER_LIMIT = 60.0  # seconds to receive a request, also the next one of a connection, or to send a response
 _DISCONNECTED = (anyio.BrokenResourceError, anyio.ClosedResourceError, anyio.EndOfStream, h11.LocalProtocolError)
 
 
@@ -49,7 +54,6 @@ class _Response(NamedTuple):
     status: int
     body: bytes
     kind: str = "application/json"
-    last: bool = False  # close the connection after it
 
 
 class _ChatRequest(NamedTuple):
@@ -98,11 +102,16 @@ class RecordingEndpoint:
         seed: int,
         tool_parser: ToolParser | None,
         max_body: int,
+        max_sessions: int,
+        time_limit: float,
     ) -> None:
-        self.url = url
+        self._token = secrets.token_urlsafe(16)
+        self.url = f"{url}/{self._token}"
         self._generator, self._render, self._sampling, self._seed = generator, render, sampling, seed
         self._tool_parser, self._max_body = tool_parser, max_body
+        self._max_sessions, self._time_limit = max_sessions, time_limit
         self._sessions: dict[str, _Session] = {}
+        self._connections = 0
         self._warned = False
 
     def base_url(self, id: str) -> str:
@@ -128,69 +137,129 @@ class RecordingEndpoint:
 
     async def serve(self, stream: ByteStream) -> None:
         """Serve one connection until either side closes it."""
-        connection = h11.Connection(h11.SERVER)
         async with stream:
-            with suppress(*_DISCONNECTED):
-                while await self._exchange(connection, stream):
-                    connection.start_next_cycle()
+            if self._connections >= _MAX_CONNECTIONS:
+                return
+            self._connections += 1
+            connection = h11.Connection(h11.SERVER)
+            try:
+                with suppress(*_DISCONNECTED, TimeoutError):
+                    while await self._exchange(connection, stream):
+                        connection.start_next_cycle()
+            finally:
+                self._connections -= 1
 
     async def _exchange(self, connection: h11.Connection, stream: ByteStream) -> bool:
         try:
-            received = await _received(connection, stream, self._max_body)
+            with anyio.fail_after(_TRANSFER_LIMIT):
+                received = await self._receive(connection, stream)
             if received is None:
                 return False
             response = await self._respond(*received)
         except h11.RemoteProtocolError as error:
-            response = _error(error.error_status_hint, str(error), last=True)
+            response = _error(error.error_status_hint, str(error))
         except _HTTPError as error:
-            response = _error(error.status, str(error), last=error.status == 413)
+            response = _error(error.status, str(error))
+        last = connection.their_state is not h11.DONE  # the rest of the request is not read
         headers = [("content-type", response.kind), ("content-length", str(len(response.body)))]
-        headers += [("connection", "close")] if response.last else []
+        headers += [("connection", "close")] if last else []
         for event in (
             h11.Response(status_code=response.status, headers=headers),
             h11.Data(response.body),
             h11.EndOfMessage(),
         ):
-            await stream.send(connection.send(event) or b"")
-        return not response.last and connection.our_state is not h11.MUST_CLOSE
+            with anyio.fail_after(_TRANSFER_LIMIT):
+                await stream.send(connection.send(event) or b"")
+        return not last and connection.our_state is not h11.MUST_CLOSE
 
-    async def _respond(self, request: h11.Request, body: bytes) -> _Response:
-        method, path = request.method.decode(), request.target.decode().partition("?")[0]
+    async def _receive(self, connection: h11.Connection, stream: ByteStream) -> tuple[h11.Request, bytes] | None:
+        """Return the next request and its body; None if the client has disconnected."""
+        request, body = None, bytearray()
+        while True:
+            event = connection.next_event()
+            if event is h11.NEED_DATA:
+                if connection.they_are_waiting_for_100_continue:
+                    await stream.send(connection.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
+                try:
+                    connection.receive_data(await stream.receive())
+                except anyio.EndOfStream:
+                    connection.receive_data(b"")
+            elif isinstance(event, h11.Request):
+                self._check(event)
+                request = event
+            elif isinstance(event, h11.Data):
+                body += event.data
+                if len(body) > self._max_body:
+                    raise _HTTPError(413, f"the request is larger than {self._max_body} bytes")
+            elif isinstance(event, h11.EndOfMessage) and request is not None:
+                return request, bytes(body)
+            else:
+                return None
+
+    def _check(self, request: h11.Request) -> None:
+        """Refuse requests of web pages and of other users, and unknown paths."""
+        headers = _headers(request)
+        if not _is_loopback(f"//{headers.get('host', '')}") or not _is_loopback(headers.get("origin", "//localhost")):
+            raise _HTTPError(403, "Host and Origin must be loopback addresses")
+        path = _path(request)
         found = _PATH.fullmatch(path)
-        if found is None:
+        if found is None or not secrets.compare_digest(found["token"], self._token):
+            asked = path.removeprefix(f"/{self._token}")
             raise _HTTPError(
-                404, f"there is no {path}; available: /v1/chat/completions and /v1/models, also below /s/<id>"
+                404,
+                f"there is no {asked}; available: /v1/chat/completions and /v1/models below the endpoint's url, which "
+                "ends with a token, and below url/s/<id>",
             )
         allowed = "GET" if found["what"] == "models" else "POST"
-        if method != allowed:
-            raise _HTTPError(405, f"{path} takes {allowed}, not {method}")
+        if (method := request.method.decode()) != allowed:
+            raise _HTTPError(405, f"{found['what']} takes {allowed}, not {method}")
+
+    async def _respond(self, request: h11.Request, body: bytes) -> _Response:
+        found = _PATH.fullmatch(_path(request))
+        assert found is not None, "checked when the request arrived"
         if found["what"] == "models":
             model = {"id": "oxrl", "object": "model", "created": 0, "owned_by": "oxrl"}
             return _Response(200, _json({"object": "list", "data": [model]}))
-        raw = _parsed(body)
-        id = unquote(found["id"] or "") or _conversation_id(request, raw)
-        return await self._complete(id, self._parse(raw))
+        try:
+            raw = _parsed(body)
+            id = unquote(found["id"] or "") or _conversation_id(request, raw)
+            return await self._complete(id, self._parse(raw))
+        except _HTTPError:
+            raise
+        except Exception as error:
+            logger.exception("a request to the recording endpoint failed")
+            raise _HTTPError(500, f"the request failed: {type(error).__name__}: {error}") from error
 
     async def _complete(self, id: str, request: _ChatRequest) -> _Response:
-        session = self._sessions.setdefault(id, _Session())
+        session = self._session(id)
         number, session.number = session.number, session.number + 1
         try:
             prompt, transcript = self._continued(session, request)
             seed = mixed_seed(self._seed, zlib.crc32(id.encode()), number)
             policy = GeneratorClient(self._generator, self._render, request.sampling, seed)
-            generation = await policy.generate(transcript.prompt_ids)
+            with anyio.fail_after(self._time_limit):
+                generation = await policy.generate(transcript.prompt_ids)
         except ValueError as error:
             raise _HTTPError(400, str(error)) from error
-        except (RuntimeError, OSError) as error:
+        except TimeoutError as error:
+            session.error = f"no generation within {self._time_limit:g} s"
+            raise _HTTPError(504, session.error) from error
+        except Exception as error:
             session.error = f"generation failed: {type(error).__name__}: {error}"
             raise _HTTPError(500, session.error) from error
-        session.error = None
+        session.error = "the generation could not be parsed"  # if the next line raises
         message = self._message(request, prompt, transcript, generation)
+        session.error = None
         session.recorded.append(_RecordedTurn(request, prompt, transcript, generation, message, len(session.turns)))
         session.turns.append(Turn(transcript.prompt_ids, generation, (message,)))
         if generation.finish_reason == "aborted":
             raise _HTTPError(503, "the generation was aborted; its tokens so far are recorded")
         return _completion(f"{id}-{number}", request, message, transcript, generation)
+
+    def _session(self, id: str) -> _Session:
+        if id not in self._sessions and len(self._sessions) >= self._max_sessions:
+            raise _HTTPError(429, f"there are {self._max_sessions} conversations: delete finished ones with drop(id)")
+        return self._sessions.setdefault(id, _Session())
 
     def _continued(self, session: _Session, request: _ChatRequest) -> tuple[ToolPrompt, Transcript]:
         """Return the prompt that continues a recorded turn, if the request does; else that of a new conversation."""
@@ -219,8 +288,12 @@ class RecordingEndpoint:
     def _parse(self, raw: Mapping[str, Any]) -> _ChatRequest:
         messages, tools, stop = raw.get("messages"), raw.get("tools") or [], raw.get("stop") or []
         if not isinstance(messages, list) or not messages or not all(_is_message(each) for each in messages):
-            raise _HTTPError(400, "messages must be a list of objects with a role, and not empty")
-        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise _HTTPError(
+                400,
+                "messages must be a list of objects, and not empty: role is a text, content a text or a list of "
+                "objects, tool_calls a list of objects",
+            )
+        if not _are_objects(tools):
             raise _HTTPError(400, "tools must be a list of objects")
         if raw.get("n") not in (None, 1) or raw.get("logprobs"):
             raise _HTTPError(
@@ -258,11 +331,15 @@ async def recording_endpoint(
     seed: int = 0,
     tool_parser: ToolParser | None = None,
     max_body: int = 16 * 2**20,
+    max_sessions: int = 10_000,
+    time_limit: float = 600.0,
 ) -> AsyncIterator[RecordingEndpoint]:
     """`async with recording_endpoint(generator, render, sampling) as endpoint:`; port 0 selects a free port.
 
     `tool_parser` parses calls if a request has tools; it defaults to the parser of the chat template. Requests of more
-    than `max_body` bytes are refused.
+    than `max_body` bytes are refused, and those for a new conversation while `max_sessions` are kept (see `drop`); a
+    generation that takes longer than `time_limit` seconds is cancelled. The address has a token: pass it to the agent
+    alone.
     """
     address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
     if not address.is_loopback:
@@ -272,7 +349,15 @@ async def recording_endpoint(
         bound = listener.extra(SocketAttribute.local_port)  # noqa: S610 - anyio's, not a database's
         url = f"http://{f'[{address}]' if address.version == 6 else address}:{bound}"
         endpoint = RecordingEndpoint(
-            generator, render, sampling, url=url, seed=seed, tool_parser=tool_parser, max_body=max_body
+            generator,
+            render,
+            sampling,
+            url=url,
+            seed=seed,
+            tool_parser=tool_parser,
+            max_body=max_body,
+            max_sessions=max_sessions,
+            time_limit=time_limit,
         )
         async with task_group() as tasks:
             tasks.start_soon(partial(listener.serve, endpoint.serve))
@@ -280,32 +365,24 @@ async def recording_endpoint(
             tasks.cancel_scope.cancel()
 
 
-async def _received(connection: h11.Connection, stream: ByteStream, max_body: int) -> tuple[h11.Request, bytes] | None:
-    """Return the next request and its body; None if the client has disconnected."""
-    request, body = None, bytearray()
-    while True:
-        event = connection.next_event()
-        if event is h11.NEED_DATA:
-            if connection.they_are_waiting_for_100_continue:
-                await stream.send(connection.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
-            try:
-                connection.receive_data(await stream.receive())
-            except anyio.EndOfStream:
-                connection.receive_data(b"")
-        elif isinstance(event, h11.Request):
-            request = event
-        elif isinstance(event, h11.Data):
-            body += event.data
-            if len(body) > max_body:
-                raise _HTTPError(413, f"the request is larger than {max_body} bytes")
-        elif isinstance(event, h11.EndOfMessage) and request is not None:
-            return request, bytes(body)
-        else:
-            return None
+def _headers(request: h11.Request) -> dict[str, str]:
+    return {name.decode().lower(): value.decode("latin-1") for name, value in request.headers}
+
+
+def _path(request: h11.Request) -> str:
+    return request.target.decode().partition("?")[0]
+
+
+def _is_loopback(url: str) -> bool:
+    try:
+        host = urlsplit(url).hostname or ""
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _conversation_id(request: h11.Request, raw: Mapping[str, Any]) -> str:
-    headers = {name.decode().lower(): value.decode("latin-1") for name, value in request.headers}
+    headers = _headers(request)
     key = headers.get("authorization", "").removeprefix("Bearer ").strip()
     return headers.get("x-rollout-id") or str(raw.get("user") or "") or key or "default"
 
@@ -321,7 +398,16 @@ def _parsed(body: bytes) -> Mapping[str, Any]:
 
 
 def _is_message(raw: Any) -> bool:
-    return isinstance(raw, dict) and isinstance(raw.get("role"), str)
+    if not isinstance(raw, dict) or not isinstance(raw.get("role"), str):
+        return False
+    content, calls = raw.get("content"), raw.get("tool_calls")
+    return (content is None or isinstance(content, str) or _are_objects(content)) and (
+        calls is None or _are_objects(calls)
+    )
+
+
+def _are_objects(raw: Any) -> bool:
+    return isinstance(raw, list) and all(isinstance(each, dict) for each in raw)
 
 
 def _message(raw: Mapping[str, Any]) -> Message:
@@ -384,9 +470,9 @@ def _completion(
     return _Response(200, b"data: " + chunk + b"\n\ndata: [DONE]\n\n", "text/event-stream")
 
 
-def _error(status: int, message: str, *, last: bool = False) -> _Response:
+def _error(status: int, message: str) -> _Response:
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return _Response(status, _json({"error": {"message": message, "type": kind, "code": status}}), last=last)
+    return _Response(status, _json({"error": {"message": message, "type": kind, "code": status}}))
 
 
 def _json(value: Any) -> bytes:

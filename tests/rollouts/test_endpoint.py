@@ -6,6 +6,7 @@ import http.client
 import json
 import socket
 from functools import partial
+from urllib.parse import urlsplit
 
 import anyio
 import pytest
@@ -13,13 +14,14 @@ from anyio import to_thread
 
 from oxrl.data.render import Renderer
 from oxrl.generators.embedded.generator import EmbeddedGenerator
-from oxrl.rollouts.endpoint import recording_endpoint
+from oxrl.rollouts.endpoint import _TRANSFER_LIMIT, recording_endpoint
 from oxrl.rollouts.tools import calculator, tool_schema
 from oxrl.types import GenerationConfig, Message, Sample, Status
+from tests.clock import expire
 from tests.data import chat_templates as styles
 from tests.data.chat_templates import byte_level
 from tests.rollouts.scripted_text import ScriptedText
-from tests.waiting import HANG
+from tests.waiting import HANG, wait_until_async
 
 pytestmark = pytest.mark.anyio
 
@@ -36,11 +38,16 @@ def anyio_backend(request):
 
 
 def port_of(endpoint) -> int:
-    return int(endpoint.url.rpartition(":")[2])
+    return urlsplit(endpoint.url).port
 
 
-async def ask(endpoint, body, path=COMPLETIONS, method="POST", headers=()):
+def token_of(endpoint) -> str:
+    return urlsplit(endpoint.url).path
+
+
+async def ask(endpoint, body, path=COMPLETIONS, method="POST", headers=(), token=None):
     """One request over a real connection: (status, body)."""
+    path = (token_of(endpoint) if token is None else token) + path
 
     def send():
         connection = http.client.HTTPConnection("127.0.0.1", port_of(endpoint), timeout=HANG)
@@ -167,6 +174,9 @@ async def test_a_request_can_lower_max_tokens_and_add_stop_texts_only(tiny, capl
         ("POST", COMPLETIONS, [], 400, "JSON object"),
         ("POST", COMPLETIONS, {}, 400, "messages must be"),
         ("POST", COMPLETIONS, {"messages": [{"content": "x"}]}, 400, "messages must be"),
+        ("POST", COMPLETIONS, {"messages": [{"role": "user", "content": 5}]}, 400, "content a text or a list"),
+        ("POST", COMPLETIONS, {"messages": [{"role": "user", "content": ["x"]}]}, 400, "messages must be"),
+        ("POST", COMPLETIONS, {"messages": [QUESTION, {**QUESTION, "tool_calls": 5}]}, 400, "tool_calls a list"),
         ("POST", COMPLETIONS, {"messages": [QUESTION], "tools": ["x"]}, 400, "tools must be"),
         ("POST", COMPLETIONS, {"messages": [QUESTION], "n": 2}, 400, "n must be 1"),
         ("POST", COMPLETIONS, {"messages": [QUESTION], "stop": 5}, 400, "stop must be"),
@@ -187,16 +197,16 @@ async def test_errors_are_json_with_a_status(tiny, method, path, body, status, m
 async def test_models_are_listed_on_a_connection_that_stays_open(tiny):
     _, opening = opened(tiny, [])
 
-    def twice(port):
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=HANG)
+    def twice(endpoint):
+        connection = http.client.HTTPConnection("127.0.0.1", port_of(endpoint), timeout=HANG)
         read = []
         for _ in range(2):
-            connection.request("GET", "/s/x/v1/models")
+            connection.request("GET", f"{token_of(endpoint)}/s/x/v1/models")
             read.append(json.loads(connection.getresponse().read())["data"][0]["id"])
         return read
 
     async with opening as endpoint:
-        assert await to_thread.run_sync(twice, port_of(endpoint)) == ["oxrl", "oxrl"]
+        assert await to_thread.run_sync(twice, endpoint) == ["oxrl", "oxrl"]
 
 
 async def test_invalid_http_gets_a_response_and_does_no_harm(tiny):
@@ -207,13 +217,14 @@ async def test_invalid_http_gets_a_response_and_does_no_harm(tiny):
             raw.sendall(b"HELLO THERE\r\n\r\n\r\n")
             return raw.recv(1000)
 
-    def disconnect(port):
-        with socket.create_connection(("127.0.0.1", port), timeout=HANG) as raw:
-            raw.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+    def disconnect(endpoint):
+        with socket.create_connection(("127.0.0.1", port_of(endpoint)), timeout=HANG) as raw:
+            path = f"{token_of(endpoint)}{COMPLETIONS}".encode()
+            raw.sendall(b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{" % path)
 
     async with opening as endpoint:
         assert (await to_thread.run_sync(send_garbage, port_of(endpoint))).startswith(b"HTTP/1.1 400")
-        await to_thread.run_sync(disconnect, port_of(endpoint))
+        await to_thread.run_sync(disconnect, endpoint)
         assert (await ask(endpoint, None, "/v1/models", "GET"))[0] == 200
 
 
@@ -224,6 +235,121 @@ async def test_a_failed_generation_is_an_error_of_the_rollout(tiny):
         rollout = endpoint.rollout("default")
     assert status == 500 and "RuntimeError: busy" in error["error"]["message"]
     assert rollout.status is Status.FAILED and rollout.score is None
+
+
+class UnexpectedError(Exception):
+    """An error of no kind that the endpoint knows."""
+
+
+def broken_parser(_text):
+    raise UnexpectedError("broken")
+
+
+async def test_an_unexpected_error_ends_its_request_and_no_other(tiny):
+    _, opening = opened(tiny, [UnexpectedError("broken"), "b", "c"], tool_parser=broken_parser)
+    async with opening as endpoint:
+        for body in ({"messages": [QUESTION]}, {"messages": [QUESTION], "tools": TOOLS}):
+            status, error = await ask(endpoint, body)
+            assert status == 500 and "UnexpectedError: broken" in error["error"]["message"]
+            assert endpoint.rollout("default").status is Status.FAILED
+        assert (await ask(endpoint, {"messages": [QUESTION]}))[0] == 200
+        assert endpoint.rollout("default").status is Status.COMPLETED
+
+
+@pytest.mark.parametrize(
+    ("token", "headers", "status"),
+    [
+        ("", {}, 404),
+        ("/wrong", {}, 404),
+        (None, {"Host": "attacker.example"}, 403),
+        (None, {"Host": "127.0.0.1.attacker.example:80"}, 403),
+        (None, {"Host": "[x"}, 403),
+        (None, {"Origin": "https://attacker.example"}, 403),
+        (None, {"Origin": "null"}, 403),
+        (None, {"Host": "localhost", "Origin": "http://127.0.0.1:3000"}, 200),
+        (None, {"Host": "[::1]:80"}, 200),
+    ],
+)
+async def test_a_request_needs_the_token_and_loopback_as_host_and_origin(tiny, token, headers, status):
+    generator, opening = opened(tiny, ["a"])
+    async with opening as endpoint:
+        path = "/s/x" + COMPLETIONS
+        body = {"messages": [QUESTION]}
+        assert (await ask(endpoint, body, path, headers=headers, token=token))[0] == status
+        assert len(generator.requests) == (status == 200)
+
+
+async def test_a_refused_request_is_answered_before_its_body_arrives(tiny):
+    _, opening = opened(tiny, [])
+
+    def announce(port):
+        with socket.create_connection(("127.0.0.1", port), timeout=HANG) as raw:
+            raw.sendall(b"POST /wrong/v1/models HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999\r\n\r\n")
+            return raw.makefile("rb").read()
+
+    async with opening as endpoint:
+        assert (await to_thread.run_sync(announce, port_of(endpoint))).startswith(b"HTTP/1.1 404")
+
+
+async def test_every_endpoint_has_its_own_token(tiny):
+    async with opened(tiny, [])[1] as one, opened(tiny, [])[1] as other:
+        assert len(token_of(one)) > 20 and token_of(one) != token_of(other)
+
+
+async def test_conversations_are_limited_until_some_are_dropped(tiny):
+    _, opening = opened(tiny, ["a", "b", "c"], max_sessions=2)
+    async with opening as endpoint:
+        asked = [await ask(endpoint, {"messages": [QUESTION], "user": name}) for name in ("one", "two", "three")]
+        assert [status for status, _ in asked] == [200, 200, 429]
+        assert "2 conversations" in asked[2][1]["error"]["message"]
+        endpoint.drop("one")
+        assert (await ask(endpoint, {"messages": [QUESTION], "user": "three"}))[0] == 200
+
+
+async def test_connections_are_limited(tiny, monkeypatch):
+    monkeypatch.setattr("oxrl.rollouts.endpoint._MAX_CONNECTIONS", 1)
+    _, opening = opened(tiny, [])
+
+    def connect(port):
+        with socket.create_connection(("127.0.0.1", port), timeout=HANG) as first:
+            first.sendall(b"GET / HTTP/1.1\r\n")
+            with socket.create_connection(("127.0.0.1", port), timeout=HANG) as second:
+                assert second.recv(1) == b""
+            first.sendall(b"Host: localhost\r\n\r\n")
+            return first.recv(100)
+
+    async with opening as endpoint:
+        assert (await to_thread.run_sync(connect, port_of(endpoint))).startswith(b"HTTP/1.1 404")
+
+
+class Endless(ScriptedText):
+    """Its generations do not end until they are cancelled."""
+
+    async def generate(self, requests, sampling):
+        await super().generate(requests, sampling)
+        await anyio.sleep_forever()
+
+
+async def test_a_generation_and_an_idle_connection_have_a_time_limit(tiny):
+    generator, asked = Endless(tiny[1], ["a"]), []
+
+    async def ask_once(endpoint):
+        asked.append(await ask(endpoint, {"messages": [QUESTION]}))
+
+    async with recording_endpoint(generator, Renderer(tiny[1]), SAMPLING, time_limit=5.0) as endpoint:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask_once, endpoint)
+            await wait_until_async(lambda: generator.requests, "the generation has started")
+            await expire(5.0)
+        assert asked[0][0] == 504 and "no generation within 5 s" in asked[0][1]["error"]["message"]
+        assert endpoint.rollout("default").status is Status.FAILED
+        await wait_until_async(lambda: endpoint._connections == 0, "the first connection has ended")
+        async with await anyio.connect_tcp("127.0.0.1", port_of(endpoint)) as idle:
+            await idle.send(b"GET /")
+            await wait_until_async(lambda: endpoint._connections == 1, "the connection is served")
+            await expire(_TRANSFER_LIMIT)
+            with pytest.raises(anyio.EndOfStream):
+                await idle.receive()
 
 
 async def test_an_aborted_generation_is_recorded_and_reported(tiny):
