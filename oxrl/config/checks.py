@@ -28,6 +28,7 @@ DEEPSPEED_KEYS_SET_ELSEWHERE = {
 RESERVED_ENGINE_KEYS = {
     "host",
     "port",
+    "uds",
     "api_key",
     "load_format",
     "worker_extension_cls",
@@ -40,8 +41,8 @@ RESERVED_ENGINE_KEYS = {
 }
 """vLLM settings that oxRL sets itself."""
 RESERVED_REASON = (
-    "engines listen on loopback and receive their weights from the trainer (use rollout.tensor_parallel_size, "
-    "inference_engine.colocated and inference_engine.adapter)"
+    "engines listen on a socket of their own and receive their weights from the trainer (use "
+    "rollout.tensor_parallel_size, inference_engine.colocated and inference_engine.adapter)"
 )
 
 

@@ -6,6 +6,7 @@ The endpoints of each kind of engine are in `http`.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import socket
 from collections.abc import Mapping, Sequence
@@ -35,8 +36,9 @@ class NoSuchPathError(EngineError):
 
 
 class Connection(NamedTuple):
-    """`Connection("http://127.0.0.1:8000", retries=2)`. Proxies of the environment are not used: engines are local.
+    """`Connection("http://127.0.0.1:8000", retries=2)`, or the path of a Unix socket: `unix:///tmp/mine/socket`.
 
+    Proxies of the environment are not used: engines are local.
     Network errors, time-outs (`time_limit` is for each attempt), 408, 425, 429 and 5xx are retried up to `retries`
     times, after `backoff` seconds, doubled each time.
     """
@@ -49,14 +51,14 @@ class Connection(NamedTuple):
     def checked(self) -> Connection:
         """Return itself with a normalized URL; raise ValueError if a field is not valid."""
         if not _is_address(self.url):
-            raise ValueError(f"{self.url!r} is not an engine's address: write http://HOST:PORT")
+            raise ValueError(f"{self.url!r} is not an engine's address: write http://HOST:PORT or unix:///SOCKET")
         if self.retries < 0 or self.backoff < 0 or not self.time_limit > 0:
             raise ValueError("an engine's connection needs retries >= 0, backoff >= 0 and time_limit > 0")
         return self._replace(url=self.url.rstrip("/"))
 
     @property
     def host(self) -> str:
-        return urlsplit(self.url).hostname or ""
+        return urlsplit(self.url).hostname or "127.0.0.1"  # a Unix socket is on this machine
 
     async def get(self, path: str, *, time_limit: float | None = None) -> Any:
         return await self._request("GET", path, None, _EMPTY, time_limit, self.retries)
@@ -105,11 +107,14 @@ class Connection(NamedTuple):
     ) -> _Reply | _Failure:
         import httpx
 
+        socket_path = _socket_path(self.url)
+        base = self.url if socket_path is None else "http://localhost"
+        transport = httpx.AsyncHTTPTransport(verify=_ssl_context(), trust_env=False, uds=socket_path)
         # The caller sets one time limit for the whole request.
-        async with httpx.AsyncClient(timeout=None, trust_env=False, verify=_ssl_context()) as client:  # noqa: S113
+        async with httpx.AsyncClient(timeout=None, trust_env=False, transport=transport) as client:  # noqa: S113
             try:
                 response = await client.request(
-                    method, f"{self.url}{path}", json=None if body is None else dict(body), params=dict(query) or None
+                    method, f"{base}{path}", json=None if body is None else dict(body), params=dict(query) or None
                 )
             except httpx.TransportError as error:
                 return _Failure(f"no connection, or it was closed: {type(error).__name__}")
@@ -142,6 +147,8 @@ def check_distinct(urls: Sequence[str]) -> None:
 def _addresses(url: str) -> set[tuple[Any, ...]]:
     """Return its resolved addresses with the path; empty if the host name does not resolve."""
     parts = urlsplit(url)
+    if (socket_path := _socket_path(url)) is not None:
+        return {(os.path.realpath(socket_path),)}
     try:
         found = socket.getaddrinfo(parts.hostname, parts.port or parts.scheme, type=socket.SOCK_STREAM)
     except OSError:
@@ -149,8 +156,15 @@ def _addresses(url: str) -> set[tuple[Any, ...]]:
     return {(*address[:2], parts.path.rstrip("/")) for *_, address in found}
 
 
+def _socket_path(url: str) -> str | None:
+    parts = urlsplit(url)
+    return parts.path if parts.scheme == "unix" else None
+
+
 def _is_address(url: str) -> bool:
     parts = urlsplit(url)
+    if parts.scheme == "unix":
+        return parts.path.startswith("/") and not (parts.netloc or parts.query)
     try:
         valid_port = parts.port != 0
     except ValueError:  # not a number, or out of range

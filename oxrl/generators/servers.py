@@ -28,7 +28,6 @@ from oxrl.generators.http import SGLangEngine, VLLMEngine
 from oxrl.generators.pool import HTTPGenerator
 from oxrl.generators.probe import Probe, StaleEngineError
 from oxrl.generators.vllm.server import VLLMServer, log_tail, start_vllm_server, until_ready
-from oxrl.machine.processes import free_ports
 from oxrl.weights.checkpoint_names import shm_dir
 
 logger = logging.getLogger(__name__)
@@ -291,10 +290,11 @@ async def serving(
     limits: Limits = Limits(),  # noqa: B008 - immutable
     **options: Any,
 ) -> AsyncIterator[HTTPGenerator]:
-    """`async with serving(folder, tokenizer, replicas=2) as generator:`, vLLM servers as child processes on loopback.
+    """`async with serving(folder, tokenizer, replicas=2) as generator:`, vLLM servers as child processes.
 
-    `arguments` are vLLM's. `devices` has the CUDA_VISIBLE_DEVICES of each replica; without it all replicas see all
-    devices. `options` are `HTTPGenerator`'s. Their files in shared memory are in one folder, removed at the end.
+    Only processes of this user can connect to them. `arguments` are vLLM's. `devices` has the CUDA_VISIBLE_DEVICES of
+    each replica; without it all replicas see all devices. `options` are `HTTPGenerator`'s. Their files in shared memory
+    are in one folder, removed at the end.
     """
     if replicas < 1 or (devices and len(devices) != replicas):
         raise ValueError(f"{replicas} replicas on {len(devices)} sets of devices: use 1 or more, with one set each")
@@ -302,8 +302,8 @@ async def serving(
         logs = Path(log_folder) if log_folder is not None else home
         logs.mkdir(parents=True, exist_ok=True)
         servers = [
-            Replica(number, _starter(number, port, model, arguments, devices, logs, home), home, limits)
-            for number, port in enumerate(free_ports(replicas))
+            Replica(number, _starter(number, model, arguments, devices, logs, home), home, limits)
+            for number in range(replicas)
         ]
         try:
             async with task_group() as starts:
@@ -322,22 +322,11 @@ async def serving(
 
 
 def _starter(
-    number: int, port: int, model: str | Path, arguments: Sequence[str], devices: Sequence[str], logs: Path, home: Path
+    number: int, model: str | Path, arguments: Sequence[str], devices: Sequence[str], logs: Path, home: Path
 ) -> Callable[[], VLLMServer]:
     environment = {"CUDA_VISIBLE_DEVICES": devices[number]} if devices else {}
-    ports = iter([port])  # for the first start; another process may use it later
-
-    def start() -> VLLMServer:
-        return start_vllm_server(
-            model,
-            arguments=arguments,
-            log=logs / f"vllm-{number}.log",
-            port=next(ports, None),
-            environment=environment,
-            home=home,
-        )
-
-    return start
+    log = logs / f"vllm-{number}.log"
+    return partial(start_vllm_server, model, arguments=arguments, log=log, environment=environment, home=home)
 
 
 @contextmanager

