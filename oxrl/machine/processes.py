@@ -7,10 +7,12 @@ import random
 import shutil
 import signal
 import socket
+import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
 
+LOOPBACK_INTERFACE = "lo" if sys.platform == "linux" else "lo0"
 SERVER_PORTS = range(20_000, 32_768)  # above the ports of Ray's workers, below the default ephemeral range
 RENDEZVOUS_FILE = "OXRL_MEETING"  # variable with the path of a file for the rendezvous of local ranks, not a port
 

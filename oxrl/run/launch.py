@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
-from oxrl.machine.processes import RENDEZVOUS_FILE, end_with_parent, free_ports
+from oxrl.machine.processes import LOOPBACK_INTERFACE, RENDEZVOUS_FILE, end_with_parent, free_ports
 
 if TYPE_CHECKING:
     from oxrl.backends.distributed.ranks import Ranks
@@ -84,8 +84,8 @@ def _run(command: Sequence[str], ranks: int, rendezvous: Path, more: Mapping[str
         "LOCAL_WORLD_SIZE": str(ranks),
         # The rendezvous is a file and traffic stays on loopback: not reachable from outside.
         RENDEZVOUS_FILE: str(rendezvous),
-        "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
-        "NCCL_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+        "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE,
+        "NCCL_SOCKET_IFNAME": LOOPBACK_INTERFACE,
         # DeepSpeed requires them, and then uses the existing process group.
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_ports(1)[0]),

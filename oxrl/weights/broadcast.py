@@ -34,20 +34,24 @@ def rendezvous(
 ) -> Iterator[Rendezvous]:
     """Open a rendezvous inside the block, at this machine's address on the route to `hosts`; then all waits fail."""
     host = _own_address(hosts)
+    store = listening_store(host, time_limit)
+    try:
+        yield Rendezvous(host, store.port, 1 + receivers, backend, time_limit)
+    finally:
+        del store
+
+
+def listening_store(host: str, time_limit: float) -> Any:
+    """Create a store of torch that listens at a free port of this address only, not on all interfaces."""
     listener = socket.create_server((host, 0), family=_family(host))
-    port = listener.getsockname()[1]
-    store = _torch().TCPStore(
+    return _torch().TCPStore(
         host,
-        port,
+        listener.getsockname()[1],
         is_master=True,
         timeout=timedelta(seconds=time_limit),
         wait_for_workers=False,
-        master_listen_fd=listener.detach(),  # without it, the store listens on all addresses
+        master_listen_fd=listener.detach(),
     )
-    try:
-        yield Rendezvous(host, port, 1 + receivers, backend, time_limit)
-    finally:
-        del store
 
 
 def send(weights: Iterable[tuple[str, Tensor]], address: Rendezvous, bucket_bytes: int = BUCKET_BYTES) -> None:

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -68,6 +69,13 @@ def received(weights, max_bytes=2**18, **options):
     references = list(weights.source.references(max_bytes, **options))
     assert len(references) > 1, "several buckets"
     return dict(pair for reference in references for pair in ray.get(reference).tensors())
+
+
+def test_actors_of_a_local_cluster_listen_on_loopback_only(ray_ranks):
+    processes = [psutil.Process(process.pid) for process in ray_ranks.processes]
+    sockets = [each for process in processes for each in process.net_connections()]
+    listening = {each.laddr.ip.removeprefix("::ffff:") for each in sockets if each.status == psutil.CONN_LISTEN}
+    assert listening == {"127.0.0.1"}
 
 
 async def test_actors_match_the_local_backend_and_calls_are_queued(make):

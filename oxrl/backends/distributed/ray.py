@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -36,13 +35,16 @@ from oxrl.backends.distributed.ranks import (
 )
 from oxrl.backends.distributed.rpc import Worker, write_adapter_files
 from oxrl.backends.local import NonFiniteError
+from oxrl.machine.processes import LOOPBACK_INTERFACE
 from oxrl.machine.ray_cluster import Bundles, Process, end_actor, import_ray, reserve
 from oxrl.types import ImmediateTrainFuture, TrainFuture, Weights
+from oxrl.weights.broadcast import listening_store
 from oxrl.weights.buckets import BUCKET_BYTES, Bucket, in_buckets
 from oxrl.weights.checkpoint_names import adapter_files, plain_weights
 
 logger = logging.getLogger(__name__)
 
+LOOPBACK = "127.0.0.1"
 CALL_LIMIT = 3600.0  # seconds that one call may take on all ranks, including loading a model
 _STREAMS = count(1)
 PEER_ERROR_SECONDS = 5.0  # to wait for a rank's own error after another reported a lost connection to it
@@ -78,8 +80,10 @@ class RayRanks:
         self._actors = [actor.options(**self.bundles.options(rank, share)).remote(rank) for rank in range(world)]
         self.processes: list[Process | None] = [None] * world
         try:
-            rendezvous = self._gather("start", [self._actors[0].rendezvous_address.remote()])[0]
-            joining = [actor.join.remote(world, *rendezvous, time_limit) for actor in self._actors]
+            hosts = self._gather("start", [actor.host.remote() for actor in self._actors])
+            host = hosts[0] if len(set(hosts)) > 1 else LOOPBACK
+            (port,) = self._gather("listen", [self._actors[0].listen.remote(host, time_limit)])
+            joining = [actor.join.remote(world, host, port, time_limit) for actor in self._actors]
             self.processes = self._gather("join", joining)
         except BaseException:
             self.stop()
@@ -187,33 +191,42 @@ class RankActor:
         self.rank = rank
         self._host = WorkerHost(rank, {"put_bucket": self._put_bucket, "read_adapter": read_adapter})
         self._streams: dict[int, Iterator[Bucket]] = {}
+        self._store: Any = None  # of rank 0
 
-    def rendezvous_address(self) -> tuple[str, int]:
-        """Return the address of this machine and a free port, at which the ranks connect."""
+    def host(self) -> str:
+        """Return the address at which the other machines of the cluster reach this one."""
         from ray.util import get_node_ip_address
 
-        with socket.socket() as free:
-            free.bind(("", 0))
-            address: str = get_node_ip_address()
-            return address, int(free.getsockname()[1])
+        address: str = get_node_ip_address()
+        return address
 
-    def join(self, world: int, address: str, port: int, time_limit: float) -> Reply:
+    def listen(self, host: str, time_limit: float) -> int:
+        """Open the store of the process group, on rank 0; return its port."""
+        self._store = listening_store(host, time_limit)
+        return int(self._store.port)
+
+    def join(self, world: int, host: str, port: int, time_limit: float) -> Reply:
         """Set the environment as torchrun does, and join the process group."""
         import torch
         import torch.distributed as dist
 
         os.environ |= {
-            "MASTER_ADDR": address,
+            "MASTER_ADDR": host,
             "MASTER_PORT": str(port),
             "RANK": str(self.rank),
             "WORLD_SIZE": str(world),
             "LOCAL_RANK": "0",  # Ray makes only its own device visible to an actor
         }
-        on_gpu = torch.cuda.is_available()
+        if host == LOOPBACK:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
+        on_gpu, limit = torch.cuda.is_available(), timedelta(seconds=time_limit)
         if on_gpu:
             torch.cuda.set_device(0)
+        untyped: Any = dist  # mypy finds TCPStore in it or not, depending on the import order
         try:
-            dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=time_limit))
+            store = self._store or untyped.TCPStore(host, port, is_master=False, timeout=limit)
+            backend = "nccl" if on_gpu else "gloo"
+            dist.init_process_group(backend, timeout=limit, store=store, rank=self.rank, world_size=world)
         except RuntimeError as error:
             return Reply(error=portable(error))
         return Reply(Process.current())

@@ -30,7 +30,7 @@ import anyio
 from oxrl.concurrency import in_thread
 from oxrl.generators.connection import Connection, EngineError
 from oxrl.generators.vllm.worker import EXTENSION
-from oxrl.machine.processes import end_with_parent, kill_group
+from oxrl.machine.processes import LOOPBACK_INTERFACE, end_with_parent, kill_group
 from oxrl.weights.checkpoint_names import shm_dir
 
 _NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
@@ -41,7 +41,6 @@ CPU_SETTINGS = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_WAIT_POLICY": "PASSIVE",
 }
-_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"} if Path("/sys/class/net/lo").exists() else {}  # between its own processes
 _LAST_START = 300  # lines of a log that belong to the last start of the server
 _ERROR = re.compile(r"\b\w*(?:Error|Exception): ")
 SETTINGS = {
@@ -128,7 +127,7 @@ def start_vllm_server(
     command += ["--uds", str(folder / "socket"), "--model", str(model)]
     command += ["--logprobs-mode", "processed_logprobs", "--worker-extension-cls", EXTENSION]
     sockets = str(home or folder)
-    settings = {**_cpu_settings(), **_LOOPBACK, **os.environ, **SETTINGS, **environment}
+    settings = {**_cpu_settings(), "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE, **os.environ, **SETTINGS, **environment}
     settings |= {"VLLM_RPC_BASE_PATH": sockets, _HOME: sockets}
     settings.pop("VLLM_API_KEY", None)  # for other servers of the user: requests to this one have no key
     with file.open("ab") as out:
