@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from oxrl.machine.secrets import without_secrets
+
 
 @contextmanager
 def exit_on_user_error() -> Iterator[None]:
@@ -15,7 +17,7 @@ def exit_on_user_error() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        for line in str(error).splitlines():
+        for line in without_secrets(str(error)).splitlines():
             typer.secho(f"error: {line}", fg="red", err=True)
         raise typer.Exit(2) from None
 
@@ -35,7 +37,7 @@ def exit_on_failure(what: str, resume_hint: Callable[[], str] = str) -> Iterator
         typer.secho(f"{what} failed: a function that it called exits, with {exit_.code!r}", fg="red", err=True)
         raise typer.Exit(1) from exit_
     except RuntimeError as failure:
-        typer.secho(f"{what} failed: {failure}", fg="red", err=True)
+        typer.secho(f"{what} failed: {without_secrets(str(failure))}", fg="red", err=True)
         raise typer.Exit(1) from failure
 
 

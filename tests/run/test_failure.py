@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from oxrl.cli import app
 from oxrl.config import check_config, load_config
-from oxrl.diagnose.bug_report import SendError, report_of, send, without_secrets
+from oxrl.diagnose.bug_report import SendError, report_of, send, shareable
 from oxrl.run.failure import failures_recorded, fingerprint, record_failure, where_in_oxrl
 from oxrl.run.train import train_run
 from tests.rows import sums, write_jsonl
@@ -202,15 +202,15 @@ LEAKS = {
 @pytest.mark.parametrize("name", LEAKS)
 def test_secrets_are_removed(name):
     before, after = LEAKS[name]
-    assert without_secrets(before, SECRETS) == after
-    assert not any(value in without_secrets(f"{value} {before}", SECRETS) for value in SECRETS.values())
+    assert shareable(before, SECRETS) == after
+    assert not any(value in shareable(f"{value} {before}", SECRETS) for value in SECRETS.values())
 
 
 def test_what_is_no_secret_stays():
     harmless = (
         "max_tokens: 256\ntokens_per_second: 1234567\napi_key_env: OPENAI_API_KEY\ntoken: null\nkeys: [abcdefg]\n"
     )
-    assert without_secrets(harmless, SECRETS) == harmless
+    assert shareable(harmless, SECRETS) == harmless
 
 
 @pytest.fixture
@@ -225,11 +225,16 @@ def run(tmp_path):
 
 def test_a_report_has_a_title_a_body_and_no_secret(run):
     report = report_of(run, environ=SECRETS)
-    assert report.title == "[exception] the server refused [HF_TOKEN removed]"
+    assert report.title == "[exception] the server refused [removed]"
     assert report.body.rstrip().endswith(f"oxrl-fingerprint: {report.fingerprint}")
     assert "RuntimeError" in report.body and "alg_name: sft" in report.body
     assert not any(secret in report.body + report.title for secret in (*SECRETS.values(), "sesame"))
     assert len(re.findall(r"^````(?:\w+)?$", report.body, flags=re.M)) == 2, "the fence is longer than what it holds"
+
+
+def test_the_record_itself_has_no_secret_of_an_error(run):
+    texts = [(run / "failure" / name).read_text() for name in ("traceback.txt", "signal.json")]
+    assert all("the server refused [removed]" in text and SECRETS["HF_TOKEN"] not in text for text in texts)
 
 
 def test_a_long_report_fits_what_github_takes(run):
