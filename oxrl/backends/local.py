@@ -451,7 +451,7 @@ def _saved_weights(model: Any, path: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     if not hasattr(model, "peft_config"):
-        return dict(type(model).from_pretrained(path, dtype=model.dtype).named_parameters())
+        return dict(type(model).from_pretrained(path, dtype=model.dtype, use_safetensors=True).named_parameters())
     # PEFT omits the adapter's name ("default") in its files.
     names = {name.replace(".default", ""): name for name, _ in model.named_parameters()}
     return {names[key]: tensor for key, tensor in load_file(path / "adapter_model.safetensors").items()}

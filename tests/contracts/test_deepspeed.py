@@ -6,8 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from oxrl.algorithms import algorithm
+from tests.backends.test_shards import MakesFolder
 from tests.contracts import together
 from tests.contracts.test_backend import deepspeed, load_tiny, some_items, split, train
 from tests.contracts.test_over_ranks import HALF, RATES, items_of, local, same_steps
@@ -106,3 +108,13 @@ async def test_a_stage_without_sharding_is_resumed_bit_for_bit(zero, tmp_path):
     expected, _ = await train(through, some_items(), 3, steps=2)
     found, _ = await train(resumed, some_items(), 3, steps=2)
     assert found == expected
+
+
+async def test_a_file_that_would_run_code_is_refused(zero, tmp_path):
+    backend = zero({"zero_optimization": {"stage": 2}})
+    await backend.save(tmp_path)
+    for file in (tmp_path / "shards" / "deepspeed").glob("*.pt"):
+        torch.save({"module": MakesFolder(tmp_path / "made")}, file)
+    with pytest.raises(ValueError, match="is not what DeepSpeed writes .* was not loaded"):
+        await backend.load(tmp_path)
+    assert not (tmp_path / "made").exists()

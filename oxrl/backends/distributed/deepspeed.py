@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import pickle
 import warnings
 import weakref
 from collections import defaultdict
@@ -49,6 +50,7 @@ from oxrl.types import ImmediateTrainFuture, Outputs, TrainFuture
 
 TAG = "deepspeed"  # the folder of DeepSpeed's files in `shards/`
 ABOUT = "deepspeed.json"
+ONLY_WEIGHTS = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # PyTorch's: no `torch.load` unpickles arbitrary classes
 Section = Mapping[str, Any]
 """A section of the config, with DeepSpeed's keys: `{"zero_optimization": {"stage": 3}}`."""
 
@@ -343,7 +345,8 @@ class DeepSpeedWorker(RankWorker):
         shards = path / SHARDS
         about = _read_about(shards, self._about())
         # Not strict: frozen weights are not saved, and the names of trained ones were compared above.
-        self.engine.load_checkpoint(str(shards), TAG, load_module_strict=False)
+        with _restricted_unpickling(shards):
+            self.engine.load_checkpoint(str(shards), TAG, load_module_strict=False)
         restore_random_state(load_file(shards / f"random_{dist.get_rank()}.safetensors"))
         self.version, self.reference_moved = about["version"], about["reference_moved"]
         if self.reference_moved:
@@ -408,6 +411,31 @@ def _without_deepspeed_log() -> Iterator[None]:
         yield
     finally:
         deepspeed_logger.disabled = before
+
+
+@contextmanager
+def _restricted_unpickling(shards: Path) -> Iterator[None]:
+    """Let DeepSpeed's files, which are pickles, hold only tensors, plain values and the classes that it writes."""
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    before = os.environ.get(ONLY_WEIGHTS)
+    os.environ[ONLY_WEIGHTS] = "1"  # DeepSpeed loads with weights_only=False
+    try:
+        with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
+            yield
+    except pickle.UnpicklingError as error:
+        reason = next((line.strip() for line in str(error).splitlines() if "GLOBAL" in line), str(error))
+        raise ValueError(
+            f"a file in {shards} is not what DeepSpeed writes ({reason}), and was not loaded: a pickle can run code. "
+            f"Restore it, or start a new run with {shards.parent} as the model"
+        ) from error
+    finally:
+        if before is None:
+            del os.environ[ONLY_WEIGHTS]
+        else:
+            os.environ[ONLY_WEIGHTS] = before
 
 
 def _read_about(shards: Path, expected: Mapping[str, Any]) -> dict[str, Any]:

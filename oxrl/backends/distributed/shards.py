@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 SHARDS = "shards"
 OPTIMIZER = "optimizer.safetensors"
 REFERENCE = "reference.safetensors"
-_MARK = ".metadata"  # the file that torch.distributed.checkpoint writes last
+INDEX = ".metadata"  # the file that torch.distributed.checkpoint writes last
 
 
 def has_shards(path: Path) -> bool:
-    return (path / SHARDS / _MARK).is_file()
+    return (path / SHARDS / INDEX).is_file()
 
 
 def save_shards(backend: PyTorchTrainingBackend, path: Path, own: Mapping[str, Tensor]) -> None:
@@ -40,9 +40,12 @@ def load_shards(
     backend: PyTorchTrainingBackend, path: Path, own: Mapping[str, Tensor], *, distributed: bool = True
 ) -> None:
     """Restore what any number of ranks saved, and of `own` the entries that exist; `distributed`: on all ranks."""
-    from torch.distributed.checkpoint import filesystem, state_dict_loader
+    from torch.distributed.checkpoint import state_dict_loader
 
-    known = filesystem.FileSystemReader(path / SHARDS).read_metadata().state_dict_metadata
+    from oxrl.backends.distributed.shard_reader import ShardReader
+
+    reader = ShardReader(path / SHARDS)
+    known = reader.read_metadata().state_dict_metadata
     optimizer = {key: tensor for key, tensor in _empty_state(backend).items() if f"optimizer:{key}" in known}
     backend.reference_moved = any(key.startswith("reference:") for key in known)
     state = _state(backend, optimizer)
@@ -50,7 +53,7 @@ def load_shards(
     if different := sorted((known.keys() ^ state.keys()) - random):
         raise ValueError(f"the checkpoint in {path} is of another model or optimizer: {different[0]} is not in both")
     state |= {key: tensor for key, tensor in own.items() if key in known}
-    state_dict_loader.load(state, checkpoint_id=path / SHARDS, no_dist=not distributed)
+    state_dict_loader.load(state, storage_reader=reader, no_dist=not distributed)
     backend.version = int(state["version"])
     backend.optimizer.restore(optimizer)
     backend.optimizer.copy_to_model()
