@@ -38,11 +38,17 @@ logger = logging.getLogger(__name__)
 
 _UNFINISHED = ".unfinished-"
 _STATE = "training_state.json"
+_RANDOM = "rng.safetensors"
+_NOT_WEIGHTS = {"optimizer.safetensors", _RANDOM}
 _STEP = re.compile(r"step_(\d+)")
 
 
 class CorruptCheckpointError(ValueError):
     """A checkpoint whose files have changed since they were written; the message begins with the file."""
+
+
+class NonFiniteWeightsError(RuntimeError):
+    """Weights that are not finite, which are not saved: no run could continue from them."""
 
 
 async def save_checkpoint(
@@ -67,7 +73,7 @@ async def save_checkpoint(
         index_weights(draft)
         if tokenizer is not None:
             tokenizer.save_pretrained(draft)
-        save_file(_random_states(), draft / "rng.safetensors")
+        save_file(_random_states(), draft / _RANDOM)
         with anyio.CancelScope(shield=True):  # a thread cannot be cancelled; other tasks run meanwhile
             await in_thread(partial(_seal_and_publish, state, draft, final))
     _prune(root, keep_last, keep)
@@ -75,6 +81,11 @@ async def save_checkpoint(
 
 
 def _seal_and_publish(state: TrainingState, draft: Path, final: Path) -> None:
+    if (name := _non_finite_weight(draft)) is not None:
+        raise NonFiniteWeightsError(
+            f"after step {state.step} the weight {name} is not finite, so no checkpoint was written; "
+            f"{_what_is_left(final)}. A lower train.lr is the usual remedy, or model.dtype bfloat16 instead of float16"
+        )
     record = {**state._asdict(), "files": _digests(draft)}
     sealed = {**record, "seal": _seal(record), "environment": environment()}
     (draft / _STATE).write_text(json.dumps(sealed, indent=1), encoding="utf-8")
@@ -90,7 +101,7 @@ async def load_checkpoint(path: str | Path, backend: Backend) -> TrainingState:
     state, then = _read_record(path)
     _warn_of_differences(then)
     await backend.load(path)
-    _restore_random_states(load_file(path / "rng.safetensors"))
+    _restore_random_states(load_file(path / _RANDOM))
     return state
 
 
@@ -150,6 +161,22 @@ def _digests(folder: Path, names: Iterable[str] | None = None) -> dict[str, str]
         return dict(zip(names, threads.map(digest, names), strict=True))
 
 
+def _non_finite_weight(folder: Path) -> str | None:
+    """The name of a weight in these files that is not finite; optimizer and random states are not looked at."""
+    import torch
+    from safetensors import safe_open
+
+    for file in sorted(folder.glob("*.safetensors")):
+        if file.name in _NOT_WEIGHTS:
+            continue
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - not a mapping
+                # A sum needs no second tensor, and in float64 it cannot overflow by itself.
+                if not opened.get_tensor(name).sum(dtype=torch.float64).isfinite():
+                    return str(name)
+    return None
+
+
 def _root(error: BaseException) -> BaseException:
     """The first cause; a rank's error arrives as the cause of another one."""
     return error if error.__cause__ is None else _root(error.__cause__)
@@ -166,11 +193,15 @@ def _all_or_nothing(draft: Path, final: Path) -> Iterator[None]:
         shutil.rmtree(draft, ignore_errors=True)
         if not isinstance(_root(error), OSError | SafetensorError):
             raise
-        before = latest_checkpoint(final.parent)
-        kept = "there is no earlier one" if before is None else f"{before.name} is intact"
         raise RuntimeError(
-            f"the checkpoint {final} could not be written: {error}; {kept}. Free disk space, then use --resume"
+            f"the checkpoint {final} could not be written: {error}; {_what_is_left(final)}. Free disk space, then use "
+            "--resume"
         ) from error
+
+
+def _what_is_left(final: Path) -> str:
+    before = latest_checkpoint(final.parent)
+    return "there is no earlier one" if before is None else f"{before.name} is intact"
 
 
 def checkpoints(root: str | Path) -> list[Path]:

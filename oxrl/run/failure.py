@@ -75,7 +75,7 @@ def is_user_error(error: Exception) -> bool:
 
 def kind_of(error: Exception) -> Kind:
     names = {each.__name__ for each in type(error).__mro__}
-    if "NonFiniteError" in names:
+    if names & {"NonFiniteError", "NonFiniteWeightsError"}:
         return "non_finite"
     if ran_out_of_memory(_origin(error)):
         return "out_of_memory"

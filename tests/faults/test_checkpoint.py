@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import resource
 import shutil
@@ -14,12 +15,14 @@ from oxrl.concurrency import run_blocking
 from oxrl.models.load import load_model
 from oxrl.run.checkpoint import (
     CorruptCheckpointError,
+    NonFiniteWeightsError,
     check_files,
     checkpoints,
     intact_checkpoint,
     load_checkpoint,
     save_checkpoint,
 )
+from oxrl.run.failure import kind_of
 from oxrl.types import TrainingState
 from tests.engines import need
 from tests.rows import sums, write_jsonl
@@ -102,6 +105,18 @@ def test_if_all_checkpoints_are_damaged_it_raises_and_nothing_is_moved(root):
     with pytest.raises(CorruptCheckpointError, match=r"step_0003/model.safetensors is damaged.*every earlier one"):
         intact_checkpoint(root)
     assert len(checkpoints(root)) == 2
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_weights_that_are_not_finite_are_not_saved(tiny, root, value):
+    backend = create_pytorch_backend(load_model(tiny[0]), lr=1e-3)
+    backend.model.get_input_embeddings().weight.data[5, 5] = value
+    with pytest.raises(
+        NonFiniteWeightsError, match=r"after step 4 the weight .*embed.* is not finite.*step_0003 is"
+    ) as e:
+        run_blocking(lambda: save_checkpoint(root, backend, STATE._replace(step=4)))
+    assert sorted(path.name for path in root.iterdir()) == ["step_0002", "step_0003"]
+    assert kind_of(e.value) == "non_finite"
 
 
 def test_checkpoints_from_before_there_were_digests_still_load(written, root):
