@@ -126,11 +126,11 @@ def _stages(path: Path | None, output: Path | None, resume: bool, overrides: lis
         return load_stages(path, overrides)
     if output is None:
         raise ValueError("--output names the run to resume")
-    if not (output / "stages.yaml").exists() and not (output / "config.yaml").exists():
-        raise ValueError(f"there is nothing to resume in {output}")
     from oxrl.run.folder import recorded_stages
 
-    return recorded_stages(output) or load_stages(output / "config.yaml", overrides)
+    if not (stages := recorded_stages(output, overrides)):
+        raise ValueError(f"there is nothing to resume in {output}")
+    return stages
 
 
 def _how_to_resume(folder: Path) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from oxrl.config import STAGES, Config, ConfigError, check_config
+from oxrl.config import STAGES, Config, ConfigError, check_config, load_stages
 from oxrl.rollouts.buffer import Group
 from oxrl.rollouts.record import digest_of
 from oxrl.run.checkpoint import best_checkpoint, intact_checkpoint, latest_checkpoint
@@ -67,14 +67,22 @@ def record_config(config: Config, path: Path, *, resuming: bool) -> None:
     now = config.model_dump(mode="json")
     if resuming and path.exists():
         before = yaml.safe_load(path.read_text(encoding="utf-8"))
-        for section, keys in now.items():
-            for key, value in keys.items():
-                if (old := before.get(section, {}).get(key)) != value:
-                    logger.warning("resuming with another %s.%s: %r instead of %r", section, key, value, old)
+        for key, (old, value) in changes(before, now).items():
+            logger.warning("resuming with another %s: %r instead of %r", key, value, old)
         with suppress(ConfigError):  # written by a version with other keys
             if (rows := check_config(before).batch_size) != config.batch_size:
                 logger.warning("resuming with %d rows in a step instead of %d", config.batch_size, rows)
     path.write_text(yaml.safe_dump(now, sort_keys=False), encoding="utf-8")
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """`{"train.lr": (1e-5, 1e-4)}`: keys of two dumped configs that differ, with the old and the new value."""
+    return {
+        f"{section}.{key}": (old, value)
+        for section, keys in now.items()
+        for key, value in keys.items()
+        if (old := before.get(section, {}).get(key)) != value
+    }
 
 
 def record_stages(stages: Mapping[str, Config], home: Path) -> None:
@@ -84,10 +92,10 @@ def record_stages(stages: Mapping[str, Config], home: Path) -> None:
     (home / "stages.yaml").write_text(yaml.safe_dump(dumped, sort_keys=False), encoding="utf-8")
 
 
-def recorded_stages(home: Path) -> dict[str, Config]:
-    file = home / "stages.yaml"
-    raw = yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else {}
-    return {name: check_config(config) for name, config in raw.items()}
+def recorded_stages(home: Path, overrides: Sequence[str] = ()) -> dict[str, Config]:
+    """The stages of the run in this folder, with overrides; a run without stages has one, named ""."""
+    file = next((home / name for name in ("stages.yaml", "config.yaml") if (home / name).exists()), None)
+    return {} if file is None else load_stages(file, overrides)
 
 
 def resolve_weights(name: str) -> str:

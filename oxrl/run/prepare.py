@@ -15,7 +15,15 @@ from oxrl.models.load import check_model, load_tokenizer
 from oxrl.run.build import check_servers
 from oxrl.run.checkpoint import latest_checkpoint, read_state
 from oxrl.run.data import is_online, load_train_files, prepare_data
-from oxrl.run.folder import check_resumable, check_writable, record_stages, run_folder, starting_point
+from oxrl.run.folder import (
+    changes,
+    check_resumable,
+    check_writable,
+    record_stages,
+    recorded_stages,
+    run_folder,
+    starting_point,
+)
 from oxrl.run.placement import placed
 from oxrl.run.reward import check_reward, check_reward_names, check_reward_source, lacks_reward, with_default_reward
 from oxrl.run.spec import (
@@ -57,24 +65,46 @@ def prepare_stages(
 ) -> Iterator[RunSpec]:
     """The stages of a run one after the other; train each before asking for the next, which starts from its weights.
 
-    All stages are checked before the first one is returned. A resumed run continues in its unfinished stage.
+    All stages are checked before the first one is returned. A resumed run continues in its unfinished stage, or in its
+    last one.
     """
     if list(stages) == [""]:
         yield prepare_run(stages[""], output, resume=resume)
         return
     home = run_folder(next(iter(stages.values())), output)
-    unfinished = [name for name in stages if not (resume and _is_finished(home / name))]
-    if not unfinished:
-        raise ConfigError(f"the run in {home} is finished; there is nothing to resume")
-    for name in unfinished[1:]:
+    finished = [name for name in list(stages)[:-1] if resume and _is_finished(home / name)]
+    stages = _with_finished_as_recorded(stages, finished, home)
+    first, *later = [name for name in stages if name not in finished]
+    for name in later:
         resolve(stages[name], home / name)
-    record_stages(stages, home)
     source: Path | None = None
     for name, config in stages.items():
-        if name in unfinished:
+        if name not in finished:
             started = resume and (home / name / "config.yaml").exists()
-            yield prepare_run(starting_from(config, source), home / name, resume=started)
+            spec = prepare_run(starting_from(config, source), home / name, resume=started)
+            if name == first:  # not before: the folder may be that of another run
+                record_stages(stages, home)
+            yield spec
         source = latest_checkpoint(home / name / "checkpoints")
+
+
+def _with_finished_as_recorded(stages: Mapping[str, Config], finished: Sequence[str], home: Path) -> dict[str, Config]:
+    """The stages, finished ones as they were trained; a change that no other stage uses is refused."""
+    before = recorded_stages(home) if finished else {}
+    changed = {
+        name: changes(before[name].model_dump(mode="json"), stages[name].model_dump(mode="json")).keys()
+        for name in stages
+        if name in before
+    }
+    # Later stages start from the weights of the one before, whatever their model.name is.
+    used = {key for name, keys in changed.items() if name not in finished for key in keys} - {"model.name"}
+    for name in finished:
+        if unused := sorted(changed.get(name, set()) - used):
+            raise ConfigError(
+                f"the stage {name} of the run in {home} is finished, so its {unused[0]} cannot be changed any more: "
+                "resume without this change, or start a new run"
+            )
+    return {name: before.get(name, config) if name in finished else config for name, config in stages.items()}
 
 
 def _is_finished(folder: Path) -> bool:

@@ -2,6 +2,8 @@
 
 import json
 import random
+import re
+import shutil
 
 import pytest
 from safetensors.torch import load_file
@@ -9,10 +11,12 @@ from typer.testing import CliRunner
 
 from oxrl.cli import app
 from oxrl.config import ConfigError, load_config, load_stages
-from oxrl.run.folder import recorded_stages, resolve_weights
-from oxrl.run.prepare import prepare_run
+from oxrl.models.builtin import prepare_builtin
+from oxrl.run.folder import record_config, record_stages, recorded_stages, resolve_weights
+from oxrl.run.prepare import prepare_run, prepare_stages
 from oxrl.run.train import run_rl, run_sft, train_run, train_spec
 from oxrl.tracking.metrics import read_metrics
+from oxrl.types import TrainingState
 from tests.rows import sums, write_jsonl
 
 YAML = """
@@ -70,7 +74,59 @@ def test_rl_starts_from_the_latest_checkpoint_of_sft(config, tmp_path):
     resolved = (tmp_path / "out/rl/config.yaml").read_text()
     assert "sft/checkpoints/step_0004" in resolved
     again = run("train", "--output", tmp_path / "out", "--resume")
-    assert again.exit_code == 2 and "finished" in again.output
+    assert again.exit_code == 0 and "nothing was left to do" in again.output
+    assert str(tmp_path / "out/rl/checkpoints/step_0002") in "".join(again.output.split())
+    longer = run("train", "--output", tmp_path / "out", "--resume", "--set", "rl.train.train_steps_per_epoch=3")
+    assert longer.exit_code == 0 and (tmp_path / "out/rl/checkpoints/step_0003").is_dir()
+
+
+@pytest.fixture
+def between(config, tmp_path):
+    """A run whose first stage is finished, and whose second one has not started."""
+    stages, out = load_stages(config), tmp_path / "out"
+    record_stages(stages, out)
+    folder = shutil.copytree(prepare_builtin("tiny"), out / "sft/checkpoints/step_0004")
+    record_config(stages["sft"], out / "sft/config.yaml", resuming=False)
+    state = {**TrainingState(step=4, cursor={"finished": True})._asdict(), "environment": {}}
+    (folder / "training_state.json").write_text(json.dumps(state))
+    return out
+
+
+def resumed(out, *overrides):
+    return next(prepare_stages(recorded_stages(out, overrides), out, resume=True))
+
+
+def test_a_resumed_run_with_stages_applies_flags_to_stages_that_are_left(between):
+    assert resumed(between, "train.lr=0.25").config.train.lr == 0.25
+    assert [stage.train.lr for stage in recorded_stages(between).values()] == [2e-3, 0.25]
+    assert resumed(between, "rl.train.lr=0.5").config.train.lr == 0.5
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("nonsense.key=1", "nonsense is not a key"),
+        ("train.alg_name=ppo", "train.alg_name is set per stage"),
+        ("rl.train.alg_name=nonsense", "nonsense"),
+        ("sft.train.lr=1", "the stage sft .* is finished, so its train.lr cannot be changed"),
+        ("model.name=smollm2-135m", "the stage sft .* is finished, so its model.name cannot be changed"),
+    ],
+)
+def test_a_resumed_run_with_stages_refuses_flags_that_it_cannot_apply(between, flag, message):
+    recorded = (between / "stages.yaml").read_bytes()
+    done = run("train", "--output", between, "--resume", "--set", flag)
+    assert done.exit_code == 2
+    assert re.search(message, " ".join(done.output.split()))
+    assert (between / "stages.yaml").read_bytes() == recorded
+
+
+def test_a_run_that_is_refused_leaves_the_stages_of_the_run_that_is_there(config, tmp_path):
+    record_stages(load_stages(config), tmp_path)
+    (tmp_path / "sft").mkdir()
+    (tmp_path / "sft/metrics.jsonl").touch()
+    with pytest.raises(ConfigError, match="already has a run"):
+        next(prepare_stages(load_stages(config, ["train.lr=0.5"]), tmp_path))
+    assert recorded_stages(tmp_path) == load_stages(config)
 
 
 def test_a_mistake_in_the_second_stage_is_found_before_the_first_one_trains(config, tmp_path):
@@ -84,8 +140,6 @@ def test_a_mistake_in_the_second_stage_is_found_before_the_first_one_trains(conf
 def test_a_run_that_stopped_between_its_stages_is_resumed_with_the_next(config, tmp_path):
     stages = load_stages(config)
     first = run_sft(stages["sft"], tmp_path / "out")
-    from oxrl.run.folder import record_stages
-
     record_stages(stages, tmp_path / "out")
     done = run("train", "--output", tmp_path / "out", "--resume")
     assert done.exit_code == 0, done.output
