@@ -16,6 +16,7 @@ from oxrl.config import STAGES, Config, ConfigError, check_config, load_stages
 from oxrl.rollouts.buffer import Group
 from oxrl.rollouts.record import digest_of
 from oxrl.run.checkpoint import best_checkpoint, intact_checkpoint, latest_checkpoint
+from oxrl.tracking.files import write_atomically
 from oxrl.tracking.metrics import drop_lines_after
 from oxrl.types import Rollout, Turn
 
@@ -51,28 +52,47 @@ def check_resumable(config: Config, path: Path) -> None:
     """Refuse a resume with keys that change the shape of the weights or the optimizer state."""
     if not path.exists():
         return
-    before = yaml.safe_load(path.read_text(encoding="utf-8"))
+    before = read_recorded(path)
     now = config.model_dump(mode="json")
     for section, key in (("model", "name"), ("lora", "enabled"), ("lora", "r"), ("train", "alg_name")):
+        if key not in before.get(section, {}):
+            raise _damaged(path)
         was, wanted = before[section][key], now[section][key]
-        if was != wanted:
+        if was != wanted and not _same_folder(was, wanted):
             raise ConfigError(
                 f"this run has {section}.{key} {was!r} and cannot be resumed with {wanted!r}: "
                 "start a new run from its checkpoint instead"
             )
 
 
+def _same_folder(one: Any, other: Any) -> bool:
+    """Whether both are paths of the same folder, such as `runs/a` and `/home/me/runs/a`."""
+    return (
+        isinstance(one, str)
+        and isinstance(other, str)
+        and Path(other).is_dir()
+        and Path(one).resolve() == Path(other).resolve()
+    )
+
+
+def _damaged(file: Path) -> ConfigError:
+    return ConfigError(
+        f"{file} is damaged: remove it, then resume with the config that the run was started with: oxrl train CONFIG "
+        f"--output {file.parent} --resume"
+    )
+
+
 def record_config(config: Config, path: Path, *, resuming: bool) -> None:
     """Write the config that a resume is compared with; log every change."""
     now = config.model_dump(mode="json")
     if resuming and path.exists():
-        before = yaml.safe_load(path.read_text(encoding="utf-8"))
+        before = read_recorded(path)
         for key, (old, value) in changes(before, now).items():
             logger.warning("resuming with another %s: %r instead of %r", key, value, old)
         with suppress(ConfigError):  # written by a version with other keys
             if (rows := check_config(before).batch_size) != config.batch_size:
                 logger.warning("resuming with %d rows in a step instead of %d", config.batch_size, rows)
-    path.write_text(yaml.safe_dump(now, sort_keys=False), encoding="utf-8")
+    write_atomically(path, yaml.safe_dump(now, sort_keys=False))
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -89,13 +109,27 @@ def record_stages(stages: Mapping[str, Config], home: Path) -> None:
     """Write the configs of all stages, so that a run interrupted in its first stage can be resumed."""
     home.mkdir(parents=True, exist_ok=True)
     dumped = {name: config.model_dump(mode="json") for name, config in stages.items()}
-    (home / "stages.yaml").write_text(yaml.safe_dump(dumped, sort_keys=False), encoding="utf-8")
+    write_atomically(home / "stages.yaml", yaml.safe_dump(dumped, sort_keys=False))
 
 
 def recorded_stages(home: Path, overrides: Sequence[str] = ()) -> dict[str, Config]:
     """The stages of the run in this folder, with overrides; a run without stages has one, named ""."""
     file = next((home / name for name in ("stages.yaml", "config.yaml") if (home / name).exists()), None)
-    return {} if file is None else load_stages(file, overrides)
+    if file is None:
+        return {}
+    read_recorded(file)
+    return load_stages(file, overrides)
+
+
+def read_recorded(file: Path) -> dict[str, Any]:
+    """The content of `config.yaml` or `stages.yaml`, as a run wrote it."""
+    try:
+        recorded = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError):
+        recorded = None
+    if not isinstance(recorded, dict) or not all(isinstance(section, dict) for section in recorded.values()):
+        raise _damaged(file)
+    return recorded
 
 
 def resolve_weights(name: str) -> str:

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from oxrl.tracking.files import write_atomically
+
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
@@ -51,9 +53,7 @@ def read_metrics(path: str | Path) -> list[dict[str, float]]:
 
 def drop_lines_after(path: Path, step: int) -> None:
     kept = "".join(json.dumps(row) + "\n" for row in read_metrics(path) if row["step"] <= step)
-    draft = path.with_suffix(".tmp")
-    draft.write_text(kept, encoding="utf-8")
-    draft.replace(path)
+    write_atomically(path, kept)
 
 
 def _readable(value: float) -> float | None:

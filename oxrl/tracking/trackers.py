@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from oxrl.tracking.files import write_atomically
 from oxrl.tracking.logs import rank
 from oxrl.tracking.metrics import Sink, all_of, read_metrics
 
@@ -77,7 +78,7 @@ def tracked(names: Sequence[str], folder: Path, config: Mapping[str, Any], *, ur
             known[name] = {"id": tracker.id, "seen": seen}
             sinks.append(stack.enter_context(_ended(_SafeTracker(name, tracker, seen))))
         if chosen:
-            state_file.write_text(json.dumps(known), encoding="utf-8")
+            write_atomically(state_file, json.dumps(known))
         yield all_of(*sinks)
 
 
