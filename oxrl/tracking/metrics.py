@@ -6,6 +6,7 @@ A sink is any callable of (step, metrics). Metrics are written as measured: noth
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import sys
@@ -19,6 +20,8 @@ from oxrl.tracking.files import write_atomically
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
+
+logger = logging.getLogger(__name__)
 
 Sink: TypeAlias = Callable[[int, Mapping[str, float]], None]
 
@@ -41,19 +44,34 @@ class JSONLLogger:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, float]]:
-    """Return the lines of a metrics file, without an incomplete last line of a killed run."""
-    rows = []
-    for line in Path(path).read_text(encoding="utf-8").splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return rows
+    """Return the lines of a metrics file, without an incomplete last line of a killed run.
+
+    Damaged lines before it are left out with a warning.
+    """
+    return [row for _, row in _read_lines(Path(path))]
 
 
 def drop_lines_after(path: Path, step: int) -> None:
-    kept = "".join(json.dumps(row) + "\n" for row in read_metrics(path) if row["step"] <= step)
-    write_atomically(path, kept)
+    write_atomically(path, "".join(f"{line}\n" for line, row in _read_lines(path) if row["step"] <= step))
+
+
+def _read_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """The readable lines of a JSONL file, as text and parsed."""
+    lines = path.read_bytes().split(b"\n")  # the last one is empty, or incomplete
+    rows = [_parsed(line) for line in lines]
+    damaged = [number for number, row in enumerate(rows[:-1], 1) if row is None and lines[number - 1]]
+    if damaged:
+        logger.warning("%s: %d damaged lines are left out, the first is line %d", path, len(damaged), damaged[0])
+    return [(line.decode(), row) for line, row in zip(lines, rows, strict=True) if row is not None]
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """One line of a metrics file; None if it is damaged."""
+    try:
+        row = json.loads(line.decode())
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
 def _readable(value: float) -> float | None:

@@ -1,6 +1,8 @@
 import json
 import math
 
+import pytest
+
 from oxrl.tracking.metrics import JSONLLogger, LiveConsole, all_of, log_to_console, memory_gib, read_metrics
 
 
@@ -21,6 +23,21 @@ def test_a_resumed_file_has_no_step_twice_and_drops_an_incomplete_last_line(tmp_
     second = JSONLLogger(path, keep_until=3)
     second(4, {"loss": 40.0})
     assert [(line["step"], line["loss"]) for line in read_metrics(path)] == [(1, 1), (2, 2), (3, 3), (4, 40)]
+
+
+@pytest.mark.parametrize(
+    "damage", [b"\x00" * 40, b'{"step": 2, "lo', b"[1, 2]", b"{}", b'{"step": "2"}', b"\xff\xfe", b"5"]
+)
+def test_a_damaged_line_is_left_out_with_a_warning_and_the_rest_is_kept(tmp_path, caplog, damage):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1, "loss": 1.0}\n' + damage + b'\n{"step": 3, "loss": 0.1}\n\n{"step": 4}\n{"st')
+    assert [row["step"] for row in read_metrics(path)] == [1, 3, 4]
+    caplog.clear()
+    JSONLLogger(path, keep_until=3)
+    assert path.read_bytes() == b'{"step": 1, "loss": 1.0}\n{"step": 3, "loss": 0.1}\n'
+    assert [each.getMessage() for each in caplog.records] == [
+        f"{path}: 1 damaged lines are left out, the first is line 2"
+    ]
 
 
 def test_nan_is_null_in_json(tmp_path):
