@@ -7,7 +7,6 @@ that removes the gap explains it. Nothing is trained, and the engine's weights a
 
 from __future__ import annotations
 
-import json
 import logging
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from oxrl.run.checkpoint import checkpoints, read_state
 from oxrl.run.folder import last_stage
 from oxrl.run.prepare import resolve
 from oxrl.run.spec import first_algorithm, model_config, sampling_config
+from oxrl.tracking.metrics import read_metrics
 from oxrl.types import GenerationConfig, Generator, Request, Row, Weights
 
 if TYPE_CHECKING:
@@ -261,9 +261,8 @@ def _saved_weights(config: Config, folder: Path) -> list[SavedWeights]:
 def _recorded(folder: Path) -> Iterator[dict[str, Any]]:
     """Yield the turns in `rollouts.jsonl`, newest first."""
     file = folder / "rollouts.jsonl"
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    for line in reversed(lines):
-        for sample in json.loads(line)["samples"]:
+    for row in reversed(read_metrics(file) if file.exists() else []):
+        for sample in row["samples"]:
             if not sample.get("greedy"):
                 yield from sample.get("turns", ())
 

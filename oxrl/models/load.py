@@ -1,8 +1,8 @@
 """Load a model by name: a built-in name, a hub id, a local folder, a `.gguf` file or the folder of a LoRA adapter.
 
 `check_model` validates a `ModelConfig` before any weight is read; the loaders apply its dtype, device, attention and
-gradient checkpointing. Only safetensors are loaded, never pickles. Adding adapters is in `lora`, sharding in the
-backends.
+gradient checkpointing. Only safetensors are loaded, never pickles; files of a checkpoint are compared with its digests.
+Adding adapters is in `lora`, sharding in the backends.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from oxrl.models.builtin import BUILTIN_MODELS, builtin_named_by, prepare_builti
 from oxrl.models.lora import ADAPTER_CONFIG, load_adapter, read_adapter_config
 from oxrl.names import nearest_name
 from oxrl.types import ModelConfig
+from oxrl.weights.integrity import check_model_files
 
 if TYPE_CHECKING:
     import torch
@@ -83,6 +84,8 @@ def load_hf_model(
     )
     check_model(config)
     source = find_model(name_or_path)
+    if source.kind in ("folder", "adapter") and not builds_empty():
+        check_model_files(Path(source.where), weights=True)
     if source.kind == "adapter":
         base = load_hf_model(
             adapter_base(source.where), dtype, device, attn_implementation, trust_remote_code=trust_remote_code
@@ -219,6 +222,8 @@ def check_model(config: ModelConfig | str) -> None:
     source = find_model(config.name)
     resolve_dtype(config.dtype, resolve_device(config.device))
     check_attention(config.attn_implementation)
+    if source.kind in ("folder", "adapter"):
+        check_model_files(Path(source.where), weights=False)
     if source.kind == "adapter":
         check_model(config._replace(name=adapter_base(source.where), revision=None))
     elif source.kind == "gguf":

@@ -51,10 +51,10 @@ def load_reward_model(config: ModelConfig | str) -> RewardModel:
 def _load_trained(config: ModelConfig, heads: Path) -> RewardModel:
     from safetensors.torch import load_file
 
+    model = load_model(config, is_trainable=False)  # checks the files of a checkpoint, this one too
     weights = load_file(heads)
     if SCORE not in weights:
         raise ValueError(f"{heads} has no score head (it has {', '.join(weights)}); the algorithm rm trains one")
-    model = load_model(config, is_trainable=False)
     text_config = model.config.get_text_config()
     if config.attn_implementation == "sdpa" and getattr(text_config, "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")  # sdpa ignores the soft cap on attention scores

@@ -2,12 +2,11 @@
 
 `checkpoints/step_0040/` is a folder that plain transformers loads, plus `optimizer.safetensors`, `rng.safetensors` and
 `training_state.json`, which has a digest of each file and of itself. The folder gets its name only when all is on the
-disk, and is loaded only if all digests match.
+disk, and is loaded only if all digests match (`weights.integrity`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -15,8 +14,7 @@ import platform
 import random
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
@@ -30,6 +28,7 @@ from oxrl.concurrency import in_thread
 from oxrl.machine.hardware import processor_name
 from oxrl.types import Backend, TrainingState
 from oxrl.weights.checkpoint_names import index_weights
+from oxrl.weights.integrity import STATE_FILE, CorruptCheckpointError, check_files, digests, read_sealed, seal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,14 +36,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _UNFINISHED = ".unfinished-"
-_STATE = "training_state.json"
 _RANDOM = "rng.safetensors"
 _NOT_WEIGHTS = {"optimizer.safetensors", _RANDOM}
 _STEP = re.compile(r"step_(\d+)")
-
-
-class CorruptCheckpointError(ValueError):
-    """A checkpoint whose files have changed since they were written; the message begins with the file."""
 
 
 class NonFiniteWeightsError(RuntimeError):
@@ -86,9 +80,9 @@ def _seal_and_publish(state: TrainingState, draft: Path, final: Path) -> None:
             f"after step {state.step} the weight {name} is not finite, so no checkpoint was written; "
             f"{_what_is_left(final)}. A lower train.lr is the usual remedy, or model.dtype bfloat16 instead of float16"
         )
-    record = {**state._asdict(), "files": _digests(draft)}
-    sealed = {**record, "seal": _seal(record), "environment": environment()}
-    (draft / _STATE).write_text(json.dumps(sealed, indent=1), encoding="utf-8")
+    record = {**state._asdict(), "files": digests(draft)}
+    sealed = {**record, "seal": seal(record), "environment": environment()}
+    (draft / STATE_FILE).write_text(json.dumps(sealed, indent=1), encoding="utf-8")
     _publish(draft, final)
 
 
@@ -110,55 +104,9 @@ def read_state(path: str | Path) -> TrainingState:
     return _read_record(Path(path))[0]
 
 
-def check_files(path: str | Path) -> None:
-    """Raise at the first file of a checkpoint that has changed since it was written."""
-    path = Path(path)
-    files = _read_sealed(path).get("files", {})
-    if missing := sorted(name for name in files if not (path / name).is_file()):
-        raise CorruptCheckpointError(f"{path / missing[0]} is missing from the checkpoint")
-    now = _digests(path, files)
-    for name, digest in files.items():
-        if now[name] != digest:
-            raise CorruptCheckpointError(f"{path / name} is damaged: it is not what was written")
-
-
 def _read_record(path: Path) -> tuple[TrainingState, dict[str, Any]]:
-    sealed = _read_sealed(path)
+    sealed = read_sealed(path)
     return TrainingState(**{name: sealed[name] for name in TrainingState._fields}), sealed["environment"]
-
-
-def _read_sealed(path: Path) -> dict[str, Any]:
-    file = path / _STATE
-    if not file.exists():
-        raise ValueError(f"{path} is not a checkpoint: it has no {_STATE}")
-    try:
-        sealed: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        record = {name: sealed[name] for name in (*TrainingState._fields, "files") if name in sealed}
-        unsealed = not {"seal", "files"} & sealed.keys()  # by an older version of oxRL
-        intact = "environment" in sealed and (unsealed or sealed.get("seal") == _seal(record))
-    except (ValueError, TypeError, AttributeError):
-        intact = False
-    if not intact:
-        raise CorruptCheckpointError(f"{file} is damaged: it is not what was written")
-    return sealed
-
-
-def _seal(record: Mapping[str, Any]) -> str:
-    as_read = json.loads(json.dumps(record))  # JSON turns numeric keys into strings
-    return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
-
-
-def _digests(folder: Path, names: Iterable[str] | None = None) -> dict[str, str]:
-    """Digests of the files by name, in threads: hashing releases the GIL."""
-    if names is None:
-        names = [str(file.relative_to(folder)) for file in sorted(folder.rglob("*")) if file.is_file()]
-
-    def digest(name: str) -> str:
-        with (folder / name).open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-
-    with ThreadPoolExecutor(4) as threads:
-        return dict(zip(names, threads.map(digest, names), strict=True))
 
 
 def _non_finite_weight(folder: Path) -> str | None:

@@ -43,7 +43,7 @@ class JSONLLogger:
     log = __call__
 
 
-def read_metrics(path: str | Path) -> list[dict[str, float]]:
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """Return the lines of a metrics file, without an incomplete last line of a killed run.
 
     Damaged lines before it are left out with a warning.

@@ -9,8 +9,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from oxrl.backends.local import create_pytorch_backend
+from oxrl.cli import app
 from oxrl.concurrency import run_blocking
 from oxrl.models.load import load_model
 from oxrl.run.checkpoint import (
@@ -89,6 +91,42 @@ def test_each_damaged_file_is_named_before_anything_is_loaded(written, root, dam
             run_blocking(load_checkpoint, root / "step_0004", backend)
         shutil.rmtree(root / "step_0004")
     assert all(weights[name].equal(tensor) for name, tensor in backend.model.state_dict().items())
+
+
+MODEL_FILES = ["model.safetensors", "config.json", "tokenizer.json"]
+
+
+@pytest.mark.parametrize("name", MODEL_FILES)
+def test_every_command_that_loads_a_run_refuses_a_damaged_checkpoint(root, tmp_path, name):
+    one_run = root.parent
+    file = one_run / "checkpoints" / "step_0003" / name
+    flip(file) if name == "model.safetensors" else file.write_text(file.read_text() + " ")  # still valid JSON
+    rows = write_jsonl(tmp_path / "rows.jsonl", sums(8))
+    train = ["--algorithm", "sft", "--data", rows, "--output", tmp_path / "new"]
+    for command in (
+        ["generate", one_run, "--prompt", "a", "--max-new-tokens", 1],
+        ["chat", one_run],
+        ["eval", one_run, "--data", rows, "--reward", "exact_match", "--max-tokens", 1],
+        ["export", one_run, "--output", tmp_path / "exported"],
+        ["train", "--model", one_run, *train],
+        ["train", "--model", file.parent, *train],
+    ):
+        done = CliRunner().invoke(app, [str(part) for part in command])
+        assert done.exit_code == 2, (command, done.output)
+        assert f"{name}isdamaged" in "".join(done.output.split()), (command, done.output)
+        assert "useanothercheckpoint" in "".join(done.output.split())
+    assert not (tmp_path / "exported").exists()
+
+
+def test_what_only_a_resume_reads_is_not_checked_where_a_model_is_loaded(root):
+    flip(root / "step_0003" / "optimizer.safetensors")
+    load_model(str(root / "step_0003"))
+
+
+def test_a_changed_copy_without_its_record_is_a_model_like_any_other(root):
+    (root / "step_0003" / "training_state.json").unlink()
+    (root / "step_0003" / "generation_config.json").write_text("{}")
+    load_model(str(root / "step_0003"))
 
 
 def test_a_damaged_checkpoint_is_moved_and_the_one_before_is_used(root, caplog):

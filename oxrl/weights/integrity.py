@@ -1,0 +1,86 @@
+"""Whether the files of a checkpoint are what was written: `training_state.json` has a digest of each, and of itself."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from oxrl.types import TrainingState
+
+STATE_FILE = "training_state.json"
+_ONLY_FOR_RESUME = ("optimizer.safetensors", "rng.safetensors", "reference.safetensors", "shards/")
+
+
+class CorruptCheckpointError(ValueError):
+    """A checkpoint whose files have changed since they were written; the message begins with the file."""
+
+
+def check_files(path: str | Path, chosen: Callable[[str], bool] = bool) -> None:
+    """Raise at the first file of a checkpoint that has changed since it was written; of all, or of `chosen` names."""
+    path = Path(path)
+    files = {name: digest for name, digest in read_sealed(path).get("files", {}).items() if chosen(name)}
+    if missing := sorted(name for name in files if not (path / name).is_file()):
+        raise CorruptCheckpointError(f"{path / missing[0]} is missing from the checkpoint")
+    now = digests(path, files)
+    for name, digest in files.items():
+        if now[name] != digest:
+            raise CorruptCheckpointError(f"{path / name} is damaged: it is not what was written")
+
+
+def check_model_files(folder: Path, *, weights: bool) -> None:
+    """Raise if a file that a model is loaded from has changed: its weights, or all others.
+
+    Only checkpoints have digests. What only a resume reads is left out.
+    """
+
+    def is_read(name: str) -> bool:
+        return name.endswith(".safetensors") == weights and not name.startswith(_ONLY_FOR_RESUME)
+
+    state = folder / STATE_FILE
+    if not state.is_file() or b'"seal"' not in state.read_bytes():  # other programs write files of this name, too
+        return
+    try:
+        check_files(folder, is_read)
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(
+            f"{error}; use another checkpoint, or, if it was changed on purpose, a copy of the folder without "
+            f"{STATE_FILE}"
+        ) from None
+
+
+def read_sealed(path: Path) -> dict[str, Any]:
+    file = path / STATE_FILE
+    if not file.exists():
+        raise ValueError(f"{path} is not a checkpoint: it has no {STATE_FILE}")
+    try:
+        sealed: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        record = {name: sealed[name] for name in (*TrainingState._fields, "files") if name in sealed}
+        unsealed = not {"seal", "files"} & sealed.keys()  # by an older version of oxRL
+        intact = "environment" in sealed and (unsealed or sealed.get("seal") == seal(record))
+    except (ValueError, TypeError, AttributeError):
+        intact = False
+    if not intact:
+        raise CorruptCheckpointError(f"{file} is damaged: it is not what was written")
+    return sealed
+
+
+def seal(record: Mapping[str, Any]) -> str:
+    as_read = json.loads(json.dumps(record))  # JSON turns numeric keys into strings
+    return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
+
+
+def digests(folder: Path, names: Iterable[str] | None = None) -> dict[str, str]:
+    """Digests of the files by name, in threads: hashing releases the GIL."""
+    if names is None:
+        names = [str(file.relative_to(folder)) for file in sorted(folder.rglob("*")) if file.is_file()]
+
+    def digest(name: str) -> str:
+        with (folder / name).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    with ThreadPoolExecutor(4) as threads:
+        return dict(zip(names, threads.map(digest, names), strict=True))
