@@ -72,6 +72,15 @@ def _line_of(error: BaseException, path: Path) -> str:
     return f" (line {lines[-1]})" if lines else ""
 
 
+def source_file(import_path: str) -> Path | None:
+    """Return the file of an object that `import_object` has imported; None for other texts."""
+    source, _, name = import_path.rpartition(":")
+    if not name.isidentifier():
+        return None
+    path = Path(source) if source.endswith(".py") else Path(getattr(sys.modules.get(source), "__file__", None) or "")
+    return path if path.is_file() else None
+
+
 def _module_of_file(path: Path) -> ModuleType:
     """Load a module by its file path, since another module may have the same name."""
     if not path.is_file():

@@ -56,6 +56,16 @@ def test_resuming_a_finished_run_has_nothing_to_do(trained):
     assert "nothing was left to do" in again.output
 
 
+def test_resuming_with_other_held_out_rows_warns(trained, caplog):
+    folder, _ = trained
+    before = (folder / "val.jsonl").read_text()
+    write_jsonl(folder / "val.jsonl", sums(5, first=16))
+    again = run("train", "--output", folder / "out", "--resume")
+    (folder / "val.jsonl").write_text(before)
+    assert again.exit_code == 0, again.output
+    assert "resuming with other content of held-out rows" in caplog.text
+
+
 def test_resuming_with_other_rows_is_refused(trained):
     folder, _ = trained
     again = run("train", "--output", folder / "out", "--resume", "--data", folder / "val.jsonl")

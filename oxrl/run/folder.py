@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 import yaml
 
 from oxrl.config import STAGES, Config, ConfigError, check_config, load_stages
+from oxrl.data.buffer import DataBuffer
+from oxrl.names import source_file
 from oxrl.rollouts.buffer import Group
 from oxrl.rollouts.record import digest_of
 from oxrl.run.checkpoint import best_checkpoint, intact_checkpoint, latest_checkpoint
@@ -93,6 +96,34 @@ def record_config(config: Config, path: Path, *, resuming: bool) -> None:
             if (rows := check_config(before).batch_size) != config.batch_size:
                 logger.warning("resuming with %d rows in a step instead of %d", config.batch_size, rows)
     write_atomically(path, yaml.safe_dump(now, sort_keys=False))
+
+
+def record_inputs(config: Config, held_out: Sequence[Any], path: Path, *, resuming: bool) -> None:
+    """Write digests of what a run reads besides its config and training rows; log every change since the last start."""
+    files = {name: file for name in _texts(config.model_dump(mode="json")) if (file := source_file(name))}
+    now = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in sorted(files.items())}
+    now["held-out rows"] = str(DataBuffer(held_out).state()["fingerprint"]) if held_out else ""
+    if resuming and path.exists():
+        before: dict[str, str] = {}
+        with suppress(ValueError):  # a damaged file says nothing about a change
+            before = json.loads(path.read_text(encoding="utf-8"))
+        for name in sorted(before.keys() & now.keys()):
+            if before[name] != now[name]:
+                logger.warning(
+                    "resuming with other content of %s: metrics before and after may not be comparable", name
+                )
+    write_atomically(path, json.dumps(now, indent=1))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a dumped config, keys too: several rewards are `{NAME: weight}`."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for part in value:
+            yield from _texts(part)
+        if isinstance(value, dict):
+            yield from _texts(list(value.values()))
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

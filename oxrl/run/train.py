@@ -21,7 +21,7 @@ from oxrl.run.build import open_backend, open_engine
 from oxrl.run.checkpoint import best_checkpoint, latest_checkpoint, load_checkpoint, read_state, save_checkpoint
 from oxrl.run.data import longest_possible_items
 from oxrl.run.failure import failures_recorded
-from oxrl.run.folder import RolloutLog, record_config, resolve_weights
+from oxrl.run.folder import RolloutLog, record_config, record_inputs, resolve_weights
 from oxrl.run.prepare import prepare_run, starting_from
 from oxrl.run.reward import load_reward
 from oxrl.run.spec import RunSpec, environment, rollout_config, sampling_config
@@ -125,7 +125,9 @@ async def _run_loop(spec: RunSpec, backend: Any, console: LiveConsole, track: Si
     if spec.resume_from is not None:
         state = await load_checkpoint(spec.resume_from, backend)
         logger.info("resuming at step %d from %s", state.step, spec.resume_from)
-    record_config(spec.config, spec.folder / "config.yaml", resuming=spec.resume_from is not None)
+    resuming = spec.resume_from is not None
+    record_inputs(spec.config, spec.held_out, spec.folder / "inputs.json", resuming=resuming)
+    record_config(spec.config, spec.folder / "config.yaml", resuming=resuming)
     keep = {"tokenizer": spec.tokenizer, "keep_last": spec.config.train.keep_last}
 
     async def save(reached: TrainingState, best_step: int | None) -> None:

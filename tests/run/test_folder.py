@@ -1,0 +1,66 @@
+"""The files beside the checkpoints of a run."""
+
+import pytest
+
+from oxrl.config import check_config
+from oxrl.run.folder import record_inputs
+from oxrl.run.reward import load_reward
+from oxrl.types import Message, Sample
+
+REWARD = "def score(rollout):\n    return {}\n"
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Record the inputs of a run with two rewards of one file and a tool of a module; return the recorded file."""
+    reward = tmp_path / "reward.py"
+    reward.write_text(REWARD.format(1.0))
+    config = check_config(
+        {
+            "model": {"name": "tiny"},
+            "data": {"train_files_path": "rows.jsonl"},
+            "reward": {
+                "reward_func": {f"{reward}:score": 1.0, "length_target": 1.0},
+                "params": {"length_target": {"target": 3}},
+            },
+            "rollout": {"env": "tools", "tools": ["oxrl.rollouts.tools:calculator"]},
+        }
+    )
+    load_reward(config)
+
+    def record(text, *, resuming):
+        rows = [Sample("a", (Message("user", text),))] if text else []
+        record_inputs(config, rows, tmp_path / "inputs.json", resuming=resuming)
+
+    record("one", resuming=False)
+    return record
+
+
+def test_a_resume_with_the_same_inputs_says_nothing(run, caplog):
+    run("one", resuming=True)
+    assert not caplog.records
+
+
+def test_a_resume_with_a_changed_reward_file_warns_once(run, tmp_path, caplog):
+    (tmp_path / "reward.py").write_text(REWARD.format(0.5))
+    run("one", resuming=True)
+    assert [each.getMessage() for each in caplog.records] == [
+        f"resuming with other content of {tmp_path}/reward.py:score: metrics before and after may not be comparable"
+    ]
+    run("one", resuming=True)
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("rows", ["two", ""])
+def test_a_resume_with_other_held_out_rows_warns(run, caplog, rows):
+    run(rows, resuming=True)
+    assert "resuming with other content of held-out rows" in caplog.text
+    run("three", resuming=False)
+    assert len(caplog.records) == 1, "a new run is not compared"
+
+
+def test_digests_that_cannot_be_read_are_written_again(run, tmp_path, caplog):
+    before = (tmp_path / "inputs.json").read_bytes()
+    (tmp_path / "inputs.json").write_bytes(b"{")
+    run("one", resuming=True)
+    assert (tmp_path / "inputs.json").read_bytes() == before and not caplog.records
