@@ -31,7 +31,8 @@ from oxrl.cli import (
 from oxrl.cli.eval import evaluate
 from oxrl.machine.hardware import set_up_process
 from oxrl.run.launch import leave
-from oxrl.tracking.logs import set_up_logging
+from oxrl.tracking.files import is_full_disk
+from oxrl.tracking.logs import make_optional, set_up_logging
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -86,6 +87,7 @@ def main_with_config_file(about: str) -> None:
 def main() -> None:
     """Run the command line; the entry point of `oxrl`."""
     set_up_process()
+    make_optional("stderr")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # no progress bars in log files
     set_up_logging()
@@ -94,3 +96,9 @@ def main() -> None:
     except SystemExit as exit_:
         leave(exit_.code if isinstance(exit_.code, int) else 0)
         raise
+    except OSError as error:
+        if not is_full_disk(error):
+            raise
+        make_optional("stdout")  # it may be what is full, and would fail again at exit
+        typer.secho(f"error: {error}: free disk space, then run the command again", fg="red", err=True)
+        sys.exit(1)

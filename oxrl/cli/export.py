@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from oxrl.cli.base import Json, exit_on_user_error
+from oxrl.cli.base import Json, exit_on_failure
 
 Source = Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, or any model.")]
 Output = Annotated[Path, typer.Option(help="Output folder.")]
@@ -17,7 +17,7 @@ Dtype = Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or
 
 def merge(run: Source, output: Output, dtype: Dtype = "auto", json_: Json = False) -> None:
     """Merge a LoRA adapter into its base model: oxrl merge runs/lora --output merged"""
-    with exit_on_user_error():
+    with exit_on_failure("the export"):
         from oxrl.run.export import merge_run
 
         folder = merge_run(run, output, dtype=dtype)
@@ -36,7 +36,7 @@ def export(
     json_: Json = False,
 ) -> None:
     """Write the best weights of a run with tokenizer and model card: oxrl export runs/rl --output model"""
-    with exit_on_user_error():
+    with exit_on_failure("the export"):
         from oxrl.run.export import export_model, push_model
 
         folder = export_model(run, output, adapter=adapter, dtype=dtype)

@@ -14,6 +14,7 @@ import typer
 from oxrl.cli.base import exit_on_failure, exit_on_user_error
 from oxrl.cli.plan import show_plans
 from oxrl.run.launch import restarted
+from oxrl.tracking.logs import make_optional
 
 if TYPE_CHECKING:
     from oxrl.config import Config
@@ -89,6 +90,7 @@ def train(
         "run.backend": backend,
         "inference_engine.name": engine,
     }
+    make_optional("stdout")  # the result of a run is its folder
     overrides = [f"{key}={json.dumps(value)}" for key, value in flags.items() if value is not None]
     with exit_on_user_error():
         stages = _stages(config, output, resume, [*overrides, *(set_ or [])])

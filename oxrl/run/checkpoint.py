@@ -26,6 +26,7 @@ import numpy as np
 
 from oxrl.concurrency import in_thread
 from oxrl.machine.hardware import processor_name
+from oxrl.tracking.files import is_full_disk
 from oxrl.types import Backend, TrainingState
 from oxrl.weights.checkpoint_names import index_weights
 from oxrl.weights.integrity import STATE_FILE, CorruptCheckpointError, check_files, digests, read_sealed, seal
@@ -78,7 +79,8 @@ def _seal_and_publish(state: TrainingState, draft: Path, final: Path) -> None:
     if (name := _non_finite_weight(draft)) is not None:
         raise NonFiniteWeightsError(
             f"after step {state.step} the weight {name} is not finite, so no checkpoint was written; "
-            f"{_what_is_left(final)}. A lower train.lr is the usual remedy, or model.dtype bfloat16 instead of float16"
+            f"{_what_is_left(final.parent)}. A lower train.lr is the usual remedy, or model.dtype bfloat16 instead of "
+            "float16"
         )
     record = {**state._asdict(), "files": digests(draft)}
     sealed = {**record, "seal": seal(record), "environment": environment()}
@@ -141,15 +143,29 @@ def _all_or_nothing(draft: Path, final: Path) -> Iterator[None]:
         shutil.rmtree(draft, ignore_errors=True)
         if not isinstance(_root(error), OSError | SafetensorError):
             raise
-        raise RuntimeError(
-            f"the checkpoint {final} could not be written: {error}; {_what_is_left(final)}. Free disk space, then use "
-            "--resume"
-        ) from error
+        raise _make_room(f"the checkpoint {final}", error, final.parent) from error
 
 
-def _what_is_left(final: Path) -> str:
-    before = latest_checkpoint(final.parent)
-    return "there is no earlier one" if before is None else f"{before.name} is intact"
+@contextmanager
+def advice_on_full_disk(folder: Path) -> Iterator[None]:
+    """If there is no room for another file of the run in `folder`, raise what to do."""
+    try:
+        yield
+    except OSError as error:
+        if not is_full_disk(error):
+            raise
+        raise _make_room(error.filename or f"a file in {folder}", error, folder / "checkpoints") from error
+
+
+def _make_room(what: str, error: BaseException, root: Path) -> RuntimeError:
+    return RuntimeError(
+        f"{what} could not be written: {error}; {_what_is_left(root)}. Free disk space, then use --resume"
+    )
+
+
+def _what_is_left(root: Path) -> str:
+    before = latest_checkpoint(root)
+    return "there is no earlier checkpoint" if before is None else f"{before.name} is intact"
 
 
 def checkpoints(root: str | Path) -> list[Path]:

@@ -36,6 +36,8 @@ def export_model(source: str, output: str | Path, *, adapter: bool = False, dtyp
 
     An adapter is merged into its base, unless it is to stay an `adapter`.
     """
+    from safetensors import SafetensorError
+
     weights, folder = resolve_weights(source), Path(output)
     if folder.exists() and any(folder.iterdir() if folder.is_dir() else [folder]):
         raise ValueError(f"{folder} is not empty: choose another --output")
@@ -46,22 +48,35 @@ def export_model(source: str, output: str | Path, *, adapter: bool = False, dtyp
     check_model(settings)
     draft = folder.with_name(f".unfinished-{folder.name}")
     shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
+    try:
+        draft.mkdir(parents=True)
+        _write_model(settings, draft, as_adapter=adapter)
+        (draft / "README.md").write_text(_card(source, weights), encoding="utf-8")
+        if folder.exists():
+            folder.rmdir()
+        draft.rename(folder)
+    except SafetensorError as error:
+        if "os error" not in str(error):  # else it is a full disk, for which safetensors raises no OSError
+            raise
+        raise RuntimeError(f"{folder} could not be written: {error}; free disk space, then export again") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return folder
+
+
+def _write_model(settings: ModelConfig, draft: Path, *, as_adapter: bool) -> None:
+    from safetensors.torch import load_file, save_file
+
     model = load_model(settings, is_trainable=False)
-    if adapter:
+    if as_adapter:
         save_adapter(model, draft)
-    elif kind == "adapter":
+    elif find_model(settings.name).kind == "adapter":
         save_merged(model, draft)
     else:
         model.save_pretrained(draft)
-    load_tokenizer(weights).save_pretrained(draft)
-    if (heads := Path(weights) / HEADS).exists():
-        shutil.copy(heads, draft / HEADS)
-    (draft / "README.md").write_text(_card(source, weights), encoding="utf-8")
-    if folder.exists():
-        folder.rmdir()
-    draft.rename(folder)
-    return folder
+    load_tokenizer(settings.name).save_pretrained(draft)
+    if (heads := Path(settings.name) / HEADS).exists():
+        save_file(load_file(heads), draft / HEADS)  # not copied: it could be a link to any other file
 
 
 def push_model(folder: str | Path, repository: str, *, private: bool = True) -> str:

@@ -18,7 +18,14 @@ from oxrl.loops.memory_warmup import advice_on_memory, warm_up_memory
 from oxrl.models.load import check_model, load_model, load_tokenizer
 from oxrl.rollouts.buffer import Group
 from oxrl.run.build import open_backend, open_engine
-from oxrl.run.checkpoint import best_checkpoint, latest_checkpoint, load_checkpoint, read_state, save_checkpoint
+from oxrl.run.checkpoint import (
+    advice_on_full_disk,
+    best_checkpoint,
+    latest_checkpoint,
+    load_checkpoint,
+    read_state,
+    save_checkpoint,
+)
 from oxrl.run.data import longest_possible_items
 from oxrl.run.failure import failures_recorded
 from oxrl.run.folder import RolloutLog, record_config, record_inputs, resolve_weights
@@ -93,6 +100,7 @@ def _train_once(spec: RunSpec) -> RunResult:
         stack.enter_context(_locked(spec))
         track = stack.enter_context(tracked(run.trackers, spec.folder, plain, uri=run.tracking_uri))
         stack.enter_context(failures_recorded(spec.folder, plain))
+        stack.enter_context(advice_on_full_disk(spec.folder))
         seed_everything(run.seed)
         done = 0 if spec.resume_from is None else read_state(spec.resume_from).step
         backend = stack.enter_context(open_backend(spec))
