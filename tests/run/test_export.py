@@ -1,6 +1,7 @@
 """Exported models: complete weights that other libraries load, with the logits of the run's own model."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 
 from oxrl.cli import app
 from oxrl.config import check_config
+from oxrl.models.builtin import prepare_builtin
 from oxrl.models.load import load_model, load_tokenizer
 from oxrl.models.reward_model import HEADS
 from oxrl.run.export import export_model, fetch_model, merge_run, push_model
@@ -123,3 +125,12 @@ def test_a_run_without_a_checkpoint_is_not_taken_for_a_model(tmp_path):
     (tmp_path / "config.yaml").write_text("model: {}")
     with pytest.raises(ValueError, match="no checkpoint yet"):
         resolve_weights(str(tmp_path))
+
+
+def test_a_link_out_of_a_model_folder_is_not_exported(tmp_path):
+    (tmp_path / "secret").write_text("a key")
+    folder = shutil.copytree(prepare_builtin("tiny"), tmp_path / "model")
+    (folder / HEADS).symlink_to(tmp_path / "secret")
+    with pytest.raises(ValueError, match="the weights of .*model cannot be read"):
+        export_model(str(folder), tmp_path / "exported")
+    assert {path.name for path in tmp_path.iterdir()} == {"secret", "model"}
