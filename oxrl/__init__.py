@@ -22,9 +22,8 @@ _HOMES = {
     "oxrl.backends.distributed.deepspeed": "DeepSpeedTrainingBackend",
     "oxrl.backends.distributed.fsdp": "FSDPTrainingBackend",
     "oxrl.backends.optimizer": "create_adamw_optimizer create_warmup_cosine_scheduler",
-    "oxrl.run.checkpoint": (
-        "CorruptCheckpointError best_checkpoint intact_checkpoint latest_checkpoint load_checkpoint save_checkpoint"
-    ),
+    "oxrl.run.checkpoint": "best_checkpoint intact_checkpoint latest_checkpoint load_checkpoint save_checkpoint",
+    "oxrl.weights.integrity": "CorruptCheckpointError",
     "oxrl.config": "Config ConfigError load_config",
     "oxrl.evaluation.evaluate": "Evaluation evaluate",
     "oxrl.data.buffer": "DataBuffer MixedBuffer",

@@ -245,7 +245,6 @@ from oxrl.rollouts.tools import (
     track_tool_calls as track_tool_calls,
 )
 from oxrl.run.checkpoint import (
-    CorruptCheckpointError as CorruptCheckpointError,
     best_checkpoint as best_checkpoint,
     intact_checkpoint as intact_checkpoint,
     latest_checkpoint as latest_checkpoint,
@@ -325,6 +324,9 @@ from oxrl.types import (
     TrainingState as TrainingState,
     Turn as Turn,
     Weights as Weights,
+)
+from oxrl.weights.integrity import (
+    CorruptCheckpointError as CorruptCheckpointError,
 )
 
 __version__: str

@@ -370,7 +370,8 @@ def _headers(request: h11.Request) -> dict[str, str]:
 
 
 def _path(request: h11.Request) -> str:
-    return request.target.decode().partition("?")[0]
+    target: str = request.target.decode()
+    return target.partition("?")[0]
 
 
 def _is_loopback(url: str) -> bool:

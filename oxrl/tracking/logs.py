@@ -13,9 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-logger = logging.getLogger(__name__)
-
 from oxrl.machine.secrets import without_secrets
+
+logger = logging.getLogger(__name__)
 
 
 def rank() -> int:
