@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -296,8 +296,28 @@ def _message(raw: Any, name: str) -> Message:
         raise BadRow(f"{name} has no {content_key}")
     if not (content is None or isinstance(content, str) or _is_list_of_objects(content)):
         raise BadRow(f"{name} must have text or a list of parts as {content_key}, it has {_kind(content)}")
+    if content is not None:
+        try:
+            content = flatten_content(content)
+        except ValueError as error:
+            raise BadRow(f"{name} {error}") from None
     extra = {key: value for key, value in raw.items() if key not in (role_key, content_key)}
     return Message.from_dict({**extra, "role": ROLES[role.lower()], "content": content})
+
+
+def flatten_content(content: str | Sequence[Mapping[str, Any]]) -> str:
+    """`flatten_content([{"type": "text", "text": "Hi"}]) == "Hi"`; any other kind of part is a ValueError."""
+    if isinstance(content, str):
+        return content
+    for part in content:
+        given = {key: value for key, value in part.items() if value is not None}  # Parquet fills missing keys with None
+        if (
+            given.keys() - {"type", "text"}
+            or given.get("type", "text") != "text"
+            or not isinstance(given.get("text"), str)
+        ):
+            raise ValueError(f"has a content part that is not text, {_kind(part)}: only text can be trained on")
+    return "".join(part["text"] for part in content)
 
 
 def _dialogue(text: str) -> Messages:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from oxrl.data.formats import flatten_content
 from oxrl.types import IntArray, Message, Row
 
 if TYPE_CHECKING:
@@ -72,8 +73,7 @@ class Renderer:
         if not trained:
             roles = ", ".join(message.role for message in messages[first_trained:]) or "none"
             raise ValueError(f"{id}: there is no assistant turn to train on (roles: {roles}); add one or remove it")
-        chat = [message.to_dict() for message in messages]
-        self._check_content(chat, tools, id)
+        chat = self._chat(messages, tools, id)
         rows: list[list[_Turn]] = []
         text = ""
         for i in trained:
@@ -109,8 +109,7 @@ class Renderer:
 
     def prompt(self, messages: Sequence[Message], *, tools: Tools = ()) -> IntArray:
         """Return the prompt ids from which a generator samples the next assistant turn."""
-        chat = [message.to_dict() for message in messages]
-        self._check_content(chat, tools, "prompt")
+        chat = self._chat(messages, tools, "prompt")
         return np.array(self._ids(self._write(chat, tools, generation_prompt=True)), dtype=np.int64)
 
     def _turn(self, chat: Chat, tools: Tools) -> _Turn:
@@ -140,7 +139,7 @@ class Renderer:
         """Return the cached shape that reproduces `answer` exactly from the message's content, if there is one."""
         if any(message.get(key) for key in (*_REASONING, *_CALLS)):
             return None
-        content = _text(message)
+        content = message["content"]
         for shape in self._shapes:
             before = "" if _opening_tag(message) else shape.before
             for completion in (content, content.strip(), before + content, before + content.strip()):
@@ -154,12 +153,12 @@ class Renderer:
         while any(sentinel in text for text in _strings([chat, tools])):
             sentinel += "X"
         kept = {key: value for key, value in chat[-1].items() if key not in (*_REASONING, *_CALLS)}
-        probe = [*chat[:-1], {**kept, "content": _content_like(chat[-1]["content"], sentinel)}]
+        probe = [*chat[:-1], {**kept, "content": sentinel}]
         text = self._write(probe, tools, generation_prompt=False)
         if text.count(sentinel) != 1:
             raise TemplateError(
                 f"the chat template writes an assistant's content {text.count(sentinel)} times instead of once; use a "
-                "template that writes it once and unchanged, or give content as a list of text parts if it wants that"
+                "template that writes it once and unchanged"
             )
         before, _, after = text.partition(sentinel)
         before = before.removeprefix(prompt) if before.startswith(prompt) else ""
@@ -185,7 +184,7 @@ class Renderer:
             )
         if len(ends) == 1:
             return ends[0]
-        next_message = {"role": "user", "content": _content_like(probe[-1]["content"], "Go on.")}
+        next_message = {"role": "user", "content": "Go on."}
         continued = self._write([*probe, next_message], tools, generation_prompt=False).partition(sentinel)[2]
         kept = [end for end in ends if continued.startswith(after[: end.end()])] or ends[:1]
         return next((end for end in kept if end.group() == self.tokenizer.eos_token), kept[-1])
@@ -204,13 +203,30 @@ class Renderer:
         )
 
     def _write(self, chat: Chat, tools: Tools, *, generation_prompt: bool) -> str:
-        from jinja2.exceptions import TemplateError as JinjaError
-
         if self.tokenizer.chat_template is None and "chat_template" not in self.template_kwargs:
             raise ValueError(
                 "the tokenizer has no chat template: use an instruct model, set tokenizer.chat_template, or train on "
                 "`text` instead of messages"
             )
+        if self._takes_parts:
+            chat = [{**message, "content": _text_parts(message["content"])} for message in chat]
+        return self._apply_template(chat, tools, generation_prompt)
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether the template writes content only if it is a list of parts, as those of some multimodal models do."""
+
+        def is_written(content: str | list[dict[str, str]]) -> bool:
+            try:
+                return _SENTINEL in self._apply_template([{"role": "user", "content": content}], (), True)
+            except TemplateError:
+                return False
+
+        return not is_written(_SENTINEL) and is_written(_text_parts(_SENTINEL))
+
+    def _apply_template(self, chat: Chat, tools: Tools, generation_prompt: bool) -> str:
+        from jinja2.exceptions import TemplateError as JinjaError
+
         try:
             text: str = self.tokenizer.apply_chat_template(
                 [dict(message) for message in chat],
@@ -278,6 +294,17 @@ class Renderer:
             _nfkc(d) == _nfkc(e) or (padded and _nfkc(d) == " " + _nfkc(e))
             for d, e in zip(decoded, expected, strict=True)
         )
+
+    def _chat(self, messages: Sequence[Message], tools: Tools, id: str) -> list[dict[str, Any]]:
+        """Return the messages as templates take them, with content as text; refuse what cannot be trained as text."""
+        chat: list[dict[str, Any]] = []
+        for i, message in enumerate(messages):
+            try:
+                chat.append({**message.to_dict(), "content": flatten_content(message.content)})
+            except ValueError as error:
+                raise ValueError(f"{id}: message {i} ({message.role}) {error}") from None
+        self._check_content(chat, tools, id)
+        return chat
 
     def _check_content(self, chat: Chat, tools: Tools, id: str) -> None:
         named = [(f"message {i} ({message['role']})", message) for i, message in enumerate(chat)]
@@ -377,12 +404,8 @@ def _split(ids: list[int], size: int) -> list[list[int]]:
     return [ids[start:end] for start, end in zip(starts, [*starts[1:], len(ids)], strict=True)]
 
 
-def _text(message: Mapping[str, Any]) -> str:
-    return Message.from_dict(message).text
-
-
-def _content_like(content: str | list[dict[str, Any]], text: str) -> str | list[dict[str, Any]]:
-    return text if isinstance(content, str) else [{"type": "text", "text": text}]
+def _text_parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -412,7 +435,7 @@ def _check_preserved(message: Mapping[str, Any], prompt: str, completion: str) -
                 f"{_short(completion)}); use a template that keeps it, remove it from the data, or give tool arguments "
                 "as an object"
             )
-    if tag and completion.count(tag) > _text(message).count(tag):
+    if tag and completion.count(tag) > message["content"].count(tag):
         raise TemplateError(
             f"the chat template adds another {tag} before the one in the content (its output: {_short(completion)}); "
             "put the reasoning into reasoning_content instead of content"
@@ -420,7 +443,7 @@ def _check_preserved(message: Mapping[str, Any], prompt: str, completion: str) -
 
 
 def _assistant_parts(message: Mapping[str, Any]) -> Iterator[str]:
-    yield _text(message)
+    yield message["content"]
     yield from (message[key] for key in _REASONING if isinstance(message.get(key), str))
     for call in [*(message.get("tool_calls") or ()), message.get("function_call") or {}]:
         function = call.get("function", call)
@@ -431,7 +454,7 @@ def _assistant_parts(message: Mapping[str, Any]) -> Iterator[str]:
 
 def _opening_tag(message: Mapping[str, Any]) -> str:
     """Return the tag that the content begins with: `"<think>"`, or `""`."""
-    tag = re.match(r"\s*(<\w+>)", _text(message))
+    tag = re.match(r"\s*(<\w+>)", message["content"])
     return tag[1] if tag else ""
 
 

@@ -108,17 +108,17 @@ def test_columns_tell_the_format_and_become_the_sample(
 
 def test_every_speaker_of_a_chat_keeps_what_it_carried() -> None:
     calls = [{"id": "1", "function": {"name": "clock", "arguments": "{}"}}]
-    picture = [{"type": "image", "image": "cat.png"}, {"type": "text", "text": "What is it?"}]
+    parts = [{"type": "text", "text": "What "}, {"type": "text", "text": "time is it?", "image_url": None}]
     messages = [
         {"role": "system", "content": "Be brief.", "name": None},
-        {"role": "user", "content": picture},
+        {"role": "user", "content": parts},
         {"role": "assistant", "content": None, "tool_calls": calls},
         {"from": "observation", "value": "12:00"},
         {"role": "assistant", "content": "Noon.", "weight": 0},
     ]
     assert to_sample(RawRow("a:1", {"messages": messages})).messages == (
         BRIEF,
-        Message("user", picture),
+        Message("user", "What time is it?"),
         Message("assistant", "", {"tool_calls": calls}),
         Message("tool", "12:00"),
         Message("assistant", "Noon.", {"weight": 0}),
@@ -142,6 +142,18 @@ def test_every_speaker_of_a_chat_keeps_what_it_carried() -> None:
         ({"messages": [*PROMPT, {"role": "assistant", "content": None}]}, r"messages\[1\] has no content"),
         ({"messages": [{"role": "user", "content": 3}]}, r"messages\[0\] must have text or a list of parts"),
         ({"messages": [{"role": "user", "content": []}]}, r"messages\[0\] must have text or a list of parts"),
+        *(
+            ({"messages": [{"role": "user", "content": parts}]}, r"messages\[0\] has a content part that is not text")
+            for parts in (
+                [{"type": "text", "text": "See"}, {"type": "image_url", "image_url": {"url": "cat.png"}}],
+                [{"type": "text", "text": "See", "image": "cat.png"}],
+                [{"type": "image", "text": None}],
+                [{"type": "text"}],
+                [{"type": "text", "text": 3}],
+                [{"foo": 1}],
+                [{}],
+            )
+        ),
         ({"messages": CHAT, "system": 3}, "system must be text, it is 3"),
         (
             {"messages": [{"role": "system", "content": "Be long."}, *CHAT], "system": "Be brief."},

@@ -282,7 +282,7 @@ def test_a_template_that_writes_content_twice_is_refused() -> None:
         trained(twice, CHAT)
 
 
-def test_content_in_text_parts_is_content() -> None:
+def test_content_is_given_to_the_template_as_it_takes_it() -> None:
     parts = styles.CHATML._replace(
         template=styles.CHATML.template.replace("{{ m.content }}", "{% for p in m.content %}{{ p.text }}{% endfor %}")
     )
@@ -290,9 +290,19 @@ def test_content_in_text_parts_is_content() -> None:
         Message("user", [{"type": "text", "text": "Hi"}]),
         Message("assistant", [{"type": "text", "text": "Hello "}, {"type": "text", "text": "you"}]),
     )
-    assert trained(parts, chat) == [["Hello you<|im_end|>"]]
-    with pytest.raises(TemplateError, match="list of text parts"):
-        trained(parts, CHAT)
+    for style in (styles.CHATML, parts):
+        tokenizer = byte_level(style)
+        assert trained(style, chat) == [["Hello you<|im_end|>"]]
+        assert trained(style, CHAT) == [["4 🙂<|im_end|>", "6, naïve one!<|im_end|>"]]
+        for one in (chat[0], Message("user", "Hi")):
+            prompt = Renderer(tokenizer).prompt([one])
+            assert tokenizer.decode(prompt) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_part_that_is_not_text_is_refused_with_its_message() -> None:
+    picture = [{"type": "text", "text": "See"}, {"type": "image_url", "image_url": {"url": "cat.png"}}]
+    with pytest.raises(ValueError, match=r"x: message 0 \(user\) has a content part that is not text"):
+        trained(styles.CHATML, (Message("user", picture), *CHAT[1:2]))
 
 
 @pytest.mark.parametrize("where", ["user", "assistant", "tool call", "tools"])
@@ -502,9 +512,9 @@ def test_few_template_calls_are_needed_and_fewer_once_the_template_is_known() ->
     tokenizer.chat_template = "{{ count() }}" + styles.CHATML.template
     renderer = Renderer(tokenizer, template_kwargs={"count": lambda: calls.append(1) or ""})
     renderer.conversation(CHAT[:2], id="x")
-    assert len(calls) == 3
+    assert len(calls) == 4
     renderer.conversation(CHAT, id="y")
-    assert len(calls) == 3 + 4
+    assert len(calls) == 4 + 4
 
 
 class RandomFormat(NamedTuple):

@@ -70,6 +70,14 @@ def test_problems_name_their_rows(tmp_path: Path) -> None:
     ]
 
 
+def test_a_part_that_is_not_text_is_a_problem_of_its_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = [{"type": "text", "text": "See"}, {"type": "image_url", "image_url": {"url": "cat.png"}}]
+    row = {"messages": [{"role": "user", "content": picture}, {"role": "assistant", "content": "A cat."}]}
+    out = _printed(_file(tmp_path, _turn("yes"), row), capsys)
+    assert "data.jsonl:2: messages[0] has a content part that is not text" in out
+    assert "problem: skipped: 1" in out
+
+
 def test_good_data_has_no_problems(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no problems found" in _printed(_file(tmp_path, _turn("yes"), _turn("no")), capsys)
 
