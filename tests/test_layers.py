@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = [  # each imports from those above it; packages of one line may import each other, except the INDEPENDENT ones
-    {"types", "names", "concurrency", "seeds"},
+    {"types", "names", "parsing", "concurrency", "seeds"},
     {"tensors"},
     {"machine"},
     {"weights"},

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from oxrl.config.schema import Config
 from oxrl.machine.secrets import without_secrets
 from oxrl.names import did_you_mean, nearest_name
+from oxrl.parsing import Lines, ParseError, parse_yaml, parse_yaml_with_lines, read_yaml_text
 
 
 class ConfigError(ValueError):
@@ -176,61 +176,27 @@ def check_config(raw: Mapping[str, Any], lines: Mapping[tuple[str, ...], int] | 
 
 
 def _read(path: Path) -> str:
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder: pass the YAML file in it, such as {path / 'config.yaml'}")
     if not path.is_file():
         near = did_you_mean(path.name, (other.name for other in path.parent.glob("*.y*ml")))
         raise ConfigError(f"there is no config file {path}{near}")
     try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not a text file") from None
+        return read_yaml_text(path)
+    except ParseError as error:
+        raise ConfigError(str(error)) from None
 
 
-class _Loader(yaml.SafeLoader):
-    """Reads `1e-5` as a number; in YAML 1.1 it is a string."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
-)
-
-
-def _parse(text: str, where: str) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
+def _parse(text: str, where: str) -> tuple[dict[str, Any], Lines]:
     try:
-        node = yaml.compose(text, _Loader)
-        if repeated := list(_repeated(node)):
-            raise ConfigError("\n".join(repeated))
-        raw = yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{where} is not valid YAML: {error}") from None
+        raw, lines = parse_yaml_with_lines(text, where)
+    except ParseError as error:
+        raise ConfigError(str(error)) from None
     if raw is None:
         return {}, {}
     if not isinstance(raw, dict):
         raise ConfigError(f"{where} must hold sections such as `model:` and `data:`, not {type(raw).__name__}")
-    return raw, dict(_lines(node))
-
-
-def _lines(node: yaml.Node | None, above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], int]]:
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            key_path = (*above, str(key.value))
-            yield key_path, key.start_mark.line + 1
-            yield from _lines(value, key_path)
-
-
-def _repeated(node: yaml.Node | None, above: tuple[str, ...] = ()) -> Iterator[str]:
-    """Yield one message per repeated key; YAML would silently keep the last one."""
-    if isinstance(node, yaml.SequenceNode):
-        for index, value in enumerate(node.value):
-            yield from _repeated(value, (*above, str(index)))
-    if not isinstance(node, yaml.MappingNode):
-        return
-    first: dict[str, int] = {}
-    for key, value in node.value:
-        line, key_path = key.start_mark.line + 1, (*above, str(key.value))
-        if str(key.value) in first:
-            yield f"line {line}: {'.'.join(key_path)} is a duplicate of line {first[key_path[-1]]}: keep one of them"
-        first.setdefault(str(key.value), line)
-        yield from _repeated(value, key_path)
+    return raw, lines
 
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:
@@ -245,9 +211,9 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
         if not isinstance(raw, dict):
             raise ConfigError(f"{section} must be a section with keys, such as {key}, not {raw!r}")
     try:
-        raw[key] = yaml.load(value, _Loader)  # noqa: S506 - a SafeLoader
-    except yaml.YAMLError:
-        raise ConfigError(f"{without_secrets(override)!r}: the value after = is not valid YAML") from None
+        raw[key] = parse_yaml(value, f"the value of {key_path.strip()}")
+    except ParseError as error:
+        raise ConfigError(without_secrets(str(error))) from None
 
 
 def _format_error(error: Any, lines: Mapping[tuple[str, ...], int]) -> str:
@@ -264,7 +230,7 @@ def _format_error(error: Any, lines: Mapping[tuple[str, ...], int]) -> str:
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "value_error":  # raised by a validator of the schema; it already names the value
         return f"{where}{name}: {message}" if key_path else f"{where}{message}"
-    return f"{where}{name}: {message}, got {error['input']!r}" if key_path else f"{where}{message}"
+    return f"{where}{name}: {message}, got {error['input']!r:.200}" if key_path else f"{where}{message}"
 
 
 def nearest_key(name: str, keys: Sequence[str]) -> str | None:

@@ -105,6 +105,10 @@ def test_the_files_that_users_were_promised_load_as_written(tmp_path):
         ("  lr: 1e-5", "  l: 1e-5", "did you mean lr?"),
         ("  lr: 1e-5", "  lr: fast", "line 5: train.lr"),
         ("  lr: 1e-5", "  lr: -1.0", "greater than 0"),
+        ("  lr: 1e-5", "  lr: 1:30", "line 5: train.lr: Input should be a valid number, got '1:30'"),
+        ("  lr: 1e-5", "  lr: 010", "line 5: train.lr: Input should be a valid number, got '010'"),
+        ("  lr: 1e-5", "  lr: 2024-13-45", "line 5: train.lr: Input should be a valid number, got '2024-13-45'"),
+        ("  lr: 1e-5", "  lr: " + 5000 * "1", "line 5: train.lr is a number of 5000 characters"),
         ("  lr: 1e-5", "  lr: 1e-5\n  lr: 1e-4", "line 6: train.lr is a duplicate of line 5"),
         ("  alg_name: SFT", "  alg_name: sfd", "did you mean sft?"),
         ("  name: tiny", "  name: tiny\n  dtype: float8", "float32"),
@@ -128,6 +132,11 @@ def test_a_missing_file_suggests_an_existing_one(tmp_path):
     written(tmp_path, GOOD)
     with pytest.raises(ConfigError, match="did you mean config.yaml"):
         load_config(tmp_path / "confg.yaml")
+
+
+def test_a_folder_in_place_of_a_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=f"{tmp_path} is a folder: pass the YAML file in it"):
+        load_config(tmp_path)
 
 
 def test_overrides_take_precedence_over_the_file(tmp_path):
