@@ -7,7 +7,6 @@ Parquet fills missing values with it. Nothing is tokenized here.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from oxrl.names import did_you_mean
+from oxrl.parsing import parse_json
 from oxrl.types import Message, Sample
 
 Messages = tuple[Message, ...]
@@ -198,10 +198,17 @@ def _scored(columns: _Columns) -> Sample:
     responses, rewards = columns.take("responses"), columns.take("rewards")
     if not isinstance(responses, list) or not isinstance(rewards, list) or len(responses) != len(rewards):
         raise BadRow("responses and rewards must be lists of the same length")
-    if not responses or not all(isinstance(reward, int | float) and math.isfinite(reward) for reward in rewards):
-        raise BadRow(f"every response needs a finite number as its reward, got {rewards!r}")
+    if not responses or not all(isinstance(reward, int | float) and _is_finite(reward) for reward in rewards):
+        raise BadRow(f"every response needs a finite number as its reward, got {rewards!r:.200}")
     replies = tuple(_reply(prompt, f"responses[{i}]", response) for i, response in enumerate(responses))
     return _sample(columns, prompt, responses=replies, rewards=tuple(map(float, rewards)))
+
+
+def _is_finite(number: float) -> bool:
+    try:
+        return math.isfinite(number)
+    except OverflowError:  # an integer beyond the largest float
+        return False
 
 
 def _fork(columns: _Columns, chosen: Messages, rejected: Messages) -> Sample:
@@ -296,6 +303,8 @@ def _message(raw: Any, name: str) -> Message:
         raise BadRow(f"{name} has no {content_key}")
     if not (content is None or isinstance(content, str) or _is_list_of_objects(content)):
         raise BadRow(f"{name} must have text or a list of parts as {content_key}, it has {_kind(content)}")
+    for key in ("tool_calls", "function_call"):
+        _check_calls(raw.get(key), f"{name}.{key}")
     if content is not None:
         try:
             content = flatten_content(content)
@@ -303,6 +312,18 @@ def _message(raw: Any, name: str) -> Message:
             raise BadRow(f"{name} {error}") from None
     extra = {key: value for key, value in raw.items() if key not in (role_key, content_key)}
     return Message.from_dict({**extra, "role": ROLES[role.lower()], "content": content})
+
+
+def _check_calls(calls: Any, name: str) -> None:
+    """`function_call` is one call; it and those of `tool_calls` are `{"function": {"name": ..., "arguments": ...}}`."""
+    if not calls:
+        return
+    if name.endswith("tool_calls") and not _is_list_of_objects(calls):
+        raise BadRow(f"{name} must be a list of objects, it is {_kind(calls)}")
+    for call in calls if isinstance(calls, list | tuple) else [calls]:
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise BadRow(f"{name} must name a function, as {{'function': {{'name': ...}}}} does; it has {_kind(call)}")
 
 
 def flatten_content(content: str | Sequence[Mapping[str, Any]]) -> str:
@@ -343,9 +364,9 @@ def _tools(columns: _Columns) -> tuple[Mapping[str, Any], ...]:
     tools = columns.take("tools")
     if isinstance(tools, str) and tools.strip():
         try:
-            tools = json.loads(tools)
-        except json.JSONDecodeError as error:
-            raise BadRow(f"tools is text but not JSON ({error.msg})") from None
+            tools = parse_json(tools)
+        except ValueError as error:
+            raise BadRow(f"tools is text but not JSON ({error})") from None
     if not tools:
         return ()
     if not _is_list_of_objects(tools):

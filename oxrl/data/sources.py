@@ -18,11 +18,14 @@ from typing import IO, Any, Literal, NamedTuple, TypeAlias
 
 from oxrl.data.formats import BadRow, RawRow, recognise, to_sample
 from oxrl.names import did_you_mean
+from oxrl.parsing import ParseError, parse_json
 from oxrl.types import Sample
 
 Rows: TypeAlias = Iterable[Mapping[str, Any]]
 Source: TypeAlias = str | os.PathLike[str] | Rows | Mapping[str, Rows]
 """A path, a hub id (`"owner/name"` or `"owner/name:subset"`), rows in memory, or such rows by split."""
+
+MAX_LINE = 1 << 28  # bytes of one row
 
 _MAYBE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -130,18 +133,22 @@ def _open(path: Path) -> IO[bytes] | gzip.GzipFile:
 
 def _read_jsonl(path: Path) -> Iterator[RawRow]:
     with _open(path) as lines:
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(iter(lambda: lines.readline(MAX_LINE + 1), b""), 1):
+            if len(line) > MAX_LINE:  # an archive of a few kilobytes can hold a line of gigabytes
+                raise ValueError(f"{path.name}:{number} is longer than {MAX_LINE:,} bytes; split the row")
             if line.strip():
                 yield _parse_line(f"{path.name}:{number}", line)
 
 
 def _parse_line(where: str, line: bytes) -> RawRow:
     try:
-        return next(_json_rows([(where, json.loads(line))], line))
+        return next(_json_rows([(where, parse_json(line))], line))
     except UnicodeDecodeError:
         return RawRow(where, {}, "the line is not UTF-8")
     except json.JSONDecodeError as error:
         return RawRow(where, {}, f"the line is not JSON ({error.msg} at character {error.pos + 1})")
+    except ParseError as error:
+        return RawRow(where, {}, f"the line cannot be used: {error}")
 
 
 def _read_json(path: Path) -> Iterator[RawRow]:
@@ -150,12 +157,14 @@ def _read_json(path: Path) -> Iterator[RawRow]:
     if not content.strip():
         return
     try:
-        rows = json.loads(content)
+        rows = parse_json(content)
     except json.JSONDecodeError as error:
         raise ValueError(
             f"{path} is not JSON ({error.msg} in line {error.lineno}); "
             "if it has one object per line, its name must end in .jsonl"
         ) from None
+    except ParseError as error:
+        raise ValueError(f"{path} cannot be used: {error}") from None
     if not isinstance(rows, list):
         raise ValueError(f"{path} must contain a list of objects, it contains a {type(rows).__name__}")
     yield from _json_rows(((f"{path.name}:{number}", row) for number, row in enumerate(rows, 1)), content)
@@ -199,11 +208,10 @@ def _read_parquet(path: Path) -> Iterator[RawRow]:
     from pyarrow import parquet
 
     try:
-        file = parquet.ParquetFile(path)
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path} is not a Parquet file ({error})") from None
-    with file:
-        yield from _number(path.name, (row for batch in file.iter_batches(1024) for row in batch.to_pylist()))
+        with parquet.ParquetFile(path) as file:
+            yield from _number(path.name, (row for batch in file.iter_batches(1024) for row in batch.to_pylist()))
+    except (pyarrow.ArrowException, OSError) as error:  # damaged pages are found when they are read
+        raise ValueError(f"{path} is damaged or not a Parquet file ({error})") from None
 
 
 Reader: TypeAlias = Callable[[Path], Iterator[RawRow]]
@@ -228,6 +236,8 @@ def _reader_for(path: Path) -> Reader:
         raise ValueError(f"{path} is a folder: pass one of its data files ({', '.join(files) or 'none found'})")
     if not path.exists():
         raise ValueError(f"there is no file {path}{_nearest_file(path)}")
+    if not path.is_file():  # a pipe without a writer would block
+        raise ValueError(f"{path} is a pipe or a device: save the rows to a file")
     reader = _reader_by_name(path.name)
     if reader is None:
         raise ValueError(f"unknown file type of {path}: its name must end in one of {', '.join(READERS)}")
@@ -245,6 +255,8 @@ def _read_file(path: Path, reader: Reader) -> Iterator[RawRow]:
         yield from reader(path)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path} is corrupt or not a gzip file ({error})") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise ValueError(f"{path.name}:{line} is not UTF-8; save {path} as UTF-8") from None

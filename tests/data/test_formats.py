@@ -154,6 +154,18 @@ def test_every_speaker_of_a_chat_keeps_what_it_carried() -> None:
                 [{}],
             )
         ),
+        *(
+            ({"messages": [*CHAT, {"role": "assistant", "content": "", **calls}]}, reason)
+            for calls, reason in (
+                ({"tool_calls": "[{}]"}, r"messages\[2\].tool_calls must be a list of objects, it is '\[{}\]'"),
+                ({"tool_calls": {"function": {"name": "f"}}}, r"messages\[2\].tool_calls must be a list of objects"),
+                ({"tool_calls": [{"function": None}]}, r"messages\[2\].tool_calls must name a function"),
+                ({"tool_calls": [{"function": {"name": 3}}]}, r"messages\[2\].tool_calls must name a function"),
+                ({"function_call": "f"}, r"messages\[2\].function_call must name a function"),
+            )
+        ),
+        ({"prompt": "Hi", "responses": ["a"], "rewards": [10**400]}, "needs a finite number as its reward"),
+        ({"messages": CHAT, "tools": "[" * 100_000}, "tools is text but not JSON .lists and objects are nested"),
         ({"messages": CHAT, "system": 3}, "system must be text, it is 3"),
         (
             {"messages": [{"role": "system", "content": "Be long."}, *CHAT], "system": "Be brief."},

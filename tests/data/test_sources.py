@@ -99,6 +99,13 @@ def test_jsonl_is_read_as_it_is_consumed(tmp_path: Path) -> None:
 
 
 def test_a_line_that_cannot_be_parsed_is_a_row_with_an_error_and_reading_continues(tmp_path: Path) -> None:
+    for line, error in (
+        (b"[" * 100_000, "the line cannot be used: lists and objects are nested deeper"),
+        (b'{"a": 1, "a": 2}', "the line cannot be used: the key 'a' occurs twice"),
+        (b'{"a": ' + 5000 * b"7" + b"}", "the line cannot be used: a number is too long"),
+    ):
+        first, second = read_rows(write(tmp_path / "a.jsonl", line + b'\n{"a": 1}\n'))
+        assert first.error.startswith(error) and second.columns == {"a": 1}
     lines = write(tmp_path / "a.jsonl", b'{"a": 1}\n{"a": \n[1]\n{"a": "\xff"}\n{"a": 2}\n')
     rows = list(read_rows(lines))
     assert [row.columns for row in rows] == [{"a": 1}, {}, {}, {}, {"a": 2}]
@@ -135,7 +142,9 @@ def test_a_lone_surrogate_is_found_and_a_pair_is_accepted(tmp_path: Path, surrog
         ("a.csv", 'a,b\n1,2\n"open,3\n4,5\n', "a.csv:3 cannot be read as CSV"),
         ("a.csv", b"a\n\xff\n", "a.csv:2 is not UTF-8"),
         ("a.json", b'[{"a": 1},\n{"a": "\xff"}]', "a.json:2 is not UTF-8"),
-        ("a.parquet", "not parquet", "is not a Parquet file"),
+        ("a.json", "[" * 100_000, "a.json cannot be used: lists and objects are nested deeper"),
+        ("a.json", '[{"a": 1, "a": 2}]', "a.json cannot be used: the key 'a' occurs twice"),
+        ("a.parquet", "not parquet", "is damaged or not a Parquet file"),
         ("a.txt", "hello", r"unknown file type of .*a\.txt.*\.jsonl"),
     ],
 )
@@ -154,6 +163,30 @@ def test_a_damaged_archive_is_named(tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(ValueError, match=r"a\.jsonl\.gz is corrupt"):
             list(read_rows(path))
+
+
+def test_a_damaged_page_of_a_parquet_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "train.parquet"
+    parquet.write_table(pa.Table.from_pylist(ROWS * 100), path, compression="gzip")
+    content = bytearray(path.read_bytes())
+    content[40:60] = bytes(20)
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"train\.parquet is damaged"):
+        list(read_rows(path))
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match=r"train\.jsonl is a pipe or a device: save the rows to a file"):
+        read_rows(path)
+
+
+def test_a_line_has_a_longest_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("oxrl.data.sources.MAX_LINE", 100)
+    path = write(tmp_path / "a.jsonl.gz", jsonl(ROWS) + " " * 1_000_000)
+    with pytest.raises(ValueError, match=r"a\.jsonl\.gz:3 is longer than 100 bytes"):
+        list(read_rows(path))
 
 
 def test_a_missing_file_gets_the_nearest_names(tmp_path: Path) -> None:
