@@ -67,12 +67,15 @@ def _is_deep(value: Any) -> bool:
     return True
 
 
-def read_json(file: Path) -> Any:
-    """The value in a JSON file; a ValueError names the file."""
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; a ValueError names the file."""
     try:
-        return parse_json(file.read_bytes())
+        value = parse_json(file.read_bytes())
     except ValueError as error:
-        raise ParseError(f"{file} cannot be read: {error}") from None
+        raise ParseError(f"{file} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ParseError(f"{file} must contain an object, it contains a {type(value).__name__}")
+    return value
 
 
 _TAG = "tag:yaml.org,2002:"

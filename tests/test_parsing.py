@@ -91,7 +91,8 @@ def test_json_within_the_bounds_is_read_and_errors_of_its_syntax_keep_their_posi
 
 def test_a_file_that_cannot_be_parsed_is_named(tmp_path):
     file = tmp_path / "state"
-    for content, read in ((b"{", read_json), (b"\xff", read_json), (b"{", read_yaml), (b"\xff", read_yaml)):
-        file.write_bytes(content)
-        with pytest.raises(ParseError, match=f"{file} "):
-            read(file)
+    for read, contents in ((read_json, (b"{", b"\xff", b"[]", b"[" * 100_000)), (read_yaml, (b"{", b"\xff"))):
+        for content in contents:
+            file.write_bytes(content)
+            with pytest.raises(ParseError, match=f"{file} "):
+                read(file)

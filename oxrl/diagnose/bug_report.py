@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from oxrl.machine.secrets import without_secrets
+from oxrl.parsing import read_json
 from oxrl.run.failure import FOLDER, SIGNAL
 
 GITHUB = "https://api.github.com"
@@ -55,7 +56,7 @@ def find_failure(run: Path) -> Path:
 def report_of(run: Path, *, environ: Mapping[str, str] = os.environ) -> Report:
     """Return title and Markdown body, without secrets."""
     folder = find_failure(run)
-    signal = json.loads((folder / SIGNAL).read_text(encoding="utf-8"))
+    signal = read_json(folder / SIGNAL)
     summary = re.split(r"[\n(;]", signal["message"], maxsplit=1)[0].strip() or signal["exception"]
     title = f"[{signal['kind']}] {summary}"
     body = "\n\n".join(
@@ -122,7 +123,7 @@ def send(report: Report, repository: str, run: Path, *, environ: Mapping[str, st
         raise ValueError("--send needs a token: set GITHUB_TOKEN to one that may write issues of the repository")
     base = _checked_base(environ.get("GITHUB_API_URL") or GITHUB)
     sent_file = find_failure(run) / SENT
-    sent = json.loads(sent_file.read_text(encoding="utf-8")) if sent_file.is_file() else {}
+    sent = read_json(sent_file) if sent_file.is_file() else {}
     if sent.get("repository") == repository:  # GitHub's search index lags behind new issues
         return Sent(sent["url"], known=True)
     query = f'repo:{repository} is:issue in:body "{report.fingerprint}"'

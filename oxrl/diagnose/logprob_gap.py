@@ -18,10 +18,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
-import yaml
 
 from oxrl.config import Config, check_config
 from oxrl.config.registry import find_engine
+from oxrl.parsing import read_yaml
 from oxrl.run.build import check_servers, open_engine
 from oxrl.run.checkpoint import checkpoints, read_state
 from oxrl.run.folder import last_stage
@@ -245,7 +245,7 @@ def _online_run(run: Path) -> tuple[Config, Path]:
     file = folder / "config.yaml"
     if not file.is_file():
         raise ValueError(f"there is no run in {run}: it has no config.yaml")
-    config = check_config(yaml.safe_load(file.read_text(encoding="utf-8")))
+    config = check_config(read_yaml(file))
     if first_algorithm(config).online is None:
         raise ValueError(f"{config.train.alg_name} trains on files: this run has no engine to compare with")
     return config, folder

@@ -8,7 +8,6 @@ Adding adapters is in `lora`, sharding in the backends.
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import sys
 from collections.abc import Iterable
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 from oxrl.models.builtin import BUILTIN_MODELS, builtin_named_by, prepare_builtin
 from oxrl.models.lora import ADAPTER_CONFIG, load_adapter, read_adapter_config
 from oxrl.names import nearest_name
+from oxrl.parsing import read_json
 from oxrl.types import ModelConfig
 from oxrl.weights.integrity import check_model_files
 
@@ -397,7 +397,7 @@ def _check_architecture(source: Source, config: ModelConfig) -> None:
     needs_trust = ValueError(
         f"the model {config.name} contains custom code; review it, and if you trust it set trust_remote_code"
     )
-    if kind not in CONFIG_MAPPING:
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         if custom_code:
             raise needs_trust
         raise ValueError(
@@ -439,11 +439,7 @@ def _read_config(source: Source, revision: str | None) -> dict[str, Any]:
     file = _hub_config_file(source.where, revision) if source.kind == "hub" else Path(source.where) / "config.json"
     if not file.is_file():
         raise ValueError(f"{source.where} is not a model folder: it has no config.json")
-    try:
-        raw: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from error
-    return raw
+    return read_json(file)
 
 
 def _hub_config_file(name: str, revision: str | None) -> Path:

@@ -8,10 +8,10 @@ never gets an adapter. Loading by name is in `load`.
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from oxrl.parsing import read_json
 from oxrl.weights.checkpoint_names import (
     ADAPTER_WEIGHTS,
     POLICY_ADAPTER,
@@ -113,10 +113,7 @@ def read_adapter_config(folder: str | Path) -> dict[str, Any]:
     folder = Path(folder)
     if not (folder / ADAPTER_CONFIG).is_file():
         raise ValueError(f"{folder} is not an adapter folder: it has no {ADAPTER_CONFIG}")
-    try:
-        config: dict[str, Any] = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{folder / ADAPTER_CONFIG} is not valid JSON: {error}") from error
+    config = read_json(folder / ADAPTER_CONFIG)
     if config.get("peft_type") != "LORA":
         raise ValueError(f"the adapter in {folder} has the type {config.get('peft_type')}; only LORA is supported")
     if not (folder / ADAPTER_WEIGHTS).is_file():

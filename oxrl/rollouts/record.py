@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from oxrl.parsing import parse_json
 from oxrl.types import Generation, Media, Message, Rollout, Sample, Score, Turn
 
 
@@ -56,7 +57,7 @@ def read_rollouts(path: str | Path) -> list[Rollout]:
     rollouts = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
         try:
-            rollouts.append(rollout_from_json(json.loads(line)))
+            rollouts.append(rollout_from_json(parse_json(line)))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}, line {number} is not a rollout ({type(error).__name__}: {error})") from error
     return rollouts

@@ -5,13 +5,10 @@ The folder gets its name only when it is complete. Optimizer, random states and 
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 import oxrl
 from oxrl.models.builtin import prepare_builtin
@@ -19,6 +16,7 @@ from oxrl.models.catalog import find_entry
 from oxrl.models.load import check_model, find_model, load_model, load_tokenizer
 from oxrl.models.lora import save_adapter, save_merged
 from oxrl.models.reward_model import HEADS
+from oxrl.parsing import read_json, read_yaml
 from oxrl.run.folder import resolve_weights
 from oxrl.tracking.metrics import read_metrics
 from oxrl.types import ModelConfig
@@ -126,7 +124,7 @@ def _stored_dtype(weights: str) -> str:
     """The precision of the stored weights; an adapter uses that of its base."""
     if not (file := Path(weights) / "config.json").is_file():
         return "auto"
-    stored = json.loads(file.read_text(encoding="utf-8"))
+    stored = read_json(file)
     return str(stored.get("dtype") or stored.get("torch_dtype") or "auto")
 
 
@@ -135,7 +133,7 @@ def _card(source: str, weights: str) -> str:
     home = Path(weights).parents[1] if Path(weights).parent.name == "checkpoints" else None
     lines = [f"# {Path(source).name}", "", f"Exported by oxRL {oxrl.__version__}."]
     if home is not None and (home / "config.yaml").is_file():
-        facts = _facts(yaml.safe_load((home / "config.yaml").read_text(encoding="utf-8")))
+        facts = _facts(read_yaml(home / "config.yaml"))
         facts |= {"checkpoint": Path(weights).name, **_last_metrics(home / "metrics.jsonl", Path(weights).name)}
         lines += ["", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items() if value)]
     return "\n".join([*lines, ""])

@@ -16,6 +16,7 @@ import yaml
 from oxrl.config import STAGES, Config, ConfigError, check_config, load_stages
 from oxrl.data.buffer import DataBuffer
 from oxrl.names import source_file
+from oxrl.parsing import ParseError, read_yaml
 from oxrl.rollouts.buffer import Group
 from oxrl.rollouts.record import digest_of
 from oxrl.run.checkpoint import best_checkpoint, intact_checkpoint, latest_checkpoint
@@ -155,8 +156,8 @@ def recorded_stages(home: Path, overrides: Sequence[str] = ()) -> dict[str, Conf
 def read_recorded(file: Path) -> dict[str, Any]:
     """The content of `config.yaml` or `stages.yaml`, as a run wrote it."""
     try:
-        recorded = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError):
+        recorded = read_yaml(file)
+    except ParseError:
         recorded = None
     if not isinstance(recorded, dict) or not all(isinstance(section, dict) for section in recorded.values()):
         raise _damaged(file)

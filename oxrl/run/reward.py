@@ -6,8 +6,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, cast, get_args
 
-import yaml
-
 from oxrl.config import Config, ConfigError
 from oxrl.config.tasks import find_task
 from oxrl.data.prepare import find_dataset
@@ -15,6 +13,7 @@ from oxrl.data.prompts import as_prompt
 from oxrl.data.render import Renderer
 from oxrl.data.sources import load_samples
 from oxrl.models.load import check_model, load_model, load_tokenizer
+from oxrl.parsing import parse_yaml
 from oxrl.rewards import Reward, as_reward, clamp, judge_reward, reward, weighted
 from oxrl.rewards.grade import AnyReward, defaults_of
 from oxrl.rewards.judge import RUBRIC
@@ -157,7 +156,7 @@ def parse_parameters(params: Sequence[str]) -> dict[str, Any]:
     pairs = [each.partition("=") for each in params]
     if wrong := [key for key, equals, _ in pairs if not key or not equals]:
         raise ConfigError(f"a parameter looks like strict=true, not {wrong[0]!r}")
-    return {key.strip(): yaml.safe_load(value) for key, _, value in pairs}
+    return {key.strip(): parse_yaml(value, f"the value of {key.strip()}") for key, _, value in pairs}
 
 
 def compose_reward(config: Config, members: Mapping[AnyReward, float]) -> Reward:

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from oxrl.parsing import read_json
 from oxrl.tracking.files import write_atomically
 from oxrl.tracking.logs import rank
 from oxrl.tracking.metrics import Sink, all_of, read_metrics
@@ -66,7 +67,7 @@ def tracked(names: Sequence[str], folder: Path, config: Mapping[str, Any], *, ur
     """
     chosen = tuple(dict.fromkeys(names)) if rank() == 0 else ()
     state_file = folder / STATE_FILE
-    known = json.loads(state_file.read_text(encoding="utf-8")) if state_file.exists() else {}
+    known = read_json(state_file) if state_file.exists() else {}
     if chosen:
         folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:

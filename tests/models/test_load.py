@@ -451,13 +451,16 @@ def test_custom_code_of_a_model_runs_only_if_it_is_trusted(tiny_folder: Path) ->
 
 UNREADABLE = {
     "{": r"config\.json is not valid JSON",
+    "[1]": r"config\.json must contain an object",
+    "[" * 100_000: r"config\.json is not valid JSON: lists and objects are nested deeper",
+    '{"model_type": [1]}': r"has the type \[1\], which transformers .* does not support",
     "{}": r"has the type None, which transformers .* does not support",
     '{"model_type": "llamma"}': r"has the type 'llamma', which transformers .* does not support",
     '{"model_type": "llama", "hidden_size": "wide"}': r"the config\.json of .* cannot be used: .*hidden_size",
 }
 
 
-@pytest.mark.parametrize("text", UNREADABLE)
+@pytest.mark.parametrize("text", UNREADABLE, ids=range(len(UNREADABLE)))
 def test_an_unreadable_config_is_refused_in_one_sentence(text: str, tiny_folder: Path) -> None:
     (tiny_folder / "config.json").write_text(text)
     with pytest.raises(ValueError, match=UNREADABLE[text]) as refused:

@@ -2,11 +2,12 @@
 
 import pytest
 
-from oxrl.config import check_config
-from oxrl.run.folder import record_inputs
+from oxrl.config import ConfigError, check_config
+from oxrl.run.folder import check_resumable, record_config, record_inputs, recorded_stages
 from oxrl.run.reward import load_reward
 from oxrl.types import Message, Sample
 
+CONFIG = check_config({"model": {"name": "tiny"}, "data": {"train_files_path": "rows.jsonl"}})
 REWARD = "def score(rollout):\n    return {}\n"
 
 
@@ -64,3 +65,21 @@ def test_digests_that_cannot_be_read_are_written_again(run, tmp_path, caplog):
     (tmp_path / "inputs.json").write_bytes(b"{")
     run("one", resuming=True)
     assert (tmp_path / "inputs.json").read_bytes() == before and not caplog.records
+
+
+@pytest.mark.parametrize("content", ["", "run", "model:\n", "- 1\n"])
+def test_a_damaged_config_of_a_run_is_named(tmp_path, content):
+    for name, read in (
+        ("config.yaml", lambda file: check_resumable(CONFIG, file)),
+        ("config.yaml", lambda file: record_config(CONFIG, file, resuming=True)),
+        ("stages.yaml", lambda file: recorded_stages(file.parent)),
+    ):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(ConfigError, match=f"{name} is damaged"):
+            read(tmp_path / name)
+
+
+def test_a_recorded_config_that_lacks_a_key_is_damaged(tmp_path):
+    (tmp_path / "config.yaml").write_text("model: {}\n")
+    with pytest.raises(ConfigError, match=r"config.yaml is damaged"):
+        check_resumable(CONFIG, tmp_path / "config.yaml")

@@ -17,6 +17,7 @@ from oxrl.data.prepare.build import check_splits, evaluation_only_message, prepa
 from oxrl.data.prepare.recipe import Dataset
 from oxrl.data.prepare.sources import local_copy_hint, sha256_of
 from oxrl.data.prepare.table import find_dataset
+from oxrl.parsing import parse_json, read_json
 from oxrl.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -115,8 +116,7 @@ def _columns(sample: Sample) -> dict[str, Any]:
 
 
 def read_card(folder: Path) -> dict[str, Any]:
-    card: dict[str, Any] = json.loads((folder / CARD).read_text(encoding="utf-8"))
-    return card
+    return read_json(folder / CARD)
 
 
 def split_file(name: str, split: str = "train") -> Path:
@@ -146,7 +146,7 @@ def check_trainable(path: str) -> None:
     card_file = Path(path).parent / CARD
     if not Path(path).is_file() or not card_file.is_file():
         return
-    card = json.loads(card_file.read_text(encoding="utf-8"))
+    card = parse_json(card_file.read_bytes())
     if not isinstance(card, dict) or "splits" not in card:
         return
     if card.get("evaluation_only"):
