@@ -157,6 +157,68 @@ def test_invalid_input_prints_a_message_and_exits_with_2(arguments, message, tmp
     assert "Traceback" not in done.output
 
 
+LONG = "x" * 5000
+DEEP = "[" * 300 + "]" * 300
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "--model", "tiny", "--data", "ROWS", "--output", ""], "--output"),
+        (["train", ""], "it is empty"),
+        (["export", "tiny", "--output", ""], "--output"),
+        (["train", "--model", LONG, "--data", "ROWS"], "File name too long"),
+        (["train", "--model", "tiny", "--data", f"{LONG}.jsonl"], "File name too long"),
+        (["train", "--model", "tiny", "--data", "ROWS", "--output", LONG], "File name too long"),
+        (["train", LONG], "File name too long"),
+        (["config", "validate", LONG], "File name too long"),
+        (["train", "--model", "tiny", "--data", "ROWS", "--set", f"run.experiment_id={LONG}"], "run.experiment_id"),
+        (["train", "--model", "tiny", "--data", "ROWS", "--set", f"train.alg_params={DEEP}"], "deeper than"),
+        (["train", "--model", "tiny", "--data", "ROWS", "--set", "train.lr=1:30"], "train.lr"),
+        (["train", "--model", "tiny", "--data", "ROWS", "--set", "reward.params=&a [*a]"], "reward.params has more"),
+        (["eval", "tiny", "--data", "ROWS", "--reward", "number_match", "--param", f"x={DEEP}"], "deeper than"),
+        (["train", "--model", "tiny", "--algorithm", "sft", "--data", "ROWS", "--output", "LOCKED"], ".lock: "),
+        (["train", "--model", "tiny", "--data", "ROWS", "--batch-size", "1000000000000"], "train_batch_size_per_gpu"),
+    ],
+    ids=range(15),
+)
+def test_what_no_file_or_size_can_be_prints_a_message_and_exits_with_2(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run" / ".lock").mkdir(parents=True)
+    files = {"ROWS": write_jsonl(tmp_path / "rows.jsonl", sums(4)), "LOCKED": tmp_path / "run"}
+    done = run(*[files.get(argument, argument) for argument in arguments])
+    assert done.exit_code == 2, (done.output, done.exception)
+    assert message in done.output.replace("\n", " ")
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
+def test_an_environment_variable_that_is_no_number_is_named(name, tmp_path, monkeypatch):
+    data = write_jsonl(tmp_path / "rows.jsonl", sums(4))
+    monkeypatch.setenv(name, "abc")
+    done = run("train", "--model", "tiny", *SFT, "--data", data, "--output", tmp_path / "out")
+    assert done.exit_code == 2
+    assert f"the environment variable {name} is 'abc', not a number" in done.output
+
+
+def test_python_without_docstrings_is_refused_with_the_variable():
+    done = subprocess.run([sys.executable, "-OO", "-m", "oxrl", "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "PYTHONOPTIMIZE=2" in done.stderr
+
+
+@pytest.mark.trains
+def test_a_run_folder_that_is_removed_during_the_run_is_named(tmp_path):
+    data = write_jsonl(tmp_path / "rows.jsonl", sums(4))
+    reward = tmp_path / "reward.py"
+    remove = f"shutil.rmtree({str(tmp_path / 'out')!r}, ignore_errors=True)"
+    reward.write_text(f"import shutil\ndef length(rollout):\n    {remove}\n    return len(rollout.response)\n")
+    small = ("--steps", 1, "--batch-size", 1, "--set", "rollout.max_tokens=4", "--set", "rollout.n_samples=4")
+    arguments = ("train", "--model", "tiny", "--algorithm", "grpo", "--reward", f"{reward}:length", *small)
+    done = run(*arguments, "--data", data, "--output", tmp_path / "out")
+    assert done.exit_code == 2, done.output
+    assert "No such file or directory" in done.output
+
+
 def test_invalid_input_is_reported_before_torch_is_imported(tmp_path):
     code = (
         "import sys\nfrom oxrl.cli import app\n"

@@ -86,6 +86,11 @@ def main_with_config_file(about: str) -> None:
 
 def main() -> None:
     """Run the command line; the entry point of `oxrl`."""
+    if sys.flags.optimize > 1:
+        typer.echo(
+            "error: PYTHONOPTIMIZE=2 (python -OO) removes docstrings that transformers needs: unset it", err=True
+        )
+        sys.exit(2)
     set_up_process()
     make_optional("stderr")
     if not sys.stderr.isatty():

@@ -2,24 +2,45 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from oxrl.machine.secrets import without_secrets
 
+WRONG_PATH = {
+    errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR,
+    errno.EPERM, errno.EROFS,
+}  # fmt: skip
+
+
+def path(text: str) -> Path:
+    """A path given on the command line; an empty one, often an unset shell variable, would be the current folder."""
+    if not text:
+        raise typer.BadParameter("it is empty")
+    return Path(text)
+
 
 @contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """Print a ValueError as an error message without traceback, and exit with code 2."""
+    """Print a ValueError, or an OSError of a wrong path, as a message without traceback, and exit with code 2."""
     try:
         yield
     except ValueError as error:
-        for line in without_secrets(str(error)).splitlines():
-            typer.secho(f"error: {line}", fg="red", err=True)
-        raise typer.Exit(2) from None
+        message = str(error)
+    except OSError as error:
+        if error.errno not in WRONG_PATH:
+            raise
+        message = f"{str(error.filename)[:200]}: {error.strerror}; check the path, or choose another one"
+    else:
+        return
+    for line in without_secrets(message).splitlines():
+        typer.secho(f"error: {line}", fg="red", err=True)
+    raise typer.Exit(2)
 
 
 @contextmanager

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from oxrl.cli.base import Json, exit_on_user_error
+from oxrl.cli.base import Json, exit_on_user_error, path
 
 if TYPE_CHECKING:
     from oxrl.config import Config
 
 app = typer.Typer(no_args_is_help=True, help="Inspect a config before training.")
 
-File = Annotated[Path, typer.Argument(help="YAML file.")]
+File = Annotated[Path, typer.Argument(parser=path, help="YAML file.")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="Any config key: --set train.weight_decay=0.1")]
 
 
@@ -88,8 +88,8 @@ def _validate(file: Path, overrides: list[str]) -> tuple[list[str], list[str]]:
 
 @app.command("diff")
 def config_diff(
-    one: Annotated[Path, typer.Argument(help="YAML file.")],
-    other: Annotated[Path, typer.Argument(help="YAML file.")],
+    one: Annotated[Path, typer.Argument(parser=path, help="YAML file.")],
+    other: Annotated[Path, typer.Argument(parser=path, help="YAML file.")],
     json_: Json = False,
 ) -> None:
     """Print the keys that differ between two files, including defaults: oxrl config diff a.yaml b.yaml"""

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from oxrl.cli.base import Json, exit_on_user_error
+from oxrl.cli.base import Json, exit_on_user_error, path
 
 app = typer.Typer(no_args_is_help=True, help="Inspect and prepare data.")
 
@@ -48,7 +48,9 @@ def data_prepare(
         list[str] | None,
         typer.Option("--from", help="A local copy in the raw format: FILE or SPLIT=FILE; repeatable."),
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="Output folder; default $OXRL_DATA_DIR/NAME.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(parser=path, help="Output folder; default $OXRL_DATA_DIR/NAME.")
+    ] = None,
     split: Annotated[
         list[str] | None, typer.Option(help="Only this split; with --from FILE, the split of the file.")
     ] = None,

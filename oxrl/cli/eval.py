@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from oxrl.cli.base import Json, exit_on_failure
+from oxrl.cli.base import Json, exit_on_failure, path
 
 
 def evaluate(
@@ -37,11 +37,11 @@ def evaluate(
     ] = None,
     full: Annotated[float, typer.Option(help="Reward at which a completion counts as solved.")] = 1.0,
     seed: Annotated[int, typer.Option()] = 0,
-    output: Annotated[Path | None, typer.Option(help="JSONL file for all completions.")] = None,
+    output: Annotated[Path | None, typer.Option(parser=path, help="JSONL file for all completions.")] = None,
     harness: Annotated[
         str | None, typer.Option(help="Instead of --data: comma-separated tasks of lm-evaluation-harness.")
     ] = None,
-    include_path: Annotated[Path | None, typer.Option(help="Folder with custom --harness tasks.")] = None,
+    include_path: Annotated[Path | None, typer.Option(parser=path, help="Folder with custom --harness tasks.")] = None,
     json_: Json = False,
 ) -> None:
     """Evaluate a model on held-out rows: oxrl eval runs/grpo --data gsm8k --against smollm2-135m"""

@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from oxrl.cli.base import Json, exit_on_failure
+from oxrl.cli.base import Json, exit_on_failure, path
 
 Source = Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, or any model.")]
-Output = Annotated[Path, typer.Option(help="Output folder.")]
+Output = Annotated[Path, typer.Option(parser=path, help="Output folder.")]
 Dtype = Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")]
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from oxrl.cli.base import Sampling, exit_on_user_error
+from oxrl.cli.base import Sampling, exit_on_user_error, path
 
 
 def chat(
@@ -63,7 +63,9 @@ class _TokenStream:
 def generate(
     model: Annotated[str, typer.Argument(help="A run's folder, or any model.")],
     prompt: Annotated[list[str] | None, typer.Option(help="A user message; repeatable.")] = None,
-    data: Annotated[Path | None, typer.Option(help="A file of prompts, in any format that `oxrl train` reads.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(parser=path, help="A file of prompts, in any format that `oxrl train` reads.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
     temperature: Sampling = 0.0,
     seed: Annotated[int, typer.Option()] = 0,

@@ -9,11 +9,11 @@ from typing import Annotated
 
 import typer
 
-from oxrl.cli.base import Json, exit_on_failure
+from oxrl.cli.base import Json, exit_on_failure, path
 
 
 def mismatch(
-    run: Annotated[Path, typer.Argument(help="The folder of a run that samples (grpo, ppo, ...).")],
+    run: Annotated[Path, typer.Argument(parser=path, help="The folder of a run that samples (grpo, ppo, ...).")],
     answers: Annotated[int, typer.Option(min=1, help="Number of completions to sample and compare.")] = 8,
     max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens per completion.")] = 64,
     recorded: Annotated[

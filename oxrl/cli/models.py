@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from oxrl.cli.base import Json, exit_on_user_error
+from oxrl.cli.base import Json, exit_on_user_error, path
 
 app = typer.Typer(no_args_is_help=True, help="The model catalogue and its verification records.")
 
@@ -73,7 +73,9 @@ def models_config(name: ModelName) -> None:
 def models_verify(
     name: ModelName,
     model: Annotated[str | None, typer.Option(help="A local copy of the model; default: load it by name.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Output file of the record; default NAME.json.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(parser=path, help="Output file of the record; default NAME.json.")
+    ] = None,
 ) -> None:
     """Train the model for two steps each of SFT, DPO and GRPO, check the results, and write a record."""
     with exit_on_user_error():

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from oxrl.cli.base import Json, exit_on_user_error
+from oxrl.cli.base import Json, exit_on_user_error, path
 
 if TYPE_CHECKING:
     from oxrl.config import Config
 
 
 def plan(
-    config: Annotated[Path, typer.Argument(help="YAML file.")],
-    output: Annotated[Path | None, typer.Option(help="The folder of the run.")] = None,
+    config: Annotated[Path, typer.Argument(parser=path, help="YAML file.")],
+    output: Annotated[Path | None, typer.Option(parser=path, help="The folder of the run.")] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Any config key: --set train.micro_batch_tokens=512")
     ] = None,

@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from oxrl.cli.base import exit_on_user_error
+from oxrl.cli.base import exit_on_user_error, path
 
 
 def plot(
-    run: Annotated[Path, typer.Argument(help="A run's folder.")],
-    output: Annotated[Path | None, typer.Option(help="PNG file; default RUN/curves.png.")] = None,
+    run: Annotated[Path, typer.Argument(parser=path, help="A run's folder.")],
+    output: Annotated[Path | None, typer.Option(parser=path, help="PNG file; default RUN/curves.png.")] = None,
     metric: Annotated[list[str] | None, typer.Option(help="Metrics to plot; default a selection.")] = None,
 ) -> None:
     """Plot the metrics of a run in the terminal and to a PNG file."""

@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
-from oxrl.cli.base import Json, exit_on_user_error
+from oxrl.cli.base import Json, exit_on_user_error, path
 
 
 def report(
-    run: Annotated[Path, typer.Argument(help="The folder of a failed run.")],
+    run: Annotated[Path, typer.Argument(parser=path, help="The folder of a failed run.")],
     send: Annotated[
         str | None, typer.Option(metavar="OWNER/REPO", help="File the report as an issue; needs GITHUB_TOKEN.")
     ] = None,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from oxrl.cli.base import exit_on_failure, exit_on_user_error
+from oxrl.cli.base import exit_on_failure, exit_on_user_error, path
 from oxrl.cli.plan import show_plans
 from oxrl.run.launch import restarted
 from oxrl.tracking.logs import make_optional
@@ -25,7 +25,7 @@ Model = Annotated[str | None, typer.Option(help="Hub id, local folder, .gguf fil
 
 
 def train(
-    config: Annotated[Path | None, typer.Argument(help="YAML file; flags override it.")] = None,
+    config: Annotated[Path | None, typer.Argument(parser=path, help="YAML file; flags override it.")] = None,
     model: Model = None,
     task: Annotated[
         str | None,
@@ -40,7 +40,7 @@ def train(
     reward: Annotated[
         str | None, typer.Option(help="Reward function: a name from `oxrl rewards list`, or FILE.py:FUNCTION.")
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="Run folder.")] = None,
+    output: Annotated[Path | None, typer.Option(parser=path, help="Run folder.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps per pass, instead of all the data.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Rows per optimizer step on each training device.")] = None,

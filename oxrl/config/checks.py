@@ -46,6 +46,10 @@ RESERVED_REASON = (
 )
 
 
+MAX_ROWS = 1_000_000  # rows, prompts or completions of one step
+MAX_TOKENS = 10_000_000  # of one row
+
+
 class InactiveKey(NamedTuple):
     """A key that has an effect only in combination with another one."""
 
@@ -129,12 +133,33 @@ def contradictions(config: Config) -> list[str]:
     chosen = algorithm(config.train.alg_name, **config.train.alg_params)
     later = [algorithm(each.alg_name, **each.alg_params) for each in config.train.alg_schedule]
     return [
+        *_sizes(config, chosen),
         *_devices(config),
         *_engine(config, chosen),
         *(_colocated(config) if config.inference_engine.colocated else ()),
         *_reference(config, [chosen, *later]),
         *_sampling(config, chosen),
     ]
+
+
+def _sizes(config: Config, chosen: Algorithm) -> Iterator[str]:
+    """Sizes that could only exhaust time or memory, before anything of that size is made."""
+    rollout = config.rollout
+    started = config.batch_size * rollout.n_samples * rollout.over_sampling_factor
+    if config.batch_size > MAX_ROWS:
+        yield (
+            f"train.train_batch_size_per_gpu x gradient_accumulation_steps makes steps of {config.batch_size:,} rows; "
+            f"at most {MAX_ROWS:,}: lower one of them"
+        )
+    elif chosen.online is not None and started > MAX_ROWS:
+        yield (
+            f"rollout.n_samples {rollout.n_samples:,} x over_sampling_factor {rollout.over_sampling_factor:,g} x "
+            f"{config.batch_size:,} prompts start {started:,.0f} completions per step; at most {MAX_ROWS:,}: lower one "
+            "of them"
+        )
+    for key, tokens in (("rollout.max_tokens", rollout.max_tokens), ("data.max_seq_len", config.data.max_seq_len)):
+        if tokens is not None and tokens > MAX_TOKENS:
+            yield f"{key} is {tokens:,}; at most {MAX_TOKENS:,} tokens: lower it"
 
 
 def _devices(config: Config) -> Iterator[str]:

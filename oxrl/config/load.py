@@ -176,15 +176,17 @@ def check_config(raw: Mapping[str, Any], lines: Mapping[tuple[str, ...], int] | 
 
 
 def _read(path: Path) -> str:
-    if path.is_dir():
-        raise ConfigError(f"{path} is a folder: pass the YAML file in it, such as {path / 'config.yaml'}")
-    if not path.is_file():
-        near = did_you_mean(path.name, (other.name for other in path.parent.glob("*.y*ml")))
-        raise ConfigError(f"there is no config file {path}{near}")
     try:
+        if path.is_dir():
+            raise ConfigError(f"{path} is a folder: pass the YAML file in it, such as {path / 'config.yaml'}")
+        if not path.is_file():
+            near = did_you_mean(path.name, (other.name for other in path.parent.glob("*.y*ml")))
+            raise ConfigError(f"there is no config file {path}{near}")
         return read_yaml_text(path)
     except ParseError as error:
         raise ConfigError(str(error)) from None
+    except OSError as error:
+        raise ConfigError(f"the config {str(path)[:200]} cannot be read: {error.strerror}") from None
 
 
 def _parse(text: str, where: str) -> tuple[dict[str, Any], Lines]:

@@ -74,8 +74,12 @@ class _Open(_Section):
 class Run(_Section):
     """The run: its name, output folder and devices."""
 
-    experiment_id: str = Field("run", pattern=r"^[\w.-]+$", description="names the run's folder")
-    seed: int = Field(42, ge=0, description="random seed for data order, dropout and newly initialised weights")
+    experiment_id: str = Field(
+        "run", pattern=r"^[\w.-]*[\w-][\w.-]*$", max_length=200, description="names the run's folder"
+    )
+    seed: int = Field(
+        42, ge=0, lt=2**32, description="random seed for data order, dropout and newly initialised weights"
+    )
     checkpoint_dir: str | None = Field(None, description="output root; default $OXRL_CHECKPOINT_DIR or ./checkpoints")
     task: str | None = Field(
         None, description="math, math-hard, code, reasoning, instruct or chat: sets defaults for unset keys"
@@ -186,7 +190,7 @@ class Train(_Section):
 class Model(_Section):
     """The trained model, the reference and the teacher."""
 
-    name: str = Field(description="hub id, local folder, .gguf file, or a built-in: smollm2-135m, tiny")
+    name: str = Field(min_length=1, description="hub id, local folder, .gguf file, or a built-in: smollm2-135m, tiny")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: float32 on CPU, else bf16"
     )
@@ -346,6 +350,11 @@ class Data(_Section):
             )
         if self.train_ratios is not None and set(self.train_ratios) != set(self.train_files):
             raise ValueError(f"train_ratios must name exactly the datasets {sorted(self.train_files)}")
+        ratios = (self.train_ratios or {"": 1.0}).values()
+        if min(ratios) < 0 or max(ratios) == 0:
+            raise ValueError(
+                f"train_ratios must be 0 or more, and at least one greater than 0, not {self.train_ratios}"
+            )
         return self
 
     @property

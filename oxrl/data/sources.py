@@ -230,12 +230,19 @@ def _reader_by_name(name: str) -> Reader | None:
     return next((reader for ending, reader in READERS.items() if name.lower().endswith(ending)), None)
 
 
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a name that is too long, or a folder that may not be entered
+        return False
+
+
 def _reader_for(path: Path) -> Reader:
+    if not _exists(path):
+        raise ValueError(f"there is no file {path}{_nearest_file(path)}")
     if path.is_dir():
         files = sorted(file.name for file in path.iterdir() if _reader_by_name(file.name))
         raise ValueError(f"{path} is a folder: pass one of its data files ({', '.join(files) or 'none found'})")
-    if not path.exists():
-        raise ValueError(f"there is no file {path}{_nearest_file(path)}")
     if not path.is_file():  # a pipe without a writer would block
         raise ValueError(f"{path} is a pipe or a device: save the rows to a file")
     reader = _reader_by_name(path.name)
@@ -245,7 +252,7 @@ def _reader_for(path: Path) -> Reader:
 
 
 def _nearest_file(path: Path) -> str:
-    if not path.parent.is_dir():
+    if not _exists(path.parent):
         return f", nor a folder {path.parent}"
     return did_you_mean(path.name, [file.name for file in path.parent.iterdir()])
 
@@ -264,7 +271,7 @@ def _read_file(path: Path, reader: Reader) -> Iterator[RawRow]:
 
 def is_hub_id(source: str) -> bool:
     match = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:[\w.-]+)?", source)
-    return match is not None and _reader_by_name(source) is None and not Path(source).exists()
+    return match is not None and _reader_by_name(source) is None and not _exists(Path(source))
 
 
 def _load_from_hub(source: str, split: str) -> Iterable[Any]:

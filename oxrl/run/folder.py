@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 
 def run_folder(config: Config, output: str | Path | None) -> Path:
+    if output == "":
+        raise ConfigError("the output folder is empty: name one, or leave it out")
     root = config.run.checkpoint_dir or os.environ.get("OXRL_CHECKPOINT_DIR") or "checkpoints"
     return Path(output) if output is not None else Path(root) / config.run.experiment_id
 
@@ -166,6 +168,8 @@ def read_recorded(file: Path) -> dict[str, Any]:
 
 def resolve_weights(name: str) -> str:
     """The best checkpoint of a run folder; any other name as it is."""
+    if not name:
+        raise ConfigError("the name of the model is empty")
     home = Path(name)
     if not home.is_dir():
         return name

@@ -68,6 +68,12 @@ def sharding_of(config: Config) -> str:
 
 def ranks_to_start(config: Config) -> int:
     """The number of ranks that this process has to start; 0 if it is one itself, or if one process is enough."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        if not os.environ.get(name, "0").isdecimal():
+            raise ConfigError(
+                f"the environment variable {name} is {os.environ[name]!r:.60}, not a number: unset it, or start the "
+                "processes with torchrun"
+            )
     started = "RANK" in os.environ
     if started and (world := int(os.environ.get("WORLD_SIZE", "1"))) != config.ranks and config.processes != "actors":
         raise ConfigError(

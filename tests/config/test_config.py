@@ -134,9 +134,35 @@ def test_a_missing_file_suggests_an_existing_one(tmp_path):
         load_config(tmp_path / "confg.yaml")
 
 
+@pytest.mark.parametrize(
+    ("section", "key", "value", "message"),
+    [
+        ("run", "experiment_id", "..", "run.experiment_id"),
+        ("run", "experiment_id", ".", "run.experiment_id"),
+        ("run", "experiment_id", "x" * 201, "run.experiment_id: String should have at most 200 characters"),
+        ("run", "seed", 2**32, "run.seed: Input should be less than 4294967296"),
+        ("model", "name", "", "model.name: String should have at least 1 character"),
+        ("data", "train_ratios", {"rows": -1.0}, "data: train_ratios must be 0 or more"),
+        ("data", "train_ratios", {"rows": 0.0}, "data: train_ratios must be 0 or more"),
+        ("rollout", "env", "x" * 10_000, "rollout.env: Input should be 'single_turn' or 'tools', got 'xxx"),
+    ],
+)
+def test_a_value_outside_its_range_is_refused_with_its_key(section, key, value, message):
+    with pytest.raises(ConfigError) as caught:
+        config_of(**{section: {key: value}})
+    assert message in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_names_of_runs_may_have_dots():
+    assert config_of(run={"experiment_id": "..v1.0-x"}).run.experiment_id == "..v1.0-x"
+    assert config_of(run={"experiment_id": "x" * 200, "seed": 2**32 - 1}).run.seed == 2**32 - 1
+
+
 def test_a_folder_in_place_of_a_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match=f"{tmp_path} is a folder: pass the YAML file in it"):
         load_config(tmp_path)
+    with pytest.raises(ConfigError, match="cannot be read: File name too long"):
+        load_config(tmp_path / ("x" * 300))
 
 
 def test_overrides_take_precedence_over_the_file(tmp_path):
@@ -197,6 +223,14 @@ def test_a_config_survives_being_written_and_read():
         ),
         ({"deepspeed": {"optimizer": {}}}, "deepspeed.optimizer is not set here: train.lr"),
         ({"deepspeed": {"world_size": 4}, "run": {"training_gpus": 2}}, "world_size 4 is not run.training_gpus 2"),
+        ({"train": {"train_batch_size_per_gpu": 10**12}}, "makes steps of 1,000,000,000,000 rows; at most 1,000,000"),
+        (
+            {"train": {"train_batch_size_per_gpu": 10**4, "gradient_accumulation_steps": 10**4, "alg_name": "sft"}},
+            "makes steps of 100,000,000 rows",
+        ),
+        ({"rollout": {"over_sampling_factor": 1e9}}, "over_sampling_factor 1e+09 x 8 prompts start 64,000,000,000"),
+        ({"rollout": {"n_samples": 10**9}}, "rollout.n_samples 1,000,000,000 x over_sampling_factor 1 x 8 prompts"),
+        ({"data": {"max_seq_len": 10**12}}, "data.max_seq_len is 1,000,000,000,000; at most 10,000,000 tokens"),
         ({"train": {"mini_batches": 65}}, "exceeds the 64 completions of a step"),
         ({"rollout": {"max_draws": 3}}, "less than the 8 prompts of a step"),
         ({"rollout": {"max_tokens": 4096}}, "no prompt leaves room"),
