@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 from oxrl.data.fit import Overlong, fit
+from oxrl.data.template import EndlessTemplateError
 from oxrl.types import Algorithm, Item, Render, Sample
 
 BadRows: TypeAlias = Literal["stop", "skip"]
@@ -49,6 +50,8 @@ def assemble(
     for sample in track(samples):
         try:
             items.extend(algorithm.assemble(sample, render))
+        except EndlessTemplateError:
+            raise
         except ValueError as error:
             if bad_rows == "stop":
                 raise ValueError(f"{error} (bad_rows: skip leaves such rows out)") from error

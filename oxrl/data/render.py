@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 
 from oxrl.data.formats import flatten_content
+from oxrl.data.template import EndlessTemplateError, TemplateError, apply_template
 from oxrl.types import IntArray, Message, Row
 
 if TYPE_CHECKING:
@@ -29,10 +30,6 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")
 _CALLS = ("tool_calls", "function_call")
 _SENTINEL = "Xq7sentinelXq7"
 _MAX_SHAPES = 8  # templates have one or two; a bound for templates whose output differs every time
-
-
-class TemplateError(ValueError):
-    """The assistant's part of a chat template's output cannot be determined; the message has reason and remedy."""
 
 
 class _Shape(NamedTuple):
@@ -79,6 +76,8 @@ class Renderer:
         for i in trained:
             try:
                 turn = self._turn(chat[: i + 1], tools)
+            except EndlessTemplateError:
+                raise
             except TemplateError as error:
                 raise TemplateError(f"{id}, message {i}: {error}") from error
             if rows and turn.prompt.startswith(text):
@@ -219,29 +218,16 @@ class Renderer:
         def is_written(content: str | list[dict[str, str]]) -> bool:
             try:
                 return _SENTINEL in self._apply_template([{"role": "user", "content": content}], (), True)
+            except EndlessTemplateError:
+                raise
             except TemplateError:
                 return False
 
         return not is_written(_SENTINEL) and is_written(_text_parts(_SENTINEL))
 
     def _apply_template(self, chat: Chat, tools: Tools, generation_prompt: bool) -> str:
-        from jinja2.exceptions import TemplateError as JinjaError
-
-        try:
-            text: str = self.tokenizer.apply_chat_template(
-                [dict(message) for message in chat],
-                tools=[dict(tool) for tool in tools] or None,
-                add_generation_prompt=generation_prompt,
-                tokenize=False,
-                **self.template_kwargs,
-            )
-        except (JinjaError, TypeError) as error:
-            roles = ", ".join(str(message["role"]) for message in chat)
-            raise TemplateError(
-                f"the chat template does not accept these messages ({roles}): {error}; change the messages or the "
-                "template"
-            ) from error
-        return text
+        kwargs = self.template_kwargs
+        return apply_template(self.tokenizer, chat, tools, generation_prompt=generation_prompt, **kwargs)
 
     def _row(self, turns: Sequence[_Turn], name: str, sequence: str) -> Row:
         ids: list[int] = []

@@ -22,6 +22,7 @@ from oxrl.data.assemble import Assembled, assemble
 from oxrl.data.prompts import as_prompt
 from oxrl.data.render import Renderer, special_tokens
 from oxrl.data.sources import load_samples
+from oxrl.data.template import EndlessTemplateError
 from oxrl.models.load import load_tokenizer
 from oxrl.run.data import is_online
 from oxrl.types import Item, Row, Sample
@@ -115,6 +116,8 @@ def _prompts(samples: Sequence[Sample], render: Renderer) -> Assembled:
         try:
             ids = render.prompt(sample.messages, tools=sample.tools)
             items.append((Row(sample.id, ids, np.zeros(len(ids), dtype=np.bool_)),))
+        except EndlessTemplateError:
+            raise
         except ValueError as error:
             skipped.append(f"{sample.id}: {error}")
     return Assembled(items, skipped, 0, 0, 0)

@@ -17,6 +17,7 @@ from oxrl.algorithms import kl
 from oxrl.algorithms.kl import Estimator
 from oxrl.concurrency import run_blocking
 from oxrl.data.render import Renderer
+from oxrl.data.template import apply_template
 from oxrl.rewards.grade import AnyReward, grade
 from oxrl.rollouts.batches import group_rollouts
 from oxrl.rollouts.envs import GeneratorClient, StopCondition, assistant_message, never, with_tools
@@ -81,13 +82,7 @@ def tokenizer_template(
     add_generation_prompt: bool,
 ) -> str:
     """Apply the tokenizer's chat template."""
-    text: str = tokenizer.apply_chat_template(
-        chat,
-        tools=[dict(tool) for tool in tools] or None,
-        add_generation_prompt=add_generation_prompt,
-        tokenize=False,
-    )
-    return text
+    return apply_template(tokenizer, chat, tools, generation_prompt=add_generation_prompt)
 
 
 def sampled_logprobs(model: PreTrainedModel, prompt_ids: Sequence[int], generation: Generation) -> list[float]:  # noqa: ARG001

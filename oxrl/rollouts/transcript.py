@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from oxrl.data.render import Renderer, match_any, special_tokens
+from oxrl.data.template import TemplateError, apply_template
 from oxrl.types import Generation, Message, Render
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
@@ -148,19 +149,11 @@ class _Chat:
 
     def render(self, messages: Sequence[Message], tools: Tools) -> str:
         """Return the prompt as text; empty if the template refuses these messages."""
-        from jinja2.exceptions import TemplateError
-
+        chat = [message.to_dict() for message in messages]
         try:
-            text: str = self.tokenizer.apply_chat_template(
-                [message.to_dict() for message in messages],
-                tools=[dict(tool) for tool in tools] or None,
-                add_generation_prompt=True,
-                tokenize=False,
-                **self.template_kwargs,
-            )
-        except (TemplateError, TypeError):
+            return apply_template(self.tokenizer, chat, tools, generation_prompt=True, **self.template_kwargs)
+        except TemplateError:
             return ""
-        return text
 
     def ids_after(self, rest: str, end: str) -> list[int]:
         """Tokenise `rest` after a special token: many tokenizers treat the start of a text differently."""
