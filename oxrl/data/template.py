@@ -69,14 +69,17 @@ def _cpu_limit(seconds: float) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
         return
-
-    def stop(_: int, __: FrameType | None) -> None:
-        raise TimeoutError
-
-    handler = signal.signal(signal.SIGVTALRM, stop)
+    handler = signal.getsignal(signal.SIGVTALRM)
+    if handler is not _stop:
+        signal.signal(signal.SIGVTALRM, _stop)
     timer = signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, *timer)
-        signal.signal(signal.SIGVTALRM, handler)
+        if handler not in (_stop, signal.SIG_DFL):  # else it stays: there are two calls per row
+            signal.signal(signal.SIGVTALRM, handler)
+
+
+def _stop(_: int, __: FrameType | None) -> None:
+    raise TimeoutError

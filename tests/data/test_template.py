@@ -56,12 +56,14 @@ def test_no_row_is_tried_again_with_a_template_that_does_not_end():
 
 
 def test_the_timer_of_the_caller_is_kept_and_other_threads_can_render():
-    before = signal.signal(signal.SIGVTALRM, lambda *_: None)
+    own = lambda *_: None  # noqa: E731
+    before = signal.signal(signal.SIGVTALRM, own)
     signal.setitimer(signal.ITIMER_VIRTUAL, 1000, 7)
     try:
         apply_template(byte_level(styles.CHATML), CHAT, generation_prompt=True)
         delay, interval = signal.getitimer(signal.ITIMER_VIRTUAL)
         assert 900 < delay < 1001 and interval == 7
+        assert signal.getsignal(signal.SIGVTALRM) is own
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
