@@ -42,6 +42,7 @@ def export_model(source: str, output: str | Path, *, adapter: bool = False, dtyp
     kind = find_model(weights).kind
     if adapter and kind != "adapter":
         raise ValueError(f"{source} has no adapter: leave --adapter out to export its weights")
+    _check_links(Path(weights))
     settings = ModelConfig(weights, dtype=_stored_dtype(weights) if dtype == "auto" else dtype, device="cpu")
     check_model(settings)
     draft = folder.with_name(f".unfinished-{folder.name}")
@@ -75,6 +76,18 @@ def _write_model(settings: ModelConfig, draft: Path, *, as_adapter: bool) -> Non
     load_tokenizer(settings.name).save_pretrained(draft)
     if (heads := Path(settings.name) / HEADS).exists():
         save_file(load_file(heads), draft / HEADS)  # not copied: it could be a link to any other file
+
+
+def _check_links(folder: Path) -> None:
+    """Refuse links to files outside of the folder, whose content would be exported, and perhaps uploaded, with it."""
+    home = folder.resolve()
+    allowed = (home, home.parents[1] / "blobs") if home.parent.name == "snapshots" else (home,)  # the hub's cache
+    for file in folder.rglob("*"):
+        target = file.resolve()
+        if not any(target.is_relative_to(each) for each in allowed):
+            raise ValueError(
+                f"{file} is a link to {target}, outside of the folder: if it belongs to the model, replace it by a copy"
+            )
 
 
 def push_model(folder: str | Path, repository: str, *, private: bool = True) -> str:

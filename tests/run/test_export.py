@@ -78,6 +78,28 @@ def test_a_reward_model_keeps_its_head(tmp_path):
     assert (folder / HEADS).read_bytes() == (tmp_path / "run" / "checkpoints" / "step_0002" / HEADS).read_bytes()
 
 
+@pytest.mark.parametrize("name", [HEADS, "chat_template.jinja", "additional_chat_templates/other.jinja"])
+def test_a_link_out_of_the_folder_is_not_exported(name, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("of the user")
+    model = tmp_path / "model"
+    (model / name).parent.mkdir(parents=True)
+    (model / name).symlink_to(secret)
+    with pytest.raises(ValueError, match=f"{model / name} is a link to {secret}, outside of the folder"):
+        export_model(str(model), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_links_inside_a_folder_and_of_the_hub_cache_are_exported(tmp_path):
+    blobs, snapshot = tmp_path / "models--x" / "blobs", tmp_path / "models--x" / "snapshots" / "v1"
+    shutil.copytree(prepare_builtin("tiny"), blobs)
+    snapshot.mkdir(parents=True)
+    for file in blobs.iterdir():
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    (tmp_path / "linked").symlink_to(snapshot)
+    assert (export_model(str(tmp_path / "linked"), tmp_path / "out") / "model.safetensors").is_file()
+
+
 def test_a_folder_with_files_is_not_overwritten(adapted, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("mine")
