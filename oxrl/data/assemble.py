@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from oxrl.data.fit import Overlong, fit
 from oxrl.data.template import EndlessTemplateError
-from oxrl.types import Algorithm, Item, Render, Sample
+from oxrl.types import Algorithm, Item, Render, Row, Sample
 
 BadRows: TypeAlias = Literal["stop", "skip"]
 
@@ -20,6 +20,11 @@ class Assembled(NamedTuple):
     dropped: int  # items over the length limit
     truncated: int
     unended: int  # truncated rows without their end-of-turn token
+
+    @property
+    def empty(self) -> list[Row]:
+        """The rows that train no more than one token: the end of an empty reply."""
+        return [row for item in self.items for row in item if row.mask.sum() <= 1]
 
     def describe(self) -> str:
         tokens = sum(len(row) for item in self.items for row in item)

@@ -23,9 +23,9 @@ from oxrl.data.prompts import as_prompt
 from oxrl.data.render import Renderer, special_tokens
 from oxrl.data.sources import load_samples
 from oxrl.data.template import EndlessTemplateError
-from oxrl.models.load import load_tokenizer
+from oxrl.models.load import context_length, load_tokenizer
 from oxrl.run.data import is_online
-from oxrl.types import Item, Row, Sample
+from oxrl.types import Item, ModelConfig, Row, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,6 +52,7 @@ class Report:
     rows: list[Row]  # rows to train on
     overlong: list[Row]  # rows left out because of their length
     tokenizer: PreTrainedTokenizerBase
+    context: int | None = None  # tokens that the model was made for
     prompts_only: bool = False  # the algorithm samples: trained tokens do not exist yet
 
     def statistics(self) -> dict[str, Any]:
@@ -104,6 +105,7 @@ def inspect_data(file: str, model: str, algorithm_name: str, max_len: int | None
         rows=[row for item, fit in zip(rendered.items, fits, strict=True) if fit for row in item],
         overlong=[row for item, fit in zip(rendered.items, fits, strict=True) if not fit for row in item],
         tokenizer=tokenizer,
+        context=context_length(ModelConfig(model)),
         prompts_only=prompts_only,
     )
 
@@ -257,8 +259,10 @@ def problems(report: Report) -> list[str]:
     if report.skipped:
         found.append(f"skipped: {len(report.skipped)} (see above; training stops there unless data.bad_rows is skip)")
     untrained = [row for row in report.rows if not report.prompts_only and row.mask.sum() <= 1]
+    beyond = [row for row in report.rows if report.context is not None and len(row) > report.context]
     suspects = {
         f"longer than {report.max_len} tokens, left out unless data.overlong is truncate": report.overlong,
+        f"longer than the {report.context} tokens that the model was made for": beyond,
         "no more than one trained token": untrained,
         "the same tokens as an earlier row": report.duplicates(),
     }

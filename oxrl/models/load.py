@@ -125,6 +125,12 @@ def load_hf_tokenizer(
     return AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code, revision=revision or "main")
 
 
+def context_length(config: ModelConfig) -> int | None:
+    """Return the number of positions that a model was made for; None if its config does not say."""
+    length: int | None = getattr(load_model_config(config).get_text_config(), "max_position_embeddings", None)
+    return length
+
+
 def load_model_config(config: ModelConfig) -> PreTrainedConfig:
     """Load the transformers config of a model, without its weights; for an adapter's folder, its base's."""
     from transformers import AutoConfig

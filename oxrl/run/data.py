@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,6 +20,8 @@ from oxrl.run.spec import RunSpec, first_algorithm
 from oxrl.types import Algorithm, DataSource, Item, Sample
 
 logger = logging.getLogger(__name__)
+
+ROWS_NAMED = 5  # in a warning
 
 
 class RunData(NamedTuple):
@@ -51,9 +53,14 @@ def is_online(algorithm: Algorithm, samples: Sequence[Sample]) -> bool:
     return algorithm.online is not None and not recorded
 
 
-def prepare_data(config: Config, loaded: dict[str, Loaded], tokenizer: Any, *, online: bool) -> RunData:
-    """Rendered and checked; rows that are too long are dropped, truncated or refused (`data.overlong`)."""
-    convert: Callable[..., tuple[list[Any], int]] = _prompts if online else _items
+def prepare_data(
+    config: Config, loaded: dict[str, Loaded], tokenizer: Any, *, online: bool, context: int | None = None
+) -> RunData:
+    """Rendered and checked; rows that are too long are dropped, truncated or refused (`data.overlong`).
+
+    Rows that are longer than the `context` of the model are reported.
+    """
+    convert: Callable[..., tuple[list[Any], int]] = partial(_prompts if online else _items, context=context)
     parts = {name: convert(config, part, tokenizer, name) for name, part in loaded.items()}
     held_out: list[Any] = []
     for name, path in config.data.val_files.items():
@@ -65,7 +72,7 @@ def prepare_data(config: Config, loaded: dict[str, Loaded], tokenizer: Any, *, o
     return RunData(source, rows, held_out, sum(count for _, count in parts.values()))
 
 
-def _items(config: Config, loaded: Loaded, tokenizer: Any, name: str) -> tuple[list[Item], int]:
+def _items(config: Config, loaded: Loaded, tokenizer: Any, name: str, *, context: int | None) -> tuple[list[Item], int]:
     """Items to train on, and the number of rows that were left out."""
     data = config.data
     rendered = assemble(
@@ -79,18 +86,41 @@ def _items(config: Config, loaded: Loaded, tokenizer: Any, name: str) -> tuple[l
     )
     unread = [f"{where}: {reason}" for where, reason in loaded.skipped]
     logger.info("%s: %s", name, rendered._replace(skipped=[*unread, *rendered.skipped]).describe())
+    _warn_beyond_context(name, {row.id: len(row) for item in rendered.items for row in item}, context)
+    if rendered.empty:
+        logger.warning(
+            "%s: %d rows train on no more than the end of their reply, which is empty: %s", name, len(rendered.empty),
+            _examples([row.id for row in rendered.empty]),
+        )  # fmt: skip
     return rendered.items, len(unread) + len(rendered.skipped) + rendered.dropped
 
 
-def _prompts(config: Config, loaded: Loaded, tokenizer: Any, name: str) -> tuple[list[Sample], int]:
+def _warn_beyond_context(name: str, lengths: Mapping[str, int], context: int | None) -> None:
+    """`lengths` are the tokens that each row needs."""
+    if context is not None and (beyond := [row for row, length in lengths.items() if length > context]):
+        logger.warning(
+            "%s: %d rows need more than the %d tokens that the model was made for: %s; data.max_seq_len: %d leaves "
+            "them out", name, len(beyond), context, _examples([f"{row} ({lengths[row]})" for row in beyond]), context,
+        )  # fmt: skip
+
+
+def _examples(rows: Sequence[str]) -> str:
+    return ", ".join(rows[:ROWS_NAMED]) + (", ..." if len(rows) > ROWS_NAMED else "")
+
+
+def _prompts(
+    config: Config, loaded: Loaded, tokenizer: Any, name: str, *, context: int | None
+) -> tuple[list[Sample], int]:
     """Prompts that leave room for a response and that the reward can grade, and the number of rows left out."""
     data, render = config.data, Renderer(tokenizer, max_len=config.data.max_seq_len)
     room = None if data.max_seq_len is None else data.max_seq_len - config.rollout.max_tokens
     fitting: list[Sample] = []
+    lengths: dict[str, int] = {}
     for sample in map(as_prompt, _progress_bar(f"reading {name}")(loaded.samples)):
         length = len(render.prompt(sample.messages, tools=sample.tools))
         if room is None or length <= room:
             fitting.append(sample)
+            lengths[sample.id] = length + config.rollout.max_tokens
         elif data.overlong == "error":
             raise ConfigError(
                 f"{sample.id}: a prompt of {length} tokens leaves no room for rollout.max_tokens="
@@ -106,6 +136,7 @@ def _prompts(config: Config, loaded: Loaded, tokenizer: Any, name: str) -> tuple
             check_samples(configured_reward(config), fitting)
         except TypeError as error:
             raise ConfigError(f"reward.params do not suit {config.reward.reward_func}: {error}") from error
+    _warn_beyond_context(name, lengths, context)
     left_out = len(loaded.samples) - len(fitting)
     logger.info("%s: %d prompts%s", name, len(fitting), f", {left_out} left out as over-long" if left_out else "")
     return fitting, left_out + len(loaded.skipped)

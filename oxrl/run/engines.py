@@ -14,11 +14,11 @@ from typing import Any
 from oxrl.config import Config, ConfigError
 from oxrl.config.registry import find_engine
 from oxrl.loops.online import no_offload, sleeping_engine
-from oxrl.models.load import end_tokens, load_model_config, resolve_device, resolve_dtype
+from oxrl.models.load import context_length, end_tokens, load_model_config, resolve_device, resolve_dtype
 from oxrl.run.build import Engine
 from oxrl.run.placement import SHARE
 from oxrl.run.spec import model_config
-from oxrl.types import ModelConfig, SleepingGenerator
+from oxrl.types import SleepingGenerator
 
 logger = logging.getLogger(__name__)
 
@@ -200,11 +200,7 @@ def engine_options(config: Config) -> dict[str, Any]:
         "trust_remote_code": model.trust_remote_code,
     }
     if config.data.max_seq_len is not None:
-        options["max_model_len"] = min(config.data.max_seq_len, _max_position(model))
+        options["max_model_len"] = min(config.data.max_seq_len, context_length(model) or config.data.max_seq_len)
     if device == "cpu":
         options["enforce_eager"] = True
     return options | config.inference_engine.others
-
-
-def _max_position(model: ModelConfig) -> int:
-    return int(load_model_config(model).get_text_config().max_position_embeddings)

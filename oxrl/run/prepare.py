@@ -11,7 +11,7 @@ from typing import Any
 from oxrl.config import Config, ConfigError
 from oxrl.config.checks import contradictions, remarks
 from oxrl.machine.hardware import detect_hardware
-from oxrl.models.load import check_model, load_tokenizer
+from oxrl.models.load import check_model, context_length, load_tokenizer
 from oxrl.run.build import check_servers
 from oxrl.run.checkpoint import latest_checkpoint, read_state
 from oxrl.run.data import is_online, load_train_files, prepare_data
@@ -135,7 +135,7 @@ def resolve(config: Config, output: str | Path | None = None, *, resume_from: Pa
     config = _check_online(config, samples) if online else _check_offline(config)
     schedule = algorithm_schedule(config)
     _check_schedule(schedule)
-    data = prepare_data(config, loaded, tokenizer, online=online)
+    data = prepare_data(config, loaded, tokenizer, online=online, context=context_length(model))
     steps_per_epoch = config.train.train_steps_per_epoch or -(-len(data.rows) // config.batch_size)
     return RunSpec(
         config=config,

@@ -70,6 +70,13 @@ def test_problems_name_their_rows(tmp_path: Path) -> None:
     ]
 
 
+def test_rows_beyond_the_context_of_the_model_are_a_problem(tmp_path: Path) -> None:
+    file = _file(tmp_path, _turn("yes"), _turn("x" * 2048))
+    assert problems(inspect_data(file, "tiny", "sft", None, {})) == [
+        "longer than the 2048 tokens that the model was made for: 1 (data.jsonl:2)"
+    ]
+
+
 def test_a_part_that_is_not_text_is_a_problem_of_its_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = [{"type": "text", "text": "See"}, {"type": "image_url", "image_url": {"url": "cat.png"}}]
     row = {"messages": [{"role": "user", "content": picture}, {"role": "assistant", "content": "A cat."}]}
