@@ -93,7 +93,7 @@ class _Loader(yaml.SafeLoader):
     """Dates are text, numbers are those of `_NUMBERS`, and nesting is bounded."""
 
     _depth = 0
-    yaml_implicit_resolvers: ClassVar = {
+    yaml_implicit_resolvers: ClassVar = {  # type: ignore[misc]  # the stubs take it for an attribute of instances
         first: [(tag, pattern) for tag, pattern in resolvers if tag not in {*_NUMBERS, f"{_TAG}timestamp"}]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }

@@ -215,7 +215,7 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
     try:
         raw[key] = parse_yaml(value, f"the value of {key_path.strip()}")
     except ParseError as error:
-        raise ConfigError(without_secrets(str(error))) from None
+        raise ConfigError(str(error).splitlines()[0]) from None  # the other lines quote the value
 
 
 def _format_error(error: Any, lines: Mapping[tuple[str, ...], int]) -> str:

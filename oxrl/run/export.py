@@ -64,8 +64,6 @@ def export_model(source: str, output: str | Path, *, adapter: bool = False, dtyp
 
 
 def _write_model(settings: ModelConfig, draft: Path, *, as_adapter: bool) -> None:
-    from safetensors.torch import load_file, save_file
-
     model = load_model(settings, is_trainable=False)
     if as_adapter:
         save_adapter(model, draft)
@@ -75,7 +73,7 @@ def _write_model(settings: ModelConfig, draft: Path, *, as_adapter: bool) -> Non
         model.save_pretrained(draft)
     load_tokenizer(settings.name).save_pretrained(draft)
     if (heads := Path(settings.name) / HEADS).exists():
-        save_file(load_file(heads), draft / HEADS)  # not copied: it could be a link to any other file
+        shutil.copy(heads, draft / HEADS)
 
 
 def _check_links(folder: Path) -> None:
