@@ -23,7 +23,9 @@ _NEW_NAMESPACES = 0x00020000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x40000000
 _RECURSIVE_PRIVATE = 0x4000 | 0x40000
 _NO_SUID_DEV_EXEC = 0x2 | 0x4 | 0x8
 _SET_PDEATHSIG, _SET_DUMPABLE, _SET_SECCOMP, _SET_NO_NEW_PRIVS = 1, 4, 22, 38
-_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+_MOUNT_SETATTR, _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 442, 444, 445, 446
+_THIS_FOLDER, _AND_ALL_BELOW, _READ_ONLY = -100, 0x8000, 0x1
+_NEWEST_LANDLOCK = 6  # the version of its interface that is used here
 _ACCESS_BY_VERSION = {1: 0x1FFF, 2: 0x3FFF, 3: 0x7FFF, 4: 0x7FFF, 5: 0xFFFF}
 _READ_FILE, _READ_DIR, _WRITE_FILE, _TRUNCATE = 0x4, 0x8, 0x2, 0x4000
 _REMOVE_AND_MAKE = 0x10 | 0x20 | 0x80 | 0x100  # folders and plain files
@@ -39,7 +41,7 @@ def _check(result: int, what: str) -> int:
 
 
 def enter_namespaces(scratch_bytes: int) -> None:
-    """Enter new user, network, ipc, uts and mount namespaces, with an empty /tmp of `scratch_bytes`."""
+    """Enter new user, network, ipc, uts and mount namespaces: read-only, with an empty /tmp of `scratch_bytes`."""
     uid, gid = os.geteuid(), os.getegid()
     _check(_libc.unshare(_NEW_NAMESPACES), "unshare")
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
@@ -47,13 +49,15 @@ def enter_namespaces(scratch_bytes: int) -> None:
         os.write(descriptor, text.encode())
         os.close(descriptor)
     _check(_libc.mount(b"none", b"/", None, _RECURSIVE_PRIVATE, None), "mount /")
+    attributes = _READ_ONLY.to_bytes(8, sys.byteorder) + bytes(24)
+    _check(_libc.syscall(_MOUNT_SETATTR, _THIS_FOLDER, b"/", _AND_ALL_BELOW, attributes, 32), "read-only mounts")
     options = f"size={scratch_bytes},nr_inodes=1000,mode=0700".encode()
     _check(_libc.mount(b"tmpfs", SCRATCH.encode(), b"tmpfs", _NO_SUID_DEV_EXEC, options), "mount scratch")
 
 
 def restrict_files(readable: list[str], writable: list[str]) -> None:
     """Landlock: allow only these paths; newer kernels also block TCP and signals to other processes."""
-    version = _check(_libc.syscall(_CREATE_RULESET, None, 0, 1), "landlock")
+    version = min(_check(_libc.syscall(_CREATE_RULESET, None, 0, 1), "landlock"), _NEWEST_LANDLOCK)
     handled = _ACCESS_BY_VERSION[min(version, 5)]
     fields = [handled, 0x3, 0x3][: 1 if version < 4 else 2 if version < 6 else 3]
     attributes = b"".join(field.to_bytes(8, sys.byteorder) for field in fields)

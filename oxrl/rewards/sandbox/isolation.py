@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from functools import cache
@@ -61,7 +63,14 @@ def writes_a_file():
 def forks(): os.fork() or os._exit(0)
 def opens_a_socket(): socket.socket()
 def signals(): os.kill(os.getppid(), 0)
-for action in (reads_a_file, writes_a_file, forks, opens_a_socket, signals):
+def truncates_a_file(): os.truncate(VICTIM, 0)
+def truncates_by_opening(): os.open(VICTIM, os.O_TRUNC)
+def truncates_by_opening_otherwise(): os.open(VICTIM, os.O_TRUNC | 3)
+def changes_times(): os.utime(VICTIM, (0, 0))
+for action in (
+    reads_a_file, writes_a_file, forks, opens_a_socket, signals,
+    truncates_a_file, truncates_by_opening, truncates_by_opening_otherwise, changes_times,
+):
     refused(action)
 print("done", end="")
 """
@@ -95,9 +104,17 @@ def probe_isolation(isolation: Isolation) -> str | None:
     limits = Limits(seconds=10.0)
     pipe = subprocess.PIPE
     try:
-        with sandboxed(
-            Job({"source": _PROBE}), isolation.layers, limits, bwrap=isolation.bwrap, stdout=pipe, stderr=pipe
-        ) as started:
+        with (
+            tempfile.NamedTemporaryFile(dir=_visible_folder()) as victim,
+            sandboxed(
+                Job({"source": f"VICTIM = {victim.name!r}\n{_PROBE}"}),
+                isolation.layers,
+                limits,
+                bwrap=isolation.bwrap,
+                stdout=pipe,
+                stderr=pipe,
+            ) as started,
+        ):
             out, err = started.process.stdout, started.process.stderr
             assert out is not None, "stdout is a pipe"
             assert err is not None, "stderr is a pipe"
@@ -111,6 +128,11 @@ def probe_isolation(isolation: Isolation) -> str | None:
             return None if output == "done" else output.strip() or errors or "the probe ended without output"
     except (SandboxError, OSError) as error:
         return str(error)
+
+
+def _visible_folder() -> str | None:
+    """A folder that no kind of isolation hides behind its own /tmp, so that a file in it can be attacked."""
+    return "/var/tmp" if os.access("/var/tmp", os.W_OK) else None  # noqa: S108 - it names the file itself
 
 
 def require_isolation(allow_unsandboxed: bool = False, found: Isolation | None = None) -> Isolation:

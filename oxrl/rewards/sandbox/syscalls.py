@@ -1,7 +1,7 @@
 """The system calls that a sandboxed program may make, as a seccomp filter; all others are refused.
 
-A program is one process with one thread: no listed call starts a process or thread, executes a file, opens a socket,
-signals another process, or inspects one. Refused calls fail with EPERM, which the program may handle.
+No listed call starts a process or thread, executes a file, opens a socket, signals another process, or inspects one.
+Refused calls fail with EPERM, which the program may handle.
 """
 
 from __future__ import annotations
@@ -9,19 +9,28 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-_LOAD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
+_LOAD, _AND, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x54, 0x15, 0x06
 _ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
 _EPERM, _ENOSYS = 1, 38
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data
 
 
 class _Call(NamedTuple):
-    """Numbers on x86_64 and aarch64; with `allowed`, the call is allowed only if `argument` has one of these values."""
+    """Numbers on x86_64 and aarch64; with `allowed`, the call is allowed only if `argument` has one of these values.
+
+    Only the bits in `mask` are compared.
+    """
 
     x86_64: int | None
     aarch64: int | None
     argument: int = 0
     allowed: tuple[int, ...] = ()
+    mask: int = 0xFFFFFFFF
+
+
+# Landlock checks the right to write only for files that are opened for writing. Flags that truncate (0x200) with any
+# other access mode (0 reads, 3 does neither) would empty a file on kernels before 6.2, where truncation is not checked.
+_OPEN_FLAGS = ((0, 1, 2, 3, 0x201, 0x202), 0x203)
 
 
 _MEMORY = {
@@ -32,10 +41,12 @@ _MEMORY = {
     "mremap": _Call(25, 216),
     "madvise": _Call(28, 233),
 }
+# Not listed, because Landlock does not check them by path (truncation: before kernel 6.2): truncate, utimensat, chmod,
+# chown and extended attributes.
 _FILES = {
     "read": _Call(0, 63),
     "write": _Call(1, 64),
-    "open": _Call(2, None),
+    "open": _Call(2, None, 1, *_OPEN_FLAGS),
     "close": _Call(3, 57),
     "stat": _Call(4, None),
     "fstat": _Call(5, 80),
@@ -51,7 +62,6 @@ _FILES = {
     "dup2": _Call(33, None),
     "fsync": _Call(74, 82),
     "fdatasync": _Call(75, 83),
-    "truncate": _Call(76, 45),
     "ftruncate": _Call(77, 46),
     "getdents": _Call(78, None),
     "getcwd": _Call(79, 17),
@@ -65,14 +75,13 @@ _FILES = {
     "readlink": _Call(89, None),
     "umask": _Call(95, 166),
     "getdents64": _Call(217, 61),
-    "openat": _Call(257, 56),
+    "openat": _Call(257, 56, 2, *_OPEN_FLAGS),
     "mkdirat": _Call(258, 34),
     "newfstatat": _Call(262, 79),
     "unlinkat": _Call(263, 35),
     "renameat": _Call(264, 38),
     "readlinkat": _Call(267, 78),
     "faccessat": _Call(269, 48),
-    "utimensat": _Call(280, 88),
     "fallocate": _Call(285, 47),
     "dup3": _Call(292, 24),
     "pipe2": _Call(293, 59),
@@ -170,8 +179,9 @@ def _rule(number: int, call: _Call) -> list[bytes]:
     # The filter loads 32 bits: the lower half of the argument, on both of these little-endian machines.
     choices = [_instruction(_JUMP_IF_EQUAL, value, len(call.allowed) - i, 0) for i, value in enumerate(call.allowed)]
     return [
-        _instruction(_JUMP_IF_EQUAL, number, 0, len(choices) + 3),
+        _instruction(_JUMP_IF_EQUAL, number, 0, len(choices) + 4),
         _instruction(_LOAD, _FIRST_ARGUMENT + 8 * call.argument),
+        _instruction(_AND, call.mask),
         *choices,
         _instruction(_RETURN, _REFUSE | _EPERM),
         _instruction(_RETURN, _ALLOW),

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 
 from oxrl.rewards.sandbox.isolation import Isolation
 from oxrl.rewards.sandbox.process import MAX_STATUS_BYTES, Job, Limits, read_all, sandboxed
+from tests.waiting import HANG
 
 
 class Outcome(NamedTuple):
@@ -47,3 +48,13 @@ def run_program(source: str, isolation: Isolation, limits: Limits) -> Outcome:
     if reason in ("time", "output"):
         return Outcome(reason, signal.SIGKILL, *texts)
     return Outcome("exit" if code >= 0 else "signal", abs(code), *texts)
+
+
+def refused(source: str, isolation: Isolation) -> None:
+    """Check that every line of `source` fails with an OSError."""
+    lines = "\n".join(
+        f"try:\n    {line}\n    print({line!r}, 'worked')\nexcept OSError: pass" for line in source.strip().splitlines()
+    )
+    imports = "import os, sys, socket, signal, subprocess"
+    outcome = run_program(f"{imports}\n{lines}\nprint('end')", isolation, Limits(seconds=HANG))
+    assert outcome.stdout == "end\n", (outcome.stdout, outcome.stderr)

@@ -15,10 +15,10 @@ import pytest
 
 from oxrl.rewards import sandbox
 from oxrl.rewards.sandbox import Isolation, Limits, SandboxError, available, require_isolation
-from oxrl.rewards.sandbox.isolation import probe_isolation
 from oxrl.rewards.sandbox.process import interpreter, readable_paths
 from tests.rewards.sandbox import programs
 from tests.rewards.sandbox.children import children
+from tests.rewards.sandbox.programs import refused
 from tests.waiting import EXPIRES, HANG, wait_until
 
 PATIENT = Limits(seconds=HANG)
@@ -42,15 +42,6 @@ def test_the_standard_library_is_available_and_exceptions_are_reported(isolation
     source = f"{imports}\nopen('/dev/null', 'w')\nraise KeyError('x')"
     outcome = run_program(source, isolation)
     assert outcome.code == 1 and "KeyError: 'x'" in outcome.stderr
-
-
-def refused(source, isolation):
-    """Check that every line of `source` fails with an OSError."""
-    lines = "\n".join(
-        f"try:\n    {line}\n    print({line!r}, 'worked')\nexcept OSError: pass" for line in source.strip().splitlines()
-    )
-    outcome = run_program(f"import os, sys, socket, signal, subprocess\n{lines}\nprint('end')", isolation)
-    assert outcome.stdout == "end\n", (outcome.stdout, outcome.stderr)
 
 
 def test_no_file_of_the_machine_can_be_read(isolation, tmp_path):
@@ -320,10 +311,6 @@ print(available().kind, run_tests(["def f(): return 42"], tests, available(), Li
     assert done.returncode == 0, done.stderr
     kind, passed = done.stdout.split()
     assert kind in ("bubblewrap", "namespaces", "landlock") and passed == "1"
-
-
-def test_missing_isolation_is_noticed():
-    assert "not isolated" in probe_isolation(Isolation("none", {}))
 
 
 def test_a_sandbox_that_cannot_be_set_up_is_an_error_and_not_an_outcome():
