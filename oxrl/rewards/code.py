@@ -11,10 +11,9 @@ import ast
 import os
 import re
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
+from oxrl.rewards.allowance import current_allowance
 from oxrl.rewards.grade import reads
 from oxrl.rewards.sandbox import Limits, Tests, names_of_program, require_isolation, run_tests
 from oxrl.types import Rollout, Sample
@@ -24,8 +23,8 @@ _FENCED = re.compile(r"^[ \t]*+```[ \t]*+([\w+-]*+)[^\n]*+\n(.*?)^[ \t]*+```", r
 _UNFINISHED_FENCE = re.compile(r"^[ \t]*+```[ \t]*+(?:python3?|py)?[ \t]*+\n(.*)", re.DOTALL | re.MULTILINE)
 _PYTHON = ("", "python", "py", "python3")
 _CODE_START = re.compile(r"^(?:import|from|def|class|async|@)", re.MULTILINE)
-_MAX_WAIT = 60.0
 _WALL_TO_CPU = 3.0  # wall-clock limit per second of CPU limit: on a busy machine a program must not look slow
+# As many programs run concurrently as there are cores; waiting needs no limit, since each of them has one.
 _SLOTS = threading.BoundedSemaphore(max(2, os.cpu_count() or 1))
 
 
@@ -37,7 +36,11 @@ class _Task(NamedTuple):
 
 @reads("metadata.tests", "metadata.setup", "metadata.entry_point")
 def code_reward_func(
-    rollout: Rollout, *, timeout: float = 5.0, partial: bool = False, allow_unsandboxed: bool = False
+    rollout: Rollout,
+    *,
+    timeout: float = 5.0,
+    partial: bool = False,
+    allow_unsandboxed: bool = False,
 ) -> float:
     """1 if the program passes all tests of the sample in `timeout` seconds of CPU; with `partial`, the share it passes.
 
@@ -49,23 +52,13 @@ def code_reward_func(
     sources = _program(rollout.generation.text, task)
     if not sources:
         return 0.0
-    with _slot():
-        limits = Limits(seconds=_WALL_TO_CPU * timeout, cpu_seconds=timeout)
+    allowance = current_allowance()
+    limits = Limits(seconds=min(_WALL_TO_CPU * timeout, allowance.left), cpu_seconds=timeout)
+    with allowance.stopped(), _SLOTS:  # the program has a clock of its own, from when it starts
         verdict = run_tests(sources, task.tests, isolation, limits)
     if verdict.ungraded is not None:
         raise ValueError(f"sample {rollout.sample.id}: {verdict.ungraded}")
     return verdict.passed / verdict.tests if partial else float(verdict.passed == verdict.tests)
-
-
-@contextmanager
-def _slot() -> Iterator[None]:
-    """Limits the programs that run concurrently to the number of cores."""
-    if not _SLOTS.acquire(timeout=_MAX_WAIT):
-        raise TimeoutError(f"waited {_MAX_WAIT:g} s for other programs to end")
-    try:
-        yield
-    finally:
-        _SLOTS.release()
 
 
 def _task_of(sample: Sample) -> _Task:

@@ -44,6 +44,8 @@ from oxrl.types import (
 
 logger = logging.getLogger(__name__)
 
+_UNGRADED_ROUNDS = 3  # without a single graded group, after which a run ends
+
 GenerateFn: TypeAlias = Callable[[Group], Any]
 """Rollouts of one prompt, some or all without turns -> the same with turns; sync or async."""
 GradeFn: TypeAlias = Callable[[Group], Awaitable[Sequence[Rollout]]]
@@ -129,6 +131,7 @@ class AsyncRolloutManager:
         self._restart_expired(version, oldest, tally)
         accepted: list[Group] = []
         failures: list[str] = []
+        rounds = 0
         while (missing := config.batch_size - len(accepted)) > 0:
             wanted = min(math.ceil(missing * config.over_sampling_factor), config.most_draws - int(tally["drawn"]))
             if wanted < 1:
@@ -140,8 +143,11 @@ class AsyncRolloutManager:
                     self.partial_samples.append(group)
                 elif (graded := await self._accepted(group, tally, failures)) is not None:
                     accepted.append(graded)
+            rounds += 1
             if not accepted and tally["ungraded_groups"] == tally["drawn"]:
-                break  # a reward that fails on a complete batch will fail on the next one, too
+                if rounds == _UNGRADED_ROUNDS:
+                    break  # the reward itself fails
+                logger.warning("none of %d prompts could be graded, others are drawn: %s", len(groups), failures[0])
         accepted.sort(key=lambda group: group[0].group)
         chosen = list(await _resolved(config.select_fn(accepted, config.batch_size)))
         if config.select_fn is first_in_prompt_order:  # groups that a selection rejected are not reused

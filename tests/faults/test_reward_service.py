@@ -72,7 +72,7 @@ def test_a_service_that_goes_down_stops_the_run_with_its_error_and_unchanged_wei
                 server.server_close()
 
         with pytest.raises(
-            RuntimeError, match=r"none of 8 prompts .* 8 could not be graded; the first failure: reward "
+            RuntimeError, match=r"none of 24 prompts .* 24 could not be graded; the first failure: reward "
         ):
             setting.run(6, manager, log=down_after_two)
     assert len(steps) == 2

@@ -2,6 +2,7 @@
 
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -11,8 +12,9 @@ import pytest
 from oxrl.config import Config
 from oxrl.rewards import check_samples, code, grade, reward
 from oxrl.rewards.code import code_reward_func
+from oxrl.rewards.sandbox import process
 from oxrl.run.reward import configured_reward
-from tests.clock import no_hang
+from tests.clock import expire, no_hang
 from tests.rewards.hostile import ALWAYS_EQUAL, HOSTILE
 from tests.rewards.rollouts import a_rollout, a_sample
 from tests.rewards.sandbox.children import children
@@ -20,11 +22,6 @@ from tests.waiting import EXPIRES, HANG
 
 TESTS = ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'", "assert sorted(add([2], [1])) == [1, 2]"]
 RIGHT = "def add(a, b):\n    return a + b\n"
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch):
-    monkeypatch.setattr(code, "_MAX_WAIT", HANG)
 
 
 @pytest.fixture
@@ -57,7 +54,7 @@ def test_partial_credit_is_the_share_of_tests_passed(by_cpu_time):
 
 
 def test_a_program_that_blocks_ends_at_the_wall_clock_limit():
-    assert reward_of("import signal\ndef add(a, b): signal.pause()", timeout=0.7 * EXPIRES) == 0.0
+    assert reward_of("import signal\ndef add(a, b): signal.pause()", timeout=0.4 * EXPIRES) == 0.0
 
 
 def test_the_last_python_block_counts_and_reasoning_does_not():
@@ -204,6 +201,41 @@ def test_programs_are_graded_concurrently_and_each_gets_its_own_reward():
     programs = [RIGHT, "def add(a, b): return 0"] * 8
     with ThreadPoolExecutor(16) as pool:
         assert list(pool.map(reward_of, programs)) == [1.0, 0.0] * 8
+
+
+def test_waiting_for_other_programs_does_not_count_against_the_time_limit():
+    rollout = a_rollout(RIGHT, tests=TESTS, setup="", entry_point=None)
+    graded = []
+
+    async def grade_it():
+        graded.extend(await grade([rollout], reward("code_reward_func", timeout=HANG), time_limit=HANG))
+
+    async def while_others_run():
+        with ExitStack() as others:
+            async with anyio.create_task_group() as tasks:
+                for _ in range(code._SLOTS._initial_value):
+                    others.enter_context(code._SLOTS)
+                tasks.start_soon(grade_it)
+                await expire(2 * HANG)
+                await anyio.sleep(0)
+                others.close()
+
+    anyio.run(while_others_run)
+    assert graded[0].reward == 1.0, graded[0].error
+
+
+def test_a_program_that_sleeps_beyond_the_time_limit_of_the_reward_earns_0():
+    sleeps = a_rollout("import signal\nsignal.pause()", tests=TESTS, setup="", entry_point=None)
+    limited = partial(grade, [sleeps], reward("code_reward_func", timeout=HANG), time_limit=EXPIRES)
+    (graded,) = anyio.run(limited)
+    assert graded.reward == 0.0 and graded.error is None
+
+
+def test_the_start_of_the_sandbox_does_not_count(monkeypatch):
+    source, sleep = process.module_source, f"import time\ntime.sleep({1.1 * EXPIRES})\n"
+    slow = source("bootstrap").replace("import ctypes\n", f"{sleep}import ctypes\n", 1)
+    monkeypatch.setattr(process, "module_source", lambda name: slow if name == "bootstrap" else source(name))
+    assert reward_of(RIGHT, time_limit=EXPIRES) == 1.0
 
 
 def test_a_group_is_graded_by_name_and_ungraded_rollouts_have_a_reason():

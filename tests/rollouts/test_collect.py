@@ -163,6 +163,25 @@ def test_an_ungraded_rollout_is_left_out_and_counted_never_a_zero():
     assert collected.counts["ungraded"] == 4
 
 
+def test_a_step_without_a_graded_group_warns_and_draws_other_prompts(caplog):
+    def reward(rollout):
+        if rollout.group < 4:
+            raise ZeroDivisionError("oops")
+        return 1.0
+
+    collected = anyio.run(manager_of(Scripted(lambda request: [7]), reward_fn=reward).collect)
+    assert numbers(collected.groups) == [4, 5, 6, 7] and collected.counts["ungraded_groups"] == 4
+    assert "none of 4 prompts could be graded, others are drawn" in caplog.text and "oops" in caplog.text
+
+
+def test_a_reward_that_never_grades_ends_the_collection_after_three_rounds():
+    def reward(rollout):
+        raise ZeroDivisionError("oops")
+
+    with pytest.raises(RuntimeError, match="none of 12 prompts .* 12 could not be graded; the first failure: .*oops"):
+        anyio.run(manager_of(Scripted(lambda request: [7]), reward_fn=reward).collect)
+
+
 def test_a_group_with_too_few_graded_rollouts_is_replaced():
     def reward(rollout):
         if rollout.group == 0 and rollout.index:

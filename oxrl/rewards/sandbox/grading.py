@@ -28,6 +28,7 @@ from oxrl.rewards.sandbox.process import (
 
 _MAX_VERDICT_BYTES = 1 << 20
 _GRACE_SECONDS = 2.0
+_START_SECONDS = 60.0  # for two interpreters: only ends a hang of the machine
 _PACKAGE = "oxrl.rewards.sandbox"
 
 
@@ -52,9 +53,8 @@ class Verdict(NamedTuple):
 def run_tests(sources: Sequence[str], tests: Tests, isolation: Isolation, limits: Limits) -> Verdict:
     """Execute `sources` in order in one namespace, then each test separately, all within `limits.seconds`.
 
-    Raises a SandboxError if a sandbox could not be set up, and a RuntimeError if the process of the tests failed.
+    These count from when both interpreters have started. Raises a SandboxError if a sandbox could not be set up, and a RuntimeError if the process of the tests failed.
     """
-    deadline = time.monotonic() + limits.seconds
     with ExitStack() as stack:
         call_reader, call_writer = stack.enter_context(pipe())
         reply_reader, reply_writer = stack.enter_context(pipe())
@@ -78,16 +78,18 @@ def run_tests(sources: Sequence[str], tests: Tests, isolation: Isolation, limits
         judge = start("judge", {**task, **judged}, generous, *judged.values())
         for end in (call_reader, call_writer, reply_reader, reply_writer, verdict_writer):
             end.close()
-        return _await_verdict(program, judge, verdict_reader.fileno(), deadline, len(tests.statements))
+        return _await_verdict(program, judge, verdict_reader.fileno(), limits.seconds, len(tests.statements))
 
 
 def _await_verdict(
-    program: SandboxedProcess, judge: SandboxedProcess, verdict: int, deadline: float, tests: int
+    program: SandboxedProcess, judge: SandboxedProcess, verdict: int, seconds: float, tests: int
 ) -> Verdict:
     """At the deadline the program is terminated; the judge then completes its verdict."""
-    statuses, _ = read_all({program.status: MAX_STATUS_BYTES, judge.status: MAX_STATUS_BYTES}, deadline)
+    start_limit = time.monotonic() + _START_SECONDS
+    statuses, _ = read_all({program.status: MAX_STATUS_BYTES, judge.status: MAX_STATUS_BYTES}, start_limit)
     for each in (program, judge):
         each.check_status(statuses[each.status])
+    deadline = time.monotonic() + seconds
     first, reason = read_all({verdict: _MAX_VERDICT_BYTES}, deadline)
     report = first[verdict]
     if reason == "time":
