@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from oxrl.rewards.allowance import current_allowance
 from oxrl.rewards.grade import reads
-from oxrl.rewards.sandbox import Limits, Tests, names_of_program, require_isolation, run_tests
+from oxrl.rewards.sandbox import Limits, Tests, names_in, require_isolation, run_tests
 from oxrl.types import Rollout, Sample
 
 # Possessive (`*+`): a model's text must not make a regex try every split of a long line.
@@ -71,14 +71,15 @@ def _task_of(sample: Sample) -> _Task:
     prefix = _code_prefix(sample, entry_point) if entry_point else ""
     context = f"{prefix.rstrip()}\n    pass\n" if prefix else ""
     try:
-        names = names_of_program(tests, f"{context}\n{setup}")
+        names = names_in(tests, f"{context}\n{setup}", entry_point)
     except SyntaxError as error:
         raise ValueError(f"sample {sample.id}: its tests or their setup are not Python: {error.msg}") from None
     # a task may also name its function like a built-in one
-    remote = {name: name for name in names or ([] if entry_point else [_first_called(tests[0])])}
+    remote = {name: name for name in names.program or ([] if entry_point else [_first_called(tests[0])])}
     if entry_point:
         remote |= {entry_point: entry_point, "candidate": entry_point}
-    return _Task(Tests(tuple(tests), setup, context, remote), entry_point, prefix)
+    setup = f"{names.imports}\n{setup}"
+    return _Task(Tests(tuple(tests), setup, context, remote, names.exceptions), entry_point, prefix)
 
 
 def _first_called(test: str) -> str:

@@ -205,10 +205,72 @@ import subprocess
 subprocess.run('touch /var/tmp/oxrl-hostile', shell=True)
 def add(a, b): return a + b
 """,
+    "object that agrees with everything": f"""{ALWAYS_EQUAL}
+    def __getattr__(self, name): return lambda *_: self
+    def __call__(self, *_): return self
+    def __iter__(self): return iter([self])
+def add(a, b): return Any()
+""",
+    "class that agrees with everything": f"""{ALWAYS_EQUAL}
+class add(Any):
+    def __init__(self, a, b): pass
+""",
+    "exception that ends a loop": "def add(a, b): raise StopIteration",
+    "changes the arguments": """
+def add(a, b):
+    if isinstance(a, list): a.clear(), b.clear()
+""",
+    "calls functions of the tests that it was not given": """
+import json, os
+call = json.dumps(["list", [["int", "0x0"], ["tuple", []], ["dict", []]]])
+for fd in range(3, 64):
+    try: os.write(fd, json.dumps(["callback", call]).encode() + b"\\n")
+    except OSError: pass
+def add(a, b): return 0
+""",
+    "refers to objects that do not exist": """
+import sys
+server = sys.modules['oxrl.rewards.sandbox.serve']
+server._Server.call = lambda *_: ["list", [["object", ["function", -1]], ["list", []]]]
+def add(a, b): return 0
+""",
+    "many objects": "def add(a, b): return [object() for _ in range(20_000)]",
+    "keys that ask back": """
+class Key:
+    def __hash__(self): return 0
+def add(a, b): return {Key(): Key() for _ in range(20)}
+""",
+    "threads that do not end": """
+import threading
+def work():
+    while True: pass
+for _ in range(15): threading.Thread(target=work).start()
+def add(a, b): return 0
+""",
+    "thread that replies, too": """
+import os, threading
+def work():
+    while True:
+        for fd in range(3, 64):
+            try: os.write(fd, b'["value", "[\\\\"list\\\\", [true, [\\\\"list\\\\", []]]]"]\\n')
+            except OSError: pass
+threading.Thread(target=work, daemon=True).start()
+def add(a, b): return 0
+""",
+    "thread that runs a shell": """
+import subprocess, threading
+worker = threading.Thread(target=subprocess.run, args=('touch /var/tmp/oxrl-hostile',), kwargs={'shell': True})
+worker.start()
+worker.join()
+def add(a, b): return 0
+""",
+    "coroutine": "async def add(a, b): return a + b",
     "surrogates": "def add(a, b): return '\\ud800'",
     "null byte": "\0",
     "deep source": "(" * 5000 + ")" * 5000,
 }
 
 # They only compute until their CPU limit, which is the same in every kind of isolation.
-COMPUTE_ONLY = {"endless output", "endless loop", "loop at import", "huge number", "colliding hashes"}
+COMPUTE_ONLY = {
+    "endless output", "endless loop", "loop at import", "huge number", "colliding hashes", "threads that do not end",
+}  # fmt: skip

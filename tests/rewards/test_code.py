@@ -165,16 +165,109 @@ def test_exceptions_that_tests_expect_arrive():
         f"{ALWAYS_EQUAL}\ndef add(a, b): return [Any()]",
         "def add(a, b): return add",
         "def add(a, b): return iter(int, 1)",
+        "def add(a, b): return object()",
     ],
 )
-def test_objects_that_cannot_be_compared_outside_leave_a_response_ungraded(program):
-    with pytest.raises(ValueError, match="cannot be compared outside"):
-        reward_of(program)
+def test_an_object_in_place_of_a_value_is_the_programs_fault_and_earns_nothing(program):
+    assert reward_of(program, TESTS[:2], partial=True) == 0.0
+
+
+def test_an_object_in_place_of_a_value_cannot_agree_with_the_tests():
+    """Each of these tests would tell the object what is expected of it."""
+    liar = f"""{ALWAYS_EQUAL}
+    def __getattr__(self, name): return lambda *_: True
+    def __contains__(self, item): return True
+    def __sub__(self, other): return 0
+    __rsub__ = __truediv__ = __rtruediv__ = __mod__ = __sub__
+    def __lt__(self, other): return True
+    __gt__ = __le__ = __ge__ = __lt__
+    def __iter__(self): return iter([Any()])
+def f(x): return Any()"""
+    tests = [
+        "assert f(1) == 2",
+        "assert 2 == f(1)",
+        "assert abs(f(1) - 2.5) < 1e-6",
+        "assert abs(2.5 - f(1)) < 1e-6",
+        "assert 2 < f(1) < 4",
+        "assert 'no' in f(1)",
+        "assert f(1) in [2, 3]",
+        "assert f(1).startswith('ab')",
+        "assert f(1).count(2)",
+        "assert isinstance(f(1), int)",
+        "assert sum(f(1)) == 2",
+        "assert {f(1)} == {2}",
+        "assert dict(a=f(1)) == dict(a=2)",
+        "import math\nassert math.isclose(f(1), 2)",
+    ]
+    assert reward_of(liar, tests, partial=True) == 0.0
+
+
+def test_a_program_cannot_change_what_its_result_is_compared_with():
+    tests = ["xs = [3, 1]\nassert f(xs) == sorted(xs)", "xs = [3, 1]\nassert len(f(xs)) == len(xs)"]
+    assert reward_of("def f(xs):\n    xs.clear()\n    return []", tests, partial=True) == 0.0
+    assert reward_of("def f(xs): return sorted(xs)", tests, partial=True) == 1.0
+
+
+def test_a_program_cannot_end_the_loop_of_a_test():
+    tests = ["assert all(map(f, [1, 2]))", "for x in map(f, [1, 2]):\n    assert x == 5", "assert [*map(f, [1])] == []"]
+    for kind in ("StopIteration", "StopAsyncIteration", "GeneratorExit"):
+        assert reward_of(f"def f(x): raise {kind}", tests, partial=True) == 0.0
+    own = "class Mine(StopIteration): pass\ndef f(x): raise Mine"
+    assert reward_of(own, tests, partial=True) == 0.0
+
+
+def test_a_program_does_not_define_what_its_result_is_checked_with():
+    tests = [
+        "assert math.isclose(f(1), 2)",
+        "assert isclose(f(1), 2)",
+        "assert np.allclose(f(1), 2)",
+        "assert Counter(f(1)) == Counter([2])",
+        "assert nearly(f(1), 2)",
+        "assert not differs(f(1), 2)",
+        "assert normal(f(1)) == normal(2)",
+    ]
+    cheat = """
+class Checks:
+    def __getattr__(self, name): return lambda *_: True
+math = np = Checks()
+isclose = nearly = Counter = normal = lambda *_: True
+differs = lambda *_: False
+def f(x): return 7"""
+    assert reward_of(cheat, tests, partial=True) == 0.0
+    assert reward_of("def f(x): return 2", tests[:3], partial=True) == 1.0
+    assert reward_of("def f(x): return [2]", tests[3:4]) == 1.0
+
+
+def test_functions_that_are_tested_themselves_may_be_combined():
+    program = "def is_even(n): return n % 2 == 0\ndef after(n): return n + 2\ndef back(n): return n - 2"
+    assert (
+        reward_of(program, ["assert is_even(after(2))", "assert not is_even(3)", "assert back(after(1)) == 1"]) == 1.0
+    )
+    assert reward_of("def sqrt(x): return 2.0", ["assert sqrt(4) == 2"]) == 1.0
+
+
+def test_a_failed_assertion_of_the_tests_cannot_be_caught_by_the_program():
+    test = "def check(x):\n    assert x == 5\n    return x\nf(check)"
+    assert reward_of("def f(check):\n    try: check(1)\n    except AssertionError: pass", [test]) == 0.0
+    assert reward_of("def f(check): check(5)", [test]) == 1.0
+
+
+def test_functions_of_the_tests_are_called_in_the_process_of_the_tests():
+    """A program that could look into one would find what is expected."""
+    looks = "def f(g): return [g.__closure__, g.__code__, g.__globals__]"
+    digs = "def f(g): return g.__call__.__func__.__globals__['answer']"
+    setup = "answer = 42\ndef secret(x): return answer * 0"
+    for program in (looks, digs):
+        assert reward_of(program, ["assert f(secret) == 42"], setup=setup) == 0.0
+    calls_itself = "def f(g): return g(3)\ndef double(x): return 2 * x"
+    assert reward_of(calls_itself, ["assert f(lambda x: double(x) + 1) == 7"]) == 1.0
 
 
 def test_tests_that_need_one_process_leave_a_response_ungraded():
     with pytest.raises(ValueError, match="cannot be sent"):
-        reward_of("def f(g): return g(1)", ["assert f(lambda x: x) == 1"])
+        reward_of("def f(x): return 1", ["class Mine: pass\nassert f(Mine()) == 1"])
+    with pytest.raises(ValueError, match="derives a class from Base"):
+        reward_of("class Base: pass", ["class Mine(Base): pass"])
     with pytest.raises(ValueError, match="setup: ModuleNotFoundError"):
         reward_of("def f(): return 1", ["assert f() == 1"], setup="import no_such_module")
 
@@ -239,11 +332,15 @@ def test_the_start_of_the_sandbox_does_not_count(monkeypatch):
 
 
 def test_a_group_is_graded_by_name_and_ungraded_rollouts_have_a_reason():
-    texts = [RIGHT, "def add(a, b): return 0", "def add(a, b): return add"]
-    rollouts = [a_rollout(text, tests=TESTS, setup="", entry_point=None, index=i) for i, text in enumerate(texts)]
+    texts = [RIGHT, "def add(a, b): return object()", RIGHT]
+    setups = ["", "", "import no_such_module"]
+    rollouts = [
+        a_rollout(text, tests=TESTS, setup=setup, entry_point=None, index=index)
+        for index, (text, setup) in enumerate(zip(texts, setups, strict=True))
+    ]
     results = anyio.run(partial(grade, rollouts, reward("code_reward_func", timeout=HANG), time_limit=HANG))
     assert [rollout.reward for rollout in results] == [1.0, 0.0, None]
-    assert "cannot be compared outside" in results[2].error
+    assert "setup: ModuleNotFoundError" in results[2].error
 
 
 def test_samples_without_tests_are_refused_before_a_run():

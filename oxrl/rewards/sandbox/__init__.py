@@ -1,7 +1,8 @@
 """Sandbox for model-written programs: they run isolated, and the process that grades them is another one."""
 
-from oxrl.rewards.sandbox.grading import Tests, Verdict, names_of_program, run_tests
+from oxrl.rewards.sandbox.grading import Tests, Verdict, run_tests
 from oxrl.rewards.sandbox.isolation import Isolation, available, require_isolation
+from oxrl.rewards.sandbox.names import names_in, names_of_program
 from oxrl.rewards.sandbox.process import Limits, SandboxError
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "Tests",
     "Verdict",
     "available",
+    "names_in",
     "names_of_program",
     "require_isolation",
     "run_tests",

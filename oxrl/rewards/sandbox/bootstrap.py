@@ -7,6 +7,9 @@ the program may read all of it.
 
 from __future__ import annotations
 
+import _queue
+import _thread
+import contextvars
 import ctypes
 import json
 import os
@@ -22,7 +25,9 @@ if TYPE_CHECKING:
 _NEW_NAMESPACES = 0x00020000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x40000000  # mounts, uts, ipc, user, net
 _RECURSIVE_PRIVATE = 0x4000 | 0x40000
 _NO_SUID_DEV_EXEC = 0x2 | 0x4 | 0x8
-_SET_PDEATHSIG, _SET_DUMPABLE, _SET_SECCOMP, _SET_NO_NEW_PRIVS = 1, 4, 22, 38
+_SET_PDEATHSIG, _SET_DUMPABLE, _SET_NO_NEW_PRIVS = 1, 4, 38
+_SECCOMP, _SET_FILTER, _OF_ALL_THREADS = {"x86_64": 317, "aarch64": 277}, 1, 1
+_STACK_BYTES = 1 << 20  # of a thread other than the first
 _MOUNT_SETATTR, _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 442, 444, 445, 446
 _THIS_FOLDER, _AND_ALL_BELOW, _READ_ONLY = -100, 0x8000, 0x1
 _NEWEST_LANDLOCK = 6  # the version of its interface that is used here
@@ -100,12 +105,51 @@ def limit_resources(limits: Mapping[str, int]) -> None:
         resource.setrlimit(kind, (min(limit, maximum), maximum))
 
 
+def start_threads(count: int) -> None:
+    """Start all threads that the program may use, while that is possible: the filter refuses it.
+
+    `threading` then hands its functions to them. If all are busy, a function waits for one.
+    """
+    functions: Any = _queue.SimpleQueue()
+    ends: dict[int, Any] = {}  # locks that `Thread.join` waits for, by thread
+    state = ctypes.pythonapi.PyThreadState_GetDict
+    state.restype = ctypes.c_void_p  # borrowed
+
+    def work() -> None:
+        while True:
+            function, arguments, keywords = functions.get()
+            try:  # noqa: SIM105 - contextlib is slow to import
+                contextvars.Context().run(function, *arguments, **keywords)
+            except BaseException:  # noqa: BLE001, S110 - `threading` has reported it
+                pass
+            ctypes.cast(state(), ctypes.py_object).value.clear()  # values of `threading.local`
+            if (end := ends.pop(_thread.get_ident(), None)) is not None and end.locked():
+                end.release()
+
+    def start_new_thread(function: Any, arguments: Any, keywords: Mapping[str, Any] = {}) -> int:
+        functions.put((function, arguments, keywords))
+        return 0
+
+    def set_sentinel() -> Any:
+        end = ends[_thread.get_ident()] = _thread.allocate_lock()
+        return end
+
+    _thread.stack_size(_STACK_BYTES)
+    for _ in range(count):
+        _thread.start_new_thread(work, ())
+    vars(_thread).update(start_new_thread=start_new_thread, start_new=start_new_thread, _set_sentinel=set_sentinel)
+
+
 def filter_syscalls(program: bytes) -> None:
+    """Refuse all other system calls, in every thread."""
+
     class Filter(ctypes.Structure):
         _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
     loaded = Filter(len(program) // 8, program)
-    _check(_libc.prctl(_SET_SECCOMP, 2, ctypes.byref(loaded), 0, 0), "seccomp")
+    number = _SECCOMP[os.uname().machine]
+    if _check(_libc.syscall(number, _SET_FILTER, _OF_ALL_THREADS, ctypes.byref(loaded)), "seccomp"):
+        raise OSError("seccomp: a thread could not be filtered")
 
 
 def forbid_new_privileges() -> None:
@@ -129,9 +173,26 @@ def isolate(job: Mapping[str, Any]) -> None:
     _check(_libc.prctl(_SET_PDEATHSIG, 9, 0, 0, 0), "parent death signal")
     if "mounts" not in layers and os.getppid() != job["parent"]:
         raise OSError("the parent process has exited")
+    start_threads(job["threads"])
     limit_resources(job["limits"])
     if "seccomp" in layers:
         filter_syscalls(bytes.fromhex(job["filter"]))
+
+
+class PackageFinder:
+    """Imports the packages that a program may use, from folders whose surroundings cannot be read."""
+
+    def __init__(self, folders: Mapping[str, str]):
+        self.folders = folders
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:  # noqa: ARG002 - a protocol
+        if name not in self.folders:
+            return None
+        from importlib.util import spec_from_file_location
+
+        os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        folder = self.folders[name]
+        return spec_from_file_location(name, f"{folder}/__init__.py", submodule_search_locations=[folder])
 
 
 def read_all(descriptor: int) -> bytes:
@@ -147,18 +208,19 @@ def main(job_descriptor: int, status: int) -> None:
         os.write(status, str(error).encode())
         os._exit(1)
     os.environ.clear()
+    sys.meta_path.append(PackageFinder(job["packages"]))
     os.write(status, b"ready")
     os.close(status)
     for name, source in job["modules"].items():
         module = sys.modules[name] = types.ModuleType(name)
-        exec(compile(source, f"<{name}>", "exec"), module.__dict__)  # noqa: S102
+        exec(compile(source, f"<{name}>", "exec", dont_inherit=True), module.__dict__)  # noqa: S102
     if job["entry_point"]:
         module, function = job["entry_point"]
         getattr(sys.modules[module], function)(**job["arguments"])
     else:
         program = sys.modules["__main__"] = types.ModuleType("__main__")
         sys.argv[:] = ["program"]
-        exec(compile(job["arguments"]["source"], "<program>", "exec"), program.__dict__)  # noqa: S102
+        exec(compile(job["arguments"]["source"], "<program>", "exec", dont_inherit=True), vars(program))  # noqa: S102
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Runs a program against tests, in two processes that exchange only literals, and counts the tests it passes.
+"""Runs a program against tests, in two processes that exchange only plain values, and counts the tests it passes.
 
 The program runs in one sandbox, the tests in another, with proxies for the program's functions. The program can forge
 its own return values only; they are compared in a process that it cannot modify.
@@ -6,8 +6,6 @@ its own return values only; they are compared in a process that it cannot modify
 
 from __future__ import annotations
 
-import ast
-import builtins
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -30,6 +28,7 @@ _MAX_VERDICT_BYTES = 1 << 20
 _GRACE_SECONDS = 2.0
 _START_SECONDS = 60.0  # for two interpreters: only ends a hang of the machine
 _PACKAGE = "oxrl.rewards.sandbox"
+_MODULES = {"serve": ("literals", "serve"), "judge": ("literals", "remote", "judge")}
 
 
 class Tests(NamedTuple):
@@ -39,6 +38,7 @@ class Tests(NamedTuple):
     setup: str = ""
     context: str = ""  # code that comes with the task, such as helpers in its prompt
     remote: Mapping[str, str] = {}  # name in the tests -> name in the program
+    exceptions: tuple[str, ...] = ()  # classes of the program that the tests catch
 
 
 class Verdict(NamedTuple):
@@ -53,7 +53,8 @@ class Verdict(NamedTuple):
 def run_tests(sources: Sequence[str], tests: Tests, isolation: Isolation, limits: Limits) -> Verdict:
     """Execute `sources` in order in one namespace, then each test separately, all within `limits.seconds`.
 
-    These count from when both interpreters have started. Raises a SandboxError if a sandbox could not be set up, and a RuntimeError if the process of the tests failed.
+    These count from when both interpreters have started. Raises a SandboxError if a sandbox could not be set up, and a
+    RuntimeError if the process of the tests failed.
     """
     with ExitStack() as stack:
         call_reader, call_writer = stack.enter_context(pipe())
@@ -62,7 +63,7 @@ def run_tests(sources: Sequence[str], tests: Tests, isolation: Isolation, limits
 
         def start(module: str, arguments: dict[str, object], own: Limits, *pass_fds: int) -> SandboxedProcess:
             name = f"{_PACKAGE}.{module}"
-            job = Job(arguments, (name, module), (f"{_PACKAGE}.literals", name))
+            job = Job(arguments, (name, module), tuple(f"{_PACKAGE}.{each}" for each in _MODULES[module]))
             return stack.enter_context(sandboxed(job, isolation.layers, own, bwrap=isolation.bwrap, pass_fds=pass_fds))
 
         served = {"calls": call_reader.fileno(), "replies": reply_writer.fileno()}
@@ -73,6 +74,7 @@ def run_tests(sources: Sequence[str], tests: Tests, isolation: Isolation, limits
             "setup": tests.setup,
             "tests": [*tests.statements],
             "remote": {**tests.remote},
+            "exceptions": [*tests.exceptions],
         }
         generous = limits._replace(cpu_seconds=limits.seconds + _GRACE_SECONDS, memory=2 * limits.memory)
         judge = start("judge", {**task, **judged}, generous, *judged.values())
@@ -110,22 +112,3 @@ def _verdict(report: bytes, tests: int, *, timed_out: bool) -> Verdict:
         raise RuntimeError("the process that runs the tests ended without a verdict")
     failure = closing.get("ended") or (failures[0] if failures else "time limit reached" if timed_out else None)
     return Verdict(passed, tests, failure)
-
-
-def names_of_program(tests: Sequence[str], trusted: str) -> list[str]:
-    """Names that the tests use and that neither Python nor the `trusted` code defines."""
-    used: set[str] = set()
-    defined: set[str] = set(dir(builtins))
-    for source in [trusted, *tests]:
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.Name):
-                (used if isinstance(node.ctx, ast.Load) else defined).add(node.id)
-            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                defined.add(node.name)
-            elif isinstance(node, ast.arg):
-                defined.add(node.arg)
-            elif isinstance(node, ast.alias):
-                defined.add((node.asname or node.name).partition(".")[0])
-            elif isinstance(node, ast.ExceptHandler) and node.name:
-                defined.add(node.name)
-    return sorted(used - defined)

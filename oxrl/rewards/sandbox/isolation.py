@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import shutil
@@ -15,6 +16,8 @@ from typing import Literal, NamedTuple
 
 from oxrl.rewards.sandbox.process import MAX_STATUS_BYTES, Job, Limits, SandboxError, read_all, sandboxed
 from oxrl.rewards.sandbox.syscalls import MACHINES
+
+logger = logging.getLogger(__name__)
 
 Kind = Literal["bubblewrap", "namespaces", "landlock", "none"]
 _LAYERS: Mapping[Kind, tuple[str, ...]] = {
@@ -147,4 +150,15 @@ def require_isolation(allow_unsandboxed: bool = False, found: Isolation | None =
             "namespaces or Landlock; reward.allow_unsandboxed: true runs them with resource limits only: they can then "
             "read, write and send whatever this user can"
         )
+    if isolation.kind == "none":
+        _warn_unsandboxed()
     return isolation
+
+
+@cache
+def _warn_unsandboxed() -> None:
+    """Once per process."""
+    logger.warning(
+        "reward.allow_unsandboxed: programs that the model writes run without isolation; they can read, write and send "
+        "whatever this user can"
+    )

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -29,7 +30,7 @@ MAX_STATUS_BYTES = 4096
 
 
 class Limits(NamedTuple):
-    """`Limits(seconds=2.0)`: what a program may use; it is always one process with one thread."""
+    """`Limits(seconds=2.0)`: what a program may use; it is always one process."""
 
     seconds: float = 5.0  # wall-clock time
     cpu_seconds: float | None = None  # None: the same as `seconds`; rounded up
@@ -37,6 +38,7 @@ class Limits(NamedTuple):
     output: int = 64 << 10  # bytes, each on stdout and stderr
     scratch: int = 16 << 20  # bytes in /tmp, with bubblewrap or namespaces; otherwise nothing can be written
     open_files: int = 64
+    threads: int = 16  # besides the first
 
 
 class SandboxError(RuntimeError):
@@ -67,13 +69,22 @@ def module_source(name: str) -> str:
 
 
 def readable_paths() -> list[str]:
-    """Paths that an interpreter needs to read: the standard library and shared libraries."""
-    paths = sysconfig.get_paths(vars={"platbase": sys.base_exec_prefix})  # without a virtual environment's packages
+    """Paths that an interpreter needs to read: the standard library, shared libraries, and a few packages."""
+    standard = sysconfig.get_paths(vars={"platbase": sys.base_exec_prefix})  # without a virtual environment's packages
     libraries = ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache"]
-    own = [paths["stdlib"], paths["platstdlib"], str(sysconfig.get_config_var("LIBDIR") or "")]
+    own = [standard["stdlib"], standard["platstdlib"], str(sysconfig.get_config_var("LIBDIR") or "")]
     installed = [str(Path(sys.base_prefix) / "lib"), str(Path(sys.base_exec_prefix) / "lib")]
-    devices = ["/dev/zero", "/dev/urandom"]
-    return [path for path in dict.fromkeys([*libraries, *own, *installed, *devices]) if path and Path(path).exists()]
+    others = ["/usr/share/zoneinfo", "/dev/zero", "/dev/urandom"]
+    packages = [part for folder in packages_of_programs().values() for part in (folder, f"{folder}.libs")]
+    paths = dict.fromkeys([*libraries, *own, *installed, *packages, *others])
+    return [path for path in paths if path and Path(path).exists()]
+
+
+@cache
+def packages_of_programs() -> dict[str, str]:
+    """The third-party packages that programs may import, where they are installed, and their folders."""
+    found = {name: find_spec(name) for name in ("numpy", "tzdata")}
+    return {name: str(Path(spec.origin).parent) for name, spec in found.items() if spec and spec.origin}
 
 
 def interpreter() -> str:
@@ -117,7 +128,8 @@ def sandboxed(
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,
-            env={"PYTHONHASHSEED": "0"},  # the iteration order of sets stays the same when graded again
+            # Sets iterate in the same order when graded again; threads reserve no address space of their own.
+            env={"PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "1"},
             cwd="/",
             pass_fds=(*descriptors, *pass_fds),
             start_new_session=True,
@@ -138,6 +150,8 @@ def _payload(job: Job, layers: Sequence[str], limits: Limits) -> dict[str, Any]:
         "layers": list(layers),
         "readable": readable_paths(),
         "filter": seccomp_filter(platform.machine()).hex() if platform.machine() in MACHINES else "",
+        "packages": packages_of_programs(),
+        "threads": limits.threads,
         "scratch": limits.scratch,
         "parent": os.getpid(),
         "limits": {

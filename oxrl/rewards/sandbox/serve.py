@@ -1,41 +1,176 @@
-"""Runs inside the sandbox of an untrusted program: executes it, then serves calls to its functions.
+"""Runs inside the sandbox of an untrusted program: executes it, then serves calls to its functions and objects.
 
 The other side trusts nothing from here: the program shares this process and can write any reply itself.
 """
 
 from __future__ import annotations
 
+import builtins
 import json
+import operator
 import os
+import sys
+import types
+from collections import deque
+from collections.abc import Coroutine, Iterator
 
-from oxrl.rewards.sandbox.literals import NotSerializableError, dumps, loads
+from oxrl.rewards.sandbox.literals import Encoder, decode, loads
 
 TYPE_CHECKING = False  # `typing` costs more to import than all the rest
 if TYPE_CHECKING:
-    from typing import Any
+    from typing import IO, Any
+
+_ITERATOR_ITEMS = 1000  # a longer iterator, which may be endless, is not copied
+_MUTABLE = (list, dict, set, deque, bytearray)
 
 
 def serve(sources: list[str], calls: int, replies: int) -> None:
-    """Each line on `calls` is `[name, arguments, keywords]`; each line on `replies` is `[status, value]`."""
-    program: dict[str, Any] = {"__name__": "program", "__builtins__": __builtins__}
+    """Each line is `[kind, text]`; `call` is answered by `value` or `raised`."""
+    program = sys.modules["program"] = types.ModuleType("program")  # where pickle and dataclasses look for its classes
     with os.fdopen(calls, "rb") as incoming, os.fdopen(replies, "wb") as outgoing:
-
-        def reply(status: str, value: str) -> None:
-            outgoing.write(json.dumps([status, value]).encode() + b"\n")
-            outgoing.flush()
-
+        server = _Server(vars(program), incoming, outgoing)
         try:
             for source in sources:
-                exec(compile(source, "<program>", "exec"), program)  # noqa: S102
+                exec(compile(source, "<program>", "exec", dont_inherit=True), vars(program))  # noqa: S102
         except BaseException as error:  # noqa: BLE001 - also SystemExit: how a program ends is data
-            reply("broken", type(error).__name__)
+            server.send("broken", type(error).__name__)
             return
-        reply("ready", "")
-        for line in incoming:
+        server.send("ready", "")
+        server.serve()
+
+
+class _Server:
+    def __init__(self, program: dict[str, Any], incoming: IO[bytes], outgoing: IO[bytes]):
+        self.program, self.incoming, self.outgoing = program, incoming, outgoing
+        self.objects: list[Any] = []  # that the tests refer to; kept, so that an id stays theirs
+        self.numbers: dict[int, int] = {}
+        self.encoder = Encoder(self.refer, iterator_items=_ITERATOR_ITEMS)
+        self.loop: Any = None
+
+    def send(self, kind: str, text: str) -> None:
+        self.outgoing.write(json.dumps([kind, text]).encode() + b"\n")
+        self.outgoing.flush()
+
+    def serve(self) -> list[str]:
+        """Answer calls until something else arrives: the reply to a callback, or the end."""
+        for line in self.incoming:
+            kind, text = json.loads(line)
+            if kind != "call":
+                return [kind, text]
             try:
-                name, arguments, keywords = loads(line)
-                reply("value", dumps(program[name](*arguments, **keywords)))
-            except NotSerializableError as error:
-                reply("opaque", str(error))
+                self.send("value", json.dumps(self.call(text)))
             except BaseException as error:  # noqa: BLE001 - as above
-                reply("raised", type(error).__name__)
+                self.send("raised", self.encoder.dumps(self._described(error)))
+        return ["end", ""]
+
+    def call(self, text: str) -> Any:
+        coded = json.loads(text)
+        name, arguments, keywords = decode(coded, self.resolve)
+        if name == ".await":
+            result = self._await(arguments[0])
+        else:
+            function = _OPERATIONS[name] if name.startswith(".") else self.resolve(["name", name])
+            result = function(*arguments, **keywords)
+        changes = []
+        if result is None:
+            before = [*coded[1][1][1], *(pair[1] for pair in coded[1][2][1])]
+            for number, argument in enumerate([*arguments, *keywords.values()]):
+                if isinstance(argument, _MUTABLE) or hasattr(argument, "shape"):
+                    after = self.encoder.encode(argument)
+                    if after != before[number]:
+                        changes.append(["list", [["int", hex(number)], after]])
+        return ["list", [self.encoder.encode(result), ["list", changes]]]
+
+    def refer(self, value: Any) -> Any:
+        if isinstance(value, _Callback):
+            return ["function", value.number]
+        if id(value) not in self.numbers:
+            self.numbers[id(value)] = len(self.objects)
+            self.objects.append(value)
+        kind = "coroutine" if isinstance(value, Coroutine) else "iterator" if isinstance(value, Iterator) else "object"
+        return [kind, self.numbers[id(value)]]
+
+    def resolve(self, reference: Any) -> Any:
+        kind, which = reference
+        if kind == "function":
+            return _Callback(self, which)
+        if kind == "object":
+            return self.objects[which]
+        if which not in self.program:
+            raise NameError(f"name {which!r} is not defined")
+        return self.program[which]
+
+    def _await(self, awaitable: Any) -> Any:
+        import asyncio
+
+        self.loop = self.loop or asyncio.new_event_loop()
+        return self.loop.run_until_complete(awaitable)
+
+    def _described(self, error: BaseException) -> list[Any]:
+        """Names of its classes, its arguments, its text."""
+        arguments = [each if isinstance(each, str | int | float) else str(each) for each in error.args]
+        return [[kind.__name__ for kind in type(error).__mro__], arguments, str(error)]
+
+
+class _Callback:
+    """A function of the tests."""
+
+    def __init__(self, server: _Server, number: int):
+        self.server, self.number = server, number
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        server = self.server
+        server.send("callback", server.encoder.dumps([self.number, arguments, keywords]))
+        kind, text = server.serve()
+        if kind == "value":
+            return loads(text, server.resolve)
+        raise getattr(builtins, text, RuntimeError)
+
+
+def _next(iterator: Any) -> list[Any]:
+    """The next item in a list, which is empty at the end."""
+    for item in iterator:
+        return [item]
+    return []
+
+
+def _copy(value: Any) -> Any:
+    import copy
+
+    return copy.deepcopy(value)
+
+
+_OPERATIONS: dict[str, Any] = {
+    ".call": lambda function, *arguments, **keywords: function(*arguments, **keywords),
+    ".getattr": getattr,
+    ".setattr": setattr,
+    ".getitem": operator.getitem,
+    ".setitem": operator.setitem,
+    ".delitem": operator.delitem,
+    ".contains": operator.contains,
+    ".isinstance": lambda kind, value: isinstance(value, kind),
+    ".eq": lambda one, other: bool(one == other),
+    ".hash": hash,
+    ".bool": bool,
+    ".len": len,
+    ".str": str,
+    ".repr": repr,
+    ".int": int,
+    ".float": float,
+    ".index": operator.index,
+    ".abs": abs,
+    ".neg": operator.neg,
+    ".round": round,
+    ".format": format,
+    ".iter": iter,
+    ".reversed": reversed,
+    ".next": _next,
+    ".enter": lambda manager: type(manager).__enter__(manager),
+    ".exit": lambda manager: type(manager).__exit__(manager, None, None, None),
+    ".deepcopy": _copy,
+    **{f".{name}": getattr(operator, name) for name in ("lt", "le", "gt", "ge")},
+}
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor"):
+    _operator = getattr(operator, f"{_name}_" if _name in ("and", "or") else _name)
+    _OPERATIONS[f".{_name}"] = _operator
+    _OPERATIONS[f".r{_name}"] = lambda one, other, combine=_operator: combine(other, one)

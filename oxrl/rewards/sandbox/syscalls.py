@@ -15,22 +15,29 @@ _EPERM, _ENOSYS = 1, 38
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data
 
 
-class _Call(NamedTuple):
-    """Numbers on x86_64 and aarch64; with `allowed`, the call is allowed only if `argument` has one of these values.
+class _Argument(NamedTuple):
+    """Argument number `index` must have one of the `allowed` values in the bits of `mask`."""
 
-    Only the bits in `mask` are compared.
-    """
-
-    x86_64: int | None
-    aarch64: int | None
-    argument: int = 0
-    allowed: tuple[int, ...] = ()
+    index: int
+    allowed: tuple[int, ...]
     mask: int = 0xFFFFFFFF
 
 
-# Landlock checks the right to write only for files that are opened for writing. Flags that truncate (0x200) with any
-# other access mode (0 reads, 3 does neither) would empty a file on kernels before 6.2, where truncation is not checked.
-_OPEN_FLAGS = ((0, 1, 2, 3, 0x201, 0x202), 0x203)
+class _Call(NamedTuple):
+    """Numbers on x86_64 and aarch64, and what its arguments must be."""
+
+    x86_64: int | None
+    aarch64: int | None
+    arguments: tuple[_Argument, ...] = ()
+
+
+def _open_flags(index: int) -> tuple[_Argument]:
+    """Truncation (0x200) only with the access modes 1 and 2, which write.
+
+    Landlock checks the right to write only for these: with the mode 0 or 3 a file would be emptied on kernels before
+    6.2, where truncation itself is not checked.
+    """
+    return (_Argument(index, (0, 1, 2, 3, 0x201, 0x202), 0x203),)
 
 
 _MEMORY = {
@@ -46,7 +53,7 @@ _MEMORY = {
 _FILES = {
     "read": _Call(0, 63),
     "write": _Call(1, 64),
-    "open": _Call(2, None, 1, *_OPEN_FLAGS),
+    "open": _Call(2, None, _open_flags(1)),
     "close": _Call(3, 57),
     "stat": _Call(4, None),
     "fstat": _Call(5, 80),
@@ -75,7 +82,7 @@ _FILES = {
     "readlink": _Call(89, None),
     "umask": _Call(95, 166),
     "getdents64": _Call(217, 61),
-    "openat": _Call(257, 56, 2, *_OPEN_FLAGS),
+    "openat": _Call(257, 56, _open_flags(2)),
     "mkdirat": _Call(258, 34),
     "newfstatat": _Call(262, 79),
     "unlinkat": _Call(263, 35),
@@ -93,8 +100,16 @@ _FILES = {
     "close_range": _Call(436, 436),
     "faccessat2": _Call(439, 439),
     # F_SETOWN and F_SETSIG, and FIOSETOWN below, could send any signal to any process
-    "fcntl": _Call(72, 25, 1, (0, 1, 2, 3, 4, 5, 6, 7, 1030)),  # duplicates, flags, record locks
-    "ioctl": _Call(16, 29, 1, (0x5401, 0x5413, 0x5421, 0x5450, 0x5451)),  # is it a terminal, its size, flags
+    "fcntl": _Call(72, 25, (_Argument(1, (0, 1, 2, 3, 4, 5, 6, 7, 1030)),)),  # duplicates, flags, record locks
+    # is it a terminal, its size, flags
+    "ioctl": _Call(16, 29, (_Argument(1, (0x5401, 0x5413, 0x5421, 0x5450, 0x5451)),)),
+}
+# asyncio wakes itself through a pair of connected stream sockets of the family "unix", which reach nothing else. No
+# flags: out-of-band data on them has been a way out of other sandboxes.
+_SOCKET_PAIR = {
+    "socketpair": _Call(53, 199, (_Argument(0, (1,)), _Argument(1, (1,), ~0x80800 & 0xFFFFFFFF))),
+    "sendto": _Call(44, 206, (_Argument(3, (0,)),)),
+    "recvfrom": _Call(45, 207, (_Argument(3, (0,)),)),
 }
 _WAIT = {
     "poll": _Call(7, None),
@@ -141,13 +156,15 @@ _SELF = {
     "clock_getres": _Call(229, 114),
     "exit_group": _Call(231, 94),
     "set_robust_list": _Call(273, 99),
-    "prlimit64": _Call(302, 261, 0, (0,)),  # for the process itself; lowered limits cannot be raised again
+    "prlimit64": _Call(
+        302, 261, (_Argument(0, (0,)),)
+    ),  # for the process itself; lowered limits cannot be raised again
     "getcpu": _Call(309, 168),
     "getrandom": _Call(318, 278),
     "membarrier": _Call(324, 283),
     "rseq": _Call(334, 293),
 }
-ALLOWED = {**_MEMORY, **_FILES, **_WAIT, **_SELF}
+ALLOWED = {**_MEMORY, **_FILES, **_SOCKET_PAIR, **_WAIT, **_SELF}
 _CLONE3 = 435  # fails with ENOSYS, so that libc falls back to `clone`, which fails with EPERM
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 MACHINES = tuple(_ARCHITECTURES)
@@ -174,18 +191,17 @@ def seccomp_filter(machine: str) -> bytes:
 
 
 def _rule(number: int, call: _Call) -> list[bytes]:
-    if not call.allowed:
-        return [_instruction(_JUMP_IF_EQUAL, number, 0, 1), _instruction(_RETURN, _ALLOW)]
-    # The filter loads 32 bits: the lower half of the argument, on both of these little-endian machines.
-    choices = [_instruction(_JUMP_IF_EQUAL, value, len(call.allowed) - i, 0) for i, value in enumerate(call.allowed)]
-    return [
-        _instruction(_JUMP_IF_EQUAL, number, 0, len(choices) + 4),
-        _instruction(_LOAD, _FIRST_ARGUMENT + 8 * call.argument),
-        _instruction(_AND, call.mask),
-        *choices,
-        _instruction(_RETURN, _REFUSE | _EPERM),
-        _instruction(_RETURN, _ALLOW),
-    ]
+    checks: list[bytes] = []
+    for argument in call.arguments:
+        count = len(argument.allowed)
+        # The filter loads 32 bits: the lower half of the argument, on both of these little-endian machines.
+        checks += [
+            _instruction(_LOAD, _FIRST_ARGUMENT + 8 * argument.index),
+            _instruction(_AND, argument.mask),
+            *[_instruction(_JUMP_IF_EQUAL, value, count - i, 0) for i, value in enumerate(argument.allowed)],
+            _instruction(_RETURN, _REFUSE | _EPERM),
+        ]
+    return [_instruction(_JUMP_IF_EQUAL, number, 0, len(checks) + 1), *checks, _instruction(_RETURN, _ALLOW)]
 
 
 def _instruction(code: int, value: int, if_equal: int = 0, otherwise: int = 0) -> bytes:

@@ -15,6 +15,7 @@ import pytest
 
 from oxrl.rewards import sandbox
 from oxrl.rewards.sandbox import Isolation, Limits, SandboxError, available, require_isolation
+from oxrl.rewards.sandbox.isolation import _warn_unsandboxed
 from oxrl.rewards.sandbox.process import interpreter, readable_paths
 from tests.rewards.sandbox import programs
 from tests.rewards.sandbox.children import children
@@ -133,10 +134,21 @@ def test_no_connection_reaches_a_listener_on_this_machine(isolation):
             server.accept()
 
 
-def test_no_process_or_thread_is_started(isolation):
+def test_no_process_is_started_nor_a_thread_beyond_those_that_wait_for_the_program(isolation):
     refused("os.fork()\nos.forkpty()\nsubprocess.run(['/bin/true'])\nos.execv('/bin/true', ['true'])", isolation)
-    source = "import threading\ntry: threading.Thread(target=print).start()\nexcept RuntimeError: print('none')"
-    assert run_program(source, isolation).stdout == "none\n"
+    source = """import ctypes, os, threading
+libc, of_thread = ctypes.CDLL(None, use_errno=True), 0x3D0F00
+number = {"x86_64": 56, "aarch64": 220}[os.uname().machine]
+print(libc.syscall(number, of_thread, ctypes.create_string_buffer(4096), 0, 0, 0), libc.syscall(435, 0, 0))
+everyone = threading.Barrier(17)
+threads = [threading.Thread(target=everyone.wait) for _ in range(16)]
+for thread in threads: thread.start()
+everyone.wait()
+for thread in threads: thread.join()
+late = threading.Event()
+for _ in range(100): threading.Thread(target=lambda: late.is_set()).start()
+print("end")"""
+    assert run_program(source, isolation).stdout == "-1 -1\nend\n"
 
 
 def test_no_process_is_signalled_in_any_way(isolation):
@@ -282,11 +294,14 @@ def test_the_isolation_of_this_machine_is_found_by_probing():
     assert isolation.explanation and require_isolation() is isolation
 
 
-def test_without_isolation_programs_are_refused_unless_that_is_allowed():
+def test_without_isolation_programs_are_refused_unless_that_is_allowed(caplog):
     nothing = Isolation("none", {"landlock": "Operation not permitted"})
     with pytest.raises(ValueError, match=r"landlock: Operation not permitted.*reward.allow_unsandboxed"):
         require_isolation(found=nothing)
+    _warn_unsandboxed.cache_clear()
     isolation = require_isolation(allow_unsandboxed=True, found=nothing)
+    require_isolation(allow_unsandboxed=True, found=nothing)
+    assert caplog.text.count("programs that the model writes run without isolation") == 1
     assert run_program("print(1)", isolation).stdout == "1\n"
     assert run_program("while True: pass", isolation, BY_CPU).ended == "time"
 

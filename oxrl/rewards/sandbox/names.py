@@ -1,0 +1,139 @@
+"""Which names in tests belong to the program, and which to the tests although they forgot to import them.
+
+A program must not define what its results are checked with: `isclose` would always be true.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+_MODULES = {
+    name: name
+    for name in (
+        "bisect", "calendar", "cmath", "collections", "copy", "datetime", "decimal", "fractions", "functools", "heapq",
+        "itertools", "json", "math", "numpy", "operator", "os", "random", "re", "statistics", "string", "sys", "time",
+        "typing",
+    )
+} | {"np": "numpy"}  # fmt: skip
+_MEMBERS = {
+    "collections": ("Counter", "OrderedDict", "defaultdict", "deque", "namedtuple"),
+    "copy": ("deepcopy",),
+    "datetime": ("date", "timedelta"),
+    "decimal": ("Decimal",),
+    "fractions": ("Fraction",),
+    "functools": ("reduce",),
+    "itertools": ("combinations", "permutations"),
+    "math": ("inf", "isclose", "isinf", "isnan", "nan", "pi", "sqrt"),
+    "typing": ("Any", "Dict", "List", "Optional", "Set", "Tuple", "Union"),
+}
+_MODULE_OF_MEMBER = {member: module for module, members in _MEMBERS.items() for member in members}
+
+
+class Names(NamedTuple):
+    """`Names(("area",), (), ("close",), "import math")`: functions and classes of the program, its exceptions, ...
+
+    ... what the tests check its results with and do not define, and the imports that they forgot.
+    """
+
+    program: tuple[str, ...]
+    exceptions: tuple[str, ...]
+    checks: tuple[str, ...]
+    imports: str
+
+
+def names_in(tests: Sequence[str], trusted: str, entry_point: str | None = None) -> Names:
+    """Assign each name that neither Python nor the `trusted` code defines; raises a SyntaxError."""
+    trees = [ast.parse(source) for source in [trusted, *tests]]
+    free = _undefined(trees)
+    imports = {name: f"import {_MODULES[name]} as {name}" for name in free & _MODULES.keys() if _is_module(trees, name)}
+    own = {name for name in free - imports.keys() if name == entry_point or name not in _MODULE_OF_MEMBER}
+    if own:  # otherwise the program is asked to define what happens to be in the standard library, too
+        members = free - imports.keys() - own
+        imports |= {name: f"from {_MODULE_OF_MEMBER[name]} import {name}" for name in members}
+    raised = {name for name in free if name.endswith(("Error", "Exception"))} | _caught(trees)
+    exceptions = (raised & free) - imports.keys() - {entry_point}
+    program = free - imports.keys() - exceptions
+    checks = _checks(trees, program) - {entry_point}
+    return Names(
+        program=tuple(sorted(program - checks)),
+        exceptions=tuple(sorted(exceptions)),
+        checks=tuple(sorted(checks)),
+        imports="\n".join(sorted(imports.values())),
+    )
+
+
+def names_of_program(tests: Sequence[str], trusted: str) -> list[str]:
+    """Functions and classes that the tests expect someone else to define."""
+    names = names_in(tests, trusted)
+    return sorted([*names.program, *names.exceptions, *names.checks])
+
+
+def _nodes(trees: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    for tree in trees:
+        yield from ast.walk(tree)
+
+
+def _undefined(trees: Sequence[ast.AST]) -> set[str]:
+    used: set[str] = set()
+    defined: set[str] = set(dir(builtins))
+    for node in _nodes(trees):
+        if isinstance(node, ast.Name):
+            (used if isinstance(node.ctx, ast.Load) else defined).add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            defined.add(node.name)
+        elif isinstance(node, ast.arg):
+            defined.add(node.arg)
+        elif isinstance(node, ast.alias):
+            defined.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            defined.add(node.name)
+    return used - defined
+
+
+def _is_module(trees: Sequence[ast.AST], name: str) -> bool:
+    """Whether the name is only ever followed by a dot."""
+    bases = {id(node.value) for node in _nodes(trees) if isinstance(node, ast.Attribute)}
+    return all(id(node) in bases for node in _nodes(trees) if isinstance(node, ast.Name) and node.id == name)
+
+
+def _caught(trees: Sequence[ast.AST]) -> set[str]:
+    kinds = [node.type for node in _nodes(trees) if isinstance(node, ast.ExceptHandler) and node.type is not None]
+    return {node.id for node in _nodes(kinds) if isinstance(node, ast.Name)}
+
+
+def _checks(trees: Sequence[ast.AST], names: set[str]) -> set[str]:
+    """Names that only ever judge a result of the program, as `close` in `assert close(area(2), 12.6)`.
+
+    A name that is tested itself is not one of them: `assert even(2)`, or `assert decode(encode("a")) == "a"`.
+    """
+    judging: set[str] = set()
+    tested: set[str] = set()
+    for condition in _conditions(node.test for node in _nodes(trees) if isinstance(node, ast.Assert)):
+        sides = [condition.left, *condition.comparators] if isinstance(condition, ast.Compare) else [condition]
+        has_value = any(not _used([side], names) for side in sides)  # of the tests
+        for call in _nodes(sides):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in names:
+                of_result = bool(_used([*call.args, *call.keywords], names) - {call.func.id})
+                if has_value or (len(sides) == 1 and not of_result):
+                    tested.add(call.func.id)
+                elif of_result:
+                    judging.add(call.func.id)
+    return judging - tested
+
+
+def _used(trees: Iterable[ast.AST], names: set[str]) -> set[str]:
+    return {node.id for node in _nodes(trees) if isinstance(node, ast.Name)} & names
+
+
+def _conditions(tests: Iterable[ast.expr]) -> Iterator[ast.expr]:
+    """The parts between `and`, `or` and `not`."""
+    for test in tests:
+        if isinstance(test, ast.BoolOp):
+            yield from _conditions(test.values)
+        elif isinstance(test, ast.UnaryOp):
+            yield from _conditions([test.operand])
+        else:
+            yield test
