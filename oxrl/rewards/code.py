@@ -1,8 +1,8 @@
 """Rewards for programs: they run in a sandbox and are graded by tests in another process.
 
 A sample has `metadata["tests"]` (statements), `["setup"]` (code for the tests, or "") and `["entry_point"]` (a
-function's name, or None). Values are copied between tests and program: a test does not see in-place changes of its
-arguments, and return values of custom classes leave a response ungraded.
+function's name, or None). Values are copied between tests and program; a test sees in-place changes of its arguments if
+the function returns None, and objects of the program's classes by reference.
 """
 
 from __future__ import annotations

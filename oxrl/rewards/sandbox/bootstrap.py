@@ -12,6 +12,7 @@ import _thread
 import contextvars
 import ctypes
 import json
+import marshal
 import os
 import resource
 import sys
@@ -211,9 +212,9 @@ def main(job_descriptor: int, status: int) -> None:
     sys.meta_path.append(PackageFinder(job["packages"]))
     os.write(status, b"ready")
     os.close(status)
-    for name, source in job["modules"].items():
+    for name, code in job["modules"].items():
         module = sys.modules[name] = types.ModuleType(name)
-        exec(compile(source, f"<{name}>", "exec", dont_inherit=True), module.__dict__)  # noqa: S102
+        exec(marshal.loads(bytes.fromhex(code)), module.__dict__)  # noqa: S102, S302 - compiled by the parent process
     if job["entry_point"]:
         module, function = job["entry_point"]
         getattr(sys.modules[module], function)(**job["arguments"])

@@ -7,6 +7,7 @@ itself (`bootstrap.py`) before it runs the job.
 from __future__ import annotations
 
 import json
+import marshal
 import math
 import os
 import platform
@@ -66,6 +67,13 @@ class SandboxedProcess(NamedTuple):
 @cache
 def module_source(name: str) -> str:
     return (files("oxrl.rewards.sandbox") / f"{name}.py").read_text()
+
+
+@cache
+def _module_code(name: str) -> str:
+    """Compiled once: the sandboxed interpreter is of the same version as this one."""
+    source = module_source(name.rpartition(".")[2])
+    return marshal.dumps(compile(source, f"<{name}>", "exec", dont_inherit=True)).hex()
 
 
 def readable_paths() -> list[str]:
@@ -146,7 +154,7 @@ def _payload(job: Job, layers: Sequence[str], limits: Limits) -> dict[str, Any]:
     return {
         "arguments": dict(job.arguments),
         "entry_point": job.entry_point,
-        "modules": {name: module_source(name.rpartition(".")[2]) for name in job.modules},
+        "modules": {name: _module_code(name) for name in job.modules},
         "layers": list(layers),
         "readable": readable_paths(),
         "filter": seccomp_filter(platform.machine()).hex() if platform.machine() in MACHINES else "",
