@@ -256,7 +256,9 @@ class Reward(_Section):
     rubric: str | None = Field(None, description="grading criteria for the judge")
     normalize: Literal["none", "batch"] = Field("none", description="batch: mean 0 and std 1 over each step")
     time_limit: float = Field(
-        30.0, gt=0, description="seconds to grade one completion; after it, the completion is left out"
+        30.0,
+        gt=0,
+        description="seconds to grade one completion; after it, the completion is left out; a program earns 0",
     )
     allow_unsandboxed: bool = Field(
         False, description="run generated programs even without a sandbox (`code_reward_func`)"

@@ -6,7 +6,7 @@ import ast
 
 from oxrl.data.formats import BadRow
 from oxrl.data.prepare.recipe import Dataset, Raw, text_of, texts_of, user_prompt
-from oxrl.rewards.sandbox import names_of_program
+from oxrl.rewards.sandbox import undefined_names
 from oxrl.types import Sample
 
 
@@ -19,7 +19,7 @@ def convert(row: Raw) -> list[Sample]:
     lines = [*texts_of(row, "test_imports"), *str(row.get("test_setup_code") or "").splitlines()]
     setup = "\n".join(line.rstrip() for line in lines)
     try:
-        missing = set(names_of_program(tests, setup)) - functions_of(code).keys()
+        missing = undefined_names(tests, setup) - functions_of(code).keys()
     except SyntaxError:
         raise BadRow("test_list or its setup is not Python") from None
     if missing:

@@ -2,7 +2,7 @@
 
 from oxrl.rewards.sandbox.grading import Tests, Verdict, run_tests
 from oxrl.rewards.sandbox.isolation import Isolation, available, require_isolation
-from oxrl.rewards.sandbox.names import names_in, names_of_program
+from oxrl.rewards.sandbox.names import names_in, undefined_names
 from oxrl.rewards.sandbox.process import Limits, SandboxError
 
 __all__ = [
@@ -13,7 +13,7 @@ __all__ = [
     "Verdict",
     "available",
     "names_in",
-    "names_of_program",
     "require_isolation",
     "run_tests",
+    "undefined_names",
 ]

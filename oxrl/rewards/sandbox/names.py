@@ -33,14 +33,10 @@ _MODULE_OF_MEMBER = {member: module for module, members in _MEMBERS.items() for 
 
 
 class Names(NamedTuple):
-    """`Names(("area",), (), ("close",), "import math")`: functions and classes of the program, its exceptions, ...
-
-    ... what the tests check its results with and do not define, and the imports that they forgot.
-    """
+    """`Names(("area",), (), "import math")`: functions and classes of the program, its exceptions, missing imports."""
 
     program: tuple[str, ...]
     exceptions: tuple[str, ...]
-    checks: tuple[str, ...]
     imports: str
 
 
@@ -57,18 +53,12 @@ def names_in(tests: Sequence[str], trusted: str, entry_point: str | None = None)
     exceptions = (raised & free) - imports.keys() - {entry_point}
     program = free - imports.keys() - exceptions
     checks = _checks(trees, program) - {entry_point}
-    return Names(
-        program=tuple(sorted(program - checks)),
-        exceptions=tuple(sorted(exceptions)),
-        checks=tuple(sorted(checks)),
-        imports="\n".join(sorted(imports.values())),
-    )
+    return Names(tuple(sorted(program - checks)), tuple(sorted(exceptions)), "\n".join(sorted(imports.values())))
 
 
-def names_of_program(tests: Sequence[str], trusted: str) -> list[str]:
-    """Functions and classes that the tests expect someone else to define."""
-    names = names_in(tests, trusted)
-    return sorted([*names.program, *names.exceptions, *names.checks])
+def undefined_names(tests: Sequence[str], trusted: str) -> set[str]:
+    """Names that the tests use and that neither Python nor the `trusted` code defines."""
+    return _undefined([ast.parse(source) for source in [trusted, *tests]])
 
 
 def _nodes(trees: Iterable[ast.AST]) -> Iterator[ast.AST]:

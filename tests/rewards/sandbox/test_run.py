@@ -76,7 +76,9 @@ def test_packages_of_a_virtual_environment_are_not_readable(isolation):
     if sys.prefix == sys.base_prefix:
         pytest.skip("this interpreter is not in a virtual environment")
     packages = sysconfig.get_paths()["purelib"]
-    refused(f"open({pytest.__file__!r})\nos.listdir({packages!r})", isolation)
+    refused(f"open({pytest.__file__!r})", isolation)
+    listing = f"import os\ntry: print('pytest' in os.listdir({packages!r}))\nexcept OSError: print('refused')"
+    assert run_program(listing, isolation).stdout in ("refused\n", "False\n"), "bubblewrap shows the folder of numpy"
 
 
 def test_nothing_can_be_written_outside_the_scratch_folder(isolation, tmp_path):
