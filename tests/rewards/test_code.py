@@ -14,7 +14,7 @@ from oxrl.rewards import check_samples, code, grade, reward
 from oxrl.rewards.code import code_reward_func
 from oxrl.rewards.sandbox import process
 from oxrl.run.reward import configured_reward
-from tests.clock import expire, no_hang
+from tests.clock import no_hang
 from tests.rewards.hostile import ALWAYS_EQUAL, HOSTILE
 from tests.rewards.rollouts import a_rollout, a_sample
 from tests.rewards.sandbox.children import children
@@ -301,7 +301,7 @@ def test_waiting_for_other_programs_does_not_count_against_the_time_limit():
     graded = []
 
     async def grade_it():
-        graded.extend(await grade([rollout], reward("code_reward_func", timeout=HANG), time_limit=HANG))
+        graded.extend(await grade([rollout], reward("code_reward_func", timeout=HANG), time_limit=EXPIRES))
 
     async def while_others_run():
         with ExitStack() as others:
@@ -309,8 +309,7 @@ def test_waiting_for_other_programs_does_not_count_against_the_time_limit():
                 for _ in range(code._SLOTS._initial_value):
                     others.enter_context(code._SLOTS)
                 tasks.start_soon(grade_it)
-                await expire(2 * HANG)
-                await anyio.sleep(0)
+                await anyio.sleep(1.1 * EXPIRES)  # nothing but the limit passes meanwhile
                 others.close()
 
     anyio.run(while_others_run)
@@ -328,7 +327,9 @@ def test_the_start_of_the_sandbox_does_not_count(monkeypatch):
     source, sleep = process.module_source, f"import time\ntime.sleep({1.1 * EXPIRES})\n"
     slow = source("bootstrap").replace("import ctypes\n", f"{sleep}import ctypes\n", 1)
     monkeypatch.setattr(process, "module_source", lambda name: slow if name == "bootstrap" else source(name))
-    assert reward_of(RIGHT, time_limit=EXPIRES) == 1.0
+    rollout = a_rollout(RIGHT, tests=TESTS, setup="", entry_point=None)
+    (graded,) = anyio.run(partial(grade, [rollout], reward("code_reward_func", timeout=HANG), time_limit=EXPIRES))
+    assert graded.reward == 1.0, graded.error
 
 
 def test_a_group_is_graded_by_name_and_ungraded_rollouts_have_a_reason():
