@@ -80,7 +80,8 @@ class Encoder:
         if _has_own_methods(type(value)):
             return None
         if isinstance(value, tuple) and hasattr(type(value), "_fields"):
-            return ["namedtuple", [type(value).__name__, [*type(value)._fields], self._all(value, depth)]]
+            fields = [*getattr(type(value), "_fields", ())]
+            return ["namedtuple", [type(value).__name__, fields, self._all(value, depth)]]
         if isinstance(value, Iterator):
             return self._iterator(value, depth)
         for tag, kinds, _ in _CONTAINERS:
@@ -175,7 +176,8 @@ def _decimal(text: str) -> Any:
 def _time(kind: str, text: str) -> Any:
     import datetime
 
-    return {"datetime": datetime.datetime, "date": datetime.date, "time": datetime.time}[kind].fromisoformat(text)
+    kinds: dict[str, Any] = {"datetime": datetime.datetime, "date": datetime.date, "time": datetime.time}
+    return kinds[kind].fromisoformat(text)
 
 
 def _timedelta(days: int, seconds: int, microseconds: int) -> Any:
@@ -219,7 +221,7 @@ _CONTAINERS: tuple[tuple[str, tuple[type, ...], Callable[[list[Any]], Any]], ...
     ("items", (type({}.items()),), lambda items: dict(items).items()),
     ("iterator", (), iter),
 )
-_MAPPINGS: tuple[tuple[str, type, Callable[[list[Any]], Any]], ...] = (
+_MAPPINGS: tuple[tuple[str, type[dict[Any, Any]], Callable[[list[Any]], Any]], ...] = (
     ("Counter", Counter, lambda pairs: Counter(dict(pairs))),
     ("OrderedDict", OrderedDict, OrderedDict),
     ("dict", dict, dict),

@@ -165,7 +165,8 @@ class ProgramConnection:
         kind = next((kind for name in names if (kind := _builtin_exception(name))), ProgramError)
         try:
             if known:
-                return type(known[0].__name__, (*dict.fromkeys(known), kind), {})(text)
+                combined: type[Exception] = type(known[0].__name__, (*dict.fromkeys(known), kind), {})
+                return combined(text)
             return kind(*arguments) if kind is not ProgramError else ProgramError(f"{names[0]}: {text}")
         except (TypeError, ValueError):
             return ProgramError(text)
@@ -173,8 +174,9 @@ class ProgramConnection:
 
 def _builtin_exception(name: str) -> type[Exception] | None:
     kind = getattr(builtins, name, None)
-    is_error = isinstance(kind, type) and issubclass(kind, Exception)
-    return kind if is_error and not issubclass(kind, StopIteration | StopAsyncIteration) else None
+    if not isinstance(kind, type) or not issubclass(kind, Exception):
+        return None
+    return None if issubclass(kind, StopIteration | StopAsyncIteration) else kind
 
 
 def _change(arguments: list[Any], changes: Any) -> None:

@@ -16,9 +16,9 @@ _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_
 
 
 class _Argument(NamedTuple):
-    """Argument number `index` must have one of the `allowed` values in the bits of `mask`."""
+    """Argument `number` must have one of the `allowed` values in the bits of `mask`."""
 
-    index: int
+    number: int
     allowed: tuple[int, ...]
     mask: int = 0xFFFFFFFF
 
@@ -196,7 +196,7 @@ def _rule(number: int, call: _Call) -> list[bytes]:
         count = len(argument.allowed)
         # The filter loads 32 bits: the lower half of the argument, on both of these little-endian machines.
         checks += [
-            _instruction(_LOAD, _FIRST_ARGUMENT + 8 * argument.index),
+            _instruction(_LOAD, _FIRST_ARGUMENT + 8 * argument.number),
             _instruction(_AND, argument.mask),
             *[_instruction(_JUMP_IF_EQUAL, value, count - i, 0) for i, value in enumerate(argument.allowed)],
             _instruction(_RETURN, _REFUSE | _EPERM),
