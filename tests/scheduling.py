@@ -41,6 +41,7 @@ MARKS = {  # fixture: the mark of the tests that use it
     "start_group": "engine",
     "drivers": "engine",
     "smollm2": "engine",  # the real model of 135 M parameters
+    "installed": "engine",  # a wheel that was built and installed
 }
 SHARED = ExitStack()  # the engines that the tests of the current unit share
 

@@ -58,6 +58,7 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.engine
 def test_what_is_left_at_the_end_of_a_run_is_named_and_removed(run):
     process, facts = run
     process.stdin.write("end\n")
@@ -68,6 +69,7 @@ def test_what_is_left_at_the_end_of_a_run_is_named_and_removed(run):
     assert not alive(facts["child"]) and not Path(facts["memory"]).exists() and not Path(facts["folder"]).exists()
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_run_that_is_interrupted_leaves_nothing(run, sign):
     process, facts = run
@@ -91,6 +93,7 @@ def test_that_would_use_the_same_engine():
 """
 
 
+@pytest.mark.engine
 def test_engines_end_with_a_run_that_is_interrupted(tmp_path):
     (tmp_path / "conftest.py").write_text("from tests.conftest import *")
     (tmp_path / "test_interrupted.py").write_text(INTERRUPTED)

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 NEW = ""  # in place of an anchor: a new file
 
@@ -90,6 +92,7 @@ for command, shown in commands.items():
 """
 
 
+@pytest.mark.engine
 def test_each_recipe_works_and_names_the_files_that_it_changes(tmp_path):
     shutil.copytree(ROOT / "oxrl", tmp_path / "oxrl", ignore=shutil.ignore_patterns("__pycache__"))
     sections = dict(re.findall(r"^### (.+?)\n(.*?)(?=^##)", (ROOT / "CONTRIBUTING.md").read_text(), re.S | re.M))

@@ -212,6 +212,7 @@ async def watched(folder, scripts, before_it_is_watched=lambda replica: None, **
         await replica.close()
 
 
+@pytest.mark.engine
 async def test_a_replica_that_hangs_is_killed_with_its_child_processes_and_restarted(tmp_path):
     def stop(replica):
         os.killpg(replica.server.process.pid, signal.SIGSTOP)
@@ -223,6 +224,7 @@ async def test_a_replica_that_hangs_is_killed_with_its_child_processes_and_resta
         assert replica.server.process.poll() is None
 
 
+@pytest.mark.engine
 async def test_a_replica_that_fails_repeatedly_raises_with_the_end_of_its_log(tiny, tmp_path):
     async with watched(tmp_path, [HEALTHY, BROKEN, BROKEN], kill, restarts=2) as replica:
         generator = HTTPGenerator([replica], tiny[1])
@@ -231,6 +233,7 @@ async def test_a_replica_that_fails_repeatedly_raises_with_the_end_of_its_log(ti
         assert generator.restarts == 2
 
 
+@pytest.mark.engine
 async def test_a_replica_that_died_asleep_is_restarted_at_wake_up(tiny, tmp_path):
     """Not before: the trainer uses its memory."""
     async with watched(tmp_path, [HEALTHY, HEALTHY]) as replica:

@@ -400,6 +400,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.engine
 def test_a_server_dies_with_its_parent(tmp_path):
     need_vllm()
     script = PARENT.format(model=str(prepare_builtin("tiny")), log=str(tmp_path / "log"))

@@ -91,6 +91,7 @@ def test_leftovers_of_a_killed_process_are_not_taken_for_a_model(empty_cache: Pa
     assert not unfinished.exists()
 
 
+@pytest.mark.engine
 def test_two_concurrent_processes_build_a_model_once(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One is building when the other finds no folder and acquires the lock."""
     code = """

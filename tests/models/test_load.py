@@ -525,6 +525,7 @@ class FakeHub(Quiet):
     do_HEAD = do_GET
 
 
+@pytest.mark.engine
 def test_a_hub_id_loads_from_the_hub_and_each_refusal_is_one_sentence(tmp_path: Path) -> None:
     code = """
 import json

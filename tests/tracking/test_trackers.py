@@ -174,6 +174,7 @@ def test_trackers_do_not_change_training(resumed_run, tmp_path):
     assert not (tmp_path / "runs" / "one" / "trackers.json").exists()
 
 
+@pytest.mark.engine
 def test_mlflow_keeps_a_run_in_the_store_that_is_named(tmp_path, monkeypatch, empty_store):
     import mlflow
 
@@ -260,6 +261,7 @@ def test_a_config_is_flattened_to_dotted_names():
     assert flattened({"a": {"b": 1, "c": {}}, "d": [1]}) == {"a.b": 1, "a.c": {}, "d": [1]}
 
 
+@pytest.mark.engine
 def test_the_log_functions_start_a_run(tmp_path, monkeypatch, empty_store):
     """As a `logger=` for the primitives."""
     import mlflow

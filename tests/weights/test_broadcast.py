@@ -81,6 +81,7 @@ os._exit(9)
 """
 
 
+@pytest.mark.engine
 def test_a_receiver_that_dies_ends_the_transfer_immediately():
     weights = {f"weight {number}": torch.zeros(2**23) for number in range(4)}  # 32 MiB each
     with rendezvous(LOOPBACK, 1, time_limit=HANG) as address:
