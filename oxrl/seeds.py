@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING, Any, overload
 
 if TYPE_CHECKING:
@@ -33,3 +34,14 @@ def mixed_seed(*numbers: int) -> int:
     for number in numbers:
         state = splitmix64((state + number + GOLDEN_GAMMA) & MASK)
     return state >> 1
+
+
+def seed_everything(seed: int, rank: int = 0) -> None:
+    """Seed Python, NumPy and PyTorch; each rank above 0 draws other numbers, which follow from the same seed."""
+    import numpy as np
+    import torch
+
+    own = mixed_seed(seed, rank) if rank else seed
+    random.seed(own)
+    np.random.seed(own % 2**32)
+    torch.manual_seed(own)

@@ -136,12 +136,13 @@ def open_ray(spec: RunSpec) -> Iterator[Any]:
 
 def worker_of(spec: RunSpec) -> Any:
     """The function that builds one rank's part of the backend, on that rank."""
-    from oxrl.backends.distributed.worker import Settings
+    from oxrl.backends.distributed.worker import Settings, build_seeded
 
     loads = loads_of(spec, to_shard=True)
     build = find_backend(sharding_of(spec.config)).build_worker
     assert build is not None, "a backend that shards"
-    return resolved(build)(loads.policy, loads.others, Settings(**training_settings(spec)), spec.config)
+    worker = resolved(build)(loads.policy, loads.others, Settings(**training_settings(spec)), spec.config)
+    return partial(build_seeded, spec.config.run.seed, worker)
 
 
 def build_fsdp_worker(policy: Any, others: Mapping[str, Any], settings: Any, config: Config) -> Any:  # noqa: ARG001

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -32,6 +31,7 @@ from oxrl.run.folder import RolloutLog, record_config, record_inputs, resolve_we
 from oxrl.run.prepare import prepare_run, starting_from
 from oxrl.run.reward import load_reward
 from oxrl.run.spec import RunSpec, environment, rollout_config, sampling_config
+from oxrl.seeds import seed_everything
 from oxrl.tracking.metrics import JSONLLogger, LiveConsole, Sink, all_of
 from oxrl.tracking.trackers import tracked
 from oxrl.types import ModelConfig, TrainingState
@@ -251,15 +251,6 @@ async def _update_reference(spec: RunSpec, backend: Any, step: int) -> None:
         await backend.update_reference(model.ref_decay)
     elif step % model.ref_every == 0:
         await backend.update_reference(0.0)
-
-
-def seed_everything(seed: int) -> None:
-    import numpy as np
-    import torch
-
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
 
 
 def open_model(name: str) -> tuple[Any, Renderer]:

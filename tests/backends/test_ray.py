@@ -25,6 +25,7 @@ from oxrl.weights.broadcast import receive, rendezvous
 from oxrl.weights.checkpoint_names import StaleWeightsError, adapter_weights, plain_weights
 from tests.backends.collective_worker import CollectiveWorker
 from tests.contracts.test_backend import SFT, load_tiny, some_items, split
+from tests.contracts.test_over_ranks import assert_equal_when_repeated, worker_with_dropout
 from tests.waiting import EXPIRES, HANG, wait_until
 
 pytestmark = pytest.mark.anyio
@@ -143,6 +144,13 @@ async def test_user_errors_and_non_finite_losses_keep_their_types(make):
     with pytest.raises(ValueError, match="cannot be pickled"):
         backend.ranks.call(1, "logprobs", (each for each in ()))
     await backend.logprobs(split(items, 3))
+
+
+async def test_the_seed_of_a_run_fixes_the_dropout_of_every_actor(ray_ranks, tmp_path):
+    from oxrl.backends.distributed.ray import create_ray_backend
+
+    worker = worker_with_dropout(tmp_path, backend="ray", sharding="fsdp")
+    await assert_equal_when_repeated(partial(create_ray_backend, ray_ranks, worker))
 
 
 @pytest.fixture

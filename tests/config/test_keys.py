@@ -291,7 +291,7 @@ rows_drawn = prepared(drawn)
 
 
 def worker_sections(home, overrides):
-    sections = prepared(lambda run: worker_of(run).args[-2:])(home, overrides)
+    sections = prepared(lambda run: worker_of(run).args[-1].args[-2:])(home, overrides)
     return [section.get("zero_optimization") for section in sections]
 
 

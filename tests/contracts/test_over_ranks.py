@@ -10,8 +10,10 @@ import torch
 
 from oxrl.algorithms import algorithm
 from oxrl.backends.distributed.fsdp import build_worker
+from oxrl.backends.distributed.ranked import RankedBackend
 from oxrl.backends.distributed.worker import Settings
 from oxrl.backends.local import NonFiniteError, create_pytorch_backend
+from oxrl.config import check_config
 from oxrl.data.assemble import assemble
 from oxrl.data.pack import collate, count_units
 from oxrl.data.render import Renderer
@@ -19,10 +21,14 @@ from oxrl.data.sources import load_samples
 from oxrl.loops.step import train_step
 from oxrl.models.load import builds_empty, load_model, load_tokenizer
 from oxrl.models.lora import LoraSettings, attach_lora, attach_reference
+from oxrl.run.backends import worker_of
+from oxrl.run.prepare import resolve
 from oxrl.types import ModelConfig
 from tests.algorithms.conftest import raw_rows
 from tests.contracts import together
 from tests.contracts.test_backend import BACKENDS, load_tiny, some_items, split, train
+from tests.engines import need
+from tests.rows import write_jsonl
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine("ranks")]
 NAMES = {"grpo": {"kl_coef": 0.1}, "ppo": {}, "tdpo": {}}
@@ -254,6 +260,35 @@ async def test_the_dropout_of_every_rank_is_resumed(sharded, tmp_path):
     resumed = sharded(load)
     await resumed.load(tmp_path)
     assert (await train(resumed, items, 2, steps=2))[0] == expected
+
+
+def worker_with_dropout(folder, **run):
+    """The worker of a run whose ranks draw random numbers in each step."""
+    data = {"train_files_path": str(write_jsonl(folder / "rows.jsonl", [{"prompt": "Say 1.", "completion": "yes"}]))}
+    lora = {"enabled": True, "r": 4, "dropout": 0.5}
+    sections = {"model": {"name": "tiny"}, "train": {"alg_name": "sft", "lr": 1e-3}, "lora": lora, "data": data}
+    return worker_of(resolve(check_config({**sections, "run": {"training_gpus": 2, **run}})))
+
+
+async def assert_equal_when_repeated(create):
+    """Train two backends: the second one in processes that have drawn random numbers before."""
+    results = []
+    for _ in range(2):
+        backend = create()
+        results.append(await train(backend, some_items(), 2))
+        backend.close()
+    (losses, weights), (others, found) = results
+    assert losses == others
+    assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])
+async def test_the_seed_of_a_run_fixes_the_dropout_of_every_rank(backend, tmp_path):
+    if backend == "deepspeed":
+        need("deepspeed")
+    await assert_equal_when_repeated(
+        partial(RankedBackend, together.ranks(), worker_with_dropout(tmp_path, backend=backend))
+    )
 
 
 async def test_half_precision_is_used_to_compute_and_float32_is_kept(sharded, tmp_path):

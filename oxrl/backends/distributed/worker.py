@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from oxrl.backends.distributed.ranks import portable
+from oxrl.backends.distributed.ranks import Build, portable
 from oxrl.backends.distributed.rpc import value_of
 from oxrl.backends.forward import (
     LanguageModel,
@@ -31,6 +31,7 @@ from oxrl.backends.forward import (
 )
 from oxrl.backends.local import PyTorchTrainingBackend, on_device
 from oxrl.backends.optimizer import schedule
+from oxrl.seeds import seed_everything
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -98,6 +99,12 @@ class Broadcast(Protocol):
 
 Materialize: TypeAlias = Callable[[ShardedModel, torch.device, Broadcast], Any]
 """Gives an empty module its weights on a device; each rank keeps its shard."""
+
+
+def build_seeded(seed: int, build: Build) -> Any:
+    """Create this rank's worker after seeding the rank, so that dropout is the same in every launch."""
+    seed_everything(seed, dist.get_rank())
+    return build()
 
 
 def shard_model(
