@@ -28,6 +28,11 @@ ROOT = Path(__file__).parents[1]
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
+def has_ended(process: int) -> bool:
+    """Whether a process that was not waited for yet has ended."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
 class Remote:
     """A process at the other end of a pipe, which calls functions."""
 
@@ -57,7 +62,7 @@ class Forked(Remote):
     @property
     def has_ended(self) -> bool:
         """The first one, which was not waited for yet."""
-        return Path(f"/proc/{self.pids[0]}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        return has_ended(self.pids[0])
 
     def end(self) -> list[int]:
         """No more calls; the exit codes of all, once all have ended by themselves."""

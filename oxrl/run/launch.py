@@ -34,6 +34,7 @@ STARTED_BY_US = "OXRL_RANK_OF"
 RESTARTED = "OXRL_RESTARTED"
 END_SECONDS = 20.0  # that ranks have to end after the first of them did
 POLL_SECONDS = 0.1
+ORDERLY = (0, 2, 130)  # exit codes: finished, wrong input, interrupted
 
 
 class Ended(NamedTuple):
@@ -112,12 +113,12 @@ def _run(command: Sequence[str], ranks: int, rendezvous: Path, more: Mapping[str
 
 
 def _watch(processes: Sequence[subprocess.Popen[bytes]], received: Sequence[int]) -> Ended:
-    """Wait until rank 0 has ended, or another rank was killed.
+    """Wait until rank 0 has ended, or another rank was killed or has given up waiting for it.
 
     After a signal a run is not restarted: rank 0 may die of the signal before it can handle it.
     """
     first, others = processes[0], processes[1:]
-    while first.poll() is None and not any(_killed(other) for other in others):
+    while first.poll() is None and all(other.poll() in (None, *ORDERLY) for other in others):
         time.sleep(POLL_SECONDS)
     deadline = time.monotonic() + (0 if received and _killed(first) else END_SECONDS)
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
@@ -126,7 +127,7 @@ def _watch(processes: Sequence[subprocess.Popen[bytes]], received: Sequence[int]
         handled = first.returncode is not None and first.returncode >= 0
         return Ended(first.returncode if handled else 128 + received[0], ())
     lost = []
-    if first.returncode not in (0, 2, 130):  # finished, wrong input, interrupted
+    if first.returncode not in ORDERLY:
         lost = [f"rank {rank} {how}" for rank, process in enumerate(processes) if (how := _loss(process))]
     return Ended(1 if first.returncode is None else first.returncode, tuple(lost))
 
@@ -137,7 +138,7 @@ def _killed(process: subprocess.Popen[bytes]) -> bool:
 
 def _loss(process: subprocess.Popen[bytes]) -> str:
     if process.poll() is None:
-        return f"did not end within {END_SECONDS:g} s of the others"
+        return f"hangs: it did not end within {END_SECONDS:g} s of the others"
     return f"was ended by {signal.Signals(-process.returncode).name}" if process.returncode < 0 else ""
 
 
@@ -192,8 +193,8 @@ def join(*, time_limit: float) -> Ranks:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles it
         try:
             ranks.serve()
-        except RankError as lost:
-            logger.debug("%s", lost)
+        except RankError as lost:  # a rank that ended has its own message, one that hangs has none
+            logger.log(logging.WARNING if "timed out" in str(lost).lower() else logging.DEBUG, "%s", lost)
             _leave(1)
         _leave(0)
     atexit.register(ranks.stop)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from oxrl.loops.step import train_step
 from tests.contracts import together
 from tests.contracts.test_backend import load_tiny, some_items, train
 from tests.contracts.test_over_ranks import CLOSE, RATES, items_of
+from tests.forks import has_ended
 from tests.waiting import EXPIRES, wait_until
 
 SCHEDULE = {**RATES, "lr_scheduler": "cosine", "num_steps": 4}
@@ -69,12 +71,18 @@ def error_of(call: str) -> str:
     return str(caught.value)
 
 
+def sum_after(seconds: float) -> list[float]:
+    """Of a call after so many seconds without one."""
+    target = started()
+    time.sleep(seconds)
+    return list(together.ranks().call(target, "all_reduce"))
+
+
 def error_when_one_died_before() -> str:
     target = started()
     lost = together.ranks().call(target, "process")[1]
     os.kill(lost, signal.SIGKILL)
-    state = partial(Path(f"/proc/{lost}/stat").read_text)
-    wait_until(lambda: state().rpartition(")")[2].split()[0] == "Z", "rank 1 has ended, and its sockets are closed")
+    wait_until(partial(has_ended, lost), "rank 1 has ended, and its sockets are closed")
     with pytest.raises(RankError) as caught:
         together.ranks().call(target, "all_reduce")
     return str(caught.value)

@@ -11,7 +11,8 @@ import pytest
 
 from oxrl.backends.distributed.ranked import divide
 from tests.contracts import lost_rank
-from tests.waiting import EXPIRES, HANG
+from tests.forks import has_ended
+from tests.waiting import EXPIRES, HANG, wait_until
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
@@ -52,6 +53,15 @@ def test_a_rank_that_fails_in_training_is_named_immediately_and_ends_the_backend
 def test_a_rank_that_hangs_is_named_when_the_time_limit_expires(start_group):
     error = start_group(3, 3 * EXPIRES).call(lost_rank.error_of, "receive_from_last")
     assert "receive_from_last: " in error and "; no reply from rank 2, which died or hangs" in error
+
+
+def test_ranks_outlast_a_rank_0_that_is_busy_and_end_after_one_that_hangs(start_group):
+    group = start_group(2, 3 * EXPIRES)
+    assert group.call(lost_rank.sum_after, 4 * EXPIRES) == [2, 2]
+    os.kill(group.pids[0], signal.SIGSTOP)
+    wait_until(lambda: has_ended(group.pids[1]), "rank 1 has ended")
+    os.kill(group.pids[0], signal.SIGKILL)
+    assert group.end() == [-signal.SIGKILL, 1]
 
 
 def test_a_run_resumes_with_another_number_of_ranks(tmp_path, start_group):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -24,7 +25,7 @@ from oxrl.trainer import Trainer, choose_backend, sections_of
 from tests.engines import need
 from tests.forks import Forked
 from tests.rows import write_jsonl
-from tests.waiting import HANG, wait_until
+from tests.waiting import EXPIRES, HANG, wait_until
 
 STEPS = 4
 VLLM = {"name": "vllm", "colocated": True}
@@ -196,6 +197,35 @@ def stopped_while_ranks_start() -> int:
 
 def test_a_launcher_that_gets_sigterm_while_it_starts_ranks_ends_them(forks):
     assert forks.run(stopped_while_ranks_start) == 128 + signal.SIGTERM
+
+
+ONE_HANGS = """
+import os, signal, sys
+if os.environ["RANK"] == "0":
+    os.kill(os.getpid(), signal.SIGSTOP)
+sys.exit(1)  # it has waited for rank 0 in vain
+"""
+
+
+def warnings_if_rank_0_hangs() -> tuple[int, list[str]]:
+    """The exit code and the messages of a launcher whose rank 0 is stopped."""
+    from oxrl.run import launch
+
+    launch.END_SECONDS, messages = EXPIRES, []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    launch.logger.addHandler(handler)
+    return run_ranks([], 2, max_restarts=1, program=[sys.executable, "-c", ONE_HANGS]), messages
+
+
+def test_a_launcher_ends_a_rank_0_that_hangs_and_restarts_the_run(forks):
+    code, messages = forks.run(warnings_if_rank_0_hangs)
+    hangs = f"rank 0 hangs: it did not end within {EXPIRES:g} s of the others"
+    assert code == 1
+    assert messages == [
+        f"{hangs}: resuming from the last checkpoint (restart 1 of 1)",
+        f"{hangs}: giving up after 1 restarts; continue with --resume",
+    ]
 
 
 def test_a_run_under_ray_that_gets_sigterm_during_its_start_leaves_no_process(start, log):

@@ -2,8 +2,8 @@
 
 Rank 0 sends a command, executes its own share of it in a thread, and gathers the replies. A rank that fails reports it
 through the store immediately: rank 0 polls the store, because its own share may hang in a collective with the failed
-rank. A rank that died or hangs is detected after the time limit at the latest. Commands and results are defined in
-`ranked`; this module knows no engine.
+rank. A rank that died or hangs is detected after the time limit at the latest, rank 0 too: while it has no command for
+the others, a thread sends them pings. Commands and results are defined in `ranked`; this module knows no engine.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from types import MappingProxyType
@@ -32,7 +33,7 @@ from oxrl.machine.processes import RENDEZVOUS_FILE
 logger = logging.getLogger(__name__)
 
 TIME_LIMIT = 600.0  # seconds that one collective of a call may take
-IDLE_LIMIT = 24 * 3600.0  # seconds that a rank waits for the next command, while rank 0 generates and grades
+PINGS = 4  # within a time limit, from rank 0 while it generates and grades
 POLL_SECONDS = 0.5  # interval at which rank 0 checks whether another rank has failed
 COMMON_ERRORS = ("ValueError", "NonFiniteError")  # errors that usually occur on all ranks of a call
 COMMON_ERROR_SECONDS = 10.0  # that the other ranks have to raise the same error
@@ -112,21 +113,22 @@ class WorkerHost:
 class Ranks:
     """The processes of one run. Rank 0 calls; the others `serve` until they receive the command to stop."""
 
-    def __init__(self, *, time_limit: float = TIME_LIMIT, idle_limit: float = IDLE_LIMIT) -> None:
+    def __init__(self, *, time_limit: float = TIME_LIMIT) -> None:
         if not dist.is_initialized():
             raise ValueError("there is no process group: start with torchrun, or call join_ranks()")
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.time_limit = time_limit
-        # Rank 0 must not wait long for a rank that receives nothing; the others wait while rank 0 generates.
-        send_limit = idle_limit if self.rank else time_limit
-        self._commands = dist.new_group(backend="gloo", timeout=timedelta(seconds=send_limit))
-        self._replies = dist.new_group(backend="gloo", timeout=timedelta(seconds=time_limit))
+        limit = timedelta(seconds=time_limit)
+        self._commands, self._replies = (dist.new_group(backend="gloo", timeout=limit) for _ in range(2))
         self._store = dist.distributed_c10d._get_default_store()
         self._host = WorkerHost(self.rank)
         self._started = self._calls = 0
         self._broken: str | None = None
         self._thread = _CallThread()
         self._lock = threading.Lock()  # weights are requested by other threads than the loop's
+        self._sending = threading.Lock()
+        if self.rank == 0:
+            threading.Thread(target=self._ping, daemon=True, name="oxrl pings").start()
 
     def start(self, build: Build) -> int:
         """Create a worker on every rank; return its number, for calls."""
@@ -151,14 +153,25 @@ class Ranks:
 
     def stop(self) -> None:
         """Let the other ranks leave `serve`."""
-        if self._broken is None:
-            self._send([Command(0, "stop", ())] * self.world)
+        with self._sending:
+            if self._broken is None:
+                self._send([Command(0, "stop", ())] * self.world)
+                self._broken = "the ranks were stopped"
 
     def serve(self) -> None:
         """Execute commands until the one to stop; for every rank but 0."""
         while (command := self._receive()).call != "stop":
-            self._calls += 1
-            self._perform_and_reply(command)
+            if command.call != "ping":
+                self._calls += 1
+                self._perform_and_reply(command)
+
+    def _ping(self) -> None:
+        """Show the ranks that wait for a command that rank 0 is alive: they give up after the time limit."""
+        while self._broken is None:
+            time.sleep(self.time_limit / PINGS)
+            with self._lock, self._sending, suppress(LostRankError):  # raised by the next call
+                if self._broken is None:
+                    self._send([Command(0, "ping", ())] * self.world)
 
     def _call_each(self, commands: list[Command]) -> list[Any]:
         with self._lock:
@@ -168,7 +181,8 @@ class Ranks:
         call = commands[0].call
         if self._broken is not None:
             raise RankError(f"{call} cannot run after a failure: {self._broken}")
-        self._send(commands)
+        with self._sending:
+            self._send(commands)
         self._calls += 1
         replies = self._wait(self._thread.submit(partial(self._perform_and_reply, commands[0])))
         failed = [(rank, reply.error) for rank, reply in enumerate(replies) if reply.error is not None]
@@ -243,9 +257,8 @@ class Ranks:
         try:
             dist.recv_object_list(received, src=0, group=self._commands)
         except RuntimeError as error:
-            raise RankError(
-                f"rank {self.rank} lost the connection to rank 0 while waiting for a command: {first_line(error)}"
-            ) from error
+            lost = f"rank {self.rank} lost rank 0, which ended or was silent for {self.time_limit:g} s"
+            raise LostRankError(f"{lost} ({first_line(error)})") from error
         command: Command = pickle.loads(received[0])  # noqa: S301 - sent by rank 0
         return command
 
@@ -298,7 +311,7 @@ class _CallThread:
             del function, future
 
 
-def join_ranks(*, time_limit: float = TIME_LIMIT, idle_limit: float = IDLE_LIMIT) -> Ranks:
+def join_ranks(*, time_limit: float = TIME_LIMIT) -> Ranks:
     """Connect the processes that torchrun or `launch` started: NCCL where each has a GPU, else gloo."""
     if "RANK" not in os.environ:
         raise ValueError("RANK is not set: start this process with torchrun --nproc-per-node N")
@@ -311,7 +324,7 @@ def join_ranks(*, time_limit: float = TIME_LIMIT, idle_limit: float = IDLE_LIMIT
         untyped: Any = dist  # mypy finds FileStore in it or not, depending on the import order
         rendezvous = {"store": untyped.FileStore(file, world), "rank": rank, "world_size": world}
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=time_limit), **rendezvous)
-    return Ranks(time_limit=time_limit, idle_limit=idle_limit)
+    return Ranks(time_limit=time_limit)
 
 
 def portable(error: Exception) -> Exception:
