@@ -84,7 +84,7 @@ def source_file(import_path: str) -> Path | None:
 def _module_of_file(path: Path) -> ModuleType:
     """Load a module by its file path, since another module may have the same name."""
     if not path.is_file():
-        raise ImportError(f"there is no file {path}")
+        raise ImportError(f"there is no file {path.absolute()}")
     spec = importlib.util.spec_from_file_location(f"oxrl_user_{path.stem}", path)
     assert spec is not None, f"{path} ends with .py"
     assert spec.loader is not None, f"{path} ends with .py"

@@ -124,7 +124,11 @@ class TrialReport(NamedTuple):
             "",
             "the correct answer",
         ]
-        lines += [f"  {each.name:28} earns {each.earns:7.1%}, in full {each.in_full:7.1%}" for each in self.right]
+        for each in self.right:
+            in_full = (
+                f", in full {each.in_full:7.1%}" if self.full else ""
+            )  # if nothing is earned, 0 is the full reward
+            lines.append(f"  {each.name:28} earns {each.earns:7.1%}{in_full}")
         lines += ["", f"must earn nothing (at most {self.threshold:.1%} of the full reward)"]
         lines += [f"  {each.name:28} earns {each.earns:7.1%}{_where(each)}" for each in self.cheats]
         differ = ", ".join(f"{form} {share:.1%}" for form, share in self.disagreement.items() if share)
@@ -133,7 +137,7 @@ class TrialReport(NamedTuple):
             f"deterministic: {'yes' if not self.changed else f'no, {self.changed} scores changed'}",
             f"seconds per completion: median {self.median_seconds:.2g}, worst {self.worst_seconds:.2g}",
             *(f"PROBLEM: {problem}" for problem in self.problems),
-            "the reward can be hacked or is broken" if self.problems else "no problem found",
+            "the reward can be hacked, is broken, or does not fit these rows" if self.problems else "no problem found",
         ]
         return "\n".join(lines)
 

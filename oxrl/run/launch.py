@@ -76,7 +76,7 @@ def restarted(stages: Mapping[str, Config], output: str | Path | None) -> bool:
 
 def _attempt(command: Sequence[str], ranks: int, **more: str) -> Ended:
     with tempfile.TemporaryDirectory(prefix="oxrl-ranks-") as home:
-        return _run(command, ranks, Path(home) / "meeting", more)
+        return _run(command, ranks, Path(home) / "rendezvous", more)
 
 
 def _run(command: Sequence[str], ranks: int, rendezvous: Path, more: Mapping[str, str]) -> Ended:
