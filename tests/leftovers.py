@@ -22,10 +22,10 @@ MEMORY = Path("/dev/shm")
 INTERVAL = 10.0  # seconds between two checks of what the run uses
 
 
-def processes(run: str) -> dict[int, str]:
+def processes(run: str, variable: str = VARIABLE) -> dict[int, str]:
     """Living processes of a run, with their command lines."""
     found = {}
-    mark = f"{VARIABLE}={run}".encode()
+    mark = f"{variable}={run}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # ended meanwhile, or of another user
             ours = mark in (folder / "environ").read_bytes().split(b"\0")

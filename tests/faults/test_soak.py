@@ -1,4 +1,4 @@
-"""`benchmarks/soak.py` with two faults."""
+"""`benchmarks/soak.py` with three faults."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def soak(*arguments: str) -> str:
 
 
 def test_a_run_with_faults_that_is_resumed_ends_as_one_without(forks):
-    faults = ["--every-steps", "4", "--faults", "damage,term", "--most-faults", "2"]
+    faults = ["--every-steps", "3", "--faults", "damage,full,line", "--most-faults", "3"]
     out = forks.run(soak, "--steps", "12", *faults, "--set", "train.checkpoint_every=1")
-    assert "12 steps, 2 faults" in out and "| bytes equal to the run without faults | yes |" in out
-    assert "| damage | 1 |" in out and "| term | 1 |" in out
+    assert "12 steps, 3 faults" in out and "| bytes equal to the run without faults | yes |" in out
+    assert all(f"| {fault} | 1 |" in out for fault in ("damage", "full", "line"))
+    assert "| no process, shared memory or temporary file left | yes |" in out
