@@ -420,7 +420,7 @@ def verdicts(run: Run, plain: Run, steps: int, left: list[str], *, exact: bool) 
         "every step once in rollouts.jsonl": logged == list(range(1, steps + 1)),
         "nothing half-written left": not ours["left behind"],
         "no process, shared memory or temporary file left": not left,
-        "memory flat (MiB)": max(map(growth, both)) <= 0.05 * max(sum(both, []), default=0),
+        "memory flat (MiB)": max(map(growth, both)) <= 0.05 * max((*both[0], *both[1]), default=0),
     }
     if exact:
         for name in ("metrics", "rollouts", "bytes"):
