@@ -31,7 +31,8 @@ def run_folder(config: Config, output: str | Path | None) -> Path:
     if output == "":
         raise ConfigError("the output folder is empty: name one, or leave it out")
     root = config.run.checkpoint_dir or os.environ.get("OXRL_CHECKPOINT_DIR") or "checkpoints"
-    return Path(output) if output is not None else Path(root) / config.run.experiment_id
+    folder = Path(output) if output is not None else Path(root) / config.run.experiment_id
+    return folder.absolute()  # a reward may change the working directory
 
 
 def starting_point(folder: Path, resume: bool) -> Path | None:

@@ -139,7 +139,7 @@ def resolve(config: Config, output: str | Path | None = None, *, resume_from: Pa
     steps_per_epoch = config.train.train_steps_per_epoch or -(-len(data.rows) // config.batch_size)
     return RunSpec(
         config=config,
-        folder=run_folder(config, output).absolute(),  # a reward may change the working directory
+        folder=run_folder(config, output),
         resume_from=resume_from,
         schedule=schedule,
         model=model,

@@ -67,8 +67,10 @@ class Workspace:
         renamed = [{"prompt": f"{i}?", "response": "theirs", "ours": f"reply {i}"} for i in range(4)]
         self.renamed = write_jsonl(folder / "renamed.jsonl", renamed)
         self.limited = folder / "limited.py"
-        left = "anyio.current_effective_deadline() - anyio.current_time()"
-        self.limited.write_text(f"import anyio\n\n\nasync def seconds_left(rollout):\n    return {left}\n")
+        self.limited.write_text(
+            "from oxrl.rewards.allowance import current_allowance\n\n\n"
+            "def seconds_left(rollout):\n    return current_allowance().left\n"
+        )
 
     def config(self, overrides: tuple[str, ...]) -> Config:
         start = ["model.name=tiny", f"run.checkpoint_dir={self.folder / 'checkpoints'}"]

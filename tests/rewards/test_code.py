@@ -220,7 +220,7 @@ def test_a_program_does_not_define_what_its_result_is_checked_with():
     tests = [
         "assert math.isclose(f(1), 2)",
         "assert isclose(f(1), 2)",
-        "assert np.allclose(f(1), 2)",
+        "assert cmath.isclose(f(1), 2)",
         "assert Counter(f(1)) == Counter([2])",
         "assert nearly(f(1), 2)",
         "assert not differs(f(1), 2)",
@@ -229,7 +229,7 @@ def test_a_program_does_not_define_what_its_result_is_checked_with():
     cheat = """
 class Checks:
     def __getattr__(self, name): return lambda *_: True
-math = np = Checks()
+math = cmath = Checks()
 isclose = nearly = Counter = normal = lambda *_: True
 differs = lambda *_: False
 def f(x): return 7"""

@@ -1,9 +1,9 @@
 """Right programs earn the reward, whatever of Python they use: a reward that refuses them teaches wrong things."""
 
-import importlib.util
 import zoneinfo
 
 from oxrl.rewards import sandbox
+from oxrl.rewards.sandbox.process import packages_of_programs
 from tests.rewards.honest import HONEST
 from tests.waiting import HANG
 
@@ -23,7 +23,7 @@ def verdict_of(names):
 
 def test_right_programs_pass_their_tests():
     assert len(HONEST) >= 53
-    missing = () if importlib.util.find_spec("numpy") else ("numpy",)
+    missing = () if "numpy" in packages_of_programs() else ("numpy",)
     missing += () if zoneinfo.available_timezones() else ("time zones",)
     names = [name for name in HONEST if not name.startswith(missing)]
     if (verdict := verdict_of(names)).passed < len(names):

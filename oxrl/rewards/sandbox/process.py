@@ -90,9 +90,13 @@ def readable_paths() -> list[str]:
 
 @cache
 def packages_of_programs() -> dict[str, str]:
-    """The third-party packages that programs may import, where they are installed, and their folders."""
-    found = {name: find_spec(name) for name in ("numpy", "tzdata")}
-    return {name: str(Path(spec.origin).parent) for name, spec in found.items() if spec and spec.origin}
+    """The third-party packages that programs may import, where they are installed, and their folders.
+
+    Not below /tmp, where a program has its scratch folder.
+    """
+    specs = {name: find_spec(name) for name in ("numpy", "tzdata")}
+    found = {name: Path(spec.origin).parent for name, spec in specs.items() if spec and spec.origin}
+    return {name: str(folder) for name, folder in found.items() if not folder.is_relative_to("/tmp")}  # noqa: S108
 
 
 def interpreter() -> str:
