@@ -67,7 +67,7 @@ def test_case_and_dashes_do_not_matter(name):
         ("kto", {"desirable_weight": -1.0}, "at least 0"),
         ("dr_grpo", {"max_length": 0}, "at least 1"),
         ("dr_grpo", {"max_length": 10.5}, "like its default 1024"),
-        ("nowhere.py:loss", {}, "no file nowhere.py"),
+        ("nowhere.py:loss", {}, f"no file {Path.cwd()}/nowhere.py"),
         ("json:no_such_function", {}, "cannot be imported"),
         ("json:dumps", {}, "annotate its first argument"),
     ],

@@ -1,5 +1,7 @@
 """The documented environment variables for the folders of data and runs."""
 
+from pathlib import Path
+
 from oxrl.config import check_config
 from oxrl.data.prepare import data_dir, prepare
 from oxrl.run.folder import run_folder
@@ -21,7 +23,7 @@ def test_prepared_data_is_written_to_and_read_from_the_data_dir(tmp_path, monkey
 def test_runs_go_to_the_checkpoint_dir_unless_the_config_sets_another(tmp_path, monkeypatch):
     config = check_config({"model": {"name": "tiny"}, "data": {"train_files_path": "x"}})
     monkeypatch.delenv("OXRL_CHECKPOINT_DIR", raising=False)
-    assert str(run_folder(config, None)) == "checkpoints/run"
+    assert run_folder(config, None) == Path.cwd() / "checkpoints" / "run"
     monkeypatch.setenv("OXRL_CHECKPOINT_DIR", str(tmp_path))
     assert run_folder(config, None) == tmp_path / "run"
     assert str(run_folder(config, "mine")) == "mine"

@@ -327,7 +327,9 @@ refused = of_config(contradictions)
 KEYS = {
     "run.experiment_id": Effect("mine", of_config(lambda config: run_folder(config, None).name), ROWS, "mine"),
     "run.seed": Effect(7, rows_drawn, SFT),
-    "run.checkpoint_dir": Effect("here", of_config(lambda config: run_folder(config, None)), ROWS, Path("here/run")),
+    "run.checkpoint_dir": Effect(
+        "here", of_config(lambda config: run_folder(config, None)), ROWS, Path("here/run").absolute()
+    ),
     "run.task": Effect("math", of_config(lambda config: (config.train.lr, default_reward(config))), ROWS),
     "run.training_gpus": Effect(0, model_setting("device"), ROWS, "cpu"),
     "run.backend": Effect("fsdp", of_config(ranks_to_start), (*ROWS, "run.training_gpus=2"), 2),

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
 import anyio
 import pytest
@@ -71,7 +72,7 @@ def test_parameters_are_passed_to_the_reward():
         ("exact_match", {"ignore_case": 1}, "like its default True"),
         ("multiple_choice", {"letters": 3}, "like its default 'ABCDE'"),
         ("regex_match", {}, "regex_match needs pattern"),
-        ("nowhere.py:mine", {}, "no file nowhere.py"),
+        ("nowhere.py:mine", {}, f"no file {Path.cwd()}/nowhere.py"),
         ("json:decoder", {}, "not a reward function"),
         ("json:no_such_function", {}, "cannot be imported"),
     ],

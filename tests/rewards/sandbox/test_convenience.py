@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from oxrl.rewards.sandbox import Limits
+from oxrl.rewards.sandbox.process import packages_of_programs
 from tests.rewards.sandbox.programs import refused, run_program
 from tests.waiting import HANG
 
@@ -54,19 +55,26 @@ socket.socketpair(30, socket.SOCK_STREAM)
     )
 
 
-def test_numpy_asyncio_and_pickle_reach_no_file_or_process(isolation, tmp_path):
-    pytest.importorskip("numpy")
+@pytest.mark.skipif("numpy" not in packages_of_programs(), reason="numpy is not installed, or below /tmp")
+def test_numpy_reaches_no_file(isolation, tmp_path):
     secret = tmp_path / "secret.npy"
     secret.write_bytes(b"42")
     refused(
         f"""import numpy; numpy.load({str(secret)!r}, allow_pickle=True)
 import numpy; numpy.fromfile({str(secret)!r})
 import numpy; numpy.memmap({str(secret)!r})
-import numpy; numpy.save({str(secret)!r}, [1])
-import asyncio; asyncio.run(asyncio.create_subprocess_exec("/bin/true"))
+import numpy; numpy.save({str(secret)!r}, [1])""",
+        isolation,
+    )
+    assert secret.read_bytes() == b"42"
+
+
+def test_asyncio_and_pickle_reach_no_file_or_process(isolation):
+    refused(
+        """import asyncio; asyncio.run(asyncio.create_subprocess_exec("/bin/true"))
 import asyncio; asyncio.run(asyncio.open_connection("127.0.0.1", 1))
 import pickle; pickle.loads(b"cbuiltins\\nopen\\n(S'/etc/passwd'\\ntR.")
 import multiprocessing; multiprocessing.Process(target=print).start()""",
         isolation,
     )
-    assert secret.read_bytes() == b"42" and not Path("/var/tmp/oxrl-was-here").exists()
+    assert not Path("/var/tmp/oxrl-was-here").exists()
