@@ -26,6 +26,6 @@ def test_runs_go_to_the_checkpoint_dir_unless_the_config_sets_another(tmp_path, 
     assert run_folder(config, None) == Path.cwd() / "checkpoints" / "run"
     monkeypatch.setenv("OXRL_CHECKPOINT_DIR", str(tmp_path))
     assert run_folder(config, None) == tmp_path / "run"
-    assert str(run_folder(config, "mine")) == "mine"
+    assert run_folder(config, "mine") == Path.cwd() / "mine"
     own = check_config({**config.model_dump(mode="json"), "run": {"checkpoint_dir": "own"}})
-    assert str(run_folder(own, None)) == "own/run"
+    assert run_folder(own, None) == Path.cwd() / "own" / "run"
