@@ -124,8 +124,8 @@ def _words(annotation: Any) -> Any:
 
 def _stated(home: str, name: str) -> tuple[str, str]:
     """The string below the assignment of a name, and the annotation in it, wherever in `home` that is."""
-    for place in [each for each in sys.modules if each == home or each.startswith(f"{home}.")]:
-        body = ast.parse(inspect.getsource(sys.modules[place])).body
+    for module in [each for each in sys.modules if each == home or each.startswith(f"{home}.")]:
+        body = ast.parse(inspect.getsource(sys.modules[module])).body
         for statement, following in zip(body, [*body[1:], None], strict=True):
             if isinstance(statement, ast.AnnAssign) and ast.unparse(statement.target) == name:
                 below = following.value if isinstance(following, ast.Expr) else None

@@ -40,8 +40,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         words, target, anchor = link[1], link[2], link[3] or ""
         if not target:
             return link[0]
-        place = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
-        there = ELSEWHERE.get(place) or (place.removeprefix("docs/") if place.startswith("docs/") else None)
+        file = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+        there = ELSEWHERE.get(file) or (file.removeprefix("docs/") if file.startswith("docs/") else None)
         return f"[{words}]({there}{anchor})" if there else words
 
     return LINK.sub(moved, markdown)

@@ -109,7 +109,7 @@ def record_inputs(config: Config, held_out: Sequence[Any], path: Path, *, resumi
     now["held-out rows"] = str(DataBuffer(held_out).state()["fingerprint"]) if held_out else ""
     if resuming and path.exists():
         before: dict[str, str] = {}
-        with suppress(ValueError):  # a damaged file says nothing about a change
+        with suppress(ValueError):  # a damaged file cannot be compared
             before = json.loads(path.read_text(encoding="utf-8"))
         for name in sorted(before.keys() & now.keys()):
             if before[name] != now[name]:
