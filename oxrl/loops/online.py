@@ -279,7 +279,7 @@ def _check_gap(metrics: Mapping[str, float], allowed: float) -> None:
         raise RuntimeError(
             f"logprob_gap: sampler and trainer differ by {gap:.3g} in a token's log-prob on the same weights, and "
             f"{allowed:g} is allowed (train.max_logprob_gap); the engine has other weights, another precision or "
-            "another temperature (`oxrl mismatch RUN` says which)"
+            "another temperature (`oxrl mismatch RUN` shows which)"
         )
 
 

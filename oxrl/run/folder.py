@@ -16,7 +16,7 @@ import yaml
 from oxrl.config import STAGES, Config, ConfigError, check_config, load_stages
 from oxrl.data.buffer import DataBuffer
 from oxrl.names import source_file
-from oxrl.parsing import ParseError, read_yaml
+from oxrl.parsing import ParseError, read_json, read_yaml
 from oxrl.rollouts.buffer import Group
 from oxrl.rollouts.record import digest_of
 from oxrl.run.checkpoint import best_checkpoint, intact_checkpoint, latest_checkpoint
@@ -110,7 +110,7 @@ def record_inputs(config: Config, held_out: Sequence[Any], path: Path, *, resumi
     if resuming and path.exists():
         before: dict[str, str] = {}
         with suppress(ValueError):  # a damaged file cannot be compared
-            before = json.loads(path.read_text(encoding="utf-8"))
+            before = read_json(path)
         for name in sorted(before.keys() & now.keys()):
             if before[name] != now[name]:
                 logger.warning(

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from oxrl.parsing import parse_json
 from oxrl.tracking.files import write_atomically
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def _read_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
 def _parsed(line: bytes) -> dict[str, Any] | None:
     """One line of a metrics file; None if it is damaged."""
     try:
-        row = json.loads(line.decode())
+        row = parse_json(line)
     except ValueError:
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None

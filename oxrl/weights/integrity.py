@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from oxrl.parsing import read_json
 from oxrl.types import TrainingState
 
 STATE_FILE = "training_state.json"
@@ -57,7 +58,7 @@ def read_sealed(path: Path) -> dict[str, Any]:
     if not file.exists():
         raise ValueError(f"{path} is not a checkpoint: it has no {STATE_FILE}")
     try:
-        sealed: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        sealed = read_json(file)
         record = {name: sealed[name] for name in (*TrainingState._fields, "files") if name in sealed}
         unsealed = not {"seal", "files"} & sealed.keys()  # by an older version of oxRL
         intact = "environment" in sealed and (unsealed or sealed.get("seal") == seal(record))

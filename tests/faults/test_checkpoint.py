@@ -118,6 +118,12 @@ def test_every_command_that_loads_a_run_refuses_a_damaged_checkpoint(root, tmp_p
     assert not (tmp_path / "exported").exists()
 
 
+def test_a_state_that_is_nested_too_deeply_is_damaged(root):
+    (root / "step_0003" / "training_state.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="training_state.json is damaged"):
+        load_model(str(root / "step_0003"))
+
+
 def test_what_only_a_resume_reads_is_not_checked_where_a_model_is_loaded(root):
     flip(root / "step_0003" / "optimizer.safetensors")
     load_model(str(root / "step_0003"))

@@ -60,9 +60,10 @@ def test_a_resume_with_other_held_out_rows_warns(run, caplog, rows):
     assert len(caplog.records) == 1, "a new run is not compared"
 
 
-def test_digests_that_cannot_be_read_are_written_again(run, tmp_path, caplog):
+@pytest.mark.parametrize("content", [b"{", b"[]", b"[" * 100_000], ids=["incomplete", "a list", "deep"])
+def test_digests_that_cannot_be_read_are_written_again(run, tmp_path, caplog, content):
     before = (tmp_path / "inputs.json").read_bytes()
-    (tmp_path / "inputs.json").write_bytes(b"{")
+    (tmp_path / "inputs.json").write_bytes(content)
     run("one", resuming=True)
     assert (tmp_path / "inputs.json").read_bytes() == before and not caplog.records
 

@@ -46,6 +46,7 @@ from oxrl.backends.forward import HEADS, LanguageModel
 from oxrl.backends.local import NonFiniteError, copy_parameters
 from oxrl.backends.optimizer import decay_groups, trainable
 from oxrl.names import did_you_mean
+from oxrl.parsing import read_json
 from oxrl.types import ImmediateTrainFuture, Outputs, TrainFuture
 
 TAG = "deepspeed"  # the folder of DeepSpeed's files in `shards/`
@@ -444,7 +445,7 @@ def _read_about(shards: Path, expected: Mapping[str, Any]) -> dict[str, Any]:
             f"{shards} has no {ABOUT}, so DeepSpeed did not save this checkpoint: resume with the backend that did, or "
             f"start a new run with {shards.parent} as the model"
         )
-    about: dict[str, Any] = json.loads((shards / ABOUT).read_text(encoding="utf-8"))
+    about = read_json(shards / ABOUT)
     for key, setting in (("ranks", "ranks"), ("stage", "zero_optimization.stage")):
         if about[key] != expected[key]:
             raise ValueError(
