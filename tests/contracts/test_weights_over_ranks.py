@@ -27,7 +27,6 @@ from oxrl.weights.checkpoint_names import (
     ModuleWeights,
     plain_weights,
     read_weights,
-    shm_dir,
     source_of,
     trainer_logprobs,
 )
@@ -140,10 +139,10 @@ async def test_names_and_weights_are_those_of_the_local_backend(sharded, tmp_pat
     assert logprobs == pytest.approx(trainer_logprobs(load_model(str(tmp_path)), tokens), abs=1e-4)
 
 
-async def test_a_server_gets_the_weights_of_the_ranks_and_they_are_verified(sharded):
+async def test_a_server_gets_the_weights_of_the_ranks_and_they_are_verified(sharded, tmp_path):
     tokenizer = load_tokenizer("tiny")
     with sglang_stand_in(load_tiny(), tokenizer) as server:
-        generator = HTTPGenerator([SGLangEngine(server.url)], tokenizer)
+        generator = HTTPGenerator([SGLangEngine(server.url)], tokenizer, folder=tmp_path)
         for load in (load_tiny, with_adapter):
             backend = sharded(load)
             await train_step(backend, algorithm("sft"), some_items(), 60)
@@ -153,7 +152,7 @@ async def test_a_server_gets_the_weights_of_the_ranks_and_they_are_verified(shar
         await train_step(backend, algorithm("sft"), some_items(), 60)
         with pytest.raises(RuntimeError, match="weights"):
             await generator.update_weights(await backend.get_weights())
-    assert not list(shm_dir().glob("oxrl-weights-*"))
+    assert not list(tmp_path.iterdir())
 
 
 async def test_newer_weights_are_not_written_for_older_ones(sharded, tmp_path):

@@ -119,7 +119,7 @@ def test_every_command_that_loads_a_run_refuses_a_damaged_checkpoint(root, tmp_p
 
 
 def test_a_state_that_is_nested_too_deeply_is_damaged(root):
-    (root / "step_0003" / "training_state.json").write_text("[" * 100_000)
+    (root / "step_0003" / "training_state.json").write_text('{"seal": ' + "[" * 100_000)
     with pytest.raises(ValueError, match="training_state.json is damaged"):
         load_model(str(root / "step_0003"))
 
