@@ -133,6 +133,12 @@ class Generation(NamedTuple):
     text: str = ""
     cut_mass: float = 0.0  # mean probability removed by top-p, top-k and min-p per token
     versions: tuple[int, ...] = ()  # of the weights that sampled each token; (): all are of `version`
+    opened: str = ""  # what the prompt already has of the response: "<think>\n" with templates of reasoning models
+
+    @property
+    def full_text(self) -> str:
+        """The response including what the prompt has of it."""
+        return self.opened + self.text
 
     @property
     def token_versions(self) -> tuple[int, ...]:

@@ -29,6 +29,8 @@ Tools: TypeAlias = Sequence[Mapping[str, Any]]
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _CALLS = ("tool_calls", "function_call")
 _SENTINEL = "Xq7sentinelXq7"
+_OPENED = re.compile(r"<(\w+)>\s*(?:</\1>\s*)?$")  # an empty block is written where reasoning is switched off
+_MAX_OPENED = 16  # tokens
 _MAX_SHAPES = 8  # templates have one or two; a bound for templates whose output differs every time
 
 
@@ -110,6 +112,16 @@ class Renderer:
         """Return the prompt ids from which a generator samples the next assistant turn."""
         chat = self._chat(messages, tools, "prompt")
         return np.array(self._ids(self._write(chat, tools, generation_prompt=True)), dtype=np.int64)
+
+    def opened(self, prompt_ids: Sequence[int]) -> str:
+        """Return what a prompt already has of the response: `"<think>\\n"` with some reasoning models, or `""`."""
+        tail = self._special.split(self._decode(list(prompt_ids[-_MAX_OPENED:])))[-1]
+        found = _OPENED.search(tail)
+        return found[0] if found else ""
+
+    def as_sampled(self, text: str) -> str:
+        """Return the text as it is read back from a sampled completion: through tokens, without special ones."""
+        return str(self.tokenizer.decode(self._ids(text), skip_special_tokens=True))
 
     def _turn(self, chat: Chat, tools: Tools) -> _Turn:
         """Return the prompt before the last message of `chat`, and the assistant's completion."""

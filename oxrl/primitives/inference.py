@@ -232,12 +232,15 @@ def create_batch_rollouts(
         for index in range(n_samples_per_prompt)
     ]
     ids = [_prompt_ids(tokenizer, prompt, tokenizer_template, chat=True) for prompt in prompts]
+    opened = [Renderer(tokenizer).opened(each) for each in ids]
     prompt_ids_of = [ids[rollout.group] for rollout in pending]
+    generations = [
+        generation._replace(opened=opened[rollout.group])
+        for rollout, generation in zip(pending, generator(model, tokenizer, prompt_ids_of, gen_config), strict=True)
+    ]
     rollouts = [
         replace(rollout, turns=(Turn(tuple(prompt_ids), generation, (Message("assistant", generation.text),)),))
-        for rollout, prompt_ids, generation in zip(
-            pending, prompt_ids_of, generator(model, tokenizer, prompt_ids_of, gen_config), strict=True
-        )
+        for rollout, prompt_ids, generation in zip(pending, prompt_ids_of, generations, strict=True)
     ]
     return _finished(rollouts, model, ref_model, reward_fn, kl_fn)
 

@@ -8,8 +8,8 @@ from oxrl.types import Rollout, Sample
 
 
 def answer_text(rollout: Rollout) -> str:
-    """The last generation without its reasoning: the text in the last `<answer>`, or all text after `</think>`."""
-    text = rollout.generation.text.rpartition("</think>")[2]
+    """The last response without its reasoning: the text in the last `<answer>`, or all text after `</think>`."""
+    text = rollout.generation.full_text.rpartition("</think>")[2]
     if "<think>" in text:  # the reasoning did not end
         return ""
     opened = text.rfind("<answer>")

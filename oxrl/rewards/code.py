@@ -49,7 +49,7 @@ def code_reward_func(
     """
     isolation = require_isolation(allow_unsandboxed)
     task = _task_of(rollout.sample)
-    sources = _program(rollout.generation.text, task)
+    sources = _program(rollout.generation.full_text, task)
     if not sources:
         return 0.0
     allowance = current_allowance()

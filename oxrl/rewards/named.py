@@ -83,8 +83,9 @@ def reasoning_reward_func(
 ) -> Score:
     """1 for think and answer tags with the correct answer; `form_weight` of it for the tags alone.
 
-    `answer_is` selects how answers are compared: math, number, choice or text. `begun` is for prompts that end with
-    `<think>`. By default, tags without the correct answer earn nothing.
+    `answer_is` selects how answers are compared: math, number, choice or text. By default, tags without the correct
+    answer earn nothing. A `<think>` that the chat template opens in the prompt counts; `begun` is for prompts that end
+    with it themselves.
     """
     if answer_is not in ANSWERS:
         raise ValueError(f"answer_is must be one of {', '.join(ANSWERS)}, not {answer_is!r}")

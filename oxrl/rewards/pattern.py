@@ -21,7 +21,7 @@ def regex_match(rollout: Rollout, *, pattern: str, whole: bool = False, ignore_c
         compiled = re.compile(pattern, flags)
     except re.error as error:
         raise ValueError(f"pattern {pattern!r} is not a regular expression: {error}") from error
-    text = rollout.generation.text
+    text = rollout.generation.full_text
     if not text:  # graded for every sample before a run
         return float(compiled.fullmatch(text) is not None)
     return float(WORKERS.call("found_by_regex", pattern, int(flags), whole, text))
@@ -33,9 +33,11 @@ def tag_format(
 ) -> float:
     """1 if the last generation is `<think>...</think><answer>...</answer>`: each tag once, in order, none empty.
 
-    `strict` allows only whitespace outside of the tags; `begun` is for prompts that end with the first opening tag.
+    `strict` allows only whitespace outside of the tags. A tag that the chat template opens in the prompt counts;
+    `begun` is for prompts that end with the first opening tag themselves.
     """
-    text = f"<{tags[0]}>{rollout.generation.text}" if begun else rollout.generation.text
+    opened = f"<{tags[0]}>" if begun and not rollout.generation.opened else ""
+    text = opened + rollout.generation.full_text
     for tag in tags:
         if text.count(f"<{tag}>") != 1 or text.count(f"</{tag}>") != 1:
             return 0.0

@@ -162,17 +162,17 @@ def try_reward(
     """
     if not samples:
         raise ValueError("testing a reward needs rows, and there are none")
-    if missing := [sample.id for sample in samples if not _reference(sample).strip()]:
+    if missing := [sample.id for sample in samples if not reference_of(sample).strip()]:
         raise ValueError(f"testing a reward needs rows with an `answer` or `solution`; {missing[0]} has neither")
     check_samples(reward, samples)
     cases = cases_of(samples)
-    trial = _Trial(as_reward(reward), time_limit, workers)
+    trial = Grader(as_reward(reward), time_limit, workers)
     return run_blocking(partial(_try, trial, cases, pays_for, None if other is None else as_reward(other), threshold))
 
 
 def cases_of(samples: Sequence[Sample]) -> list[Case]:
     """A correct and several wrong answers for each sample; for samples with tests, both are programs."""
-    finals = [_reference(sample) if _is_program(sample) else final_answer(_reference(sample)) for sample in samples]
+    finals = [reference_of(sample) if is_program(sample) else final_answer(reference_of(sample)) for sample in samples]
     pool = list(dict.fromkeys(finals))
     return [
         Case(sample, right, wrong_programs(right, name) if (name := _function(sample)) else wrong_answers(right, pool))
@@ -180,16 +180,16 @@ def cases_of(samples: Sequence[Sample]) -> list[Case]:
     ]
 
 
-def _reference(sample: Sample) -> str:
+def reference_of(sample: Sample) -> str:
     return sample.answer or str(sample.metadata.get("solution") or "")
 
 
-def _is_program(sample: Sample) -> bool:
+def is_program(sample: Sample) -> bool:
     return bool(sample.metadata.get("tests"))
 
 
 def _function(sample: Sample) -> str:
-    return str(sample.metadata.get("entry_point") or "") if _is_program(sample) else ""
+    return str(sample.metadata.get("entry_point") or "") if is_program(sample) else ""
 
 
 def final_answer(answer: str) -> str:
@@ -215,11 +215,14 @@ def wrong_programs(right: str, name: str) -> tuple[str, ...]:
     return tuple(f"{right}\n\n\ndef {name}(*_, **__):\n    return {word!r}" for word in ("no", "none", "nor", "not"))
 
 
-class _Trial:
-    """Grades completions, and keeps latencies and the reasons of ungraded ones."""
+class Grader:
+    """Grades completions, and keeps latencies and the reasons of ungraded ones.
 
-    def __init__(self, reward: Reward, time_limit: float, workers: int) -> None:
-        self.reward, self.time_limit, self.workers = reward, time_limit, workers
+    `opened` is what each prompt already has of the response.
+    """
+
+    def __init__(self, reward: Reward, time_limit: float, workers: int, opened: str = "") -> None:
+        self.reward, self.time_limit, self.workers, self.opened = reward, time_limit, workers, opened
         self.seconds: list[float] = []
         self.reasons: list[str] = []
 
@@ -230,7 +233,8 @@ class _Trial:
         async def one(index: int) -> None:
             async with limiter:
                 start = time.perf_counter()
-                (outcome,) = await self.reward.outcomes([synthetic_rollout(*completions[index])], self.time_limit)
+                rollout = synthetic_rollout(*completions[index], self.opened)
+                (outcome,) = await self.reward.outcomes([rollout], self.time_limit)
                 self.seconds.append(time.perf_counter() - start)
             values[index] = None if isinstance(outcome, Ungraded) else outcome.value
             if isinstance(outcome, Ungraded):
@@ -242,22 +246,22 @@ class _Trial:
         return [values[index] for index in range(len(completions))]
 
 
-def synthetic_rollout(sample: Sample, text: str) -> Rollout:
+def synthetic_rollout(sample: Sample, text: str, opened: str = "") -> Rollout:
     """A rollout with this response and placeholder tokens, about as many as a model would need."""
     ids = tuple(range(1, math.ceil(len(text) / 4) + 1))
-    generation = Generation(ids, (0.0,) * len(ids), "stop", text=text)
+    generation = Generation(ids, (0.0,) * len(ids), "stop", text=text, opened=opened)
     return Rollout(sample, (Turn((0,), generation, (Message("assistant", text),)),))
 
 
 async def _try(
-    trial: _Trial, cases: Sequence[Case], pays_for: PaysFor, other: Reward | None, threshold: float
+    trial: Grader, cases: Sequence[Case], pays_for: PaysFor, other: Reward | None, threshold: float
 ) -> TrialReport:
     correct = right_forms(cases)
     values = {form: await trial.scores(completions) for form, completions in correct.items()}
     full = max((value for scores in values.values() for value in scores if value is not None), default=0.0)
     unit = 1.0 if pays_for == "opinion" or full <= 0 else full
     right = tuple(_probe(form, form, scores, unit, full) for form, scores in values.items())
-    forms = _forms(cases)
+    forms = forms_of(cases)
     paid = {form: forms[form] for form in forms if max([0.0, *_known(values[form])]) > threshold * unit}
     again = {form: await trial.scores(completions) for form, completions in correct.items()}
     attempts = cheats_of(cases, paid or forms, LONG_FOR_A_MODEL if pays_for == "opinion" else LONG)
@@ -266,7 +270,7 @@ async def _try(
     cheats = [await _best_paid(trial, name, ways, unit, full) for name, ways in attempts.items()]
     disagreement: dict[str, float] = {}
     if other is not None:
-        variant = _Trial(other, trial.time_limit, trial.workers)
+        variant = Grader(other, trial.time_limit, trial.workers)
         for form, completions in correct.items():
             disagreement[form] = _differ(values[form], await variant.scores(completions)) / len(completions)
     report = TrialReport(
@@ -287,15 +291,15 @@ async def _try(
     return report._replace(problems=tuple(_problems(report, pays_for)))
 
 
-def _forms(cases: Sequence[Case]) -> Mapping[str, Callable[[str], str]]:
-    return PROGRAM_FORMS if all(_is_program(case.sample) for case in cases) else FORMS
+def forms_of(cases: Sequence[Case]) -> Mapping[str, Callable[[str], str]]:
+    return PROGRAM_FORMS if all(is_program(case.sample) for case in cases) else FORMS
 
 
 def right_forms(cases: Sequence[Case]) -> dict[str, list[tuple[Sample, str]]]:
     """The correct answer of each row, in each form that applies to all rows."""
-    forms = {name: [(case.sample, form(case.right)) for case in cases] for name, form in _forms(cases).items()}
-    if any(case.right != _reference(case.sample) for case in cases):
-        forms["as in the file"] = [(case.sample, _reference(case.sample)) for case in cases]
+    forms = {name: [(case.sample, form(case.right)) for case in cases] for name, form in forms_of(cases).items()}
+    if any(case.right != reference_of(case.sample) for case in cases):
+        forms["as in the file"] = [(case.sample, reference_of(case.sample)) for case in cases]
     numbers = [rational(plain(case.right)) for case in cases]
     integers = [int(number) for number in numbers if number is not None and number.denominator == 1]
     if len(integers) == len(cases):
@@ -357,7 +361,7 @@ def _listed(case: Case) -> Iterable[str]:
     return (*case.wrong[:2], case.right, *case.wrong[2:])
 
 
-async def _best_paid(trial: _Trial, name: str, ways: Ways, unit: float, full: float) -> Probe:
+async def _best_paid(trial: Grader, name: str, ways: Ways, unit: float, full: float) -> Probe:
     """The form with the highest mean reward over all rows: the one that a model would learn."""
     probes = [_probe(name, form, await trial.scores(texts), unit, full) for form, texts in ways.items()]
     return max(probes, key=lambda probe: probe.earns)

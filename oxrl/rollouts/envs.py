@@ -33,7 +33,7 @@ from oxrl.rollouts.tools import (
     tool_parser_for,
     tool_schema,
 )
-from oxrl.rollouts.transcript import Transcript, begin, tool_prompt
+from oxrl.rollouts.transcript import Transcript, begin, opened_by, tool_prompt
 from oxrl.seeds import mixed_seed
 from oxrl.types import (
     Conversation,
@@ -106,15 +106,16 @@ class GeneratorClient:
     async def generate(self, prompt_ids: Sequence[int]) -> Generation:
         number, self.turns = self.turns, self.turns + 1
         known = self._recording.next(prompt_ids)
+        opened = opened_by(self._render, prompt_ids)
         if known is not None and known.finish_reason != "aborted":
-            return known
+            return known._replace(opened=opened)
         partial_generation = known if known is not None and known.token_ids else None
         request = Request(tuple(prompt_ids), mixed_seed(self.seed, number), partial_generation, self.media)
         generation = await self._with_retries(request)
         self.prompt_tokens += len(request.tokens)
         resumed = len(partial_generation.token_ids) if partial_generation else 0
         self.sampled_tokens += len(generation.token_ids) - resumed
-        return generation
+        return generation._replace(opened=opened)
 
     async def say(self, prompt_ids: Sequence[int]) -> Generation:
         """Former name of `generate`."""

@@ -71,6 +71,11 @@ def begin(render: Render, messages: Sequence[Message], *, tools: Tools = ()) -> 
     return Transcript(render, given, tools, ids, _rendered=given, _text=chat.render(given, tools) if chat else "")
 
 
+def opened_by(render: Render, prompt_ids: Sequence[int]) -> str:
+    """Return what a prompt already has of the response; other implementations of `Render` are not asked."""
+    return render.opened(prompt_ids) if isinstance(render, Renderer) else ""
+
+
 class ToolPrompt(NamedTuple):
     """Messages and tools to pass to the template, and the role of tool results."""
 

@@ -15,7 +15,7 @@ from oxrl.data.prompts import as_prompt
 from oxrl.data.render import Renderer
 from oxrl.data.sources import Loaded, load_samples
 from oxrl.rewards import check_samples
-from oxrl.run.reward import configured_reward
+from oxrl.run.reward import check_references, configured_reward
 from oxrl.run.spec import RunSpec, first_algorithm
 from oxrl.types import Algorithm, DataSource, Item, Sample
 
@@ -134,6 +134,7 @@ def _prompts(
     if config.reward.reward_func is not None:
         try:
             check_samples(configured_reward(config), fitting)
+            check_references(config, fitting, render)
         except TypeError as error:
             raise ConfigError(f"reward.params do not suit {config.reward.reward_func}: {error}") from error
     _warn_beyond_context(name, lengths, context)

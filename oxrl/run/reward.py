@@ -18,6 +18,7 @@ from oxrl.rewards import Reward, as_reward, clamp, judge_reward, reward, weighte
 from oxrl.rewards.grade import AnyReward, defaults_of
 from oxrl.rewards.judge import RUBRIC
 from oxrl.rewards.numbers import numbers_in
+from oxrl.rewards.references import compare_references
 from oxrl.rewards.table import describe_rewards, find_builder, find_reward
 from oxrl.rewards.trial import PaysFor, TrialReport, try_reward
 from oxrl.run.folder import resolve_weights
@@ -176,6 +177,43 @@ def check_reward(config: Config) -> None:
         configured_reward(config)
     elif key is not None:
         check_model(model_config(config)._replace(name=resolve_weights(getattr(config.reward, key)), revision=None))
+
+
+def reads_answers(config: Config) -> bool | None:
+    """Whether correct answers must earn more than wrong ones; None for custom functions, which need not read answers.
+
+    Reward models and judges have opinions of their own.
+    """
+    named = config.reward.reward_func
+    names = list(named) if isinstance(named, dict) else [named] if named is not None else []
+    if any(":" in name for name in names):
+        return None
+    cards = describe_rewards()
+    return any(cards[name].reads for name in names if find_builder(name) is None)
+
+
+def check_references(config: Config, samples: Sequence[Sample], render: Renderer) -> None:
+    """Reference answers, as the model would have to sample them, earn more than wrong ones; else nothing is learned."""
+    expected = reads_answers(config)
+    if expected is False or not samples:
+        return
+    opened = render.opened(render.prompt(samples[0].messages, tools=samples[0].tools).tolist())
+    found = compare_references(
+        configured_reward(config), samples, opened=opened, as_sampled=render.as_sampled,
+        time_limit=config.reward.time_limit,
+    )  # fmt: skip
+    if found is None or found.right_earns > found.wrong_earns:
+        return
+    problem = (
+        f"the reward {config.reward.reward_func} pays correct answers no more than wrong ones, in any common format. "
+        f"For {samples[0].id} the completion {found.right!r} with the correct answer earns {found.right_earns:g}, "
+        f"{found.wrong!r} with a wrong one {found.wrong_earns:g}"
+        + (f" (the prompt already has {opened!r} of the response)" if opened else "")
+        + ". Check the answers of the rows, the reward and its parameters: `oxrl rewards test NAME --data FILE`"
+    )
+    if expected:
+        raise ConfigError(problem)
+    logger.warning("%s; a reward that does not depend on answers is fine", problem)
 
 
 def check_reward_names(config: Config) -> None:
