@@ -34,6 +34,7 @@ ROLES = {
     "function_response": "tool",
 }
 LABELS = {"true": True, "1": True, "false": False, "0": False}
+MEDIA = re.compile(r"(image|picture|audio|video)s?(_(base64|b64|bytes|data|file|path|url)s?)?")  # names of columns
 SPEAKER = re.compile(r"\n\n(Human|Assistant):")
 
 
@@ -75,9 +76,16 @@ def to_sample(row: RawRow, *, columns: Mapping[str, str] | None = None, format: 
         named = _Columns(row.columns, columns or {})
         name = _checked_format(format, named) if format is not None else _recognise(named)
         sample = FORMATS[name].convert(named)
+        _refuse_media(named.rest)
     except BadRow as bad:
         raise BadRow(bad.reason, row.where) from None
     return replace(sample, id=row.where, metadata=named.rest)
+
+
+def _refuse_media(rest: Mapping[str, Any]) -> None:
+    """A text model would be trained on a question about an image that it never gets."""
+    if media := [name for name, value in rest.items() if MEDIA.fullmatch(name.lower()) and value]:
+        raise BadRow(f"it has {media[0]!r}, but models of text cannot read images, audio or video; remove the column")
 
 
 def recognise(raw: Mapping[str, Any], *, columns: Mapping[str, str] | None = None) -> str:

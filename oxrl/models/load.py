@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+_MEDIA_CONFIGS = {"vision_config": "images", "audio_config": "audio"}
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -417,6 +418,11 @@ def _check_architecture(source: Source, config: ModelConfig) -> None:
         raise needs_trust
     is_encoder = type(parsed) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(parsed, "is_decoder", False)
     if type(parsed) not in MODEL_FOR_CAUSAL_LM_MAPPING or is_encoder or getattr(parsed, "is_encoder_decoder", False):
+        if media := [medium for key, medium in _MEDIA_CONFIGS.items() if getattr(parsed, key, None) is not None]:
+            raise ValueError(
+                f"the model {config.name} is a {kind} model, which reads {' and '.join(media)}; oxRL trains models of "
+                "text: use the text model of the same family"
+            )
         raise ValueError(
             f"the model {config.name} is a {kind} model, which is not a causal language model; use a model that "
             f"transformers loads with AutoModelForCausalLM"

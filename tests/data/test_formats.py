@@ -247,3 +247,13 @@ def test_the_text_of_a_message_joins_its_text_parts() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "image", "text": None}, {"type": "image"}, {"text": "b"}]
     messages = (Message("user", "Hi"), Message("user", parts), Message("user", []), Message.from_dict({"role": "user"}))
     assert [message.text for message in messages] == ["Hi", "ab", "", ""]
+
+
+@pytest.mark.parametrize("column", ["image", "images", "image_base64", "Image_URL", "audio", "audio_path", "videos"])
+def test_a_row_with_an_image_or_audio_is_refused_by_its_number(column: str) -> None:
+    columns = {"prompt": "What is in it?", "answer": "a cat"}
+    with pytest.raises(BadRow, match=f"rows:3: it has '{column}'.*remove the column"):
+        to_sample(RawRow("rows:3", {**columns, column: ["cat.png"]}))
+    for nothing in (None, [], ""):
+        assert to_sample(RawRow("rows:4", {**columns, column: nothing})).answer == "a cat"
+    assert to_sample(RawRow("rows:5", {**columns, "image_count": 2, "imagination": "x"})).answer == "a cat"

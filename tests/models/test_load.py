@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
+    CONFIG_MAPPING,
     AttentionInterface,
     AutoModelForCausalLM,
     BartConfig,
@@ -387,6 +388,12 @@ def test_devices_are_read_strictly() -> None:
 
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
+
+
+@pytest.mark.parametrize(("kind", "media"), [("qwen2_vl", "images"), ("qwen2_audio", "audio")])
+def test_a_model_of_images_or_audio_is_refused_for_what_it_reads(kind: str, media: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"is a {kind} model, which reads {media}; .* use the text model"):
+        check_model(save_config(tmp_path, CONFIG_MAPPING[kind]()))
 
 
 @pytest.mark.parametrize(
