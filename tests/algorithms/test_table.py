@@ -19,6 +19,7 @@ from oxrl.data.sources import load_samples
 from oxrl.loops.evaluate import evaluate_offline
 from oxrl.loops.step import credit_step, train_step
 from oxrl.models.load import load_model_config, load_tokenizer
+from oxrl.primitives.gradients import per_sample_gradients
 from oxrl.types import Losses, ModelConfig, Row
 from tests.algorithms import test_preference as formulas
 
@@ -93,6 +94,21 @@ async def test_the_gradient_does_not_depend_on_micro_batches_or_row_order(name, 
     for other in (parts, reordered):
         assert other.keys() == whole.keys()
         assert torch.stack([(other[n] - whole[n]).norm() for n in whole]).norm() < 2e-4 * size
+
+
+@pytest.mark.parametrize("name", ["sft", "dpnll", "aot", "kto", "grpo", "gspo", "tdpo", "rm", "ppo", "online_dpo"])
+async def test_the_gradients_of_the_samples_of_a_step_add_up_to_that_of_the_step(name, rows_of):
+    backend, built, items = backend_for(name), algorithm(name), rows_of(name, 5, 0)
+    with torch.no_grad():
+        for parameter in backend.model.parameters():
+            parameter.add_(0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    whole, _, _ = await gradients(backend, built, items, 100_000)
+    shares = [share for _, share in per_sample_gradients(backend, items, built, at_once=3)]
+    size = torch.stack([g.norm() for g in whole.values()]).norm()
+    assert len(shares) >= 5 and size > 1e-6
+    for parameter, gradient in whole.items():
+        total = sum(share[parameter.removeprefix("model.")] for share in shares)
+        assert (total - gradient).norm() < 2e-4 * size, parameter
 
 
 def flipped(built):
