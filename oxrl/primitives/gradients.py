@@ -133,4 +133,4 @@ def _rows(flat: Tensor, batch: Batch) -> list[Tensor]:
 def _padded(items: Sequence[Sequence[Tensor]]) -> Tensor:
     """Rows of items to `[items, rows, tokens]`, with zeros on the right and below."""
     flat = pad_sequence([row for rows in items for row in rows], batch_first=True)
-    return pad_sequence(list(flat.split([len(rows) for rows in items])), batch_first=True)
+    return pad_sequence(list(torch.split(flat, [len(rows) for rows in items])), batch_first=True)
