@@ -421,6 +421,13 @@ BY_HAND = [
     # means -1 and -2, of the reference -1.5 and -4/3: a gap of 7/6, one spread above 2/3
     ("alpha_dpo", {"beta": 4 * LN3, "alpha": 0.5, "gamma": LN3, "baseline": 2 / 3, "spread": 0.5}, {}, log(4 / 3)),
     ("alpha_dpo", {"beta": LN3, "gamma": LN3, "baseline": 1.5, "spread": 0.0}, {"len_rejected": 2}, log(4 / 3)),
+    # a gap of 1.5, two spreads above the mean
+    (
+        "alpha_dpo",
+        {"beta": LN3, "alpha": 0.5, "gamma": 0.0, "baseline": 1.5 - 1 / 64, "spread": 1 / 128},
+        {"len_rejected": 2},
+        log(4 / 3),
+    ),
     ("cposimpo", {"beta": 2 * LN3, "gamma": LN3}, {}, log(4 / 3)),
     ("alphapo", {"beta": LN3 / (e**2 - e), "alpha": 1.0, "gamma": 0.0}, {}, log(4 / 3)),
     ("orpo", {"lambda_": 1.0}, {}, log((e + 2) / (e + 1))),
