@@ -3,7 +3,7 @@
 Every mutant is one edit of the syntax tree (a sign flipped, an operator swapped, a clip, mask or stop-gradient dropped,
 a constant or comparison changed), imported in a forked process instead of the module, whose test file then runs.
 
-    python benchmarks/mutants.py [preference policy ...] [--jobs 2] [--list]
+    python benchmarks/mutants.py [preference policy ...] [--only dpo ipo] [--jobs 2] [--list]
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import importlib.abc
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -67,10 +67,13 @@ def spared(tree: ast.Module) -> set[int]:
     return ids
 
 
-def mutants(source: str) -> Iterator[tuple[str, str]]:
-    """(description, mutated source) of every single edit."""
+def mutants(source: str, only: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
+    """(description, mutated source) of every single edit, in the functions `only` if there are any."""
     tree = ast.parse(source)
     skip = spared(tree)
+    if only:
+        chosen = [node for node in tree.body if getattr(node, "name", None) in only]
+        skip |= {id(node) for node in ast.walk(tree)} - {id(node) for root in chosen for node in ast.walk(root)}
     for index, node in enumerate(list(ast.walk(tree))):
         for which, (name, _) in enumerate(edits(node) if id(node) not in skip else ()):
             changed = copy.deepcopy(tree)
@@ -123,6 +126,7 @@ def survives(module: str, code: str) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("modules", nargs="*", default=MODULES, metavar="module")
+    parser.add_argument("--only", nargs="+", default=(), metavar="function", help="mutate these functions alone")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
     parser.add_argument("--list", action="store_true", help="count them, run nothing")
     arguments = parser.parse_args()
@@ -130,7 +134,7 @@ def main() -> None:
     for module in arguments.modules:
         source = (ROOT / "oxrl" / "algorithms" / f"{module}.py").read_text()
         plain = ast.unparse(ast.parse(source)).splitlines()
-        created = list(mutants(source))
+        created = list(mutants(source, arguments.only))
         alive = 0
         with ThreadPoolExecutor(arguments.jobs) as pool:
             results = list(pool.map(partial(survives, module), [] if arguments.list else [code for _, code in created]))

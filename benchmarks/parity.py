@@ -329,6 +329,7 @@ NOT_COMPARED = {
     "cpt": "sft on plain text",
     "rft": "sft on what a reward has kept",
     "spin": "dpo on the model's own replies",
+    "dpnll": "dpo and the NLL of cpo, which are compared",
     "dapo_pairs": "dpo on pairs that rewards have picked",
     "sampo": "dpo on sampled tokens",
     "online_dpo": "dpo; TRL computes it inside its training step, right after sampling",

@@ -60,6 +60,7 @@ _HOMES = {
     ),
     "oxrl.tracking.plot": "plot_history plot_run",
     "oxrl.primitives": "create_adaptive_kl create_truncated_kl",
+    "oxrl.primitives.gradients": "per_sample_grad_norms per_sample_gradients",
     "oxrl.primitives.inference": (
         "apply_chat_template batch_generate create_batch_rollouts create_multiturn_rollout create_rollout generate "
         "generate_conversation_turn generate_with_logprobs"

@@ -148,6 +148,10 @@ from oxrl.primitives.algorithms import (
     grpo_loss as grpo_loss,
     ppo_loss as ppo_loss,
 )
+from oxrl.primitives.gradients import (
+    per_sample_grad_norms as per_sample_grad_norms,
+    per_sample_gradients as per_sample_gradients,
+)
 from oxrl.primitives.inference import (
     apply_chat_template as apply_chat_template,
     batch_generate as batch_generate,

@@ -1,7 +1,8 @@
 """Hidden states to values per token: the token shift, the chunked vocabulary projection, and statistics of logits.
 
-The shift, by which position i - 1 predicts token i, is in `token_logprobs` and nowhere else. The projection never holds
-more than one chunk of logits, forward or backward; a statistic is a function of such a chunk. No model, config, or I/O.
+The shift, by which position i - 1 predicts token i, is in `token_logprobs` and, for full logits, `logprobs_of_logits`.
+The projection never holds more than one chunk of logits, forward or backward; a statistic is a function of such a
+chunk. No model, config, or I/O.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def token_logprobs(
 ) -> dict[str, Tensor]:
     """`logprob` and the named statistics of each masked token, `[T]` each, 0 elsewhere.
 
-    `hidden[i - 1]` predicts `tokens[i]`: the shift happens here and nowhere else. A mask never covers the first token
+    `hidden[i - 1]` predicts `tokens[i]`: the shift happens here. A mask never covers the first token
     of a row, so no row reads the hidden states of its neighbour. `other.hidden` is `[T, H']` too.
     """
     trained = mask.nonzero().squeeze(1)
@@ -119,6 +120,12 @@ def token_logprobs(
     )
     empty = torch.zeros(len(tokens), dtype=torch.float32, device=hidden.device)
     return {name: empty.index_put((trained,), value) for name, value in zip(wanted, values, strict=True)}
+
+
+def logprobs_of_logits(logits: Tensor, tokens: Tensor) -> Tensor:
+    """The log-probs of all tokens but the first, from logits `[..., S, V]` of tokens `[..., S]`: `[..., S - 1]`."""
+    precise = logits if logits.dtype.itemsize >= 4 else logits.float()
+    return precise[..., :-1, :].log_softmax(-1).gather(-1, tokens[..., 1:, None])[..., 0]
 
 
 def project(

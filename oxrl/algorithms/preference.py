@@ -1,7 +1,7 @@
 """Log-probs of pairs of responses to one loss per pair: the DPO family, each from its paper.
 
 Every loss is [N] -> [N], and its mean over the pairs of the step is the paper's loss; `aot`, `betadpo` and `drdpo`
-need all pairs of the step in one call, and `bco` and `betadpo` take a running mean as `baseline`. In the formulas w is
+need all pairs of the step in one call, `bco`, `betadpo` and `alpha_dpo` take running statistics. In the formulas w is
 the chosen response and l the rejected one, log p their summed log-probs, n their lengths, and h = log p - log ref; s is
 the sigmoid. How rows become a `Pairs`, running means, and the NLL term that some add are in `recipes`.
 """
@@ -22,7 +22,7 @@ from oxrl.types import IntArray
 if TYPE_CHECKING:
     from torch import Tensor
 
-NLL_WEIGHT: Mapping[str, float] = {"orpo": 1.0, "cpo": 1.0, "cposimpo": 0.05}
+NLL_WEIGHT: Mapping[str, float] = {"orpo": 1.0, "cpo": 1.0, "cposimpo": 0.05, "dpnll": 1.0}
 """The weight of the token-mean NLL of the chosen responses that these losses add; the others add none."""
 
 MAX_EXPONENT = 30.0  # e^30 is 1e13: beyond it the exponential is replaced by its tangent, finite and of the right sign
@@ -48,6 +48,12 @@ class Pairs(NamedTuple):
     kl_rejected: Tensor | None = None
     weight_chosen: Tensor | None = None
     weight_rejected: Tensor | None = None
+
+    @property
+    def mean_gap(self) -> Tensor:
+        """h_w / n_w - h_l / n_l, of which `alpha_dpo` takes running statistics."""
+        h_w, h_l = _log_ratios(self)
+        return h_w / self.len_chosen - h_l / self.len_rejected
 
 
 def dpo(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
@@ -328,6 +334,34 @@ def dposhift(pairs: Pairs, *, beta: float = 0.1, lambda_: float = 0.95) -> Tenso
     return -_log_sigmoid(beta * (h_w - lambda_ * h_l))
 
 
+def minordpo(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
+    """DPO that stops lowering a rejected response below the reference: -log s(beta (h_w - max(0, h_l))).
+
+    Xie et al. 2024, arXiv:2408.09834.
+    """
+    h_w, h_l = _log_ratios(pairs)
+    return -_log_sigmoid(beta * (h_w - h_l.clamp(min=0)))  # not relu: at 0, where training starts, it has a gradient
+
+
+def bpo(pairs: Pairs, *, beta: float = 0.1, alpha: float = 0.3) -> Tensor:
+    """DPO on the smaller of both rewards instead of their sum: -log s(beta min(h_w, -alpha h_l)).
+
+    Balanced preference optimization: chosen must rise, because lowering rejected alone does not reduce the loss. Sun et
+    al. 2025, arXiv:2506.03557.
+    """
+    r_w, r_l = _rewards(pairs, beta)
+    return -_log_sigmoid(r_w.minimum(-alpha * r_l))
+
+
+def c2dpo(pairs: Pairs, *, beta: float = 0.1, lambda_: float = 2e-4) -> Tensor:
+    """DPO with a penalty where the total probability of both moves: -log s(beta (h_w - h_l)) + lambda (h_w + h_l)^2.
+
+    Constrained controlled DPO, with its logarithmic constraint. Asadi et al. 2025, arXiv:2502.17507.
+    """
+    h_w, h_l = _log_ratios(pairs)
+    return dpo(pairs, beta=beta) + lambda_ * (h_w + h_l).square()
+
+
 def tdpo(pairs: Pairs, *, beta: float = 0.1, alpha: float = 0.5, version: int = 2) -> Tensor:
     """DPO with KL(ref || policy) along each response: -log s(beta (h_w - h_l + alpha (stop(kl_w) - kl_l))).
 
@@ -356,6 +390,37 @@ def simpo(pairs: Pairs, *, beta: float = 2.0, gamma: float = 1.0) -> Tensor:
     """
     mean_w, mean_l = _means(pairs)
     return -_log_sigmoid(beta * (mean_w - mean_l) - gamma)
+
+
+def spo(pairs: Pairs, *, beta: float = 2.5, gamma: float = 0.8) -> Tensor:
+    """SimPO with SiLU instead of -log s: -z s(-z), z = beta (log p_w / n_w - log p_l / n_l) - gamma.
+
+    Self preference optimization. Its minimum is at z = 1.28: pairs that are further apart are drawn back. Sun et al.
+    2025, Findings of EMNLP, 2025.findings-emnlp.300.
+    """
+    mean_w, mean_l = _means(pairs)
+    z = beta * (mean_w - mean_l) - gamma
+    return -z * (-z).sigmoid()
+
+
+def alpha_dpo(
+    pairs: Pairs,
+    *,
+    beta: float = 2.5,
+    alpha: float = 0.2,
+    gamma: float = 1.5,
+    baseline: float = 0.0,
+    spread: float = 1.0,
+) -> Tensor:
+    """SimPO with a larger margin where the policy is ahead of the reference: -log s(beta (m - alpha stop(z)) - gamma).
+
+    m = log p_w / n_w - log p_l / n_l, z = (h_w / n_w - h_l / n_l - b) / d; b and d are the running mean and standard
+    deviation of h_w / n_w - h_l / n_l with momentum 0.9 (the authors' d is the running mean of the d of each step).
+    gamma is beta times their gamma_beta_ratio; defaults as theirs for Llama 3. Wu et al. 2024, arXiv:2410.10148.
+    """
+    mean_w, mean_l = _means(pairs)
+    ahead = (pairs.mean_gap.detach() - baseline) / max(spread, 1e-6)  # below is rounding: at the start all gaps are 0
+    return -_log_sigmoid(beta * (mean_w - mean_l - alpha * ahead) - gamma)
 
 
 def cposimpo(pairs: Pairs, *, beta: float = 10.0, gamma: float = 5.4) -> Tensor:

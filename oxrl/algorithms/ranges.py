@@ -43,6 +43,7 @@ RANGES: Mapping[str, Allowed] = {
     "baseline": one_of(BASELINES),
     "beta": ABOVE_ZERO,
     "beta_prime": ABOVE_ZERO,
+    "bpo.alpha": PART,
     "centre": FROM_ZERO,
     "clip_high": FROM_ZERO,
     "clip_low": FROM_ZERO,

@@ -182,18 +182,21 @@ def _nll_added(default: float) -> Callable[..., None]:
     return also
 
 
-def coupled_preference(loss: Loss, remember: Callable[[Pairs, Memory], float] | None = None) -> Recipe:
+def no_statistics(pairs: Pairs, memory: Memory) -> dict[str, float]:  # noqa: ARG001 - the signature of `remember`
+    return {}
+
+
+def coupled_preference(loss: Loss, remember: Callable[[Pairs, Memory], dict[str, float]] = no_statistics) -> Recipe:
     """A loss that couples the pairs of a step, computed over the log-probs recorded for the whole step.
 
     The trained loss is the sum of log-probs weighted by the derivative of the loss with respect to each of them: the
-    same gradient, independent of the micro-batches. `remember` returns a running mean, passed as `baseline`.
+    same gradient, independent of the micro-batches. `remember` returns running statistics, passed to the loss by name.
     """
 
     def build(name: str, parameters: Parameters) -> Algorithm:
         def credit(items: list[Item], memory: Memory) -> list[Item]:
             pairs = _recorded_pairs(items)
-            given = parameters if remember is None else {**parameters, "baseline": remember(pairs, memory)}
-            losses = loss(pairs, **given)
+            losses = loss(pairs, **parameters, **remember(pairs, memory))
             slopes = torch.autograd.grad(losses.mean(), [pairs.chosen, pairs.rejected])
             return [
                 tuple(
@@ -215,7 +218,7 @@ def coupled_preference(loss: Loss, remember: Callable[[Pairs, Memory], float] | 
             name, pair_items, loss_fn, needs, credit=credit, parameters=parameters, eval_metric="objective"
         )
 
-    return Recipe(loss.__name__, loss, build, hidden=("baseline",))
+    return Recipe(loss.__name__, loss, build, hidden=("baseline", "spread"))
 
 
 def _recorded_pairs(items: Sequence[Item]) -> Pairs:
@@ -233,16 +236,24 @@ def running_mean(name: str, value: float, memory: Memory, momentum: float = 0.9)
     return memory[name]
 
 
-def mean_log_ratio(pairs: Pairs, memory: Memory) -> float:
+def mean_log_ratio(pairs: Pairs, memory: Memory) -> dict[str, float]:
     """BCO's baseline: the running mean of h over both sides."""
     both = torch.cat([pairs.chosen - pairs.ref_chosen, pairs.rejected - pairs.ref_rejected])
-    return running_mean("mean_log_ratio", float(both.detach().mean()), memory)
+    return {"baseline": running_mean("mean_log_ratio", float(both.detach().mean()), memory)}
 
 
-def mean_margin(pairs: Pairs, memory: Memory) -> float:
+def mean_margin(pairs: Pairs, memory: Memory) -> dict[str, float]:
     """beta-DPO's baseline: the running mean of h_w - h_l."""
     margin = (pairs.chosen - pairs.ref_chosen) - (pairs.rejected - pairs.ref_rejected)
-    return running_mean("mean_margin", float(margin.detach().mean()), memory)
+    return {"baseline": running_mean("mean_margin", float(margin.detach().mean()), memory)}
+
+
+def gap_statistics(pairs: Pairs, memory: Memory) -> dict[str, float]:
+    """alpha-DPO's mean and standard deviation of the gap between policy and reference, over the last steps."""
+    gaps = pairs.mean_gap.detach()
+    mean = running_mean("mean_gap", float(gaps.mean()), memory)
+    square = running_mean("mean_squared_gap", float(gaps.square().mean()), memory)
+    return {"baseline": mean, "spread": max(square - mean**2, 0.0) ** 0.5}
 
 
 def down_sampled(items: list[Item], memory: Memory) -> list[Item]:  # noqa: ARG001 - the signature of credit

@@ -169,15 +169,20 @@ class PyTorchTrainingBackend:
     def backward(self, batch: Batch, algorithm: Algorithm, counts: Counts, weight: float = 1.0) -> Part:
         """Accumulate `weight` times the gradient of one micro-batch."""
         set_training_mode(self.model, dropout=not algorithm.compares_logprobs)
+        part = self.losses(batch, algorithm, counts)
+        loss = part.shares["loss"]
+        self._add_gradient(loss if weight == 1.0 else loss * weight)
+        return Part(
+            {name: value.detach() for name, value in part.shares.items()},
+            {name: Term(term.total.detach(), term.unit) for name, term in part.metrics.items()},
+        )
+
+    def losses(self, batch: Batch, algorithm: Algorithm, counts: Counts) -> Part:
+        """Run one micro-batch; its losses have a gradient."""
         here = on_device(batch, self.device)
         losses = algorithm.loss(self._pass(here, algorithm.reads), here)
         shares = {name: term.total / counts[term.unit] for name, term in losses.terms.items()}
-        loss = torch.stack(list(shares.values())).sum()
-        self._add_gradient(loss if weight == 1.0 else loss * weight)
-        return Part(
-            {name: value.detach() for name, value in {"loss": loss, **shares}.items()},
-            {name: Term(term.total.detach(), term.unit) for name, term in losses.metrics.items()},
-        )
+        return Part({"loss": torch.stack(list(shares.values())).sum(), **shares}, losses.metrics)
 
     def _add_gradient(self, loss: Tensor) -> None:
         loss.backward()  # type: ignore[no-untyped-call]

@@ -38,6 +38,7 @@ from oxrl.primitives.algorithms import (
     grpo_loss,
     ppo_loss,
 )
+from oxrl.primitives.gradients import per_sample_grad_norms, per_sample_gradients
 from oxrl.primitives.inference import (
     apply_chat_template,
     batch_generate,
@@ -141,6 +142,8 @@ CATEGORIES: Mapping[str, tuple[Callable[..., Any], ...]] = {
         compute_loss_by_algorithm,
         grpo_loss,
         ppo_loss,
+        per_sample_gradients,
+        per_sample_grad_norms,
     ),
     "training loop": (
         create_training_state,

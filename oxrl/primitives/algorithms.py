@@ -20,6 +20,7 @@ from oxrl.algorithms.policy_recipes import policy_view
 from oxrl.algorithms.preference import Pairs
 from oxrl.backends.forward import LanguageModel, prepare_layout
 from oxrl.data.pack import collate
+from oxrl.tensors import logprobs_of_logits
 from oxrl.types import Item, Row
 
 if TYPE_CHECKING:
@@ -200,9 +201,9 @@ def ppo_loss(
 
 
 def _from_logits(logits: Tensor, labels: Tensor, loss_mask: Tensor, advantages: Tensor) -> Policy:
-    """Shift once: logits at a position predict the next label, and the view is aligned with labels."""
-    targets, mask = labels[:, 1:], loss_mask[:, 1:].bool()
-    logprob = logits[:, :-1].float().log_softmax(-1).gather(-1, targets.clamp_min(0)[..., None])[..., 0]
+    """Without the first label, which nothing predicts."""
+    mask = loss_mask[:, 1:].bool()
+    logprob = logprobs_of_logits(logits, labels.clamp_min(0))
     segment = torch.arange(len(labels), device=labels.device)[:, None].expand_as(mask).reshape(-1)
     flat = logprob.reshape(-1)
     return Policy(flat, flat.detach(), advantages[segment], mask.reshape(-1), segment, len(labels))

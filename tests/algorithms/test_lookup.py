@@ -20,6 +20,7 @@ REQUIRED = """
     sft cpt kd rm rft dpo ipo orpo simpo cpo hinge cdpo robust_dpo exo nca sppo apo_zero apo_down aot bco dpop rdpo odpo
     discopop caldpo wpo sampo betadpo alphapo drdpo chipo focalpo gpo hdpo fdpo dposhift cposimpo tdpo kto grpo sgrpo
     dr_grpo dapo gspo cispo gmpo rloo reinforce reinforce_pp ppo online_dpo spin opd dapo_pairs remax rlhf rlaif max_rl
+    minordpo bpo c2dpo spo alpha_dpo dpnll
 """.split()
 
 

@@ -18,7 +18,7 @@ LOSSES = {
     if not name.startswith("_") and "pairs" in inspect.signature(function).parameters
 }
 COUPLED = {"aot", "betadpo", "drdpo"}
-REFERENCE_FREE = {"orpo", "simpo", "cpo", "alphapo", "cposimpo"}
+REFERENCE_FREE = {"orpo", "simpo", "cpo", "alphapo", "cposimpo", "spo"}
 WITH_GRADIENT = ("chosen", "rejected", "kl_chosen", "kl_rejected")
 
 
@@ -185,6 +185,21 @@ def dposhift(p, _, beta=0.1, lambda_=0.95):
     return np.log1p(np.exp(-beta * w + lambda_ * beta * r))
 
 
+def minordpo(p, _, beta=0.1):
+    w, r = h(p)
+    return np.where(r > 0, np.log1p(np.exp(-beta * (w - r))), np.log1p(np.exp(-beta * w)))
+
+
+def bpo(p, _, beta=0.1, alpha=0.3):
+    w, r = h(p)
+    return np.maximum(np.log1p(np.exp(-beta * w)), np.log1p(np.exp(beta * alpha * r)))
+
+
+def c2dpo(p, _, beta=0.1, lambda_=2e-4):
+    moved = (p.chosen + p.rejected) - (p.ref_chosen + p.ref_rejected)
+    return dpo(p, _, beta) + lambda_ * moved**2
+
+
 def tdpo(p, stop, beta=0.1, alpha=0.5, version=2):
     w, r = h(p)
     delta = beta * p.kl_rejected - beta * p.kl_chosen
@@ -199,6 +214,20 @@ def cpo(p, _, beta=0.1):
 
 def simpo(p, _, beta=2.0, gamma=1.0):
     return np.log1p(np.exp(gamma + beta / p.len_rejected * p.rejected - beta / p.len_chosen * p.chosen))
+
+
+def spo(p, _, beta=2.5, gamma=0.8):
+    x = gamma + beta / p.len_rejected * p.rejected - beta / p.len_chosen * p.chosen
+    return x / (1 + np.exp(-x))
+
+
+def alpha_dpo(p, stop, beta=2.5, alpha=0.2, gamma=1.5, baseline=0.0, spread=1.0):
+    def margin(chosen, rejected):
+        return chosen / p.len_chosen - rejected / p.len_rejected
+
+    policy, reference = margin(stop.chosen, stop.rejected), margin(stop.ref_chosen, stop.ref_rejected)
+    target = gamma / beta + alpha * (policy - reference - baseline) / spread
+    return np.log1p(np.exp(-beta * (margin(p.chosen, p.rejected) - target)))
 
 
 def cposimpo(p, _, beta=10.0, gamma=5.4):
@@ -236,6 +265,9 @@ OTHER_PARAMETERS = {
     "tdpo": [{"version": 1}, {"alpha": 1.7}],
     "alphapo": [{"alpha": -0.5}, {"alpha": 1.0}],
     "discopop": [{"tau": 3.0}],
+    "bpo": [{"beta": 1.0, "alpha": 1.0}],
+    "c2dpo": [{"lambda_": 0.5}],
+    "alpha_dpo": [{"alpha": 1.5, "baseline": 0.4, "spread": 0.3}],
 }
 CASES = [(name, given) for name in LOSSES for given in [{}, *OTHER_PARAMETERS.get(name, [])]]
 each_case = pytest.mark.parametrize(("name", "given"), CASES, ids=[f"{name}-{given}" for name, given in CASES])
@@ -376,10 +408,26 @@ BY_HAND = [
     ("fdpo", {"beta": 1.0, "divergence": "js"}, DOUBLED, log(7 / 4)),
     ("fdpo", {"beta": 1.0, "divergence": "alpha"}, DOUBLED, log1p(exp(-2 + sqrt(2)))),
     ("dposhift", {"beta": LN3 / 2, "lambda_": 0.5}, {}, log(4 / 3)),
+    ("minordpo", {"beta": LN3}, {}, log(4 / 3)),  # h_l < 0: of chosen alone
+    ("minordpo", {"beta": LN3}, {"rejected": -2.0}, log(4)),  # h_l = 2
+    ("bpo", {"beta": LN3, "alpha": 1.0}, {}, log(4 / 3)),  # the smaller of 1 and 2
+    ("bpo", {"beta": 2 * LN3, "alpha": 0.25}, {}, log(4 / 3)),  # of 1 and 0.5
+    ("c2dpo", {"beta": LN3 / 3, "lambda_": 2.0}, {"chosen": -1.0, "rejected": -5.0}, log(4 / 3) + 2),
     ("tdpo", {"beta": LN3 / 4, "version": 1}, {}, log(4 / 3)),
     ("tdpo", {"beta": LN3 / 3.5}, {}, log(4 / 3)),
     ("cpo", {"beta": LN3 / 4}, {}, log(4 / 3)),
     ("simpo", {"beta": 2 * LN3, "gamma": LN3}, {}, log(4 / 3)),
+    ("spo", {"beta": 2 * LN3, "gamma": LN3}, {}, -LN3 / 4),
+    # means -1 and -2, of the reference -1.5 and -4/3: a gap of 7/6, one spread above 2/3
+    ("alpha_dpo", {"beta": 4 * LN3, "alpha": 0.5, "gamma": LN3, "baseline": 2 / 3, "spread": 0.5}, {}, log(4 / 3)),
+    ("alpha_dpo", {"beta": LN3, "gamma": LN3, "baseline": 1.5, "spread": 0.0}, {"len_rejected": 2}, log(4 / 3)),
+    # a gap of 1.5, two spreads above the mean
+    (
+        "alpha_dpo",
+        {"beta": LN3, "alpha": 0.5, "gamma": 0.0, "baseline": 1.5 - 1 / 64, "spread": 1 / 128},
+        {"len_rejected": 2},
+        log(4 / 3),
+    ),
     ("cposimpo", {"beta": 2 * LN3, "gamma": LN3}, {}, log(4 / 3)),
     ("alphapo", {"beta": LN3 / (e**2 - e), "alpha": 1.0, "gamma": 0.0}, {}, log(4 / 3)),
     ("orpo", {"lambda_": 1.0}, {}, log((e + 2) / (e + 1))),
@@ -409,7 +457,17 @@ def test_at_the_start_chosen_rises_and_rejected_falls():
     for name, given in CASES:
         down, up, *_ = gradients(name, as_pairs(p, requires_grad=True), **given)
         signs = exceptions.get(name, (-1, 1)) if given != {"tau": 3.0} else (-1, 1)
+        if name == "spo":  # draws back what is far enough apart, see the next test
+            continue
         assert (down.sign() == signs[0]).all() and (up.sign() == signs[1]).all(), (name, given)
+
+
+def test_spo_raises_chosen_below_its_target_and_lowers_it_above():
+    """The minimum of x s(x) is where s(x) + x s(x) (1 - s(x)) = 0: x = -1.278."""
+    means = torch.tensor([0.0, 1.27, 1.29, 5.0])
+    pairs = one_pair()._replace(chosen=means.requires_grad_(), rejected=torch.zeros(4))
+    losses = LOSSES["spo"](pairs._replace(len_chosen=1, len_rejected=1), beta=1.0, gamma=0.0)
+    assert torch.autograd.grad(losses.sum(), means)[0].sign().tolist() == [-1, -1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -422,6 +480,7 @@ def test_at_the_start_chosen_rises_and_rejected_falls():
         ("hdpo", {"alpha": 1.0}),
         ("focalpo", {"gamma": 0.0}),
         ("dposhift", {"lambda_": 1.0}),
+        ("c2dpo", {"lambda_": 0.0}),
         ("dpop", {"lambda_": 0.0}),
         ("fdpo", {"divergence": "reverse_kl"}),
         ("fdpo", {"divergence": "alpha", "alpha": 1e-7}),
@@ -453,6 +512,7 @@ def test_each_special_case_is_the_loss_named_in_its_paper():
         (losses.fdpo(pairs, divergence="alpha", alpha=1.0), losses.fdpo(pairs, divergence="forward_kl")),
         (losses.alphapo(pairs, alpha=0.0), losses.simpo(pairs, beta=2.5, gamma=0.25)),
         (losses.alphapo(pairs, alpha=1e-7), losses.simpo(pairs, beta=2.5, gamma=0.25)),
+        (losses.alpha_dpo(pairs, alpha=0.0), losses.simpo(pairs, beta=2.5, gamma=1.5)),
         (losses.cposimpo(pairs), losses.simpo(pairs, beta=10.0, gamma=5.4)),
         (losses.simpo(pairs._replace(len_chosen=ones, len_rejected=ones), beta=0.1, gamma=0.0), losses.cpo(pairs)),
         (losses.caldpo(pairs), losses.dpo(pairs, beta=1.0) + losses.sppo(pairs, beta=0.1)),
@@ -523,7 +583,7 @@ def test_only_losses_without_a_reference_do_not_read_it(name):
 
 
 def test_the_weights_of_the_added_nll():
-    assert NLL_WEIGHT == {"orpo": 1.0, "cpo": 1.0, "cposimpo": 0.05}
+    assert NLL_WEIGHT == {"orpo": 1.0, "cpo": 1.0, "cposimpo": 0.05, "dpnll": 1.0}
 
 
 def test_the_weights_of_wpo_get_no_gradient():

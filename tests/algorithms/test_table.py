@@ -19,7 +19,9 @@ from oxrl.data.sources import load_samples
 from oxrl.loops.evaluate import evaluate_offline
 from oxrl.loops.step import credit_step, train_step
 from oxrl.models.load import load_model_config, load_tokenizer
+from oxrl.primitives.gradients import per_sample_gradients
 from oxrl.types import Losses, ModelConfig, Row
+from tests.algorithms import test_preference as formulas
 
 pytestmark = pytest.mark.anyio
 PARAMETERS = {
@@ -94,6 +96,21 @@ async def test_the_gradient_does_not_depend_on_micro_batches_or_row_order(name, 
         assert torch.stack([(other[n] - whole[n]).norm() for n in whole]).norm() < 2e-4 * size
 
 
+@pytest.mark.parametrize("name", ["sft", "dpnll", "aot", "kto", "grpo", "gspo", "tdpo", "rm", "ppo", "online_dpo"])
+async def test_the_gradients_of_the_samples_of_a_step_add_up_to_that_of_the_step(name, rows_of):
+    backend, built, items = backend_for(name), algorithm(name), rows_of(name, 5, 0)
+    with torch.no_grad():
+        for parameter in backend.model.parameters():
+            parameter.add_(0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    whole, _, _ = await gradients(backend, built, items, 100_000)
+    shares = [share for _, share in per_sample_gradients(backend, items, built, at_once=3)]
+    size = torch.stack([g.norm() for g in whole.values()]).norm()
+    assert len(shares) >= 5 and size > 1e-6
+    for parameter, gradient in whole.items():
+        total = sum(share[parameter.removeprefix("model.")] for share in shares)
+        assert (total - gradient).norm() < 2e-4 * size, parameter
+
+
 def flipped(built):
     def loss(outputs, batch):
         losses = built.loss(outputs, batch)
@@ -147,9 +164,42 @@ def test_the_eval_metric_falls_as_the_model_learns():
     """The surrogate of a policy gradient and the weighted sum of a coupled loss do not, so neither selects the best."""
     judged = {name: algorithm(name).eval_metric for name in ALGORITHMS}
     coupled = {name for name, by in judged.items() if by == "objective"}
-    assert coupled == {"aot", "drdpo", "bco", "betadpo"}
+    assert coupled == {"aot", "drdpo", "bco", "betadpo", "alpha_dpo"}
     assert all(judged[name] is None for name in ("grpo", "ppo", "rloo", "dapo", "gspo", "remax", "opd", "rlhf"))
     assert all(judged[name] == "loss" for name in ("sft", "dpo", "kto", "rm", "kd", "orpo", "rft", "online_dpo"))
+
+
+def recorded(p):
+    """The pairs of `test_preference.numbers` as rows, with the log-prob of each response on its last token."""
+
+    def row(side, i):
+        length = int(getattr(p, f"len_{side}")[i])
+        policy, ref = np.zeros((2, length + 1))
+        policy[-1], ref[-1] = getattr(p, side)[i], getattr(p, f"ref_{side}")[i]
+        streams = {"policy_logprob": policy, "ref_logprob": ref}
+        return Row(f"{i}-{side}", [1] * (length + 1), [False] + [True] * length, streams=streams)
+
+    return [(row("chosen", i), row("rejected", i)) for i in range(len(p.chosen))]
+
+
+@pytest.mark.parametrize("name", ["bco", "betadpo", "alpha_dpo"])
+def test_running_statistics_are_averages_of_the_steps_with_momentum_0_9(name):
+    steps = [formulas.numbers(1), formulas.numbers(2)]
+    both = [formulas.h(p) for p in steps]
+    gaps = [w / p.len_chosen - r / p.len_rejected for p, (w, r) in zip(steps, both, strict=True)]
+    weighed = [np.full(9, 0.9 / 9), np.full(9, 0.1 / 9)]
+    mean = sum((gap * weight).sum() for gap, weight in zip(gaps, weighed, strict=True))
+    deviations = [((gap - mean) ** 2 * weight).sum() for gap, weight in zip(gaps, weighed, strict=True)]
+    statistics = {
+        "bco": {"baseline": 0.9 * np.mean(both[0]) + 0.1 * np.mean(both[1])},
+        "betadpo": {"baseline": 0.9 * np.mean(both[0][0] - both[0][1]) + 0.1 * np.mean(both[1][0] - both[1][1])},
+        "alpha_dpo": {"baseline": mean, "spread": np.sqrt(sum(deviations))},
+    }[name]
+    built, memory = algorithm(name), {}
+    built.credit(recorded(steps[0]), memory)
+    trained = built.credit(recorded(steps[1]), memory)
+    expected = getattr(formulas, name)(steps[1], steps[1], **statistics)
+    np.testing.assert_allclose([sum(row.scalars["objective"] for row in item) for item in trained], expected, rtol=1e-9)
 
 
 def test_rejection_sampling_keeps_responses_at_or_above_the_threshold_alone(rows_of):
