@@ -205,7 +205,7 @@ def train(
     optimizer_step_fn: OptimizerStepFn = step_optimizer,
     ref_model_update_fn: UpdateFn = keep_reference,
     checkpoint_fn: Callable[[PolicyState], Any] = lambda _: None,
-    eval_fn: Callable[[PolicyState], Mapping[str, float]] = lambda _: {},
+    eval_fn: Callable[[PolicyState], Mapping[str, float] | float | None] = lambda _: None,
     logger: Sink = log_to_console,
 ) -> PolicyState:
     """Run `num_iterations` iterations; `algorithm_config` may be a function of the iteration to switch algorithms.
@@ -227,7 +227,7 @@ def train(
             optimizer_step_fn=optimizer_step_fn,
             ref_model_update_fn=ref_model_update_fn,
         )
-        logger(state.state.step, {**stats.metrics, **eval_fn(state)})
+        logger(state.state.step, {**stats.metrics, **_eval_metrics(eval_fn(state))})
         checkpoint_fn(state)
     return state
 
@@ -407,6 +407,13 @@ def _prompts_by_iteration(loader: Any) -> Callable[[int], Prompts]:
         return [batch] if isinstance(batch, str | Conversation | Sample) else batch
 
     return next_batch
+
+
+def _eval_metrics(found: Mapping[str, float] | float | None) -> Mapping[str, float]:
+    """Return what an `eval_fn` returned as metrics; one number is the metric `eval`."""
+    if found is None:
+        return {}
+    return found if isinstance(found, Mapping) else {"eval": float(found)}
 
 
 def _built(config: AlgorithmConfig) -> Algorithm:
