@@ -75,6 +75,8 @@ def embedded_generator(
     """Sample from the model in this process."""
     from oxrl.generators.embedded.generator import EmbeddedGenerator
 
+    if isinstance(model, str):
+        raise ValueError(f"the model is the text {model!r}; load it: load_model({model!r})")
     return EmbeddedGenerator(model, tokenizer).complete(prompts, config)
 
 

@@ -133,6 +133,8 @@ def test_sglang_needs_the_address_of_a_server(world):
     for given in (model, "tiny"):
         with pytest.raises(ValueError, match=r"not the address of one: start one with .*launch_server.*generator="):
             generate(given, tokenizer, PROMPT, GREEDY, generator=oxrl.sglang_generator)
+    with pytest.raises(ValueError, match=r"load it: load_model\('tiny'\)"):
+        generate("tiny", tokenizer, PROMPT, GREEDY)
 
 
 def test_vllm_in_process_can_be_the_generator(vllm_in_process, world):
