@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from oxrl.backends.local import shares_of
 from oxrl.data.pack import collate
 from oxrl.loops.online import NO_TEXT
 from oxrl.rollouts.batches import group_rollouts
+from oxrl.rollouts.buffer import Group
 from oxrl.types import Batch, Counts, Item, Outputs, Rollout, Row, Unit
 
 if TYPE_CHECKING:
@@ -201,12 +202,20 @@ def compute_value_loss(
 
 
 def compute_dapo_pairs(
-    groups: Sequence[Item] | Sequence[Rollout], *, pair_selector: Callable[[list[Item]], list[Item]] = best_and_worst
+    groups: Sequence[Item] | Sequence[Rollout] | Sequence[Group],
+    *,
+    pair_selector: Callable[[list[Item]], list[Item]] = best_and_worst,
 ) -> list[Item]:
     """Return (chosen, rejected) pairs from graded rollouts, or from groups of scored rows."""
-    rollouts = [each for each in groups if isinstance(each, Rollout)]
-    items = [item for group in group_rollouts(rollouts) for item in one_row_each(group, NO_TEXT)]
-    return pair_selector(items or [each for each in groups if not isinstance(each, Rollout)])
+    if rollouts := rollouts_of(groups):
+        return pair_selector([item for group in group_rollouts(rollouts) for item in one_row_each(group, NO_TEXT)])
+    return pair_selector(cast("list[Item]", list(groups)))
+
+
+def rollouts_of(data: Sequence[Any]) -> list[Rollout]:
+    """Return the rollouts in a list of rollouts or of groups of them; none if it holds rows."""
+    groups = [[each] if isinstance(each, Rollout) else each for each in data]
+    return [each for group in groups for each in group if isinstance(each, Rollout)]
 
 
 def compute_dapo_loss(

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 class _Running(NamedTuple):
-    """The engine of this process, and the model that it was started for."""
+    """The engine of this process, and what it was started for: model, tokenizer, options."""
 
-    model: Any
+    started_for: tuple[Any, ...]
     engine: VLLMRolloutEngine
 
 
@@ -57,9 +57,9 @@ def vllm_generator(
     """Sample by vLLM in this process: `generate(model, tokenizer, prompt, config, generator=vllm_generator)`.
 
     `model` is a loaded model, whose current weights are sent to the engine at each call, or a name or a folder. The
-    engine is started at the first call, which takes many seconds, and replaced if another model is passed. For many
-    calls, and for settings of vLLM (`options`), build it once: `engine = await vllm_generator(folder, tokenizer,
-    dtype="float32")`, and pass `generator=engine`.
+    engine is started at the first call, which takes many seconds, replaced if another model is passed, and ended by
+    `oxrl.primitives.engines.close_vllm`. `options` go to vLLM: `generator=partial(vllm_generator, max_model_len=512)`.
+    For many calls, build it once: `engine = await vllm_generator(folder, tokenizer)`, and pass `generator=engine`.
     """
     if prompts is None or config is None:
         if not isinstance(model, str | Path):
@@ -80,12 +80,13 @@ def close_vllm() -> None:
 
 
 def _engine_for(model: Any, tokenizer: Any, options: dict[str, Any]) -> VLLMRolloutEngine:
-    if _running and (_running[0].model is model or _running[0].model == model):
+    wanted = (model, tokenizer.name_or_path, options)
+    if _running and _running[0].started_for == wanted:
         return _running[0].engine
     close_vllm()
     start = _start_from_files if isinstance(model, str | Path) else _start_without_weights
     engine = start(model, tokenizer, options)
-    _running.append(_Running(model, engine))
+    _running.append(_Running(wanted, engine))
     return engine
 
 

@@ -23,7 +23,7 @@ from oxrl.loops.online import NO_UPDATE, rollout_items
 from oxrl.loops.step import credit_step, step_optimizer, update
 from oxrl.models.load import load_model, load_tokenizer
 from oxrl.models.reference import UpdateFn, frozen_copy, keep_reference
-from oxrl.primitives.algorithms import AlgorithmConfig, LossBatch, create_algorithm_config
+from oxrl.primitives.algorithms import AlgorithmConfig, LossBatch, create_algorithm_config, rollouts_of
 from oxrl.rewards.grade import AnyReward, Reward, as_reward, check_samples
 from oxrl.rewards.table import reward as named_reward
 from oxrl.rollouts.batches import group_rollouts
@@ -125,9 +125,9 @@ def training_step(
     Algorithms that need variance skip groups whose rewards are all equal; if all groups are skipped, weights do not
     change.
     """
-    return run_blocking(
-        partial(_training_step, state, groups, _built(algorithm_config), optimizer_step_fn, micro_batch_tokens)
-    )
+    chosen = _built(algorithm_config)
+    _check_state(state, algorithm_config, chosen)
+    return run_blocking(_training_step, state, groups, chosen, optimizer_step_fn, micro_batch_tokens)
 
 
 async def _training_step(
@@ -316,7 +316,7 @@ def _checkpoint_root(path: str | Path | None) -> Path:
 
 def create_loss_batch(
     state: PolicyState,
-    data: Sequence[Sample] | Sequence[Rollout] | Sequence[Item],
+    data: Sequence[Sample] | Sequence[Rollout] | Sequence[Group] | Sequence[Item],
     algorithm_config: AlgorithmConfig,
     *,
     micro_batch_tokens: int = 1024,
@@ -339,11 +339,10 @@ def create_loss_batch(
 def _items(data: Sequence[Any], chosen: Algorithm, render: Renderer) -> list[Item]:
     if not len(data):
         raise ValueError("there is no data; give samples, graded rollouts, or items of rows")
-    if isinstance(data[0], Rollout):
-        return rollout_items(chosen, group_rollouts(data), render)
     if isinstance(data[0], Sample):
         return [item for sample in data for item in chosen.assemble(sample, render)]
-    return list(data)
+    rollouts = rollouts_of(data)
+    return rollout_items(chosen, group_rollouts(rollouts), render) if rollouts else list(data)
 
 
 def quick_start_training(
@@ -430,7 +429,7 @@ def _needs_variance(built: Algorithm) -> bool:
 def _check_state(state: PolicyState, config: AlgorithmConfig, built: Algorithm) -> None:
     """Raise if the state has not all models and heads that the algorithm needs."""
     wanted = f"{config.name} {dict(config.parameters)} needs"
-    if "ref" in built.others and state.reference is None and not hasattr(state.policy, "peft_config"):
+    if "ref" in built.others and state.reference is None:
         raise ValueError(
             f"{wanted} a reference model, and the state has none; give one: "
             "create_training_state(model, tokenizer, ref_model=create_reference_model(model))"

@@ -287,6 +287,8 @@ def test_rows_become_pairs_and_rollouts_a_batch_of_any_algorithm(world):
         model, tokenizer, PROMPTS, FEW, n_samples_per_prompt=3, reward_fn=lambda rollout: float(rollout.index)
     )
     chosen = oxrl.compute_dapo_pairs(rollouts)
+    by_group = oxrl.compute_dapo_pairs(oxrl.group_rollouts(rollouts))
+    assert [[row.id for row in pair] for pair in by_group] == [[row.id for row in pair] for pair in chosen]
     assert [[row.id.rpartition("/")[2] for row in pair] for pair in chosen] == [["2", "0"], ["2", "0"]]
     pairs = oxrl.create_pair_batch(model, chosen, ref_model=reference)
     summed = [sum(rollouts[index].generation.logprobs) for index in (2, 5)]
@@ -300,7 +302,7 @@ def test_rows_become_pairs_and_rollouts_a_batch_of_any_algorithm(world):
     with pytest.raises(ValueError, match="each item is a pair"):
         oxrl.create_pair_batch(model, [chosen[0][:1]])
     state, config = fresh(), create_algorithm_config("dapo", {"beta": 0.1})
-    batch = create_loss_batch(state, rollouts, config)
+    batch = create_loss_batch(state, oxrl.group_rollouts(rollouts), config)
     assert compute_loss_by_algorithm(batch, config).item() == pytest.approx(np.log(2), abs=1e-5)
     with pytest.raises(ValueError, match="the batch was made for dapo_pairs.*not for grpo"):
         compute_loss_by_algorithm(batch, create_algorithm_config("grpo"))
