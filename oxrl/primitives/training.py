@@ -392,6 +392,8 @@ def _prompts_by_iteration(loader: Any) -> Callable[[int], Prompts]:
             "iterator over the prompts of each iteration"
         )
     if isinstance(loader, Sequence):
+        if loader and isinstance(loader[0], list):
+            raise ValueError("prompt_loader is a list of lists, and a list holds prompts: pass iter(prompt_loader)")
         return lambda _: loader
     batches = iter(loader)
 

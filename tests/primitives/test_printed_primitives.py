@@ -486,6 +486,8 @@ def test_an_iterator_that_ends_and_other_objects_are_refused():
     options = (FEW, create_algorithm_config("grpo"), my_reward)
     with pytest.raises(ValueError, match="prompt_loader ended before iteration 1"):
         train(fresh(), iter([]), 1, *options)
+    with pytest.raises(ValueError, match=r"pass iter\(prompt_loader\)"):
+        train(fresh(), [PROMPTS, PROMPTS], 1, *options)
     for loader in ("Say hello.", 3):
         with pytest.raises(ValueError, match="give a function of the iteration, a list of prompts, or an iterator"):
             train(fresh(), loader, 1, *options)
