@@ -22,7 +22,7 @@ _HOMES = {
     "oxrl.backends.distributed.deepspeed": "DeepSpeedTrainingBackend",
     "oxrl.backends.distributed.fsdp": "FSDPTrainingBackend",
     "oxrl.backends.optimizer": "create_adamw_optimizer create_warmup_cosine_scheduler",
-    "oxrl.run.checkpoint": "best_checkpoint intact_checkpoint latest_checkpoint load_checkpoint save_checkpoint",
+    "oxrl.run.checkpoint": "best_checkpoint intact_checkpoint latest_checkpoint",
     "oxrl.weights.integrity": "CorruptCheckpointError",
     "oxrl.config": "Config ConfigError load_config",
     "oxrl.evaluation.evaluate": "Evaluation evaluate",
@@ -40,7 +40,7 @@ _HOMES = {
     "oxrl.generators.servers": "served_at serving",
     "oxrl.generators.probe": "StaleEngineError",
     "oxrl.generators.vllm.server": "vllm_server",
-    "oxrl.generators.vllm.engine": "VLLMRolloutEngine vllm_generator",
+    "oxrl.generators.vllm.engine": "VLLMRolloutEngine",
     "oxrl.loops.evaluate": "evaluate_offline evaluate_online",
     "oxrl.loops.offline": "OfflineConfig SFTTrainingConfig run_offline run_sft_training",
     "oxrl.loops.online": "OnlineConfig RLTrainingConfig prepare_grpo_batch run_online run_rl_training",
@@ -53,21 +53,22 @@ _HOMES = {
         "create_ema_updater create_periodic_updater create_reference_model update_reference_model"
     ),
     "oxrl.primitives.algorithms": (
-        "AlgorithmConfig compute_advantages compute_batch_kl compute_dapo_loss compute_dapo_pairs compute_forward_kl "
-        "compute_grpo_advantages compute_grpo_loss compute_loss_by_algorithm compute_per_token_kl "
+        "AlgorithmConfig LossBatch compute_advantages compute_batch_kl compute_dapo_loss compute_dapo_pairs "
+        "compute_forward_kl compute_grpo_advantages compute_grpo_loss compute_loss_by_algorithm compute_per_token_kl "
         "compute_ppo_advantages compute_ppo_loss compute_reverse_kl compute_value_loss create_algorithm_config "
-        "create_policy_batch get_reference_logprobs grpo_loss ppo_loss"
+        "create_pair_batch create_policy_batch get_reference_logprobs grpo_loss ppo_loss"
     ),
     "oxrl.tracking.plot": "plot_history plot_run",
-    "oxrl.primitives": "create_adaptive_kl create_truncated_kl",
+    "oxrl.algorithms.kl": "create_adaptive_kl create_truncated_kl",
+    "oxrl.primitives.engines": "vllm_generator",
     "oxrl.primitives.gradients": "per_sample_grad_norms per_sample_gradients",
     "oxrl.primitives.inference": (
         "apply_chat_template batch_generate create_batch_rollouts create_multiturn_rollout create_rollout generate "
         "generate_conversation_turn generate_with_logprobs"
     ),
     "oxrl.primitives.training": (
-        "PolicyState TrainingStats create_checkpointer create_training_state quick_start_training "
-        "restore_training_state train training_iteration training_step"
+        "PolicyState TrainingStats create_checkpointer create_loss_batch create_training_state load_checkpoint "
+        "quick_start_training restore_training_state save_checkpoint train training_iteration training_step"
     ),
     "oxrl.rewards": (
         "REWARDS Reward check_samples grade group_reward judge_reward reasoning_gym_samples reward weighted"
@@ -94,7 +95,7 @@ _HOMES = {
     "oxrl.rollouts.record": "read_rollouts write_rollouts",
     "oxrl.rollouts.tools": (
         "calculator execute_and_track_tools execute_functions execute_tools extract_tool_calls parse_json_tools "
-        "parse_xml_tools track_tool_calls"
+        "parse_tools parse_xml_tools track_tool_calls"
     ),
     "oxrl.tensors": "token_logprobs",
     "oxrl.tracking.mlflow": "log_to_mlflow",

@@ -6,6 +6,10 @@ from oxrl.algorithms import (
     ALGORITHMS as ALGORITHMS,
     algorithm as algorithm,
 )
+from oxrl.algorithms.kl import (
+    create_adaptive_kl as create_adaptive_kl,
+    create_truncated_kl as create_truncated_kl,
+)
 from oxrl.backends.distributed.deepspeed import (
     DeepSpeedTrainingBackend as DeepSpeedTrainingBackend,
 )
@@ -76,7 +80,6 @@ from oxrl.generators.servers import (
 )
 from oxrl.generators.vllm.engine import (
     VLLMRolloutEngine as VLLMRolloutEngine,
-    vllm_generator as vllm_generator,
 )
 from oxrl.generators.vllm.server import (
     vllm_server as vllm_server,
@@ -123,12 +126,9 @@ from oxrl.models.reward_model import (
     compute_reward_model_score as compute_reward_model_score,
     load_reward_model as load_reward_model,
 )
-from oxrl.primitives import (
-    create_adaptive_kl as create_adaptive_kl,
-    create_truncated_kl as create_truncated_kl,
-)
 from oxrl.primitives.algorithms import (
     AlgorithmConfig as AlgorithmConfig,
+    LossBatch as LossBatch,
     compute_advantages as compute_advantages,
     compute_batch_kl as compute_batch_kl,
     compute_dapo_loss as compute_dapo_loss,
@@ -143,10 +143,14 @@ from oxrl.primitives.algorithms import (
     compute_reverse_kl as compute_reverse_kl,
     compute_value_loss as compute_value_loss,
     create_algorithm_config as create_algorithm_config,
+    create_pair_batch as create_pair_batch,
     create_policy_batch as create_policy_batch,
     get_reference_logprobs as get_reference_logprobs,
     grpo_loss as grpo_loss,
     ppo_loss as ppo_loss,
+)
+from oxrl.primitives.engines import (
+    vllm_generator as vllm_generator,
 )
 from oxrl.primitives.gradients import (
     per_sample_grad_norms as per_sample_grad_norms,
@@ -166,9 +170,12 @@ from oxrl.primitives.training import (
     PolicyState as PolicyState,
     TrainingStats as TrainingStats,
     create_checkpointer as create_checkpointer,
+    create_loss_batch as create_loss_batch,
     create_training_state as create_training_state,
+    load_checkpoint as load_checkpoint,
     quick_start_training as quick_start_training,
     restore_training_state as restore_training_state,
+    save_checkpoint as save_checkpoint,
     train as train,
     training_iteration as training_iteration,
     training_step as training_step,
@@ -245,6 +252,7 @@ from oxrl.rollouts.tools import (
     execute_tools as execute_tools,
     extract_tool_calls as extract_tool_calls,
     parse_json_tools as parse_json_tools,
+    parse_tools as parse_tools,
     parse_xml_tools as parse_xml_tools,
     track_tool_calls as track_tool_calls,
 )
@@ -252,8 +260,6 @@ from oxrl.run.checkpoint import (
     best_checkpoint as best_checkpoint,
     intact_checkpoint as intact_checkpoint,
     latest_checkpoint as latest_checkpoint,
-    load_checkpoint as load_checkpoint,
-    save_checkpoint as save_checkpoint,
 )
 from oxrl.run.export import (
     export_model as export_model,

@@ -37,11 +37,6 @@ class ScriptedGenerator:
         self.requests += requests
         return [self._generation(request, sampling.max_new_tokens) for request in requests]
 
-    def __call__(
-        self, _model: Any, _tokenizer: Any, prompts: Sequence[Sequence[int]], config: GenerationConfig
-    ) -> list[Generation]:
-        return run_blocking(self.generate, [Request(tuple(prompt)) for prompt in prompts], config)
-
     def _generation(self, request: Request, max_tokens: int) -> Generation:
         script = self._next(request)
         resumed = request.partial.token_ids if request.partial else ()

@@ -38,8 +38,6 @@ NAMES = {
     "load_tokenizer": "oxrl.models.load",
     "log_to_console": "oxrl.tracking.metrics",
     "log_to_wandb": "oxrl.tracking.wandb",
-    "save_checkpoint": "oxrl.run.checkpoint",
-    "load_checkpoint": "oxrl.run.checkpoint",
     **dict.fromkeys(
         [
             "compute_forward_kl",
@@ -62,8 +60,7 @@ NAMES = {
         ],
         "oxrl.primitives.algorithms",
     ),
-    "create_truncated_kl": "oxrl.primitives",
-    "create_adaptive_kl": "oxrl.primitives",
+    **dict.fromkeys(["create_truncated_kl", "create_adaptive_kl"], "oxrl.algorithms.kl"),
     **dict.fromkeys(
         [
             "generate",
@@ -78,7 +75,15 @@ NAMES = {
         "oxrl.primitives.inference",
     ),
     **dict.fromkeys(
-        ["training_step", "training_iteration", "train", "quick_start_training", "TrainingStats"],
+        [
+            "training_step",
+            "training_iteration",
+            "train",
+            "quick_start_training",
+            "TrainingStats",
+            "save_checkpoint",
+            "load_checkpoint",
+        ],
         "oxrl.primitives.training",
     ),
     **dict.fromkeys(
@@ -87,6 +92,7 @@ NAMES = {
             "execute_tools",
             "track_tool_calls",
             "execute_and_track_tools",
+            "parse_tools",
             "parse_xml_tools",
             "execute_functions",
         ],
@@ -110,7 +116,8 @@ NAMES = {
     "InferenceEngine": "oxrl.generators.engines",
     **dict.fromkeys(["SGLangEngine", "VLLMEngine"], "oxrl.generators.http"),
     **dict.fromkeys(["sync_weights_to_engines", "sglang_generator"], "oxrl.generators.pool"),
-    **dict.fromkeys(["VLLMRolloutEngine", "vllm_generator"], "oxrl.generators.vllm.engine"),
+    "VLLMRolloutEngine": "oxrl.generators.vllm.engine",
+    "vllm_generator": "oxrl.primitives.engines",
     # reinforcement learning
     "Status": "oxrl.types",
     **dict.fromkeys(["run_rl_training", "RLTrainingConfig", "prepare_grpo_batch"], "oxrl.loops.online"),

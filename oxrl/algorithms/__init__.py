@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from oxrl.names import check_keywords, find_name, import_object
+from oxrl.names import check_keywords, find_name, import_object, import_path_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from oxrl.algorithms.recipes import Recipe
     from oxrl.types import Algorithm
 
@@ -20,19 +22,21 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'oxrl.algorithms' has no attribute {name!r}")
 
 
-def algorithm(name: str, **parameters: Any) -> Algorithm:
-    """`algorithm("dpo", beta=0.2)`; `algorithm("my_file.py:my_loss", beta=0.2)` for a custom loss."""
+def algorithm(name: str | Callable[..., Any], **parameters: Any) -> Algorithm:
+    """`algorithm("dpo", beta=0.2)`; `algorithm("my_file.py:my_loss")` or `algorithm(my_loss)` for a custom loss."""
     recipe = find(name)
     _check_parameters(recipe, parameters)
     defaults = {each: parameter.default for each, parameter in recipe.schema().items()}
     built = recipe.build(recipe.name, {**defaults, **parameters})
-    return replace(built, source=name, built=built.worker_parts)
+    return replace(built, source=name if isinstance(name, str) else import_path_of(name), built=built.worker_parts)
 
 
-def find(name: str) -> Recipe:
+def find(name: str | Callable[..., Any]) -> Recipe:
     """Return the recipe of the table, or one built from a custom loss; an unknown name is a ValueError."""
     from oxrl.algorithms.table import ALGORITHMS, recipe_of
 
+    if not isinstance(name, str):
+        return recipe_of(name)
     if ":" in name:
         return recipe_of(import_object(name))
     return ALGORITHMS[find_name(name, ALGORITHMS, f"no algorithm is called {name!r}")]

@@ -81,31 +81,49 @@ def reinforce_pp(rewards: Sequence[Tensor], *, gamma: float = 1.0, eps: float = 
 
 def discounted_returns(rewards: Tensor, *, gamma: float = 1.0) -> Tensor:
     """sum_{s >= t} gamma^(s - t) r_s over the trained tokens of one row."""
-    return _discounted_sums(_finite(rewards), gamma).float()
+    import torch
+
+    reward = _finite(rewards)
+    return _discounted_sums(reward, torch.full_like(reward, gamma)).float()
 
 
 def gae(
     rewards: Tensor,
     values: Tensor,
     *,
-    ended: bool,
-    last_value: float | None = None,
+    ended: bool = True,
+    last_value: float | Tensor | None = None,
+    dones: Tensor | None = None,
     gamma: float = 1.0,
     lam: float = 0.95,
 ) -> Tensor:
-    """Generalised advantages of one row's trained tokens, [T]; add `values` for the value head's targets.
+    """Generalised advantages of the trained tokens of one row, [T], or of several, [B, T]; add `values` for targets.
 
     sum_{s >= t} (gamma lam)^(s - t) d_s, d_t = r_t + gamma V_{t+1} - V_t, where values[t] is V before token t. After
-    the last token V is 0 if the response ended, else `last_value` (truncated). Schulman et al. 2015, arXiv:1506.02438.
+    the last token V is 0 if the response ended, else `last_value` (truncated). `dones` marks each last token instead:
+    V after it is 0, and no sum crosses it. Schulman et al. 2015, arXiv:1506.02438.
     """
-    if rewards.shape != values.shape:
-        raise ValueError(f"gae needs one value per reward; got {tuple(values.shape)} for {tuple(rewards.shape)}")
-    if not ended and last_value is None:
-        raise ValueError("a truncated response needs last_value, the value after its last token, to bootstrap from")
-    reward, value = _finite(rewards), _finite(values)
-    after = value.roll(-1)
-    after[-1:] = 0.0 if ended or last_value is None else float(last_value)
-    return _discounted_sums(reward + gamma * after - value, gamma * lam).float()
+    import torch
+
+    if rewards.ndim not in (1, 2):
+        raise ValueError(f"gae takes one row, [T], or several, [B, T]; got shape {tuple(rewards.shape)}")
+    for name, each in {"value": values, "entry of dones": rewards if dones is None else dones}.items():
+        if each.shape != rewards.shape:
+            raise ValueError(f"gae needs one {name} per reward; got {tuple(each.shape)} for {tuple(rewards.shape)}")
+    reward, value = _all_finite(rewards), _all_finite(values)
+    done = torch.zeros_like(reward, dtype=torch.bool) if dones is None else dones.bool()
+    if dones is None and ended:
+        done[..., -1:] = True
+    if last_value is None and not done[..., -1:].all():
+        raise ValueError(
+            "a truncated response needs last_value, the value after its last token, to bootstrap from; with dones, "
+            "mark the padding after a response, too"
+        )
+    after = value.roll(-1, dims=-1)
+    last = torch.as_tensor(0.0 if last_value is None else last_value, dtype=value.dtype, device=value.device)
+    after[..., -1:] = last[..., None]
+    factors = torch.full_like(value, gamma * lam).masked_fill(done, 0.0)
+    return _discounted_sums(reward + gamma * after.masked_fill(done, 0.0) - value, factors).float()
 
 
 def reward_on_last_token(reward: float | Tensor, mask: Tensor) -> Tensor:
@@ -149,6 +167,10 @@ def _finite(values: Tensor) -> Tensor:
         raise ValueError(
             f"expected one dimension, got shape {tuple(values.shape)}; give one group or one row at a time"
         )
+    return _all_finite(values)
+
+
+def _all_finite(values: Tensor) -> Tensor:
     if not values.isfinite().all():
         raise ValueError(
             f"nan or inf among {values.tolist()}; record a failed reward as the rollout's error, not as a number"
@@ -172,14 +194,15 @@ def _standardised(centred: Tensor, eps: float) -> Tensor:
     return centred / ((centred.square().sum() / (len(centred) - 1)).sqrt() + eps)
 
 
-def _discounted_sums(values: Tensor, factor: float) -> Tensor:
-    """sum_{s >= t} factor^(s - t) x_s by doubling: after k rounds each entry holds its next 2^k terms.
+def _discounted_sums(values: Tensor, factors: Tensor) -> Tensor:
+    """S_t = x_t + factor_t S_{t+1} along the last dimension, by doubling: after k rounds S_t has its next 2^k terms.
 
-    log2(T) vector operations and no division, so factor = 1 and factor^T = 0 are both safe.
+    log2(T) vector operations and no division, so factors of 1 and of 0, and products of 0, are all safe.
     """
-    sums, offset = values.clone(), 1
-    while offset < len(sums):
-        sums[:-offset] += factor**offset * sums[offset:]
+    sums, products, offset = values.clone(), factors.clone(), 1
+    while offset < sums.shape[-1]:
+        sums[..., :-offset] += products[..., :-offset] * sums[..., offset:]
+        products[..., :-offset] = products[..., :-offset] * products[..., offset:]
         offset *= 2
     return sums
 

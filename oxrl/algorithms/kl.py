@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 Estimator: TypeAlias = Callable[["Tensor", "Tensor"], "Tensor"]
 """(logprob [T], ref_logprob [T]) -> KL per token [T]."""
+KLFn: TypeAlias = Callable[["Tensor", "Tensor"], "Tensor | float"]
+"""An estimator, or a function of a sequence's log-probs that returns one number for the sequence."""
 
 MAX_LOG_RATIO = 20.0  # exp(20) is 5e8: large enough to notice, small enough to stay finite through a sum and a backward
 
@@ -82,14 +84,14 @@ def full(kl: Tensor) -> Tensor:
 ESTIMATORS: Mapping[str, Estimator] = {"k1": k1, "k2": k2, "k3": k3, "forward_k3": forward_k3}
 
 
-def truncated_kl(threshold: float = 1.0, estimator: Estimator = k1) -> Estimator:
+def create_truncated_kl(threshold: float = 1.0, estimator: Estimator = k1) -> Estimator:
     """An estimator clipped to [-threshold, threshold] per token; beyond it the gradient is 0."""
     if not threshold > 0:
         raise ValueError(f"threshold is {threshold}; it is the largest KL per token, so give a positive number")
     return lambda logprob, ref_logprob: estimator(logprob, ref_logprob).clamp(-threshold, threshold)
 
 
-def adaptive_kl(confidence_threshold: float = 0.1, estimator: Estimator = k1) -> Estimator:
+def create_adaptive_kl(confidence_threshold: float = 0.1, estimator: Estimator = k1) -> Estimator:
     """An estimator with less weight on tokens that are unlikely under the reference.
 
     weight = min(1, ref / confidence_threshold), where ref is the reference's probability of the token: full weight from

@@ -14,7 +14,7 @@ from oxrl.algorithms.advantages import accepted, gae_credit, group_credit, row_b
 from oxrl.algorithms.assemble import group_items
 from oxrl.algorithms.online import group_of_rollouts, ungraded_group
 from oxrl.algorithms.policy import Distilled, Policy
-from oxrl.algorithms.recipes import Loss, Parameters, Recipe
+from oxrl.algorithms.recipes import Loss, OnView, Parameters, Recipe
 from oxrl.names import lookup
 from oxrl.tensors import entropy, reverse_kl
 from oxrl.types import Algorithm, AssembleFn, Batch, CreditFn, Losses, Online, Outputs, Read, Term, Unit
@@ -112,7 +112,8 @@ def policy_gradient(
         )
 
     also = (_regularised(kl_coef), advantage, credit_of)
-    return Recipe(name or loss.__name__, loss, build, also=also, advantage=advantage)
+    on_view = OnView(Policy, loss, unit)
+    return Recipe(name or loss.__name__, loss, build, also=also, advantage=advantage, on_view=on_view)
 
 
 def _needs(parameters: Parameters) -> tuple[str, ...]:
@@ -209,7 +210,8 @@ def actor_critic(name: str = "ppo") -> Recipe:
             online=SINGLE_ROLLOUTS,
         )
 
-    return Recipe(name, ppo, build, also=(policy.clipped, gae_credit))
+    on_view = OnView(Policy, policy.clipped, "token")
+    return Recipe(name, ppo, build, also=(policy.clipped, gae_credit), on_view=on_view)
 
 
 def distilled_policy(name: str = "opd") -> Recipe:
@@ -239,4 +241,4 @@ def distilled_policy(name: str = "opd") -> Recipe:
             online=Online(ungraded_group, min_group_size=1, reward_source=None),
         )
 
-    return Recipe(name, policy.opd, build)
+    return Recipe(name, policy.opd, build, on_view=OnView(Distilled, policy.opd, "token"))

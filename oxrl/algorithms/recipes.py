@@ -45,6 +45,7 @@ from oxrl.types import (
     Read,
     Row,
     Term,
+    Unit,
     no_credit,
 )
 
@@ -52,6 +53,14 @@ logger = logging.getLogger(__name__)
 
 Loss: TypeAlias = Callable[..., Tensor]
 Parameters: TypeAlias = dict[str, Any]
+
+
+class OnView(NamedTuple):
+    """`OnView(Pairs, dpo, "pair")`: the loss as a function of one view alone, and the unit of its mean."""
+
+    view: type
+    loss: Loss
+    unit: Unit
 
 
 class Recipe(NamedTuple):
@@ -64,6 +73,7 @@ class Recipe(NamedTuple):
     hidden: tuple[str, ...] = ()  # parameters filled by the adapter
     about: str = ""  # shown before the docstring of `loss`
     advantage: Callable[..., Any] | None = None  # its docstring defines A in that of `loss`
+    on_view: OnView | None = None  # None: the loss needs more than one view
 
     def own(self) -> set[str]:
         """The parameters of the loss itself, without those of `also`."""
@@ -105,7 +115,8 @@ def reward_model(name: str) -> Recipe:
 
         return Algorithm(name, pair_items, loss, heads=("score",), parameters=parameters)
 
-    return Recipe(name, supervised.bradley_terry, build)
+    on_view = OnView(supervised.Scores, supervised.bradley_terry, "pair")
+    return Recipe(name, supervised.bradley_terry, build, on_view=on_view)
 
 
 def rejection_sampling(name: str) -> Recipe:
@@ -172,7 +183,8 @@ def preference(
         needs = ("ref",) if reference else ()
         return Algorithm(name, assemble, loss_fn, needs, reads, arrange, credit, parameters=parameters, online=online)
 
-    return Recipe(name or loss.__name__, loss, build, also=(_nll_added(nll),) if nll else ())
+    also = (_nll_added(nll),) if nll else ()
+    return Recipe(name or loss.__name__, loss, build, also=also, on_view=OnView(Pairs, loss, "pair"))
 
 
 def _nll_added(default: float) -> Callable[..., None]:
@@ -218,7 +230,7 @@ def coupled_preference(loss: Loss, remember: Callable[[Pairs, Memory], dict[str,
             name, pair_items, loss_fn, needs, credit=credit, parameters=parameters, eval_metric="objective"
         )
 
-    return Recipe(loss.__name__, loss, build, hidden=("baseline", "spread"))
+    return Recipe(loss.__name__, loss, build, hidden=("baseline", "spread"), on_view=OnView(Pairs, loss, "pair"))
 
 
 def _recorded_pairs(items: Sequence[Item]) -> Pairs:
@@ -281,7 +293,7 @@ def labelled_loss(loss: Loss, credit: CreditFn, arrange: ArrangeFn = list) -> Re
         needs = ("policy", "ref")
         return Algorithm(name, labelled_items, loss_fn, needs, credit=credit, arrange=arrange, parameters=parameters)
 
-    return Recipe(loss.__name__, loss, build)
+    return Recipe(loss.__name__, loss, build, on_view=OnView(Labelled, loss, "sequence"))
 
 
 def _log_ratio(row: Row) -> float:

@@ -24,6 +24,7 @@ from oxrl.types import (
     Batch,
     Counts,
     ImmediateTrainFuture,
+    Losses,
     LossFn,
     Outputs,
     Read,
@@ -58,6 +59,11 @@ class Part(NamedTuple):
 
     shares: Mapping[str, Tensor]
     metrics: Mapping[str, Term]
+
+
+def shares_of(losses: Losses, counts: Counts) -> dict[str, Tensor]:
+    """Return each term divided by the step's count of its unit; the loss is their sum."""
+    return {name: term.total / counts[term.unit] for name, term in losses.terms.items()}
 
 
 def sum_parts(parts: Sequence[Part], counts: Counts) -> dict[str, float]:
@@ -129,11 +135,12 @@ class PyTorchTrainingBackend:
         with torch.no_grad():
             here = [on_device(batch, self.device) for batch in batches]
             if which == "policy":
-                return ImmediateTrainFuture([_on_cpu(self._pass(batch, reads)) for batch in here])
+                return ImmediateTrainFuture([_on_cpu(self.outputs(batch, reads)) for batch in here])
             with self._model_for(which) as module:
                 return ImmediateTrainFuture([_on_cpu(module(batch)) for batch in here])
 
-    def _pass(self, batch: Batch, reads: Mapping[str, Read]) -> Outputs:
+    def outputs(self, batch: Batch, reads: Mapping[str, Read]) -> Outputs:
+        """One forward pass of the policy over a batch on its device, with the statistics that `reads` names."""
         compared = {read.of for read in reads.values() if read.of}
         assert len(compared) <= 1, f"one pass compares with one other model, not with {sorted(compared)}"
         other = None
@@ -180,8 +187,8 @@ class PyTorchTrainingBackend:
     def losses(self, batch: Batch, algorithm: Algorithm, counts: Counts) -> Part:
         """Run one micro-batch; its losses have a gradient."""
         here = on_device(batch, self.device)
-        losses = algorithm.loss(self._pass(here, algorithm.reads), here)
-        shares = {name: term.total / counts[term.unit] for name, term in losses.terms.items()}
+        losses = algorithm.loss(self.outputs(here, algorithm.reads), here)
+        shares = shares_of(losses, counts)
         return Part({"loss": torch.stack(list(shares.values())).sum(), **shares}, losses.metrics)
 
     def _add_gradient(self, loss: Tensor) -> None:

@@ -14,12 +14,12 @@ from contextlib import suppress
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import anyio
 from anyio.lowlevel import RunVar
 
-from oxrl.concurrency import in_thread, task_group
+from oxrl.concurrency import in_thread, run_blocking, task_group
 from oxrl.generators.connection import EngineError
 from oxrl.generators.embedded.engine import check_sampling
 from oxrl.generators.engines import (
@@ -352,8 +352,42 @@ class HTTPGenerator:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
 
+@overload
 def sglang_generator(
-    urls: Sequence[str], tokenizer: Any, *, options: Mapping[str, Any] | None = None, **connection: Any
-) -> HTTPGenerator:
-    """A generator over SGLang servers: `sglang_generator(["http://127.0.0.1:30000"], tokenizer, retries=2)`."""
-    return HTTPGenerator([SGLangEngine(url, **connection) for url in urls], tokenizer, **dict(options or {}))
+    urls: str | Sequence[str], tokenizer: Any, *, options: Mapping[str, Any] | None = None, **connection: Any
+) -> HTTPGenerator: ...
+
+
+@overload
+def sglang_generator(
+    urls: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], config: GenerationConfig
+) -> list[Generation]: ...
+
+
+def sglang_generator(
+    urls: Any,
+    tokenizer: Any,
+    prompts: Sequence[Sequence[int]] | None = None,
+    config: GenerationConfig | None = None,
+    *,
+    options: Mapping[str, Any] | None = None,
+    **connection: Any,
+) -> HTTPGenerator | list[Generation]:
+    """A generator over SGLang servers: `sglang_generator(["http://127.0.0.1:30000"], tokenizer, retries=2)`.
+
+    With prompts (token ids) and a config it samples, with the seed of a prompt its index: as a `generator=` of the
+    primitives, which pass what they got as the model: the address of a server.
+    """
+    addresses = [urls] if isinstance(urls, str) else urls
+    if not isinstance(addresses, Sequence) or not all(isinstance(url, str) and "://" in url for url in addresses):
+        shown = urls if isinstance(urls, str) else type(urls).__name__
+        raise ValueError(
+            f"SGLang samples in servers, and {shown} is not the address of one: start one with `python -m "
+            "sglang.launch_server --model-path MODEL`, and pass generator=sglang_generator(ADDRESS, tokenizer), with "
+            "an address such as http://127.0.0.1:30000"
+        )
+    generator = HTTPGenerator([SGLangEngine(url, **connection) for url in addresses], tokenizer, **dict(options or {}))
+    if prompts is None:
+        return generator
+    requests = [Request(tuple(prompt), seed=index) for index, prompt in enumerate(prompts)]
+    return run_blocking(generator.generate, requests, config or GenerationConfig())

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from oxrl.algorithms.kl import adaptive_kl, truncated_kl
+from oxrl.algorithms.kl import create_adaptive_kl, create_truncated_kl
+from oxrl.generators.pool import sglang_generator
 from oxrl.models.load import load_model, load_tokenizer
 from oxrl.models.reference import (
     create_ema_updater,
@@ -19,6 +20,7 @@ from oxrl.models.reference import (
 from oxrl.models.reward_model import compute_reward_model_score, load_reward_model
 from oxrl.primitives.algorithms import (
     AlgorithmConfig,
+    LossBatch,
     compute_advantages,
     compute_batch_kl,
     compute_dapo_loss,
@@ -33,11 +35,13 @@ from oxrl.primitives.algorithms import (
     compute_reverse_kl,
     compute_value_loss,
     create_algorithm_config,
+    create_pair_batch,
     create_policy_batch,
     get_reference_logprobs,
     grpo_loss,
     ppo_loss,
 )
+from oxrl.primitives.engines import vllm_generator
 from oxrl.primitives.gradients import per_sample_grad_norms, per_sample_gradients
 from oxrl.primitives.inference import (
     apply_chat_template,
@@ -53,9 +57,12 @@ from oxrl.primitives.training import (
     PolicyState,
     TrainingStats,
     create_checkpointer,
+    create_loss_batch,
     create_training_state,
+    load_checkpoint,
     quick_start_training,
     restore_training_state,
+    save_checkpoint,
     train,
     training_iteration,
     training_step,
@@ -69,19 +76,18 @@ from oxrl.rewards.primitives import (
     normalize_rewards,
     weighted_sum,
 )
+from oxrl.rollouts.batches import compute_reward
 from oxrl.rollouts.tools import (
     execute_and_track_tools,
     execute_functions,
     execute_tools,
     extract_tool_calls,
+    parse_tools,
     parse_xml_tools,
     track_tool_calls,
 )
-from oxrl.run.checkpoint import load_checkpoint, save_checkpoint
 from oxrl.tracking.metrics import log_to_console
 from oxrl.tracking.wandb import log_to_wandb
-
-create_adaptive_kl, create_truncated_kl = adaptive_kl, truncated_kl
 
 CATEGORIES: Mapping[str, tuple[Callable[..., Any], ...]] = {
     "inference": (
@@ -94,8 +100,11 @@ CATEGORIES: Mapping[str, tuple[Callable[..., Any], ...]] = {
         generate_conversation_turn,
         extract_tool_calls,
         execute_tools,
+        vllm_generator,
+        sglang_generator,
     ),
     "rewards": (
+        compute_reward,
         compute_scalar_reward,
         compute_vector_reward,
         aggregate_vector_rewards,
@@ -125,12 +134,15 @@ CATEGORIES: Mapping[str, tuple[Callable[..., Any], ...]] = {
         create_multiturn_rollout,
         track_tool_calls,
         execute_and_track_tools,
+        parse_tools,
         parse_xml_tools,
         execute_functions,
     ),
     "algorithms": (
         compute_advantages,
         create_policy_batch,
+        create_pair_batch,
+        create_loss_batch,
         compute_grpo_advantages,
         compute_grpo_loss,
         compute_ppo_advantages,
@@ -163,6 +175,7 @@ CATEGORIES: Mapping[str, tuple[Callable[..., Any], ...]] = {
 __all__ = [
     "CATEGORIES",
     "AlgorithmConfig",
+    "LossBatch",
     "PolicyState",
     "TrainingStats",
     *sorted(function.__name__ for functions in CATEGORIES.values() for function in functions),

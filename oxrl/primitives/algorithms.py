@@ -5,57 +5,98 @@ Each wrapper's signature names its extension points. The computation itself is i
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from oxrl.algorithms import algorithm, find, kl, policy, preference
 from oxrl.algorithms import credit as crediting
+from oxrl.algorithms.advantages import accepted
 from oxrl.algorithms.assemble import best_and_worst
-from oxrl.algorithms.kl import Estimator
-from oxrl.algorithms.policy import Policy
+from oxrl.algorithms.kl import KLFn
+from oxrl.algorithms.online import one_row_each
+from oxrl.algorithms.policy import Distilled, Policy
 from oxrl.algorithms.policy_recipes import policy_view
 from oxrl.algorithms.preference import Pairs
+from oxrl.algorithms.recipes import pair_view
+from oxrl.algorithms.supervised import Scores
+from oxrl.algorithms.unpaired import Labelled
 from oxrl.backends.forward import LanguageModel, prepare_layout
+from oxrl.backends.local import shares_of
 from oxrl.data.pack import collate
+from oxrl.loops.online import NO_TEXT
+from oxrl.rollouts.batches import group_rollouts
+from oxrl.rollouts.buffer import Group
 from oxrl.tensors import logprobs_of_logits
-from oxrl.types import Item, Row
+from oxrl.types import Batch, Counts, Item, Outputs, Rollout, Row, Unit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-
-def compute_forward_kl(logprobs: Tensor, ref_logprobs: Tensor, *, kl_fn: Estimator = kl.forward_k3) -> Tensor:
-    """Return KL(ref || policy), mean per token, estimated from tokens of the policy."""
-    return kl_fn(logprobs, ref_logprobs).mean()
+LogProbs: TypeAlias = Tensor | Sequence[float]
+"""`[T]`, as a tensor or as the numbers that a `Generation` holds."""
 
 
-def compute_reverse_kl(logprobs: Tensor, ref_logprobs: Tensor, *, kl_fn: Estimator = kl.k3) -> Tensor:
+def compute_forward_kl(logprobs: LogProbs, ref_logprobs: LogProbs, *, kl_fn: KLFn = kl.forward_k3) -> Tensor:
+    """Return KL(ref || policy), mean per token, estimated from tokens of the policy.
+
+    A `kl_fn` that returns one number for the sequence is used as it is, here and in the other functions.
+    """
+    return kl_of(logprobs, ref_logprobs, kl_fn).mean()
+
+
+def compute_reverse_kl(logprobs: LogProbs, ref_logprobs: LogProbs, *, kl_fn: KLFn = kl.k3) -> Tensor:
     """Return KL(policy || ref), mean per token, estimated from tokens of the policy."""
-    return kl_fn(logprobs, ref_logprobs).mean()
+    return kl_of(logprobs, ref_logprobs, kl_fn).mean()
 
 
-def compute_per_token_kl(logprobs: Tensor, ref_logprobs: Tensor, *, kl_fn: Estimator = kl.k1) -> Tensor:
-    """Return the KL of each token, `[T]`, by any estimator of (log-prob, reference log-prob)."""
-    return kl_fn(logprobs, ref_logprobs)
+def compute_per_token_kl(logprobs: LogProbs, ref_logprobs: LogProbs, *, kl_fn: KLFn = kl.k1) -> Tensor:
+    """Return the KL of each token, `[T]`; a `kl_fn` that returns one number is called with each token."""
+    own, ref = _as_tensors(logprobs, ref_logprobs)
+    values = kl_of(own, ref, kl_fn)
+    if values.shape == own.shape:
+        return values
+    tokens = [slice(index, index + 1) for index in range(len(own))]
+    return torch.stack([kl_of(own[token], ref[token], kl_fn).reshape(()) for token in tokens])
 
 
-def compute_batch_kl(logprobs: Sequence[Tensor], ref_logprobs: Sequence[Tensor], *, kl_fn: Estimator = kl.k1) -> Tensor:
+def compute_batch_kl(logprobs: Sequence[LogProbs], ref_logprobs: Sequence[LogProbs], *, kl_fn: KLFn = kl.k1) -> Tensor:
     """Return the KL of each of N sequences, summed over its tokens: `[N]`."""
-    return torch.stack([kl_fn(own, ref).sum() for own, ref in zip(logprobs, ref_logprobs, strict=True)])
+    return torch.stack([kl_of(own, ref, kl_fn).sum() for own, ref in zip(logprobs, ref_logprobs, strict=True)])
+
+
+def kl_of(logprobs: LogProbs, ref_logprobs: LogProbs, kl_fn: KLFn) -> Tensor:
+    """Return `kl_fn` of two sequences of log-probs as a tensor: `[T]`, or one number."""
+    return torch.as_tensor(kl_fn(*_as_tensors(logprobs, ref_logprobs)))
+
+
+def _as_tensors(logprobs: LogProbs, ref_logprobs: LogProbs) -> tuple[Tensor, Tensor]:
+    own, ref = torch.as_tensor(logprobs), torch.as_tensor(ref_logprobs)
+    if own.shape != ref.shape:
+        raise ValueError(
+            f"log-probs of {tuple(own.shape)} and {tuple(ref.shape)} tokens; give those of the same tokens"
+        )
+    return own, ref
 
 
 def token_logprobs_of(model: PreTrainedModel, rows: Sequence[Row]) -> list[Tensor]:
     """Return the log-probs of each row's trained tokens."""
     batch = collate([(row,) for row in rows], model.device)
-    module = LanguageModel(model).eval()
-    prepare_layout(module)
-    with torch.no_grad():
-        values = module(batch).logprob
+    values = _frozen_logprobs(model, batch)
     spans = zip(batch.borders[:-1], batch.borders[1:], strict=True)
     return [values[start:end][batch.mask[start:end]] for start, end in spans]
+
+
+def _frozen_logprobs(model: PreTrainedModel, batch: Batch, temperature: float = 1.0) -> Tensor:
+    module = LanguageModel(model, temperature=temperature).eval()
+    prepare_layout(module)
+    with torch.no_grad():
+        logprob: Tensor = module(batch).logprob
+    return logprob
 
 
 def create_policy_batch(model: PreTrainedModel, items: Sequence[Item], *, temperature: float = 1.0) -> Policy:
@@ -69,6 +110,28 @@ def create_policy_batch(model: PreTrainedModel, items: Sequence[Item], *, temper
     return policy_view(module(batch), batch)
 
 
+def create_pair_batch(
+    model: PreTrainedModel,
+    pairs: Sequence[Item],
+    *,
+    ref_model: PreTrainedModel | None = None,
+    temperature: float = 1.0,
+) -> Pairs:
+    """`create_pair_batch(model, compute_dapo_pairs(rollouts), ref_model=ref_model)`: rows to summed log-probs of pairs.
+
+    Each item is (chosen, rejected). Without a reference model its log-probs are 0. A single pass, with gradient.
+    """
+    if wrong := next((item for item in pairs if len(item) != 2), None):
+        raise ValueError(f"an item with {len(wrong)} rows ({wrong[0].id}); each item is a pair: (chosen, rejected)")
+    batch = collate(pairs, model.device)
+    if ref_model is not None:
+        reference = _frozen_logprobs(ref_model, batch, temperature)
+        batch = replace(batch, streams={**batch.streams, "ref_logprob": reference})
+    module = LanguageModel(model, temperature=temperature)
+    prepare_layout(module)
+    return pair_view(module(batch), batch)
+
+
 def get_reference_logprobs(
     ref_model: PreTrainedModel,
     rows: Sequence[Row],
@@ -80,32 +143,44 @@ def get_reference_logprobs(
 
 
 def compute_grpo_advantages(
-    rewards: Sequence[Tensor], *, advantage_fn: Callable[[Tensor], Tensor] = crediting.zscore
+    rewards: Sequence[Tensor | Sequence[float]], *, advantage_fn: Callable[[Tensor], Tensor] = crediting.zscore
 ) -> list[Tensor]:
     """Return the advantages of each group from its rewards."""
-    return [advantage_fn(group) for group in rewards]
+    return [advantage_fn(torch.as_tensor(group)) for group in rewards]
 
 
 def compute_grpo_loss(
     batch: Policy, advantages: Tensor | None = None, *, loss_fn: Callable[..., Tensor] = policy.grpo, **parameters: Any
 ) -> Tensor:
-    """Return the mean of `loss_fn` over sequences; `advantages` are per token or per sequence."""
-    return loss_fn(_with_advantages(batch, advantages), **parameters).sum() / batch.num_sequences
+    """Return the mean of `loss_fn` over sequences; `advantages` are per token or per sequence.
+
+    A loss that is one number is returned as it is, here and by the other losses.
+    """
+    return _mean(loss_fn(_with_advantages(batch, advantages), **parameters), batch, "sequence")
 
 
 def compute_ppo_advantages(
     rewards: Tensor,
     values: Tensor | None = None,
+    dones: Tensor | None = None,
+    gamma: float = 1.0,
+    gae_lambda: float | None = None,
     *,
     value_fn: Callable[[Tensor], Tensor] = torch.zeros_like,
-    gamma: float = 1.0,
     lam: float = 0.95,
     ended: bool = True,
-    last_value: float | None = None,
+    last_value: float | Tensor | None = None,
 ) -> Tensor:
-    """Return GAE over one row's tokens; `values` default to `value_fn(rewards)`."""
+    """Return GAE over the tokens of one row, `[T]`, or of several, `[B, T]`; `values` default to `value_fn(rewards)`.
+
+    `dones` marks the last token of each response, and padding. `values` may have one column more: `last_value`, the
+    value after the last token. `gae_lambda` is another name of `lam`.
+    """
     known = value_fn(rewards) if values is None else values
-    return crediting.gae(rewards, known, ended=ended, last_value=last_value, gamma=gamma, lam=lam)
+    if known.shape[-1] == rewards.shape[-1] + 1:
+        known, last_value, ended = known[..., :-1], known[..., -1], False
+    lam = lam if gae_lambda is None else gae_lambda
+    return crediting.gae(rewards, known, ended=ended, last_value=last_value, dones=dones, gamma=gamma, lam=lam)
 
 
 def compute_ppo_loss(
@@ -116,8 +191,8 @@ def compute_ppo_loss(
     loss_fn: Callable[..., Tensor] = policy.clipped,
 ) -> Tensor:
     """Return the mean of the clipped surrogate over trained tokens."""
-    view = _with_advantages(batch, advantages)
-    return loss_fn(view, clip_low=clip_range, clip_high=clip_range).sum() / batch.mask.sum()
+    clips = _taken_by(loss_fn, {"clip_low": clip_range, "clip_high": clip_range})
+    return _mean(loss_fn(_with_advantages(batch, advantages), **clips), batch, "token")
 
 
 def compute_value_loss(
@@ -128,44 +203,116 @@ def compute_value_loss(
 
 
 def compute_dapo_pairs(
-    groups: Sequence[Item], *, pair_selector: Callable[[list[Item]], list[Item]] = best_and_worst
+    groups: Sequence[Item] | Sequence[Rollout] | Sequence[Group],
+    *,
+    pair_selector: Callable[[list[Item]], list[Item]] = best_and_worst,
 ) -> list[Item]:
-    """Return (chosen, rejected) pairs from groups of scored rows."""
-    return pair_selector(list(groups))
+    """Return (chosen, rejected) pairs from graded rollouts, or from groups of scored rows."""
+    if rollouts := rollouts_of(groups):
+        return pair_selector([item for group in group_rollouts(rollouts) for item in one_row_each(group, NO_TEXT)])
+    return pair_selector(cast("list[Item]", list(groups)))
+
+
+def rollouts_of(data: Sequence[Any]) -> list[Rollout]:
+    """Return the rollouts in a list of rollouts or of groups of them; none if it holds rows."""
+    groups = [[each] if isinstance(each, Rollout) else each for each in data]
+    return [each for group in groups for each in group if isinstance(each, Rollout)]
 
 
 def compute_dapo_loss(
     pairs: Pairs, *, beta: float = 0.1, loss_fn: Callable[..., Tensor] = preference.dapo_pairs
 ) -> Tensor:
     """Return the mean loss over pairs; by default that of `dapo_pairs`."""
-    return loss_fn(pairs, beta=beta).mean()
+    return _mean(loss_fn(pairs, **_taken_by(loss_fn, {"beta": beta})), pairs, "pair")
 
 
 class AlgorithmConfig(NamedTuple):
-    """`AlgorithmConfig("grpo", {"kl_coef": 0.2})`: a name of the table and its parameters, checked."""
+    """`AlgorithmConfig("grpo", {"kl_coef": 0.2})`: a name of the table (or `FILE.py:loss`) and its parameters, checked.
+
+    `loss` is a custom loss that was given as a function.
+    """
 
     name: str
     parameters: Mapping[str, Any]
+    loss: Callable[..., Tensor] | None = None
+
+    @property
+    def source(self) -> str | Callable[..., Tensor]:
+        """What `algorithm` builds it from."""
+        return self.name if self.loss is None else self.loss
 
 
-def create_algorithm_config(name: str, parameters: Mapping[str, Any] | None = None) -> AlgorithmConfig:
-    """Check name and parameters. `clip_range` sets both clips; `dapo` with `beta` means its pair form, `dapo_pairs`."""
+def create_algorithm_config(
+    name: str | Callable[..., Tensor], parameters: Mapping[str, Any] | None = None
+) -> AlgorithmConfig:
+    """Check name and parameters. `clip_range` sets both clips; `dapo` with `beta` means its pair form, `dapo_pairs`.
+
+    `name` is one of `oxrl algorithms`, a custom loss (a function whose first argument is annotated with `Pairs` or
+    `Policy`), or its path, `FILE.py:loss`.
+    """
     given = dict(parameters or {})
     if "clip_range" in given:
         both = given.pop("clip_range")
         given |= {"clip_low": both, "clip_high": both}
-    if name.lower() == "dapo" and "beta" in given:
+    if isinstance(name, str) and name.lower() == "dapo" and "beta" in given:
         name = "dapo_pairs"
     built = algorithm(name, **given)
-    return AlgorithmConfig(built.name, given)
+    if not isinstance(name, str):
+        return AlgorithmConfig(built.name, given, name)
+    return AlgorithmConfig(name if ":" in name else built.name, given)
 
 
-def compute_loss_by_algorithm(batch: Policy | Pairs, config: AlgorithmConfig) -> Tensor:
-    """Return the named loss, mean over sequences (a `Policy`) or pairs, without KL and entropy terms."""
-    loss = find(config.name).loss
-    parameters = {name: value for name, value in config.parameters.items() if name in find(config.name).own()}
-    losses: Tensor = loss(batch, **parameters)
-    return losses.mean() if isinstance(batch, Pairs) else losses.sum() / batch.num_sequences
+class LossBatch(NamedTuple):
+    """A forward pass with gradient over rows with all that the loss of one algorithm needs: of `create_loss_batch`."""
+
+    config: AlgorithmConfig
+    outputs: Outputs
+    batch: Batch
+    counts: Counts
+
+
+View: TypeAlias = Policy | Pairs | Labelled | Distilled | Scores
+
+
+def compute_loss_by_algorithm(batch: LossBatch | View, config: AlgorithmConfig) -> Tensor:
+    """Return the loss of any algorithm on a `LossBatch`, or the mean of its loss on the view that it takes.
+
+    On a view (`Policy`, `Pairs`, `Labelled`, `Distilled`, `Scores`) that is the named loss alone, without terms for KL,
+    entropy, value and NLL.
+    """
+    if isinstance(batch, LossBatch):
+        return _loss_of(batch, config)
+    on_view = find(config.source).on_view
+    if on_view is None or not isinstance(batch, on_view.view):
+        takes = "a LossBatch" if on_view is None else f"{on_view.view.__name__} or a LossBatch"
+        raise ValueError(
+            f"the batch is {type(batch).__name__}, and {config.name} takes {takes}; "
+            "create_loss_batch(state, samples or rollouts, config) makes one for any algorithm"
+        )
+    return _mean(on_view.loss(batch, **accepted(on_view.loss, config.parameters)), batch, on_view.unit)
+
+
+def _loss_of(batch: LossBatch, config: AlgorithmConfig) -> Tensor:
+    if batch.config != config:
+        made, wanted = (f"{each.name} {dict(each.parameters)}" for each in (batch.config, config))
+        raise ValueError(f"the batch was made for {made}, not for {wanted}: make another one by create_loss_batch")
+    losses = algorithm(config.source, **config.parameters).loss(batch.outputs, batch.batch)
+    return torch.stack(list(shares_of(losses, batch.counts).values())).sum()
+
+
+def _mean(losses: Tensor, batch: View, unit: Unit) -> Tensor:
+    if losses.ndim == 0:
+        return losses
+    if isinstance(batch, Policy | Distilled) and unit == "token":
+        return losses.sum() / batch.mask.sum()
+    return losses.sum() / batch.num_sequences if isinstance(batch, Policy) else losses.mean()
+
+
+def _taken_by(function: Callable[..., Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of `parameters` that a custom loss takes; all if it takes any."""
+    kinds = {parameter.kind for parameter in inspect.signature(function).parameters.values()}
+    takes_any = inspect.Parameter.VAR_KEYWORD in kinds
+    return dict(parameters) if takes_any else accepted(function, parameters)
 
 
 def _with_advantages(batch: Policy, advantages: Tensor | None) -> Policy:

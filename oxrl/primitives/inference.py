@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, cast
 
 import numpy as np
 
 from oxrl.algorithms import kl
-from oxrl.algorithms.kl import Estimator
+from oxrl.algorithms.kl import KLFn
 from oxrl.concurrency import run_blocking
 from oxrl.data.render import Renderer
 from oxrl.data.template import apply_template
@@ -37,6 +37,7 @@ from oxrl.types import (
     EnvFn,
     Generation,
     GenerationConfig,
+    Generator,
     Message,
     Request,
     Rollout,
@@ -56,6 +57,8 @@ GenerateFn: TypeAlias = Callable[
     ["PreTrainedModel", "PreTrainedTokenizerBase", Sequence[Sequence[int]], GenerationConfig], list[Generation]
 ]
 """(model, tokenizer, token ids of each prompt, config) -> one generation per prompt."""
+AnyGenerator: TypeAlias = GenerateFn | Generator
+"""A function, or an engine: its own weights are used, not those of `model`."""
 TemplateFn: TypeAlias = Callable[
     ["PreTrainedTokenizerBase", list[dict[str, Any]], Sequence[Mapping[str, Any]], bool], str
 ]
@@ -72,7 +75,27 @@ def embedded_generator(
     """Sample from the model in this process."""
     from oxrl.generators.embedded.generator import EmbeddedGenerator
 
+    if isinstance(model, str):
+        raise ValueError(f"the model is the text {model!r}; load it: load_model({model!r})")
     return EmbeddedGenerator(model, tokenizer).complete(prompts, config)
+
+
+def _is_engine(generator: AnyGenerator) -> TypeGuard[Generator]:
+    return hasattr(generator, "generate")
+
+
+def _completed(
+    generator: AnyGenerator,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    config: GenerationConfig,
+) -> list[Generation]:
+    """Return one generation per prompt, by a function or by an engine; the seed of a prompt is its index."""
+    if _is_engine(generator):
+        requests = [Request(tuple(prompt), seed=index) for index, prompt in enumerate(prompts)]
+        return run_blocking(generator.generate, requests, config)
+    return cast("GenerateFn", generator)(model, tokenizer, prompts, config)
 
 
 def tokenizer_template(
@@ -108,7 +131,7 @@ def generate(
     prompt: Prompt,
     config: GenerationConfig,
     *,
-    generator: GenerateFn = embedded_generator,
+    generator: AnyGenerator = embedded_generator,
     template_fn: TemplateFn = tokenizer_template,
 ) -> Generation:
     """Generate a completion of one prompt."""
@@ -121,11 +144,12 @@ def batch_generate(
     prompts: Sequence[Prompt],
     config: GenerationConfig,
     *,
-    generator: GenerateFn = embedded_generator,
+    generator: AnyGenerator = embedded_generator,
     template_fn: TemplateFn = tokenizer_template,
 ) -> list[Generation]:
     """Generate one completion per prompt, batched."""
-    return generator(model, tokenizer, [_prompt_ids(tokenizer, prompt, template_fn) for prompt in prompts], config)
+    ids = [_prompt_ids(tokenizer, prompt, template_fn) for prompt in prompts]
+    return _completed(generator, model, tokenizer, ids, config)
 
 
 def generate_with_logprobs(
@@ -134,13 +158,13 @@ def generate_with_logprobs(
     prompt: Prompt,
     config: GenerationConfig,
     *,
-    generator: GenerateFn = embedded_generator,
+    generator: AnyGenerator = embedded_generator,
     template_fn: TemplateFn = tokenizer_template,
     logprob_extractor: LogprobExtractor = sampled_logprobs,
 ) -> tuple[Generation, list[float]]:
     """Generate a completion and return it with the log-prob of each token."""
     ids = _prompt_ids(tokenizer, prompt, template_fn)
-    (generation,) = generator(model, tokenizer, [ids], config)
+    (generation,) = _completed(generator, model, tokenizer, [ids], config)
     return generation, logprob_extractor(model, ids, generation)
 
 
@@ -151,14 +175,14 @@ def generate_conversation_turn(
     config: GenerationConfig,
     *,
     tools: Sequence[Mapping[str, Any]] = (),
-    generator: GenerateFn = embedded_generator,
+    generator: AnyGenerator = embedded_generator,
     template_fn: TemplateFn = tokenizer_template,
     tool_parser: ToolParser | None = None,
 ) -> tuple[Conversation, Generation]:
     """Return the conversation with the assistant's next message; `tool_parser` defaults to the chat template's."""
     given = _messages(conversation)
     ids = _ids(tokenizer, apply_chat_template(tokenizer, given, tools=tools, template_fn=template_fn))
-    (generation,) = generator(model, tokenizer, [ids], config)
+    (generation,) = _completed(generator, model, tokenizer, [ids], config)
     before = begin(Renderer(tokenizer), given, tools=tools)
     text = before.text_of(generation)
     truncated = generation.finish_reason != "stop"
@@ -177,8 +201,8 @@ def create_rollout(
     tools: Mapping[str, Tool] | Sequence[Tool] = (),
     tool_parser: ToolParser | None = None,
     tool_executor: ToolExecutor | None = None,
-    generator: GenerateFn = embedded_generator,
-    kl_fn: Estimator = kl.k3,
+    generator: AnyGenerator = embedded_generator,
+    kl_fn: KLFn = kl.k3,
 ) -> Rollout:
     """Sample one rollout, graded by `reward_fn`; with `ref_model`, `kl_divergence` is the mean over its tokens.
 
@@ -222,8 +246,8 @@ def create_batch_rollouts(
     n_samples_per_prompt: int = 1,
     ref_model: PreTrainedModel | None = None,
     reward_fn: AnyReward | None = None,
-    generator: GenerateFn = embedded_generator,
-    kl_fn: Estimator = kl.k3,
+    generator: AnyGenerator = embedded_generator,
+    kl_fn: KLFn = kl.k3,
 ) -> list[Rollout]:
     """Sample `n_samples_per_prompt` rollouts of each prompt, in prompt order; `group` is the prompt's number."""
     pending = [
@@ -234,9 +258,9 @@ def create_batch_rollouts(
     ids = [_prompt_ids(tokenizer, prompt, tokenizer_template, chat=True) for prompt in prompts]
     opened = [Renderer(tokenizer).opened(each) for each in ids]
     prompt_ids_of = [ids[rollout.group] for rollout in pending]
+    sampled = _completed(generator, model, tokenizer, prompt_ids_of, gen_config)
     generations = [
-        generation._replace(opened=opened[rollout.group])
-        for rollout, generation in zip(pending, generator(model, tokenizer, prompt_ids_of, gen_config), strict=True)
+        generation._replace(opened=opened[rollout.group]) for rollout, generation in zip(pending, sampled, strict=True)
     ]
     rollouts = [
         replace(rollout, turns=(Turn(tuple(prompt_ids), generation, (Message("assistant", generation.text),)),))
@@ -259,8 +283,8 @@ def create_multiturn_rollout(
     max_turns: int = 8,
     ref_model: PreTrainedModel | None = None,
     reward_fn: AnyReward | None = None,
-    generator: GenerateFn = embedded_generator,
-    kl_fn: Estimator = kl.k3,
+    generator: AnyGenerator = embedded_generator,
+    kl_fn: KLFn = kl.k3,
     env: EnvFn | None = None,
 ) -> Rollout:
     """Run one episode: with tools, or in another `env`, until it ends or `stop_condition` holds."""
@@ -272,9 +296,9 @@ def create_multiturn_rollout(
         tool_tracker=tool_tracker,
         stop_condition=stop_condition,
     )
-    adapter = _FunctionGenerator(model, tokenizer, generator)
+    engine = generator if _is_engine(generator) else _FunctionGenerator(model, tokenizer, cast("GenerateFn", generator))
     sample = _sample(conversation, 0)
-    rollout = run_blocking(_run_episode, environment, sample, Renderer(tokenizer), adapter, gen_config)
+    rollout = run_blocking(_run_episode, environment, sample, Renderer(tokenizer), engine, gen_config)
     return _finished([rollout], model, ref_model, reward_fn, kl_fn)[0]
 
 
@@ -301,7 +325,7 @@ class _FunctionGenerator:
 
 
 async def _run_episode(
-    env: EnvFn, sample: Sample, render: Renderer, generator: _FunctionGenerator, sampling: GenerationConfig
+    env: EnvFn, sample: Sample, render: Renderer, generator: Generator, sampling: GenerationConfig
 ) -> Rollout:
     episode = await env(sample, GeneratorClient(generator, render, sampling, sampling.seed, pauses=()))
     return Rollout(sample, episode.turns, score=episode.score, metadata=dict(episode.metadata))
@@ -312,7 +336,7 @@ def _finished(
     model: PreTrainedModel,
     ref_model: PreTrainedModel | None,
     reward_fn: AnyReward | None,
-    kl_fn: Estimator,
+    kl_fn: KLFn,
 ) -> list[Rollout]:
     if ref_model is not None:
         rollouts = [replace(each, kl_divergence=_mean_kl(each, model, ref_model, kl_fn)) for each in rollouts]
@@ -321,11 +345,11 @@ def _finished(
     return [graded for group in group_rollouts(rollouts) for graded in run_blocking(grade, group, reward_fn)]
 
 
-def _mean_kl(rollout: Rollout, model: PreTrainedModel, ref_model: PreTrainedModel, kl_fn: Estimator) -> float:
+def _mean_kl(rollout: Rollout, model: PreTrainedModel, ref_model: PreTrainedModel, kl_fn: KLFn) -> float:
     """Return the mean over all sampled tokens, each turn in its own context, at temperature 1."""
     import torch
 
-    from oxrl.primitives.algorithms import get_reference_logprobs
+    from oxrl.primitives.algorithms import get_reference_logprobs, kl_of
 
     rows = []
     for turn in rollout.turns:
@@ -335,7 +359,7 @@ def _mean_kl(rollout: Rollout, model: PreTrainedModel, ref_model: PreTrainedMode
     own, ref = (torch.cat(get_reference_logprobs(each, rows)) for each in (model, ref_model))
     model.train(was_training[0])
     ref_model.train(was_training[1])
-    return float(kl_fn(own, ref).mean())
+    return float(kl_of(own, ref, kl_fn).mean())
 
 
 def _messages(chat: Chat) -> tuple[Message, ...]:

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from oxrl.rewards.grade import AnyReward, grade
+from oxrl.rewards.primitives import compute_scalar_reward
 from oxrl.rollouts.buffer import Group
-from oxrl.types import Rollout
+from oxrl.types import RewardFn, Rollout
 
 
 def group_rollouts(rollouts: Sequence[Rollout]) -> list[Group]:
@@ -56,8 +57,10 @@ class RolloutBatch:
     metadata: dict[str, Any] = field(default_factory=dict)
 
 
-def compute_reward(rollout: Rollout) -> float:
-    """Return its score; without one, 1 or 0 from `correct` in its metadata."""
+def compute_reward(rollout: Rollout, reward_fn: RewardFn | None = None) -> float:
+    """Return the reward by `reward_fn`; without one its score, or 1 or 0 from `correct` in its metadata."""
+    if reward_fn is not None:
+        return compute_scalar_reward(rollout, reward_fn)
     if rollout.score is not None:
         return rollout.score.value
     if "correct" in rollout.metadata:

@@ -73,8 +73,8 @@ class ToolResult(NamedTuple):
 
 Tool: TypeAlias = Callable[..., Any]
 ToolParser: TypeAlias = Callable[[str], Sequence[ToolCall]]
-ToolExecutor: TypeAlias = Callable[[Sequence[ToolCall], Mapping[str, Tool]], Any]
-"""(calls, tools by name) -> one `ToolResult` per call, in order; sync or async."""
+ToolExecutor: TypeAlias = Callable[[Sequence[ToolCall], Mapping[str, Tool]], Any] | Callable[[Sequence[ToolCall]], Any]
+"""(calls, tools by name) or (calls) -> one `ToolResult` or text per call, in order; sync or async."""
 ToolTracker: TypeAlias = Callable[[Sequence[ToolResult]], Mapping[str, Any]]
 """All results of an episode -> entries for its metadata; plain JSON."""
 
@@ -312,13 +312,21 @@ async def execute_with(
     tool_executor: ToolExecutor, calls: Sequence[ToolCall], tools: Mapping[str, Tool]
 ) -> list[ToolResult]:
     """Run the executor and check that it returns one result per call."""
-    value = tool_executor(calls, tools)
+    value = tool_executor(*((calls, tools) if _takes_tools(tool_executor) else (calls,)))
     results = list(await value if inspect.isawaitable(value) else value)
     if len(results) != len(calls):
         raise ValueError(f"tool_executor returned {len(results)} results for {len(calls)} calls; return one per call")
     return [
         each if isinstance(each, ToolResult) else _result(call, each) for call, each in zip(calls, results, strict=True)
     ]
+
+
+def _takes_tools(tool_executor: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(tool_executor).bind((), {})
+    except TypeError:
+        return False
+    return True
 
 
 def count_tool_calls(results: Sequence[ToolResult]) -> dict[str, Any]:

@@ -66,10 +66,10 @@ def sleeps_beside(config: Config, trainer: Any) -> bool:
 async def _in_process(
     config: Config, tokenizer: Any, folder: Path, ends: Sequence[int], options: Mapping[str, Any]
 ) -> AsyncIterator[SleepingGenerator]:
-    from oxrl.generators.vllm.engine import vllm_generator
+    from oxrl.generators.vllm.engine import create_vllm_engine
 
     own = {"end_token_ids": ends, "lora": adapter_rank(config), "time_limit": config.run.rank_time_limit}
-    generator = await vllm_generator(folder, tokenizer, **own, **options)
+    generator = await create_vllm_engine(folder, tokenizer, **own, **options)
     try:
         yield generator
     finally:

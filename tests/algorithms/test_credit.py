@@ -133,11 +133,12 @@ def np_returns(rewards, gamma):
     return np.array(returns)
 
 
-def np_gae(rewards, values, gamma, lam, after):
+def np_gae(rewards, values, gamma, lam, after, dones=None):
     """Backwards through time, the recursion of the paper."""
     advantage, advantages = 0.0, []
-    for reward, value in zip(reversed(rewards), reversed(values), strict=True):
-        advantage = reward + gamma * after - value + gamma * lam * advantage
+    going_on = np.ones(len(rewards)) if dones is None else 1.0 - dones
+    for reward, value, factor in zip(reversed(rewards), reversed(values), reversed(going_on), strict=True):
+        advantage = reward + gamma * factor * after - value + gamma * lam * factor * advantage
         after = value
         advantages.insert(0, advantage)
     return np.array(advantages)
@@ -169,6 +170,29 @@ def test_gae_of_ten_thousand_tokens_is_exact(gamma, lam):
     rewards, values = RNG.normal(size=(2, 10_000))
     ours = gae(torch.tensor(rewards), torch.tensor(values), ended=True, gamma=gamma, lam=lam)
     np.testing.assert_allclose(ours, np_gae(rewards, values, gamma, lam, 0.0), rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize(("gamma", "lam"), FACTORS)
+def test_gae_of_several_rows_is_the_recursion_of_each_and_stops_at_dones(gamma, lam):
+    rewards, values = RNG.normal(size=(2, 4, 37))
+    dones, last = (RNG.random(size=(4, 37)) < 0.2).astype(float), RNG.normal(size=4)
+    dones[0], dones[1], dones[2, -1] = 0.0, 1.0, 1.0
+    given = [torch.tensor(each) for each in (rewards, values, dones, last)]
+    ours = gae(*given[:2], dones=given[2], last_value=given[3], gamma=gamma, lam=lam)
+    rows = zip(rewards, values, last, dones, strict=True)
+    expected = [np_gae(row, value, gamma, lam, after, done) for row, value, after, done in rows]
+    np.testing.assert_allclose(ours, np.stack(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_rows_that_are_not_done_need_the_value_after_their_last_token():
+    numbers, dones = torch.ones(2, 3), torch.tensor([[0, 0, 1], [0, 1, 0]])
+    with pytest.raises(ValueError, match="needs last_value.*mark the padding"):
+        gae(numbers, numbers, dones=dones)
+    for others in ({"values": numbers[:, :2]}, {"dones": dones[:1]}):
+        with pytest.raises(ValueError, match="per reward"):
+            gae(numbers, **{"values": numbers, "dones": dones, **others})
+    with pytest.raises(ValueError, match=r"\[T\], or several"):
+        gae(numbers[None], numbers[None])
 
 
 def test_gae_with_lambda_one_is_the_return_less_the_value():
@@ -270,7 +294,8 @@ class CountOperations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_nothing_loops_over_time():
+@pytest.mark.parametrize("shape", [(100_000,), (64, 1000)])
+def test_nothing_loops_over_time_or_rows(shape):
     with CountOperations() as operations:
-        gae(torch.ones(100_000), torch.ones(100_000), ended=True)
-    assert operations.count < 150
+        gae(torch.ones(shape), torch.ones(shape), dones=torch.ones(shape))
+    assert operations.count < 300

@@ -9,7 +9,8 @@ import torch
 from oxrl.algorithms.kl import (
     ESTIMATORS,
     adapt_kl_coef,
-    adaptive_kl,
+    create_adaptive_kl,
+    create_truncated_kl,
     forward_k3,
     full,
     k1,
@@ -19,7 +20,6 @@ from oxrl.algorithms.kl import (
     kl_penalty,
     kl_penalty_loss,
     shape_rewards_with_kl,
-    truncated_kl,
 )
 
 RNG = np.random.default_rng(3)
@@ -170,32 +170,34 @@ def test_full_passes_through_with_its_gradient():
 def test_truncated_kl_clips_each_token_to_its_threshold():
     logprob = torch.tensor([0.0, 0.0, 0.0, 0.0], requires_grad=True)
     ref_logprob = torch.tensor([-3.0, 3.0, -0.5, 0.5])
-    values = truncated_kl(1.0)(logprob, ref_logprob)
+    values = create_truncated_kl(1.0)(logprob, ref_logprob)
     assert values.tolist() == [1.0, -1.0, 0.5, -0.5]
     assert torch.autograd.grad(values.sum(), logprob)[0].tolist() == [0.0, 0.0, 1.0, 1.0]
-    assert truncated_kl(2.0, k2)(logprob, ref_logprob).tolist() == [2.0, 2.0, 0.125, 0.125]
-    assert truncated_kl()(logprob, ref_logprob).tolist() == [1.0, -1.0, 0.5, -0.5]
-    assert truncated_kl(0.0625)(logprob, ref_logprob).tolist() == [0.0625, -0.0625, 0.0625, -0.0625]
+    assert create_truncated_kl(2.0, k2)(logprob, ref_logprob).tolist() == [2.0, 2.0, 0.125, 0.125]
+    assert create_truncated_kl()(logprob, ref_logprob).tolist() == [1.0, -1.0, 0.5, -0.5]
+    assert create_truncated_kl(0.0625)(logprob, ref_logprob).tolist() == [0.0625, -0.0625, 0.0625, -0.0625]
 
 
 def test_adaptive_kl_has_less_weight_where_the_reference_probability_is_low():
     ref = torch.tensor([0.5, 0.1, 0.05, 0.01], dtype=torch.float64)
     logprob = torch.full((4,), math.log(0.2), dtype=torch.float64, requires_grad=True)
     ref_logprob = ref.log().requires_grad_()
-    values = adaptive_kl(confidence_threshold=0.1)(logprob, ref_logprob)
+    values = create_adaptive_kl(confidence_threshold=0.1)(logprob, ref_logprob)
     weight = torch.tensor([1.0, 1.0, 0.5, 0.1], dtype=torch.float64)
     torch.testing.assert_close(values, weight * (math.log(0.2) - ref.log()))
     for_policy, for_ref = torch.autograd.grad(values.sum(), (logprob, ref_logprob))
     torch.testing.assert_close(for_policy, weight)
     torch.testing.assert_close(for_ref, -weight)  # the estimator's; the weight has no gradient
-    torch.testing.assert_close(adaptive_kl()(logprob, ref_logprob), values)
-    torch.testing.assert_close(adaptive_kl(0.1, k2)(logprob, ref_logprob), weight * k2(logprob, ref_logprob))
-    assert adaptive_kl(1e-3)(logprob, torch.full((4,), -1e4)).isfinite().all()
+    torch.testing.assert_close(create_adaptive_kl()(logprob, ref_logprob), values)
+    torch.testing.assert_close(create_adaptive_kl(0.1, k2)(logprob, ref_logprob), weight * k2(logprob, ref_logprob))
+    assert create_adaptive_kl(1e-3)(logprob, torch.full((4,), -1e4)).isfinite().all()
     half = [each.detach().bfloat16() for each in (logprob, ref_logprob)]
-    assert torch.equal(adaptive_kl()(*half), adaptive_kl()(*(each.float() for each in half)))
+    assert torch.equal(create_adaptive_kl()(*half), create_adaptive_kl()(*(each.float() for each in half)))
 
 
-@pytest.mark.parametrize("make", [lambda: truncated_kl(0.0), lambda: adaptive_kl(0.0), lambda: adaptive_kl(1.5)])
+@pytest.mark.parametrize(
+    "make", [lambda: create_truncated_kl(0.0), lambda: create_adaptive_kl(0.0), lambda: create_adaptive_kl(1.5)]
+)
 def test_thresholds_out_of_range_are_refused(make):
     with pytest.raises(ValueError, match="threshold"):
         make()

@@ -48,7 +48,7 @@ class VLLMRolloutEngine:
     With `lora`, the maximum rank of an adapter, the base of a model with an adapter is loaded once, and after that only
     the adapter; without it the adapter is merged into the weights that are sent. A call raises if the engine makes no
     progress for `time_limit` seconds: inside of this process it cannot be restarted. Construction takes many seconds:
-    `vllm_generator` does it in a thread.
+    `create_vllm_engine` does it in a thread.
     """
 
     def __init__(
@@ -199,8 +199,8 @@ class VLLMRolloutEngine:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
 
-async def vllm_generator(model: str | Path, tokenizer: Any, **options: Any) -> VLLMRolloutEngine:
-    """Build a `VLLMRolloutEngine` in a thread: `await vllm_generator(folder, tokenizer, dtype="float32")`."""
+async def create_vllm_engine(model: str | Path, tokenizer: Any, **options: Any) -> VLLMRolloutEngine:
+    """Build a `VLLMRolloutEngine` in a thread: `await create_vllm_engine(folder, tokenizer, dtype="float32")`."""
     return await in_thread(partial(VLLMRolloutEngine, model, tokenizer, **options))
 
 
