@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import anyio
 
-from oxrl.concurrency import task_group
+from oxrl.concurrency import run_blocking, task_group
 from oxrl.names import renamed_keywords
 from oxrl.rewards.grade import AnyReward, grade, with_outcome
 from oxrl.rollouts.batches import RolloutBatch, convert_to_batch
@@ -285,7 +285,7 @@ def generate_rollout_batches(
     bound = replace(config, generate_fn=partial(generate, **rollout_kwargs)) if generate and rollout_kwargs else config
     manager = AsyncRolloutManager(data_buffer, bound)
     while True:
-        yield anyio.run(manager.generate_batch)
+        yield run_blocking(manager.generate_batch)
 
 
 def _unfinished(group: Group) -> bool:

@@ -21,10 +21,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import anyio
 import torch
 
-from oxrl.concurrency import in_thread
+from oxrl.concurrency import in_thread, run_blocking
 from oxrl.types import (
     Algorithm,
     Batch,
@@ -260,7 +259,7 @@ class _Calls:
 def _value(result: Any) -> Any:
     if isinstance(result, ImmediateTrainFuture):
         return result.value
-    return anyio.run(result.result) if hasattr(result, "__await__") else result
+    return run_blocking(result.result) if hasattr(result, "__await__") else result
 
 
 def _nothing() -> None:
