@@ -7,7 +7,6 @@ raised to a caller that waits.
 
 from __future__ import annotations
 
-import collections.abc
 import logging
 import queue
 import threading
@@ -132,10 +131,7 @@ class QueuedFuture(TrainFuture[T]):
     """`metrics = await future`, under asyncio and trio; `future.wait()` in plain code."""
 
     def __init__(self, calls: _Calls, call: _Call) -> None:
-        self._calls, self._call = calls, call
-
-    def __await__(self) -> collections.abc.Generator[Any, Any, T]:
-        return self.result().__await__()
+        self._calls, self._call, self._outcome = calls, call, call.outcome
 
     async def result(self) -> T:
         """Wait for the result; if the wait is cancelled, the call still runs."""
