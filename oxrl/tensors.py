@@ -1,6 +1,7 @@
 """Hidden states to values per token: the token shift, the chunked vocabulary projection, and statistics of logits.
 
-The shift, by which position i - 1 predicts token i, is in `token_logprobs` and nowhere else. The projection never holds
+The shift, by which position i - 1 predicts token i, is in `token_logprobs`, for logits that exist already in
+`label_logprobs`, and nowhere else. The projection never holds
 more than one chunk of logits, forward or backward; a statistic is a function of such a chunk. No model, config, or I/O.
 """
 
@@ -91,6 +92,13 @@ def logprob_gradient(logits: Tensor, targets: Tensor, value: Tensor, grad: Tenso
 def segment_sums(values: Tensor, segments: Tensor, num_rows: int) -> Tensor:
     """`[T]` summed by row: `[R]`."""
     return values.new_zeros(num_rows).index_add(0, segments, values)
+
+
+def label_logprobs(logits: Tensor, labels: Tensor) -> Tensor:
+    """`[B, S, V]` logits and `[B, S]` labels to log-probs of all labels but the first, `[B, S - 1]`; -100 gives 0."""
+    targets = labels[:, 1:]
+    logprob = logits[:, :-1].float().log_softmax(-1).gather(-1, targets.clamp_min(0)[..., None])[..., 0]
+    return logprob.masked_fill(targets < 0, 0.0)
 
 
 def token_logprobs(

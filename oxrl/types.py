@@ -66,6 +66,8 @@ def as_messages(prompt: str | Conversation | Sequence[Message | Mapping[str, Any
     """A text as a user's message; a conversation or a list of messages, which may be dicts, as messages."""
     if isinstance(prompt, str):
         return (Message("user", prompt),)
+    if isinstance(prompt, Mapping):
+        raise ValueError("a prompt is a text or a list of messages; convert rows with columns by load_samples(rows)")
     given = prompt.messages if isinstance(prompt, Conversation) else prompt
     return tuple(each if isinstance(each, Message) else Message.from_dict(each) for each in given)
 
@@ -254,13 +256,13 @@ class Rollout:
         the first token has no context, and counts as 0. `rollout_log_probs` has a number for each token or for each
         sampled one. Without a `reward` it is not graded. For other values use `dataclasses.replace`.
         """
-        known = {"metadata": dict(metadata or {}), "score": None if reward is None else Score(float(reward))}
         return cls(
-            Sample(f"sample:{next(_NUMBERS)}", as_messages(prompt), metadata=known["metadata"]),
+            Sample(f"sample:{next(_NUMBERS)}", as_messages(prompt), metadata=dict(metadata or {})),
             _recorded_turns(tokens, loss_mask, rollout_log_probs, response, status),
             group=group_index or 0,
+            score=None if reward is None else Score(float(reward)),
             error="its status is failed" if status is Status.FAILED else None,
-            **known,
+            metadata=dict(metadata or {}),
         )
 
     @property
@@ -328,12 +330,19 @@ class Rollout:
         return mask
 
     @property
-    def rollout_log_probs(self) -> list[float]:
-        """The sampler's log-prob of each of `tokens`; 0 for tokens that were not sampled."""
+    def rollout_log_probs(self) -> list[float] | None:
+        """The sampler's log-prob of each of `tokens`, 0 for tokens that were not sampled; None if not known."""
+        if any(turn.generation.token_ids for turn in self.turns) and not self.has_logprobs:
+            return None
         logprobs = [0.0] * len(self.tokens)
         for start, generation in self._sampled():
             logprobs[start : start + len(generation.logprobs)] = generation.logprobs
         return logprobs
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether the log-probs of sampled tokens are known."""
+        return any(turn.generation.logprobs for turn in self.turns)
 
     def _sampled(self) -> Iterator[tuple[int, Generation]]:
         """Start of each turn in `tokens`; turns that a later prompt rewrote are left out."""

@@ -67,7 +67,7 @@ def rows_of(rollout: Rollout) -> list[Row]:
             np.array(row.mask),
             sequence=rollout.id,
             streams={
-                **({"sampler_logprob": np.array(row.logprobs, np.float32)} if _has_logprobs(rollout) else {}),
+                **({"sampler_logprob": np.array(row.logprobs, np.float32)} if rollout.has_logprobs else {}),
                 "sampler_version": np.array(row.versions, np.float32),
                 "reward": np.array(row.rewards, np.float32),
             },
@@ -76,10 +76,6 @@ def rows_of(rollout: Rollout) -> list[Row]:
         )
         for index, row in enumerate(rows)
     ]
-
-
-def _has_logprobs(rollout: Rollout) -> bool:
-    return any(turn.generation.logprobs for turn in rollout.turns)
 
 
 def ungraded_rows_of(rollout: Rollout) -> list[Row]:
@@ -101,7 +97,7 @@ def _rewards_per_token(rollout: Rollout, score: Score) -> list[list[float]]:
     """Return, for each turn, a reward for each of its sampled tokens."""
     lengths = [len(turn.generation.token_ids) for turn in rollout.turns]
     for turn, length in zip(rollout.turns, lengths, strict=True):
-        if _has_logprobs(rollout) and len(turn.generation.logprobs) != length:
+        if rollout.has_logprobs and len(turn.generation.logprobs) != length:
             given = len(turn.generation.logprobs)
             raise ValueError(f"rollout {rollout.id}: {given} log-probs for {length} sampled tokens; give one for each")
     if score.per_token is not None:

@@ -20,6 +20,7 @@ from oxrl.algorithms.policy_recipes import policy_view
 from oxrl.algorithms.preference import Pairs
 from oxrl.backends.forward import LanguageModel, prepare_layout
 from oxrl.data.pack import collate
+from oxrl.tensors import label_logprobs
 from oxrl.types import Item, Row
 
 if TYPE_CHECKING:
@@ -175,9 +176,9 @@ def _with_advantages(batch: Policy, advantages: Tensor | None) -> Policy:
     return batch._replace(advantage=advantages)
 
 
-def compute_advantages(rewards: Tensor, baseline: float | Tensor = 0.0) -> Tensor:
+def compute_advantages(rewards: Tensor | Sequence[float], baseline: float | Tensor = 0.0) -> Tensor:
     """Return reward minus baseline."""
-    return rewards - baseline
+    return torch.as_tensor(rewards) - baseline
 
 
 def grpo_loss(logits: Tensor, labels: Tensor, loss_mask: Tensor, advantages: Tensor) -> Tensor:
@@ -201,8 +202,7 @@ def ppo_loss(
 
 def _from_logits(logits: Tensor, labels: Tensor, loss_mask: Tensor, advantages: Tensor) -> Policy:
     """Shift once: logits at a position predict the next label, and the view is aligned with labels."""
-    targets, mask = labels[:, 1:], loss_mask[:, 1:].bool()
-    logprob = logits[:, :-1].float().log_softmax(-1).gather(-1, targets.clamp_min(0)[..., None])[..., 0]
+    logprob, mask = label_logprobs(logits, labels), loss_mask[:, 1:].bool()
     segment = torch.arange(len(labels), device=labels.device)[:, None].expand_as(mask).reshape(-1)
     flat = logprob.reshape(-1)
     return Policy(flat, flat.detach(), advantages[segment], mask.reshape(-1), segment, len(labels))
