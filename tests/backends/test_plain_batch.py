@@ -53,8 +53,8 @@ async def test_samples_and_rewards_are_a_step():
     loss, _ = expected(load_model("tiny"), torch.tensor([0.75, -0.25]))
     metrics = await create_pytorch_backend(load_model("tiny")).forward_backward(items)
     assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
-    (group,) = oxrl.prepare_grpo_batch(samples, [1.0, 0.0])
-    zscores = [row.streams["advantage"][row.mask].tolist() for row in group]
+    rows = [row for item in oxrl.prepare_grpo_batch(samples, [1.0, 0.0]) for row in item]
+    zscores = [row.streams["advantage"][row.mask].tolist() for row in rows]
     assert zscores == [pytest.approx([each] * 2, abs=1e-5) for each in (0.5**0.5, -(0.5**0.5))], "no baseline: GRPO's"
     with pytest.raises(ValueError, match="1 rewards for 2 rollouts"):
         oxrl.prepare_grpo_batch(samples, [1.0])

@@ -13,6 +13,7 @@ from oxrl.models.load import load_model, load_tokenizer
 from oxrl.run.checkpoint import load_checkpoint
 from oxrl.run.loops import run_rl_training, run_sft_training
 from oxrl.tracking.metrics import JSONLLogger
+from tests.rows import write_jsonl
 
 SAMPLES = [Sample(prompt="?", tokens=[1, 50 + i, 60, 61, 2], loss_mask=[1, 0, 1, 1, 0]) for i in range(4)]
 
@@ -53,6 +54,23 @@ def test_checkpoints_are_written_to_the_output_folder_and_load(tmp_path):
     again = fresh()
     assert anyio.run(load_checkpoint, found[0], again).step == again.version == 2
     assert len(load_tokenizer(str(found[-1]))) == len(load_tokenizer("tiny"))
+
+
+@pytest.mark.trains
+def test_a_run_of_reinforcement_learning_starts_from_the_latest_checkpoint(tmp_path):
+    sft(fresh(lr=1e-3), None, checkpoint_every=2, output_dir=tmp_path, tokenizer=load_tokenizer("tiny"))
+    data = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": f"{i}?", "answer": str(i)} for i in range(4)])
+    config = oxrl.Config(
+        model={"name": "tiny"},
+        train={"alg_name": "grpo", "train_steps_per_epoch": 1, "total_number_of_epochs": 1, "lr": 1e-12},
+        data={"train_files_path": str(data)},
+        reward={"reward_func": "contains"},
+        rollout={"max_tokens": 4, "n_samples": 2},
+    )
+    latest = sorted((tmp_path / "checkpoints").glob("step_*"))[-1]
+    result = trio.run(oxrl.run_rl, config, tmp_path, latest)
+    before, after = (AutoModelForCausalLM.from_pretrained(path).lm_head.weight for path in (latest, result.checkpoint))
+    assert result.folder == tmp_path / "rl" and torch.allclose(before, after, atol=1e-9)
 
 
 def test_checkpoints_without_a_folder_are_refused_before_training(tmp_path):
