@@ -42,8 +42,8 @@ _HOMES = {
     "oxrl.generators.vllm.server": "vllm_server",
     "oxrl.generators.vllm.engine": "VLLMRolloutEngine",
     "oxrl.loops.evaluate": "evaluate_offline evaluate_online",
-    "oxrl.loops.offline": "OfflineConfig SFTTrainingConfig run_offline run_sft_training",
-    "oxrl.loops.online": "OnlineConfig RLTrainingConfig prepare_grpo_batch run_online run_rl_training",
+    "oxrl.loops.offline": "OfflineConfig SFTTrainingConfig run_offline",
+    "oxrl.loops.online": "OnlineConfig RLTrainingConfig prepare_grpo_batch run_online",
     "oxrl.loops.step": "train_step",
     "oxrl.tracking.metrics": "JSONLLogger log_to_console",
     "oxrl.models.load": "load_hf_model load_model load_model_and_ref load_tokenizer",
@@ -103,6 +103,7 @@ _HOMES = {
     "oxrl.tracking.wandb": "log_to_wandb",
     "oxrl.trainer": "Choice Trainer TrainingResult",
     "oxrl.testing": "ScriptedGenerator check_reward fake_rollout",
+    "oxrl.run.loops": "run_rl_training run_sft_training",
     "oxrl.run.train": "RunResult run_rl run_sft train_run",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

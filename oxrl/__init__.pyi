@@ -92,14 +92,12 @@ from oxrl.loops.offline import (
     OfflineConfig as OfflineConfig,
     SFTTrainingConfig as SFTTrainingConfig,
     run_offline as run_offline,
-    run_sft_training as run_sft_training,
 )
 from oxrl.loops.online import (
     OnlineConfig as OnlineConfig,
     RLTrainingConfig as RLTrainingConfig,
     prepare_grpo_batch as prepare_grpo_batch,
     run_online as run_online,
-    run_rl_training as run_rl_training,
 )
 from oxrl.loops.step import (
     train_step as train_step,
@@ -265,6 +263,10 @@ from oxrl.run.export import (
     export_model as export_model,
     merge_run as merge_run,
     push_model as push_model,
+)
+from oxrl.run.loops import (
+    run_rl_training as run_rl_training,
+    run_sft_training as run_sft_training,
 )
 from oxrl.run.train import (
     RunResult as RunResult,

@@ -6,17 +6,18 @@ import asyncio
 import signal
 import threading
 from asyncio import CancelledError
-from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, contextmanager, suppress
+from contextvars import Context, copy_context
+from typing import Any, Self, TypeVar, cast
 
 import anyio
-import anyio.lowlevel
 from anyio.abc import TaskGroup, TaskStatus
 from anyio.from_thread import BlockingPortal
 
 T = TypeVar("T")
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 
 
 @asynccontextmanager
@@ -49,7 +50,7 @@ async def until_interrupted(function: Callable[..., Awaitable[T]], *args: Any) -
 
         async def watch(*, task_status: TaskStatus[None]) -> None:
             nonlocal interrupted
-            with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            with anyio.open_signal_receiver(*INTERRUPTS) as signals:
                 task_status.started()
                 async for _ in signals:
                     interrupted = True
@@ -97,11 +98,111 @@ def is_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def run_blocking(function: Callable[..., Awaitable[T]], *args: Any) -> T:
-    """Run an async function from sync code, also inside a running event loop, e.g. in a notebook."""
+def run_blocking(function: Callable[..., Awaitable[T]], *args: Any, signals: Sequence[int] = (signal.SIGINT,)) -> T:
+    """Run an async function to its end from sync code, also where an event loop is running (a notebook, a task).
+
+    There it runs in another thread with its own event loop and the caller's context variables, and the running loop
+    waits. `signals` cancel it outside of shielded scopes, then KeyboardInterrupt; after a second one nothing waits.
+    """
+    return _run_in_thread(function, args, signals) if _in_event_loop() else anyio.run(function, *args)
+
+
+def _run_in_thread(function: Callable[..., Awaitable[T]], args: Sequence[Any], signals: Sequence[int]) -> T:
+    outcome: Future[T | None] = Future()
+    interrupted = False
+    stop: list[Callable[[], object]] = []
+
+    async def cancellable() -> T | None:
+        loop = asyncio.get_running_loop()
+        with anyio.CancelScope() as scope:
+            stop.append(lambda: loop.call_soon_threadsafe(scope.cancel))
+            if interrupted:
+                scope.cancel()
+            return await function(*args)
+        return None  # cancelled by `interrupt`
+
+    def interrupt(number: int, frame: object) -> None:  # noqa: ARG001 - the signature of a signal handler
+        nonlocal interrupted
+        if interrupted:
+            raise KeyboardInterrupt
+        interrupted = True
+        for cancel in stop:
+            with suppress(RuntimeError):  # its loop is closed: it has ended
+                cancel()
+
+    def work() -> None:
+        try:
+            outcome.set_result(context.run(anyio.run, cancellable))
+        except BaseException as error:  # noqa: BLE001 - raised again in the waiting thread
+            outcome.set_exception(error)
+
+    context = _context_outside_of_loops()
+    with _signal_handler(signals, interrupt):
+        threading.Thread(target=work, name="oxrl", daemon=True).start()
+        value = outcome.result()
+    if interrupted:
+        raise KeyboardInterrupt
+    return cast("T", value)
+
+
+def run_until_interrupted(function: Callable[..., Awaitable[T]], *args: Any) -> T:
+    """`run_blocking(until_interrupted, ...)`, with the same signals inside a running event loop."""
+    value: T = run_blocking(until_interrupted, function, *args, signals=INTERRUPTS)
+    return value
+
+
+def _in_event_loop() -> bool:
     try:
-        anyio.lowlevel.current_token()
+        asyncio.get_running_loop()  # also in a callback, where there is no current task
     except RuntimeError:
-        return anyio.run(function, *args)
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(anyio.run, function, *args).result()
+        try:
+            anyio.get_cancelled_exc_class()
+        except RuntimeError:
+            return False
+    return True
+
+
+def _context_outside_of_loops() -> Context:
+    """A copy of the current context variables, without the record of the event loop that runs here."""
+    context = copy_context()
+    with suppress(ImportError):  # anyio and trio keep that record in sniffio, if they need it
+        from sniffio import current_async_library_cvar
+
+        context.run(current_async_library_cvar.set, None)
+    return context
+
+
+@contextmanager
+def _signal_handler(signals: Sequence[int], handler: Callable[[int, object], None]) -> Iterator[None]:
+    """Handle these signals inside the block; outside of the main thread, which receives them, do nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in signals}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, signal.SIG_DFL if previous is None else previous)
+
+
+class Finished:
+    """The result of a blocking function that can also be awaited: `await run_sft(...)`, `trio.run(run_sft, ...)`.
+
+    It has the methods of a coroutine, because `trio.run` and `asyncio.run` accept nothing else.
+    """
+
+    __slots__ = ()
+
+    def __await__(self) -> Generator[Any, Any, Self]:
+        yield from ()  # `__await__` must return a generator; this one never suspends
+        return self
+
+    def send(self, value: Any) -> Any:  # noqa: ARG002 - the signature of a coroutine
+        raise StopIteration(self)
+
+    def throw(self, *error: Any) -> Any:
+        raise error[1] if len(error) > 1 and error[1] is not None else error[0]
+
+    def close(self) -> None:
+        """Do nothing: nothing is left to run."""

@@ -1,6 +1,6 @@
 """Hidden states to values per token: the token shift, the chunked vocabulary projection, and statistics of logits.
 
-The shift, by which position i - 1 predicts token i, is in `token_logprobs` and, for full logits, `logprobs_of_logits`.
+The shift, by which position i - 1 predicts token i, is in `token_logprobs` and, for full logits, `label_logprobs`.
 The projection never holds more than one chunk of logits, forward or backward; a statistic is a function of such a
 chunk. No model, config, or I/O.
 """
@@ -94,6 +94,14 @@ def segment_sums(values: Tensor, segments: Tensor, num_rows: int) -> Tensor:
     return values.new_zeros(num_rows).index_add(0, segments, values)
 
 
+def label_logprobs(logits: Tensor, labels: Tensor) -> Tensor:
+    """The log-probs of all labels but the first, from `[..., S, V]` of `[..., S]`: `[..., S - 1]`; -100 gives 0."""
+    precise = logits if logits.dtype.itemsize >= 4 else logits.float()
+    targets = labels[..., 1:]
+    logprob = precise[..., :-1, :].log_softmax(-1).gather(-1, targets.clamp_min(0)[..., None])[..., 0]
+    return logprob.masked_fill(targets < 0, 0.0)
+
+
 def token_logprobs(
     hidden: Tensor,
     tokens: Tensor,
@@ -120,12 +128,6 @@ def token_logprobs(
     )
     empty = torch.zeros(len(tokens), dtype=torch.float32, device=hidden.device)
     return {name: empty.index_put((trained,), value) for name, value in zip(wanted, values, strict=True)}
-
-
-def logprobs_of_logits(logits: Tensor, tokens: Tensor) -> Tensor:
-    """The log-probs of all tokens but the first, from logits `[..., S, V]` of tokens `[..., S]`: `[..., S - 1]`."""
-    precise = logits if logits.dtype.itemsize >= 4 else logits.float()
-    return precise[..., :-1, :].log_softmax(-1).gather(-1, tokens[..., 1:, None])[..., 0]
 
 
 def project(

@@ -8,10 +8,13 @@ Nothing here does I/O or needs torch at run time.
 from __future__ import annotations
 
 import collections.abc
+import inspect
+import itertools
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,6 +62,16 @@ class Conversation(NamedTuple):
     messages: tuple[Message, ...]
 
 
+def as_messages(prompt: str | Conversation | Sequence[Message | Mapping[str, Any]]) -> tuple[Message, ...]:
+    """A text as a user's message; a conversation or a list of messages, which may be dicts, as messages."""
+    if isinstance(prompt, str):
+        return (Message("user", prompt),)
+    if isinstance(prompt, Mapping):
+        raise ValueError("a prompt is a text or a list of messages; convert rows with columns by load_samples(rows)")
+    given = prompt.messages if isinstance(prompt, Conversation) else prompt
+    return tuple(each if isinstance(each, Message) else Message.from_dict(each) for each in given)
+
+
 class ModelConfig(NamedTuple):
     """`ModelConfig("smollm2-135m", dtype="bfloat16", gradient_checkpointing=True)`."""
 
@@ -102,7 +115,8 @@ class Sample:
     `Sample("train.jsonl:12", messages=(Message("user", "2+2?"), Message("assistant", "4")))` is a row for SFT;
     with `chosen` and `rejected`, `messages` is their common prompt; with `label`, it ends with the labelled completion;
     with `answer`, it is a prompt whose completion can be verified; with `responses` and their `rewards`, a prompt with
-    completions that are scored already; with `text`, there is no conversation at all.
+    completions that are scored already; with `text`, there is no conversation at all. `Sample(prompt="2+2?",
+    tokens=[...], loss_mask=[...])` is a sample with its completion, a `Rollout`: see `Rollout.from_fields`.
     """
 
     id: str
@@ -117,6 +131,13 @@ class Sample:
     tools: tuple[Mapping[str, Any], ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
     media: tuple[Media, ...] = ()  # of its prompt
+
+    def __new__(cls, *_: Any, **fields: Any) -> Any:
+        return Rollout.from_fields(**fields) if "prompt" in fields else object.__new__(cls)
+
+
+_of_init = inspect.signature(Sample.__init__)  # by default, documentation shows the signature of `__new__`
+Sample.__signature__ = _of_init.replace(parameters=list(_of_init.parameters.values())[1:])  # type: ignore[attr-defined]
 
 
 class Generation(NamedTuple):
@@ -215,6 +236,35 @@ class Rollout:
     kl_divergence: float | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def from_fields(
+        cls,
+        *,
+        prompt: str | Sequence[Message | Mapping[str, Any]],
+        response: str = "",
+        tokens: Sequence[int] = (),
+        loss_mask: Sequence[float] = (),
+        reward: float | None = None,
+        group_index: int | None = None,
+        rollout_log_probs: Sequence[float] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        status: Status | None = None,
+    ) -> Rollout:
+        """`Rollout.from_fields(prompt="2+2?", response="4", tokens=[1, 50, 51], loss_mask=[0, 0, 1], reward=1.0)`.
+
+        A completion recorded elsewhere. `loss_mask` is 1 for each of `tokens` that was sampled or is to be trained on;
+        the first token has no context, and counts as 0. `rollout_log_probs` has a number for each token or for each
+        sampled one. Without a `reward` it is not graded. For other values use `dataclasses.replace`.
+        """
+        return cls(
+            Sample(f"sample:{next(_NUMBERS)}", as_messages(prompt), metadata=dict(metadata or {})),
+            _recorded_turns(tokens, loss_mask, rollout_log_probs, response, status),
+            group=group_index or 0,
+            score=None if reward is None else Score(float(reward)),
+            error="its status is failed" if status is Status.FAILED else None,
+            metadata=dict(metadata or {}),
+        )
+
     @property
     def id(self) -> str:
         return f"{self.sample.id}#{self.group}/{self.index}"
@@ -238,8 +288,8 @@ class Rollout:
 
     @property
     def response(self) -> str:
-        """Generated text of all turns."""
-        return "\n".join(turn.generation.text for turn in self.turns)
+        """Generated text of all turns; turns without text are left out."""
+        return "\n".join(turn.generation.text for turn in self.turns if turn.generation.text)
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -280,12 +330,19 @@ class Rollout:
         return mask
 
     @property
-    def rollout_log_probs(self) -> list[float]:
-        """The sampler's log-prob of each of `tokens`; 0 for tokens that were not sampled."""
+    def rollout_log_probs(self) -> list[float] | None:
+        """The sampler's log-prob of each of `tokens`, 0 for tokens that were not sampled; None if not known."""
+        if any(turn.generation.token_ids for turn in self.turns) and not self.has_logprobs:
+            return None
         logprobs = [0.0] * len(self.tokens)
         for start, generation in self._sampled():
             logprobs[start : start + len(generation.logprobs)] = generation.logprobs
         return logprobs
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether the log-probs of sampled tokens are known."""
+        return any(turn.generation.logprobs for turn in self.turns)
 
     def _sampled(self) -> Iterator[tuple[int, Generation]]:
         """Start of each turn in `tokens`; turns that a later prompt rewrote are left out."""
@@ -303,6 +360,52 @@ class Rollout:
             return Status.PENDING
         reasons = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "aborted": Status.ABORTED}
         return reasons[self.generation.finish_reason]
+
+
+_NUMBERS = itertools.count()  # of recorded samples: rollouts with equal ids would count as one
+
+
+def _recorded_turns(
+    tokens: Sequence[int],
+    loss_mask: Sequence[float],
+    logprobs: Sequence[float] | None,
+    text: str,
+    status: Status | None,
+) -> tuple[Turn, ...]:
+    """One turn for each run of 1s in the mask, and one without generated tokens for what follows the last of them."""
+    ids, mask = tuple(map(int, tokens)), [float(each) for each in loss_mask]
+    if len(mask) != len(ids) or not set(mask) <= {0.0, 1.0}:
+        raise ValueError(
+            f"loss_mask has {len(mask)} entries for {len(ids)} tokens; give a 1 for each token to train on, else a 0"
+        )
+    by_token = _logprob_of_each(mask, logprobs)
+    mask[:1] = [0.0] * len(mask[:1])  # the first token has no context
+    starts = [index for index, each in enumerate(mask) if each and not mask[index - 1]]
+    ends = [index + 1 for index, each in enumerate(mask) if each and mask[index + 1 : index + 2] != [1.0]]
+    if (ids or text) and ends[-1:] != [len(ids)]:
+        starts, ends = [*starts, len(ids)], [*ends, len(ids)]
+    turns = [
+        Turn(ids[:start], Generation(ids[start:end], by_token[start:end], "stop"))
+        for start, end in zip(starts, ends, strict=True)
+    ]
+    if turns:
+        reason: Any = {Status.TRUNCATED: "length", Status.ABORTED: "aborted"}.get(status or Status.PENDING, "stop")
+        last = turns.pop()
+        turns.append(last._replace(generation=last.generation._replace(text=text, finish_reason=reason)))
+    return tuple(turns)
+
+
+def _logprob_of_each(mask: Sequence[float], logprobs: Sequence[float] | None) -> tuple[float, ...]:
+    """Log-probs by token, from those of all tokens or of the sampled ones; () if they are not known."""
+    if logprobs is None or len(logprobs) == len(mask):
+        return tuple(map(float, logprobs or ()))
+    if len(logprobs) != sum(mask):
+        raise ValueError(
+            f"rollout_log_probs has {len(logprobs)} entries for {len(mask)} tokens, {sum(mask):.0f} of them sampled; "
+            "give one for each token or for each sampled one"
+        )
+    given = iter(logprobs)
+    return tuple(float(next(given)) if each else 0.0 for each in mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -536,26 +639,40 @@ class Algorithm:
         return bool(self.needs or self.others)
 
 
-class TrainFuture(Protocol[T_co]):
-    """Result of a submitted call: `metrics = await backend.optim_step()`."""
+class TrainFuture(Generic[T]):
+    """Result of a submitted call: `metrics = await backend.optim_step()`, under asyncio and trio.
 
-    def __await__(self) -> collections.abc.Generator[Any, Any, T_co]: ...
+    A backend that works elsewhere creates one and calls `set_result` or `set_exception` later, from any thread.
+    """
 
-    async def result(self) -> T_co: ...
+    def __init__(self) -> None:
+        self._outcome: Future[T] = Future()
+
+    def set_result(self, value: T) -> None:
+        self._outcome.set_result(value)
+
+    def set_exception(self, error: BaseException) -> None:
+        self._outcome.set_exception(error)
+
+    def done(self) -> bool:
+        return self._outcome.done()
+
+    def __await__(self) -> collections.abc.Generator[Any, Any, T]:
+        return self.result().__await__()
+
+    async def result(self) -> T:
+        from oxrl.concurrency import in_thread
+
+        return self._outcome.result() if self._outcome.done() else await in_thread(self._outcome.result)
 
 
-@dataclass(frozen=True, slots=True)
 class ImmediateTrainFuture(TrainFuture[T]):
     """`await ImmediateTrainFuture(3) == 3`: a future that is already done."""
 
-    value: T
-
-    def __await__(self) -> collections.abc.Generator[Any, Any, T]:
-        yield from ()  # `__await__` must return a generator; this one never suspends
-        return self.value
-
-    async def result(self) -> T:
-        return self.value
+    def __init__(self, value: T) -> None:
+        super().__init__()
+        self.value = value
+        self.set_result(value)
 
 
 class Rendezvous(NamedTuple):

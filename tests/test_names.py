@@ -7,9 +7,10 @@ import anyio
 import pytest
 
 import oxrl
-from oxrl.loops.online import OnlineConfig, RLTrainingConfig, run_online, run_rl_training
+from oxrl.loops.online import OnlineConfig, RLTrainingConfig, run_online
 from oxrl.names import import_object, renamed_keywords
 from oxrl.rollouts.collect import RolloutConfig, sampling_manager
+from oxrl.run.loops import run_rl_training
 
 
 @renamed_keywords(colour="color")

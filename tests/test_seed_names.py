@@ -8,7 +8,7 @@ import oxrl
 
 NAMES = {
     # loops and their records
-    "run_sft_training": "oxrl.loops.offline",
+    "run_sft_training": "oxrl.run.loops",
     "SFTTrainingConfig": "oxrl.loops.offline",
     "Sample": "oxrl.types",
     "TrainFuture": "oxrl.types",
@@ -120,7 +120,8 @@ NAMES = {
     "vllm_generator": "oxrl.primitives.engines",
     # reinforcement learning
     "Status": "oxrl.types",
-    **dict.fromkeys(["run_rl_training", "RLTrainingConfig", "prepare_grpo_batch"], "oxrl.loops.online"),
+    "run_rl_training": "oxrl.run.loops",
+    **dict.fromkeys(["RLTrainingConfig", "prepare_grpo_batch"], "oxrl.loops.online"),
     **dict.fromkeys(["AsyncRolloutManager", "RolloutConfig", "generate_rollout_batches"], "oxrl.rollouts.collect"),
     **dict.fromkeys(
         [

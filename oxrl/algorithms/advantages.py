@@ -153,11 +153,12 @@ def _with_streams(rows: Item, **values: Tensor) -> Item:
     parts = {name: np.split(value.numpy(), ends) for name, value in values.items()}
     new_rows = []
     for index, row in enumerate(rows):
-        sampler = row.streams["sampler_logprob" if "sampler_logprob" in row.streams else "policy_logprob"]
+        own = "sampler_logprob" if "sampler_logprob" in row.streams else "policy_logprob"
+        sampler = {"sampler_logprob": row.streams[own]} if own in row.streams else {}
         streams = {name: np.zeros(len(row), dtype=np.float32) for name in parts}
         for name, stream in streams.items():
             stream[row.mask] = parts[name][index]
-        new_rows.append(replace(row, streams={**row.streams, **streams, "sampler_logprob": sampler}))
+        new_rows.append(replace(row, streams={**row.streams, **streams, **sampler}))
     return tuple(new_rows)
 
 

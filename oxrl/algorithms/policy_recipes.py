@@ -25,10 +25,14 @@ SINGLE_ROLLOUTS = Online(group_of_rollouts, min_group_size=1)
 
 
 def policy_view(outputs: Outputs, batch: Batch) -> Policy:
-    """The view of a batch; a sequence is a rollout, whatever the number of its rows."""
+    """The view of a batch; a sequence is a rollout, whatever the number of its rows.
+
+    Without log-probs of the sampler, the policy of this pass is the sampler.
+    """
     rows = torch.arange(batch.num_rows, device=batch.segments.device)
     _, rollout = torch.unique(batch.scalars.get("rollout", rows), return_inverse=True)
-    sampler, advantage = batch.streams["sampler_logprob"], batch.streams["advantage"]
+    sampler = batch.streams.get("sampler_logprob", outputs.logprob.detach())
+    advantage = batch.streams["advantage"]
     return Policy(outputs.logprob, sampler, advantage, batch.mask, rollout[batch.segments], batch.num_rows)
 
 

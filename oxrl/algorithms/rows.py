@@ -51,7 +51,8 @@ def rows_of(rollout: Rollout) -> list[Row]:
     """Rows with streams `sampler_logprob`, `sampler_version`, `reward` (per token), scalars `reward` (total), `ended`.
 
     `ended` is the same for all rows: whether the last generation stopped by itself. Discounted sums run over all rows
-    of a rollout as one sequence, so only its end can be truncated. Rows without a sampled token are left out.
+    of a rollout as one sequence, so only its end can be truncated. Rows without a sampled token are left out. Without
+    any log-prob there is no stream of them: the policy before the step then counts as the sampler.
     """
     if rollout.error is not None or rollout.score is None:
         reason = rollout.error or "it has no score"
@@ -66,7 +67,7 @@ def rows_of(rollout: Rollout) -> list[Row]:
             np.array(row.mask),
             sequence=rollout.id,
             streams={
-                "sampler_logprob": np.array(row.logprobs, np.float32),
+                **({"sampler_logprob": np.array(row.logprobs, np.float32)} if rollout.has_logprobs else {}),
                 "sampler_version": np.array(row.versions, np.float32),
                 "reward": np.array(row.rewards, np.float32),
             },
@@ -96,7 +97,7 @@ def _rewards_per_token(rollout: Rollout, score: Score) -> list[list[float]]:
     """Return, for each turn, a reward for each of its sampled tokens."""
     lengths = [len(turn.generation.token_ids) for turn in rollout.turns]
     for turn, length in zip(rollout.turns, lengths, strict=True):
-        if len(turn.generation.logprobs) != length:
+        if rollout.has_logprobs and len(turn.generation.logprobs) != length:
             given = len(turn.generation.logprobs)
             raise ValueError(f"rollout {rollout.id}: {given} log-probs for {length} sampled tokens; give one for each")
     if score.per_token is not None:

@@ -10,20 +10,24 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from oxrl.algorithms import algorithm as named_algorithm
 from oxrl.backends.distributed.shards import OPTIMIZER, REFERENCE, SHARDS, check_reference, has_shards, load_shards
 from oxrl.backends.forward import LanguageModel, prepare_layout
-from oxrl.backends.optimizer import AdamW, Schedule, create_adamw_optimizer, full_rate, schedule
+from oxrl.backends.optimizer import AdamW, Schedule, as_schedule, create_adamw_optimizer, full_rate, schedule
+from oxrl.backends.plain_batch import plain_step
+from oxrl.tensors import label_logprobs
 from oxrl.types import (
     Algorithm,
     Batch,
     Counts,
     ImmediateTrainFuture,
+    Item,
     Losses,
     LossFn,
     Outputs,
@@ -95,7 +99,7 @@ class PyTorchTrainingBackend:
         self,
         model: PreTrainedModel | LanguageModel,
         optimizer: AdamW,
-        scheduler: Schedule = full_rate,
+        scheduler: Schedule | LambdaLR = full_rate,
         *,
         max_grad_norm: float = 1.0,
         others: Mapping[str, PreTrainedModel | LanguageModel] = MappingProxyType({}),
@@ -107,7 +111,7 @@ class PyTorchTrainingBackend:
         self.reference_moved = False
         self.write_model = write_model
         self.optimizer = optimizer
-        self.scheduler = scheduler
+        self.scheduler = as_schedule(scheduler)
         self.base_rate: float = optimizer.defaults["lr"]
         self.max_grad_norm = max_grad_norm
         self.version = 0
@@ -166,11 +170,21 @@ class PyTorchTrainingBackend:
             )
 
     def forward_backward(
-        self, batches: Sequence[Batch], algorithm: Algorithm, counts: Counts
+        self,
+        batches: Sequence[Batch] | Mapping[str, Any] | Sequence[Item],
+        algorithm: Algorithm | None = None,
+        counts: Counts | None = None,
     ) -> TrainFuture[dict[str, float]]:
-        """Accumulate the gradients of a step's micro-batches; each term is divided by the step's count of its unit."""
-        parts = [self.backward(batch, algorithm, counts) for batch in batches]
-        self.stop_unless_finite(parts, batches)
+        """Accumulate the gradients of a step's micro-batches; each term is divided by the step's count of its unit.
+
+        Alone, a dict of `tokens`, `loss_mask` and optionally `labels` and `advantages` (`[B, S]` tensors or lists), or
+        items with advantages (`prepare_grpo_batch`), is a step with the mean of -log p, times the advantage.
+        """
+        micro_batches: Any = batches
+        if algorithm is None or counts is None:
+            micro_batches, algorithm, counts = plain_step(micro_batches)
+        parts = [self.backward(batch, algorithm, counts) for batch in micro_batches]
+        self.stop_unless_finite(parts, micro_batches)
         return ImmediateTrainFuture(sum_parts(parts, counts))
 
     def backward(self, batch: Batch, algorithm: Algorithm, counts: Counts, weight: float = 1.0) -> Part:
@@ -251,6 +265,12 @@ class PyTorchTrainingBackend:
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
         """Copy tensors by parameter name into the model (and into its master weights)."""
+        if not isinstance(weights, Mapping):
+            raise ValueError(
+                f"load_weights takes tensors by name, not {type(weights).__name__}: get_weights returns a handle of "
+                "the current weights, not a copy; copy them with {name: weight.detach().clone() for name, weight in "
+                "handle.module.named_parameters()}, or use save and load"
+            )
         copy_parameters(weights, self.model)
         self.optimizer.copy_from_model()
         return ImmediateTrainFuture(None)
@@ -420,9 +440,25 @@ def _warn_if_coarse(weights: Iterable[Tensor], share: float) -> None:
         )
 
 
-def create_cross_entropy_loss() -> LossFn:
-    """Return the loss of supervised fine-tuning: negative log-likelihood of the trained tokens."""
-    return named_algorithm("sft").loss
+def create_cross_entropy_loss() -> Callable[..., Any]:
+    """Return the loss of supervised fine-tuning, `loss_fn(logits, labels, loss_mask)`: mean NLL of the masked tokens.
+
+    For a plain torch loop: logits `[B, S, V]` at a position predict the label after it (the shift happens inside),
+    labels `[B, S]` are tokens or -100. With the `Outputs` of a backend and a `Batch`, it is the loss of an `Algorithm`.
+    """
+    sft = named_algorithm("sft").loss
+
+    def loss(logits: Tensor | Outputs, labels: Tensor | Batch, loss_mask: Tensor | None = None) -> Tensor | Losses:
+        if isinstance(logits, Outputs) or isinstance(labels, Batch):
+            return sft(cast("Outputs", logits), cast("Batch", labels))
+        trained = labels[:, 1:] >= 0
+        if loss_mask is not None:
+            trained = trained & loss_mask[:, 1:].bool()
+        if not trained.any():
+            raise ValueError("no token is trained on: loss_mask is 0 everywhere, or 1 for first tokens only")
+        return -label_logprobs(logits, labels)[trained].mean()
+
+    return loss
 
 
 def set_training_mode(model: nn.Module, *, dropout: bool) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, overload
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 Schedule: TypeAlias = Callable[[int], float]
 """Optimizer steps done so far -> factor on the base learning rate for the next one."""
@@ -158,6 +159,42 @@ def schedule(name: str, total_steps: int, warmup_steps: int = 0) -> Schedule:
     return factor
 
 
-def create_warmup_cosine_scheduler(num_warmup_steps: int, num_training_steps: int) -> Schedule:
-    """Return a schedule: linear warm-up, then half a cosine down to 0."""
-    return schedule("cosine", num_training_steps, num_warmup_steps)
+@overload
+def create_warmup_cosine_scheduler(
+    optimizer: torch.optim.Optimizer, num_warmup_steps: int, num_training_steps: int
+) -> LambdaLR: ...
+
+
+@overload
+def create_warmup_cosine_scheduler(optimizer: int, num_warmup_steps: int) -> Schedule: ...
+
+
+@overload
+def create_warmup_cosine_scheduler(*, num_warmup_steps: int, num_training_steps: int) -> Schedule: ...
+
+
+def create_warmup_cosine_scheduler(
+    optimizer: torch.optim.Optimizer | int | None = None, num_warmup_steps: int = 0, num_training_steps: int = 0
+) -> LambdaLR | Schedule:
+    """Return linear warm-up, then half a cosine down to 0: a torch scheduler of `optimizer` with `step()`.
+
+    Without an optimizer, `create_warmup_cosine_scheduler(10, 100)` is the schedule as a function of the step, which
+    `PyTorchTrainingBackend` takes (it takes the torch scheduler, too, and steps it itself).
+    """
+    if isinstance(optimizer, int):
+        return schedule("cosine", num_warmup_steps, optimizer)
+    factor = schedule("cosine", num_training_steps, num_warmup_steps)
+    return factor if optimizer is None else LambdaLR(optimizer, factor)
+
+
+def as_schedule(scheduler: Schedule | LambdaLR) -> Schedule:
+    """Return the function of a torch scheduler; the backend sets the learning rate by it."""
+    if isinstance(scheduler, LambdaLR):
+        factor: Schedule = scheduler.lr_lambdas[0]
+        return factor
+    if not callable(scheduler):
+        raise ValueError(
+            f"{type(scheduler).__name__} has no function of the step: pass one, (steps done) -> factor of the learning "
+            "rate, as create_warmup_cosine_scheduler(10, 100)"
+        )
+    return scheduler

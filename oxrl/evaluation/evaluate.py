@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from oxrl.concurrency import run_blocking, until_interrupted
+from oxrl.concurrency import run_until_interrupted
 from oxrl.config import load_config
 from oxrl.data.prepare import DATASETS, find_dataset, read_card, split_file
 from oxrl.data.prompts import as_prompt
@@ -243,7 +243,7 @@ def evaluate(
     for each in models:
         with progress(each.name, len(rows.samples)) as advance:
             answer = partial(_answer, each, rows.samples, variants, sampling, samples, time_limit, advance)
-            rollouts, scores = run_blocking(until_interrupted, answer)
+            rollouts, scores = run_until_interrupted(answer)
         marks = {name: _summary(graded, ks, full, each.name, rollouts) for name, graded in scores.items()}
         results.append(Result(each.name, rollouts, scores, marks))
     compared = {} if against is None else {name: _compare(results, name, seed) for name in variants}

@@ -43,6 +43,12 @@ class Facts(NamedTuple):
     # leave; "raw": at temperature 1, over all tokens
 
 
+class WeightLoader(Protocol):
+    """The least that `sync_weights_to_engines` and `run_rl_training` need of an engine."""
+
+    async def update_weights_from_checkpoint(self, checkpoint_path: str) -> dict[str, Any]: ...
+
+
 class InferenceEngine(Protocol):
     """An engine outside of the trainer. A generator can have several."""
 

@@ -6,6 +6,7 @@ its log-probs of a probe sequence are compared with the trainer's.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import shutil
 import tempfile
@@ -27,6 +28,7 @@ from oxrl.generators.engines import (
     Facts,
     InferenceEngine,
     Receiver,
+    WeightLoader,
     as_engine_request,
     as_generation,
 )
@@ -45,18 +47,59 @@ TRANSFERS = ("files", "gloo", "nccl")
 
 
 async def sync_weights_to_engines(
-    engines: Sequence[InferenceEngine], checkpoint_path: str, version: int | None = None
+    engines: Sequence[WeightLoader], checkpoint_path: str, version: int | None = None
 ) -> list[dict[str, Any]]:
-    """Update all engines concurrently and return one result each, in order. The first error cancels the others."""
+    """Update all engines concurrently and return one result each, in order. The first error cancels the others.
+
+    `version` is passed to engines whose `update_weights_from_checkpoint` takes one.
+    """
     results: dict[int, dict[str, Any]] = {}
 
-    async def update(index: int, engine: InferenceEngine) -> None:
-        results[index] = await engine.update_weights_from_checkpoint(checkpoint_path, version)
+    async def update(index: int, engine: WeightLoader) -> None:
+        load: Callable[..., Awaitable[dict[str, Any]]] = engine.update_weights_from_checkpoint
+        versioned = version is not None and "version" in inspect.signature(load).parameters
+        results[index] = await load(checkpoint_path, *([version] if versioned else []))
 
     async with task_group() as tasks:
         for index, engine in enumerate(engines):
             tasks.start_soon(update, index, engine)
     return [results[index] for index in range(len(engines))]
+
+
+async def sync_by_files(source: WeightSource, engines: Sequence[WeightLoader], version: int, root: Path) -> None:
+    """Write the weights to a new folder in `root`, update all engines from it, and remove it."""
+    folder = Path(tempfile.mkdtemp(prefix=f"oxrl-weights-{version}-", dir=root))
+    try:
+        await in_thread(partial(source.write, folder))
+        await sync_weights_to_engines(engines, str(folder), version)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class WeightSync:
+    """`WeightSync([engine])`: the part of a `Generator` that the online loop needs if `generate_fn` samples by itself.
+
+    Engines have `update_weights_from_checkpoint(path)`, and nothing else is called. Weights are written to `folder`, by
+    default in this machine's memory, and removed after the sync.
+    """
+
+    def __init__(self, engines: Sequence[WeightLoader] = (), folder: str | Path | None = None) -> None:
+        self.engines, self.version = list(engines), 0
+        self._folder = Path(folder) if folder is not None else shm_dir()
+
+    async def generate(self, requests: Sequence[Request], sampling: GenerationConfig) -> list[Generation]:  # noqa: ARG002
+        raise ValueError("these engines only load weights: sample from them in the generate_fn of RolloutConfig")
+
+    async def abort(self) -> None:
+        """Do nothing: no request is in flight."""
+
+    async def update_weights(self, weights: Weights) -> None:
+        if self.engines:
+            await sync_by_files(source_of(weights), self.engines, weights.version, self._folder)
+        self.version = weights.version
+
+    async def close(self) -> None:
+        """Do nothing: engines are closed by those that opened them."""
 
 
 class HTTPGenerator:
@@ -276,19 +319,14 @@ class HTTPGenerator:
         source = source_of(weights)
         probe = await in_thread(partial(Probe.of, source, self._tolerance))
         reachable = await self._reachable()
-        sync = self._sync_by_files if self._transfer == "files" else self._sync_by_network
-        await sync(source, [self.engines[index] for index in reachable], weights.version)
+        engines = [self.engines[index] for index in reachable]
+        if self._transfer == "files":
+            await sync_by_files(source, engines, weights.version, self._folder)
+        else:
+            await self._sync_by_network(source, engines, weights.version)
         await self.verify(probe, weights.version, reachable)
         self._failed = {index: recoveries for index, recoveries in self._failed.items() if index not in reachable}
         self._version = weights.version
-
-    async def _sync_by_files(self, source: WeightSource, engines: Sequence[InferenceEngine], version: int) -> None:
-        folder = Path(tempfile.mkdtemp(prefix=f"oxrl-weights-{version}-", dir=self._folder))
-        try:
-            await in_thread(partial(source.write, folder))
-            await sync_weights_to_engines(engines, str(folder), version)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
 
     async def _sync_by_network(self, source: WeightSource, engines: Sequence[Any], version: int) -> None:
         """Broadcast in one group of the sender and the workers of all engines."""

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import anyio
 
-from oxrl.algorithms import algorithm as named_algorithm
-from oxrl.data.buffer import DataBuffer
-from oxrl.data.render import Renderer
 from oxrl.loops.progress import AlgorithmAt, Progress, SaveFn, no_checkpoint, step_warnings
 from oxrl.loops.step import train_step
 from oxrl.tracking.metrics import Sink, log_to_console
-from oxrl.types import Algorithm, Backend, DataSource, Item, Memory, Row, Sample, TrainingState
+from oxrl.types import Algorithm, Backend, DataSource, Item, Memory, TrainingState
 
 EvaluateFn: TypeAlias = Callable[[Memory], Awaitable[Mapping[str, float]]]
 
@@ -76,25 +73,3 @@ async def run_offline(
 
 def _eval_loss(algorithm: Algorithm, metrics: Mapping[str, float]) -> float | None:
     return None if algorithm.eval_metric is None else metrics[f"eval_{algorithm.eval_metric}"]
-
-
-async def run_sft_training(
-    backend: Backend,
-    samples: Sequence[Sample | Row],
-    config: SFTTrainingConfig,
-    metrics_logger: Sink = log_to_console,
-    *,
-    tokenizer: Any = None,
-    seed: int = 0,
-) -> list[dict[str, float]]:
-    """Supervised fine-tuning on rows, or on samples together with their tokenizer."""
-    algorithm = named_algorithm("sft")
-    items: list[Item] = []
-    for sample in samples:
-        if isinstance(sample, Row):
-            items.append((sample,))
-        elif tokenizer is None:
-            raise ValueError("samples are text: pass tokenizer=..., or rows that are tokenised already")
-        else:
-            items.extend(algorithm.assemble(sample, Renderer(tokenizer)))
-    return await run_offline(backend, algorithm, DataBuffer(items, seed=seed), config, log=metrics_logger)

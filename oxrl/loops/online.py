@@ -32,13 +32,12 @@ from oxrl.tracking.metrics import Sink, log_to_console
 from oxrl.types import (
     Algorithm,
     Backend,
-    DataSource,
     Generator,
     Item,
     Memory,
     Render,
     Rollout,
-    Sample,
+    Score,
     SleepingGenerator,
     TrainFuture,
     TrainingState,
@@ -204,10 +203,11 @@ async def run_online(
                     )
                     _check_gap(metrics, config.max_logprob_gap)
                     await move_reference(step)
-                if due(step, config.sync_every) or step == config.num_steps:
+                synced = due(step, config.sync_every) or step == config.num_steps
+                if synced:
                     metrics |= await _sync(backend, generators)
                 metrics |= await progress.evaluate(step, evaluate, lambda found: -found["eval_reward"])
-                queue.release()
+                queue.trained(synced=synced)
                 metrics |= step_warnings(step, algorithm_at, metrics)
                 observe(step, batch.groups)
                 version = (await backend.get_weights()).version
@@ -294,41 +294,6 @@ class RLTrainingConfig:
     checkpoint_every: int = 0
 
 
-@renamed_keywords(taking_turns="shares_weights")
-async def run_rl_training(
-    backend: Backend,
-    data_buffer: DataSource[Sample],
-    rollout_manager: AsyncRolloutManager,
-    inference_engines: Sequence[Generator],
-    config: RLTrainingConfig,
-    metrics_logger: Sink = log_to_console,
-    *,
-    algorithm: Algorithm | None = None,
-    render: Render = NO_TEXT,
-    shares_weights: bool = True,
-    save: SaveFn = no_checkpoint,
-) -> list[dict[str, float]]:
-    """Generate, train, sync. The default algorithm is REINFORCE with the config's baseline."""
-    rollout_manager.data_buffer = data_buffer
-    return await run_online(
-        backend,
-        algorithm or against_baseline(config.baseline),
-        rollout_manager,
-        inference_engines,
-        render,
-        OnlineConfig(
-            num_steps=config.num_steps,
-            lag=config.sync_every - 1,
-            sync_every=config.sync_every,
-            log_every=config.log_every,
-            checkpoint_every=config.checkpoint_every,
-        ),
-        shares_weights=shares_weights,
-        log=metrics_logger,
-        save=save,
-    )
-
-
 def against_baseline(baseline: float) -> Algorithm:
     """REINFORCE with the advantage reward - `baseline`."""
     from oxrl.algorithms.advantages import group_credit
@@ -336,7 +301,17 @@ def against_baseline(baseline: float) -> Algorithm:
     return replace(named_algorithm("reinforce"), credit=group_credit(lambda rewards: rewards - baseline))
 
 
-def prepare_grpo_batch(rollouts: Sequence[Rollout], baseline: float | None = None) -> list[Item]:
-    """Graded rollouts to rows with advantages: GRPO's within each group, or reward - `baseline`."""
+def prepare_grpo_batch(
+    rollouts: Sequence[Rollout], rewards: Sequence[float] | None = None, *, baseline: float | None = None
+) -> list[Item]:
+    """Graded rollouts, or rollouts and their rewards, to rows with advantages: GRPO's within each group, or reward -
+    `baseline`.
+    """
     algorithm = named_algorithm("grpo") if baseline is None else against_baseline(baseline)
+    if rewards is not None:
+        if len(rewards) != len(rollouts):
+            raise ValueError(f"{len(rewards)} rewards for {len(rollouts)} rollouts; give one for each")
+        rollouts = [
+            replace(rollout, score=Score(float(reward))) for rollout, reward in zip(rollouts, rewards, strict=True)
+        ]
     return algorithm.credit(rollout_items(algorithm, group_rollouts(rollouts), NO_TEXT), {})

@@ -67,7 +67,7 @@ class RolloutQueue:
         self.max_partial_age = max(0, max_age - lag * updates)  # it will be older by the lag when it is trained on
         # With shared weights, training waits until the producer has used all permits and is idle.
         self.batches_needed = lag + 1 if shares_weights else 1
-        self.remaining = 0
+        self.remaining = self.unreleased = 0
         self.buffer = ReplayBuffer(max_age=max_age)
         self.waiting: deque[CollectedBatch] = deque()
         self.arrived = anyio.Event()
@@ -96,9 +96,13 @@ class RolloutQueue:
             )
         return ReadyBatch(groups, version, collected, self.buffer.expired, waited)
 
-    def release(self) -> None:
-        """Allow another batch to be started: the engine has confirmed a new version."""
-        self.permits.release()
+    def trained(self, *, synced: bool) -> None:
+        """A batch was trained on. Others are started once the engine has confirmed a new version, not on an old one."""
+        self.unreleased += 1
+        if synced:
+            for _ in range(self.unreleased):
+                self.permits.release()
+            self.unreleased = 0
 
     def state(self, trained: CollectedBatch) -> dict[str, Any]:
         """Batches not trained on yet, and the collector's state; in-flight batches are drawn again."""

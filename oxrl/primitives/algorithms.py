@@ -31,7 +31,7 @@ from oxrl.data.pack import collate
 from oxrl.loops.online import NO_TEXT
 from oxrl.rollouts.batches import group_rollouts
 from oxrl.rollouts.buffer import Group
-from oxrl.tensors import logprobs_of_logits
+from oxrl.tensors import label_logprobs
 from oxrl.types import Batch, Counts, Item, Outputs, Rollout, Row, Unit
 
 if TYPE_CHECKING:
@@ -323,9 +323,9 @@ def _with_advantages(batch: Policy, advantages: Tensor | None) -> Policy:
     return batch._replace(advantage=advantages)
 
 
-def compute_advantages(rewards: Tensor, baseline: float | Tensor = 0.0) -> Tensor:
+def compute_advantages(rewards: Tensor | Sequence[float], baseline: float | Tensor = 0.0) -> Tensor:
     """Return reward minus baseline."""
-    return rewards - baseline
+    return torch.as_tensor(rewards) - baseline
 
 
 def grpo_loss(logits: Tensor, labels: Tensor, loss_mask: Tensor, advantages: Tensor) -> Tensor:
@@ -348,9 +348,8 @@ def ppo_loss(
 
 
 def _from_logits(logits: Tensor, labels: Tensor, loss_mask: Tensor, advantages: Tensor) -> Policy:
-    """Without the first label, which nothing predicts."""
-    mask = loss_mask[:, 1:].bool()
-    logprob = logprobs_of_logits(logits, labels.clamp_min(0))
+    """Shift once: logits at a position predict the next label, and the view is aligned with labels."""
+    logprob, mask = label_logprobs(logits, labels), loss_mask[:, 1:].bool()
     segment = torch.arange(len(labels), device=labels.device)[:, None].expand_as(mask).reshape(-1)
     flat = logprob.reshape(-1)
     return Policy(flat, flat.detach(), advantages[segment], mask.reshape(-1), segment, len(labels))

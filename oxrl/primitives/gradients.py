@@ -20,7 +20,7 @@ from oxrl.backends.local import PyTorchTrainingBackend
 from oxrl.concurrency import run_blocking
 from oxrl.data.pack import collate, count_units
 from oxrl.loops.step import credit_step
-from oxrl.tensors import logprobs_of_logits
+from oxrl.tensors import label_logprobs
 from oxrl.types import Algorithm, Batch, Counts, Item, Outputs
 
 
@@ -106,7 +106,7 @@ def _vectorized(
     def weighted(parameters: dict[str, Tensor], tokens: Tensor, slopes: Tensor) -> Tensor:
         # No mask: rows are padded on the right, and no token attends to later ones.
         logits = functional_call(model, parameters, (), {"input_ids": tokens, "use_cache": False}).logits
-        return (logprobs_of_logits(logits / temperature, tokens) * slopes[:, 1:]).sum()
+        return (label_logprobs(logits / temperature, tokens) * slopes[:, 1:]).sum()
 
     tokens, weights = (
         _padded([_rows(flat, batch) for flat, batch in zip(flats, batches, strict=True)]).to(backend.device)

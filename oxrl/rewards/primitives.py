@@ -12,8 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias, overload
 
-import anyio
-
+from oxrl.concurrency import run_blocking
 from oxrl.rewards.compose import Normalizer, zscore
 from oxrl.rewards.grade import AnyReward, as_score, grade
 from oxrl.types import RewardFn, Rollout, Score
@@ -56,9 +55,9 @@ def compute_batch_rewards(
 ) -> list[float | None]:
     """The reward of each rollout of one group, graded concurrently; None if it could not be graded.
 
-    Starts an event loop: inside a running one, use `await grade(...)`, which also returns the reasons.
+    `await grade(...)` does not block the event loop, and also returns the reasons.
     """
-    graded = anyio.run(partial(grade, rollouts, reward_fn, time_limit=time_limit))
+    graded = run_blocking(partial(grade, rollouts, reward_fn, time_limit=time_limit))
     return [rollout.reward for rollout in graded]
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from oxrl.concurrency import run_blocking
 from oxrl.rewards.grade import AnyReward, grade
 from oxrl.rewards.primitives import compute_scalar_reward
 from oxrl.rollouts.buffer import Group
@@ -65,7 +66,10 @@ def compute_reward(rollout: Rollout, reward_fn: RewardFn | None = None) -> float
         return rollout.score.value
     if "correct" in rollout.metadata:
         return 1.0 if rollout.metadata["correct"] else 0.0
-    raise ValueError(f"rollout {rollout.id} was not graded{f': {rollout.error}' if rollout.error else ''}")
+    raise ValueError(
+        f"rollout {rollout.id} was not graded{f': {rollout.error}' if rollout.error else ''}; a missing grade is not a "
+        "reward of 0: grade it, set reward= or metadata={'correct': ...}, or leave it out"
+    )
 
 
 def extract_sample_fields(
@@ -79,9 +83,10 @@ def extract_sample_fields(
     )
 
 
-def compute_response_lengths(loss_masks: Sequence[Sequence[float]]) -> list[int]:
-    """Return the number of sampled tokens of each mask."""
-    return [sum(1 for each in mask if each) for mask in loss_masks]
+def compute_response_lengths(loss_masks: Sequence[Sequence[float] | Rollout]) -> list[int]:
+    """Return the number of sampled tokens of each mask or rollout."""
+    masks = [each.loss_mask if isinstance(each, Rollout) else each for each in loss_masks]
+    return [sum(1 for each in mask if each) for mask in masks]
 
 
 def build_batch_metadata(rollouts: Sequence[Rollout]) -> dict[str, Any]:
@@ -103,12 +108,11 @@ def convert_to_batch(rollouts: Sequence[Rollout]) -> RolloutBatch:
     return RolloutBatch(tokens, masks, rewards, compute_response_lengths(masks), build_batch_metadata(trained))
 
 
-async def apply_sample_transforms(
+def apply_sample_transforms(
     rollouts: Sequence[Rollout],
-    *,
-    filter_fn: Callable[[Rollout], bool] = lambda _: True,
+    filter_fn: Callable[[Rollout], bool] | None = None,
     reward_fn: AnyReward | None = None,
 ) -> list[Rollout]:
     """Grade with `reward_fn`, then return those that `filter_fn` keeps; ungraded rollouts have an `error`."""
-    graded = list(rollouts) if reward_fn is None else await grade(rollouts, reward_fn)
-    return [rollout for rollout in graded if filter_fn(rollout)]
+    graded = list(rollouts) if reward_fn is None else run_blocking(grade, rollouts, reward_fn)
+    return [rollout for rollout in graded if filter_fn is None or filter_fn(rollout)]

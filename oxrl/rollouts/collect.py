@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import anyio
 
-from oxrl.concurrency import task_group
+from oxrl.concurrency import run_blocking, task_group
 from oxrl.names import renamed_keywords
 from oxrl.rewards.grade import AnyReward, grade, with_outcome
 from oxrl.rollouts.batches import RolloutBatch, convert_to_batch
@@ -34,21 +34,24 @@ from oxrl.types import (
     Generation,
     GenerationConfig,
     Generator,
+    Message,
     Render,
     Request,
     Rollout,
     Sample,
     Status,
     Weights,
+    as_messages,
 )
 
 logger = logging.getLogger(__name__)
 
 _UNGRADED_ROUNDS = 3  # without a single graded group, after which a run ends
 
-GenerateFn: TypeAlias = Callable[[Group], Any]
-"""Rollouts of one prompt, some or all without turns -> the same with turns; sync or async."""
+GenerateFn: TypeAlias = Callable[[Any], Any]
+"""Rollouts of one prompt, some or all without turns -> the same with turns; sync or async. See `RolloutConfig`."""
 GradeFn: TypeAlias = Callable[[Group], Awaitable[Sequence[Rollout]]]
+Prompt: TypeAlias = Sample | str | Sequence[Message | Mapping[str, Any]]
 SelectFn: TypeAlias = Callable[[Sequence[Group], int], Any]
 """(finished groups, number wanted) -> the groups to keep; sync or async."""
 
@@ -66,8 +69,13 @@ class RolloutConfig:
     """`RolloutConfig(batch_size=8, n_samples_per_prompt=4, generate_fn=..., reward_fn=...)`.
 
     `over_sampling_factor` 1.5 starts 12 prompts for a batch of 8 and aborts the slowest 4. Aborted groups restart in
-    the next batch, or, with `partial_rollouts`, resume, as long as no token is older than `max_age` versions.
-    `max_draws` limits the number of prompts per batch when `filter_fn` rejects groups.
+    the next batch, or, with `partial_rollouts`, resume, as long as no token is older than `max_age` versions. What is
+    kept are the first 8 groups that pass `filter_fn`, in prompt order, not the best 8: training on the best biases the
+    policy gradient. A `select_fn` of (groups, number) can keep the best, with a warning; all 12 are then completed.
+    `max_draws` limits the number of prompts per batch when `filter_fn` rejects groups. `filter_fn` None keeps all.
+
+    `generate_fn` gets the rollouts of one prompt, or, if its first parameter is called `prompts`, a prompt for each of
+    them. It returns them with turns, or a `Sample(prompt=..., tokens=..., loss_mask=...)` for each, sync or async.
     """
 
     batch_size: int
@@ -75,7 +83,7 @@ class RolloutConfig:
     over_sampling_factor: float = 1.0
     generate_fn: GenerateFn | None = None
     reward_fn: AnyReward | None = None
-    filter_fn: FilterFn = keep_all
+    filter_fn: FilterFn | None = keep_all
     select_fn: SelectFn = first_in_prompt_order
     greedy: bool = False
     min_group_size: int = 1
@@ -85,6 +93,8 @@ class RolloutConfig:
     reward_time_limit: float = 30.0
 
     def __post_init__(self) -> None:
+        if self.filter_fn is None:
+            object.__setattr__(self, "filter_fn", keep_all)
         if self.select_fn is not first_in_prompt_order:
             logger.warning("select_fn biases training towards the groups that it selects")
         if self.batch_size < 1 or self.n_samples_per_prompt < 1:
@@ -111,12 +121,13 @@ class Collected(NamedTuple):
 
 @dataclass
 class AsyncRolloutManager:
-    """`await AsyncRolloutManager(samples, config).collect()`: one batch per call, resumable.
+    """`await AsyncRolloutManager(DataBuffer(samples), config).collect()`: one batch per call, resumable.
 
+    The buffer has samples, texts or lists of messages.
     `partial_samples` are groups that earlier calls started and did not use; they are scheduled first.
     """
 
-    data_buffer: DataSource[Sample]
+    data_buffer: DataSource[Prompt]
     config: RolloutConfig
     partial_samples: list[Group] = field(default_factory=list)
     abort: Callable[[], Awaitable[None]] = nothing_to_abort
@@ -138,7 +149,7 @@ class AsyncRolloutManager:
                 break
             groups = self._next_groups(wanted)
             tally["drawn"] += len(groups)
-            for group in await self._round(groups, missing):
+            for group in await self._round(groups, missing, version):
                 if _unfinished(group):
                     self.partial_samples.append(group)
                 elif (graded := await self._accepted(group, tally, failures)) is not None:
@@ -155,7 +166,7 @@ class AsyncRolloutManager:
         self._check_enough(chosen, tally, failures)
         return Collected(chosen, {**tally, "carried": float(len(self.partial_samples))})
 
-    async def _round(self, groups: Sequence[Group], missing: int) -> list[Group]:
+    async def _round(self, groups: Sequence[Group], missing: int, version: int) -> list[Group]:
         """Sample and grade all groups; abort the rest once `missing` of them have finished."""
         results: dict[int, Group] = {}
         finished = 0
@@ -166,7 +177,7 @@ class AsyncRolloutManager:
             if stop_early and finished >= missing:
                 results[index] = group
                 return
-            generated = await self._generate(group)
+            generated = await self._generate(group, version)
             results[index] = generated
             if _unfinished(generated):
                 return
@@ -180,16 +191,17 @@ class AsyncRolloutManager:
                 tasks.start_soon(run_group, index, group)
         return [results[index] for index in range(len(groups))]
 
-    async def _generate(self, group: Group) -> Group:
+    async def _generate(self, group: Group, version: int) -> Group:
         """Retry failures after growing pauses; the last failure becomes the error of the group's rollouts."""
         generate = self.config.generate_fn
         if generate is None:
             raise ValueError("RolloutConfig needs generate_fn: rollouts without turns in, with turns out")
         if not _unfinished(group):
             return group
+        asked: Any = [_prompt_of(rollout.sample) for rollout in group] if _takes_prompts(generate) else group
         for pause in (*PAUSES, None):
             try:
-                generated = tuple(await _resolved(generate(group)))
+                generated = _as_group(group, await _resolved(generate(asked)), version)
                 self._warn_of_scores(generated)
                 return generated
             except (RuntimeError, OSError) as error:
@@ -218,6 +230,7 @@ class AsyncRolloutManager:
         if len(sampled) < self.config.min_group_size or (len(sampled) == len(graded) and self.config.greedy):
             tally["ungraded_groups"] += 1
             return None
+        assert self.config.filter_fn is not None, "None is replaced when the config is created"
         if not await _resolved(self.config.filter_fn(sampled)):
             tally["filtered_groups"] += 1
             return None
@@ -231,7 +244,8 @@ class AsyncRolloutManager:
         self.drawn += len(fresh)
         return groups
 
-    def _new_group(self, number: int, sample: Sample) -> Group:
+    def _new_group(self, number: int, prompt: Prompt) -> Group:
+        sample = prompt if isinstance(prompt, Sample) else _as_sample(prompt, number)
         count = self.config.n_samples_per_prompt
         sampled = tuple(Rollout(sample, group=number, index=index) for index in range(count))
         return (*sampled, Rollout(sample, group=number, index=count, greedy=True)) if self.config.greedy else sampled
@@ -278,14 +292,54 @@ class AsyncRolloutManager:
 
 
 def generate_rollout_batches(
-    data_buffer: DataSource[Sample], config: RolloutConfig, **rollout_kwargs: Any
+    data_buffer: DataSource[Prompt], config: RolloutConfig, **rollout_kwargs: Any
 ) -> Iterator[RolloutBatch]:
     """Yield batches endlessly; `rollout_kwargs` are passed to `config.generate_fn`."""
     generate = config.generate_fn
     bound = replace(config, generate_fn=partial(generate, **rollout_kwargs)) if generate and rollout_kwargs else config
     manager = AsyncRolloutManager(data_buffer, bound)
     while True:
-        yield anyio.run(manager.generate_batch)
+        yield run_blocking(manager.generate_batch)
+
+
+def _as_sample(prompt: Any, number: int) -> Sample:
+    return prompt.sample if isinstance(prompt, Rollout) else Sample(f"prompt:{number}", as_messages(prompt))
+
+
+def _prompt_of(sample: Sample) -> str | list[dict[str, Any]]:
+    """A single message as text, a longer prompt as a list of messages."""
+    alone = len(sample.messages) == 1 and sample.messages[0].role == "user"
+    return sample.messages[0].text if alone else [message.to_dict() for message in sample.messages]
+
+
+def _takes_prompts(generate: GenerateFn) -> bool:
+    return next(iter(inspect.signature(generate).parameters), "") == "prompts"
+
+
+def _as_group(asked: Group, returned: Sequence[Rollout], version: int) -> Group:
+    """What `generate_fn` returned; samples recorded by it get the prompt, number and version of what was asked for."""
+    generated = tuple(returned)
+    if wrong := [type(each).__name__ for each in generated if not isinstance(each, Rollout)]:
+        raise ValueError(
+            f"generate_fn returned a {wrong[0]}; return the rollouts with their turns, or for each of them a "
+            "Sample(prompt=..., tokens=..., loss_mask=...)"
+        )
+    own = {rollout.sample.id for rollout in asked}
+    if all(rollout.sample.id in own for rollout in generated):
+        return generated
+    if len(generated) != len(asked):
+        raise ValueError(f"generate_fn returned {len(generated)} samples for {len(asked)} prompts; return one for each")
+    return tuple(
+        replace(
+            recorded,
+            sample=rollout.sample,
+            group=rollout.group,
+            index=rollout.index,
+            greedy=rollout.greedy,
+            turns=tuple(turn._replace(generation=turn.generation._replace(version=version)) for turn in recorded.turns),
+        )
+        for rollout, recorded in zip(asked, generated, strict=True)
+    )
 
 
 def _unfinished(group: Group) -> bool:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from oxrl.concurrency import until_interrupted
+from oxrl.concurrency import Finished, run_until_interrupted
 from oxrl.config import Config, ConfigError
 from oxrl.config.registry import find_engine
 from oxrl.data.render import Renderer
@@ -45,12 +45,16 @@ LESS_MEMORY = (
 )
 
 
-class RunResult(NamedTuple):
-    """A finished run: its folder, its best checkpoint, and the metrics that were logged."""
-
+class _RunFields(NamedTuple):
     folder: Path
     checkpoint: Path
     history: list[dict[str, float]]
+
+
+class RunResult(_RunFields, Finished):
+    """A finished run: its `folder`, its best `checkpoint`, and the `history` of metrics that were logged."""
+
+    __slots__ = ()
 
 
 def train_run(config: Config, output: str | Path | None = None, *, resume: bool = False) -> RunResult:
@@ -59,14 +63,17 @@ def train_run(config: Config, output: str | Path | None = None, *, resume: bool 
 
 
 def run_sft(config: Config, output_dir: str | Path, *, resume: bool = False) -> RunResult:
-    """The first stage of a run, in `output_dir/sft`."""
+    """The first stage of a run, in `output_dir/sft`. It blocks; `await run_sft(...)` is the same call."""
     return train_run(config, Path(output_dir) / "sft", resume=resume)
 
 
 def run_rl(
     config: Config, output_dir: str | Path, source_checkpoint: str | Path | None = None, *, resume: bool = False
 ) -> RunResult:
-    """The second stage, in `output_dir/rl`, from a checkpoint of the first or from the config's model."""
+    """The second stage, in `output_dir/rl`, from a checkpoint of the first or from the config's model.
+
+    It blocks; `await run_rl(...)` is the same call.
+    """
     return train_run(starting_from(config, source_checkpoint), Path(output_dir) / "rl", resume=resume)
 
 
@@ -92,7 +99,6 @@ def _is_lost_rank(error: BaseException | None) -> bool:
 
 
 def _train_once(spec: RunSpec) -> RunResult:
-    import anyio
     from transformers.utils.logging import disable_progress_bar
 
     run, plain = spec.config.run, spec.config.model_dump(mode="json")
@@ -106,7 +112,7 @@ def _train_once(spec: RunSpec) -> RunResult:
         backend = stack.enter_context(open_backend(spec))
         disable_progress_bar()  # two live displays would overwrite each other
         console = stack.enter_context(LiveConsole(spec.num_steps, first_step=done))
-        history = anyio.run(until_interrupted, _run_loop, spec, backend, console, track)
+        history = run_until_interrupted(_run_loop, spec, backend, console, track)
     checkpoint = best_checkpoint(spec.folder / "checkpoints")
     assert checkpoint is not None, "a finished run has at least its last checkpoint"
     return RunResult(spec.folder, checkpoint, history)

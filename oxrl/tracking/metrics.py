@@ -94,6 +94,20 @@ def _short(value: float) -> str:
     return f"{value:.2e}" if abs(value) < 1e-3 or abs(value) >= 1e6 else f"{value:.4g}"
 
 
+def no_log(step: int, metrics: Mapping[str, float]) -> None:
+    """Log nothing."""
+
+
+def as_sink(logger: Any) -> Sink:
+    """A sink, the `log` method of an object that is not callable, or for None a sink that logs nothing."""
+    if logger is None:
+        return no_log
+    if not callable(logger) and not hasattr(logger, "log"):
+        raise ValueError(f"{logger!r} is no logger: pass a function of (step, metrics), or an object with such a `log`")
+    sink: Sink = logger if callable(logger) else logger.log
+    return sink
+
+
 def all_of(*sinks: Sink) -> Sink:
     """Return a sink that forwards to several sinks."""
 

@@ -1,4 +1,5 @@
 import math
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -13,10 +14,11 @@ from oxrl.backends.optimizer import (
     create_warmup_cosine_scheduler,
     schedule,
 )
+from oxrl.concurrency import task_group
 from oxrl.data.pack import collate, count_units
 from oxrl.models.load import load_model
 from oxrl.models.lora import LoraSettings, attach_lora, attach_reference, save_adapter
-from oxrl.types import ImmediateTrainFuture, Losses, ModelConfig, Row, Term
+from oxrl.types import ImmediateTrainFuture, Losses, ModelConfig, Row, Term, TrainFuture
 
 pytestmark = pytest.mark.anyio
 SFT = algorithm("sft")
@@ -226,6 +228,23 @@ async def test_a_future_can_be_awaited_either_way():
     future = ImmediateTrainFuture(3)
     assert await future == 3
     assert await future.result() == 3
+
+
+async def test_a_future_is_awaited_until_another_thread_or_task_completes_it():
+    by_thread, by_task, failed = TrainFuture(), TrainFuture(), TrainFuture()
+    thread = threading.Thread(target=by_thread.set_result, args=({"loss": 1.0},))
+
+    async def complete():
+        thread.start()
+        by_task.set_result(2)
+        failed.set_exception(LookupError("of the worker"))
+
+    async with task_group() as tasks:
+        tasks.start_soon(complete)
+        assert await by_task == 2 and await by_thread.result() == {"loss": 1.0}
+    assert by_task.done() and await by_task == 2
+    with pytest.raises(LookupError, match="of the worker"):
+        await failed
 
 
 def test_a_model_without_trainable_parameters_is_refused():

@@ -12,11 +12,12 @@ from oxrl.data.buffer import DataBuffer
 from oxrl.data.render import Renderer
 from oxrl.data.sources import load_samples
 from oxrl.loops.evaluate import evaluate_offline
-from oxrl.loops.offline import OfflineConfig, SFTTrainingConfig, run_offline, run_sft_training
+from oxrl.loops.offline import OfflineConfig, SFTTrainingConfig, run_offline
 from oxrl.loops.progress import scheduled
 from oxrl.loops.step import train_step
 from oxrl.models.load import load_model, load_tokenizer
 from oxrl.run.checkpoint import best_checkpoint, checkpoints, latest_checkpoint, load_checkpoint, save_checkpoint
+from oxrl.run.loops import run_sft_training
 from oxrl.types import Row, TrainingState
 from tests.rows import sums
 

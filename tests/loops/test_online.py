@@ -18,12 +18,12 @@ from oxrl.loops.online import (
     RLTrainingConfig,
     normalised,
     run_online,
-    run_rl_training,
     sleeping_engine,
 )
 from oxrl.models.load import load_model, load_tokenizer
 from oxrl.rollouts.collect import RolloutConfig, RolloutSampler, sampling_manager
 from oxrl.run.checkpoint import load_checkpoint, save_checkpoint
+from oxrl.run.loops import run_rl_training
 from oxrl.types import GenerationConfig, Message, Rollout, Sample, Score
 from tests.rollouts.scripted import Scripted
 

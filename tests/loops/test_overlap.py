@@ -300,29 +300,38 @@ class Counted:
         self.batches = state["batches"]
 
 
-async def sampled_ahead(batches: RolloutQueue) -> list[int]:
-    """How many batches there are before any was trained on, and after one."""
+async def sampled_ahead(batches: RolloutQueue, *synced: bool) -> list[int]:
+    """How many batches there are before any was trained on, and after each that was, with or without a sync."""
+    counts = []
     async with prefetching(batches, 10):
-        await anyio.wait_all_tasks_blocked()
-        before = batches.manager.batches
-        batches.release()
-        await anyio.wait_all_tasks_blocked()
-        return [before, batches.manager.batches]
+        for each in (*synced, False):
+            await anyio.wait_all_tasks_blocked()
+            counts.append(batches.manager.batches)
+            batches.trained(synced=each)
+    return counts
+
+
+def with_lag(lag):
+    bounds = {"lag": lag, "max_age": 9, "updates": 1, "shares_weights": False}
+    return RolloutQueue(Counted(), SimpleNamespace(version=0), **bounds)
 
 
 def test_no_more_than_the_lag_and_one_batch_are_sampled_ahead_also_after_a_resume():
-    def with_lag(lag):
-        bounds = {"lag": lag, "max_age": 9, "updates": 1, "shares_weights": False}
-        return RolloutQueue(Counted(), SimpleNamespace(version=0), **bounds)
-
     async def twice():
         first = with_lag(2)
-        counts = [await sampled_ahead(first)]
+        counts = [await sampled_ahead(first, True)]
         resumed = with_lag(3)
         await resumed.restore(first.state(first.waiting[-1]))
-        return [*counts, await sampled_ahead(resumed)]
+        return [*counts, await sampled_ahead(resumed, True)]
 
     assert anyio.run(twice) == [[3, 4], [4, 5]]
+
+
+def test_batches_trained_on_since_the_last_sync_are_replaced_after_the_next_one():
+    async def run():
+        return await sampled_ahead(with_lag(2), False, True)
+
+    assert anyio.run(run) == [3, 3, 5]
 
 
 class Recorded:

@@ -7,7 +7,6 @@ raised to a caller that waits.
 
 from __future__ import annotations
 
-import collections.abc
 import logging
 import queue
 import threading
@@ -21,10 +20,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import anyio
 import torch
 
-from oxrl.concurrency import in_thread
+from oxrl.concurrency import in_thread, run_blocking
 from oxrl.types import (
     Algorithm,
     Batch,
@@ -133,10 +131,7 @@ class QueuedFuture(TrainFuture[T]):
     """`metrics = await future`, under asyncio and trio; `future.wait()` in plain code."""
 
     def __init__(self, calls: _Calls, call: _Call) -> None:
-        self._calls, self._call = calls, call
-
-    def __await__(self) -> collections.abc.Generator[Any, Any, T]:
-        return self.result().__await__()
+        self._calls, self._call, self._outcome = calls, call, call.outcome
 
     async def result(self) -> T:
         """Wait for the result; if the wait is cancelled, the call still runs."""
@@ -260,7 +255,7 @@ class _Calls:
 def _value(result: Any) -> Any:
     if isinstance(result, ImmediateTrainFuture):
         return result.value
-    return anyio.run(result.result) if hasattr(result, "__await__") else result
+    return run_blocking(result.result) if hasattr(result, "__await__") else result
 
 
 def _nothing() -> None:
