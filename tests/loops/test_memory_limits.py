@@ -3,8 +3,12 @@
 The devices are small by hooks: torch's error is raised inside the forward or the backward pass of the real model.
 """
 
+import json
+import resource
+import sys
 import weakref
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +16,7 @@ import torch
 from oxrl.algorithms import algorithm
 from oxrl.backends.distributed.queued import QueuedBackend
 from oxrl.backends.local import create_pytorch_backend
+from oxrl.config import check_config
 from oxrl.data.buffer import DataBuffer
 from oxrl.loops.evaluate import evaluate_offline
 from oxrl.loops.memory_limits import MemoryLimits
@@ -21,9 +26,11 @@ from oxrl.loops.step import train_step
 from oxrl.models.load import load_model
 from oxrl.models.lora import LoraSettings, attach_lora
 from oxrl.run.checkpoint import load_checkpoint, save_checkpoint
+from oxrl.run.train import train_run
 from oxrl.types import ModelConfig, TrainingState
 from tests.loops.test_memory_warmup import random_rows
 from tests.loops.test_online import Setting
+from tests.rows import write_jsonl
 
 SFT, DPO = algorithm("sft"), algorithm("dpo")
 ROWS = random_rows([20, 9, 31, 14, 8, 25, 11, 17])
@@ -343,3 +350,63 @@ def test_an_online_run_keeps_the_slots_of_its_engine_in_its_checkpoint():
     assert tokens == sampled(8)[0]
     assert sampled(8, state)[3] == 2, "a resumed run starts with the lowered number"
     assert sampled(8, state, slots=4)[3] == 4, "unless the setting was changed"
+
+
+def train_in_little_memory(tokens, mebibytes):
+    """In a fork: a step whose address space may grow by so much; return the tokens per micro-batch after it."""
+    import anyio
+
+    items, limits, backend = random_rows([128] * 16), MemoryLimits(tokens), backend_for("lora")
+    anyio.run(train_step, backend, SFT, items[:1], limits)  # what is allocated once
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + mebibytes * 2**20, before[1]))
+    anyio.run(train_step, backend, SFT, items, limits)
+    resource.setrlimit(resource.RLIMIT_AS, before)
+    expected = backend_for("lora")
+    anyio.run(train_step, expected, SFT, items[:1], tokens)
+    anyio.run(train_step, expected, SFT, items, limits.micro_batch_tokens)
+    assert_same(weights_of(backend), weights_of(expected))
+    return limits.micro_batch_tokens
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit of the address space is Linux's")
+def test_a_failed_allocation_on_a_cpu_is_recovered_from(forks):
+    assert forks.run(train_in_little_memory, 2048, 16) < 2048
+
+
+SMALL_DEVICE = """
+import torch
+from pathlib import Path
+from oxrl.algorithms.preference import Pairs
+
+def planted(pairs: Pairs):
+    if len(pairs.chosen) > 2:
+        with (Path(__file__).parent / "failures").open("a") as file:
+            file.write("failed\\n")
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    return -torch.nn.functional.logsigmoid(pairs.chosen - pairs.rejected)
+"""
+
+
+@pytest.mark.trains
+def test_a_run_shows_and_saves_what_was_lowered_and_resumes_with_it(tmp_path):
+    own, rows, failures = tmp_path / "own.py", tmp_path / "rows.jsonl", tmp_path / "failures"
+    own.write_text(SMALL_DEVICE)
+    write_jsonl(rows, [{"prompt": f"{i}?", "chosen": f"{i}", "rejected": f"{i + 1}!"} for i in range(16)])
+    train = {"alg_name": f"{own}:planted", "train_batch_size_per_gpu": 8, "checkpoint_every": 1}
+
+    def trained(steps, resume):
+        sections = {"data": {"train_files_path": str(rows)}, "train": {**train, "train_steps_per_epoch": steps}}
+        config = check_config({"model": {"name": "tiny"}, **sections})
+        failures.write_text("")
+        done = train_run(config, tmp_path / "run", resume=resume)
+        return done.history[-1]["micro_batch_tokens"], len(failures.read_text().splitlines())
+
+    tokens, failed = trained(1, resume=False)
+    assert tokens < 1024 and failed
+    (line,) = (json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    assert line["micro_batch_tokens"] == tokens
+    saved = json.loads((tmp_path / "run/checkpoints/step_0001/training_state.json").read_text())
+    assert saved["cursor"]["memory_limits"] == {"train.micro_batch_tokens": [1024, tokens]}
+    assert trained(2, resume=True) == (tokens, 0)
