@@ -265,10 +265,17 @@ async def train_batch(
     """Compute advantages once over the whole batch, then take one or more optimizer steps. Gaps are of the first."""
     check_reuse(algorithm, config.updates)
     started = time.monotonic()
-    repeated = {"iterations": config.iterations, "mini_batches": config.mini_batches}
-    budget = limits or config.micro_batch_tokens
+    taken = await optimizer_steps(
+        backend,
+        algorithm,
+        items,
+        limits or config.micro_batch_tokens,
+        memory,
+        iterations=config.iterations,
+        mini_batches=config.mini_batches,
+    )
     metrics: dict[str, float] = {}
-    for latest in await optimizer_steps(backend, algorithm, items, budget, memory, **repeated):
+    for latest in taken:
         first_seen = {name: metrics[name] for name in ("logprob_gap",) if name in metrics}
         metrics |= latest | first_seen
     return metrics | {"train_seconds": time.monotonic() - started}

@@ -146,7 +146,7 @@ async def _run_loop(spec: RunSpec, backend: Any, console: LiveConsole, track: Si
     with advice_on_memory(LESS_MEMORY):
         limits = resumed_limits(spec.config.train.micro_batch_tokens, state, backend)
         await _warm_up(spec, backend, limits)
-        rest = {"state": state, "limits": limits, "log": log, "save": save}
+        rest: dict[str, Any] = {"state": state, "limits": limits, "log": log, "save": save}
         if spec.online:
             return await _run_online(spec, backend, show=console.print_line, **rest)
         return await _run_offline(spec, backend, **rest)
