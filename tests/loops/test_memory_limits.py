@@ -3,10 +3,12 @@
 The devices are small by hooks: torch's error is raised inside the forward or the backward pass of the real model.
 """
 
+import gc
 import json
 import resource
 import sys
 import weakref
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -181,7 +183,8 @@ async def test_gradients_that_a_user_accumulated_before_are_not_dropped(anyio_ba
 
 
 @on_asyncio
-async def test_tensors_of_a_failed_attempt_are_freed_before_the_next(anyio_backend):
+@pytest.mark.parametrize("queued", [False, True])
+async def test_tensors_of_a_failed_attempt_are_freed_before_the_next(queued, anyio_backend):
     backend, kept = backend_for("full"), []
 
     def watch(module, arguments, outputs):
@@ -191,8 +194,26 @@ async def test_tensors_of_a_failed_attempt_are_freed_before_the_next(anyio_backe
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     backend.module.register_forward_hook(watch)
-    await train_step(backend, SFT, ROWS, 512)
-    assert kept
+    wrapped = QueuedBackend(backend) if queued else backend
+    gc.disable()  # a collection by chance would free them too
+    try:
+        await train_step(wrapped, SFT, ROWS, 512)
+    finally:
+        gc.enable()
+    assert len(kept) > 1
+
+
+@on_asyncio
+async def test_running_means_are_updated_once_by_a_step_that_is_repeated(anyio_backend):
+    def count(items, memory):
+        memory["steps"] = memory.get("steps", 0.0) + 1.0
+        return items
+
+    backend, memory = backend_for("full"), {"steps": 6.0}
+    device = SmallDevice(backend, 40, "forward")
+    await train_step(backend, replace(SFT, credit=count), ROWS, 512, memory)
+    assert device.failures
+    assert memory == {"steps": 7.0}
 
 
 @on_asyncio
