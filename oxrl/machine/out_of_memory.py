@@ -23,5 +23,6 @@ def free_memory_of(error: BaseException) -> None:
     seen: BaseException | None = error
     while seen is not None:
         traceback.clear_frames(seen.__traceback__)
+        seen.__traceback__ = None  # a cleared frame still holds its function, and with it variables of a closure
         seen = seen.__cause__ or seen.__context__
     gc.collect()
