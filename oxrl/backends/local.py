@@ -37,7 +37,7 @@ from oxrl.types import (
     Weights,
     merge_metrics,
 )
-from oxrl.weights.checkpoint_names import REFERENCE_ADAPTER, followed_name
+from oxrl.weights.checkpoint_names import REFERENCE_ADAPTER, enable_gradient_checkpointing, followed_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -118,6 +118,7 @@ class PyTorchTrainingBackend:
         probed = self.module.probed or prepare_layout(self.module)
         self.layout = probed.layout
         self._unstepped: list[Batch] = []
+        self._random_states: dict[str, Tensor] = {}  # before the first `forward_backward` since an optimizer step
         logger.info("%s", probed.reason)
 
     parallel = 1  # micro-batches that run concurrently
@@ -183,6 +184,8 @@ class PyTorchTrainingBackend:
         micro_batches: Any = batches
         if algorithm is None or counts is None:
             micro_batches, algorithm, counts = plain_step(micro_batches)
+        if not self._unstepped:
+            self._random_states = self._read_random_states()
         parts = [self.backward(batch, algorithm, counts) for batch in micro_batches]
         self.stop_unless_finite(parts, micro_batches)
         return ImmediateTrainFuture(sum_parts(parts, counts))
@@ -214,6 +217,34 @@ class PyTorchTrainingBackend:
         if not all(finite):
             raise NonFiniteError("the loss", [batch for batch, fine in zip(batches, finite, strict=True) if not fine])
 
+    def discard_gradients(self) -> bool:
+        """Undo a `forward_backward` that failed: drop its gradients, and restore the random states from before it.
+
+        False if gradients of an earlier call have been accumulated, which cannot be told apart.
+        """
+        if self._unstepped:
+            return False
+        self.optimizer.zero_grad(set_to_none=True)
+        self.module.zero_grad(set_to_none=True)  # gradients in half precision that have not reached their master
+        if self._random_states:
+            torch.set_rng_state(self._random_states["cpu"])
+        if "cuda" in self._random_states:
+            torch.cuda.set_rng_state(self._random_states["cuda"], self.device)
+        self._random_states = {}
+        return True
+
+    def _read_random_states(self) -> dict[str, Tensor]:
+        on_gpu = self.device.type == "cuda"
+        return {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state(self.device)} if on_gpu else {})
+
+    def enable_gradient_checkpointing(self) -> bool:
+        """Recompute activations in the backward pass from now on; False if that is so already, or not supported."""
+        inner = self.module.inner
+        if inner.is_gradient_checkpointing or not inner.supports_gradient_checkpointing:
+            return False
+        enable_gradient_checkpointing(self.model)
+        return True
+
     def optim_step(self) -> TrainFuture[dict[str, float]]:
         rate = self.base_rate * self.scheduler(self.version)
         for group in self.optimizer.param_groups:
@@ -221,6 +252,7 @@ class PyTorchTrainingBackend:
         norm = self._update()
         self.version += 1
         self._unstepped.clear()
+        self._random_states = {}
         return ImmediateTrainFuture({"grad_norm": norm, "lr": rate})
 
     def _update(self) -> float:
@@ -251,6 +283,7 @@ class PyTorchTrainingBackend:
                 del state
                 self.optimizer.zero_grad(set_to_none=True)
                 self._unstepped.clear()
+                self._random_states = {}
 
     def release_memory(self) -> TrainFuture[None]:
         """Return torch's cached memory to the device, for other processes on it."""

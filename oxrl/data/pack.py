@@ -89,6 +89,13 @@ def computed_tokens(items: Sequence[Item]) -> int:
     return sum(len(row) for item in items for row in item) - _num_tokens(prompts) + _num_tokens(set(prompts))
 
 
+def micro_batch_size(items: Sequence[Item], layout: Layout) -> int:
+    """Return how much of the budget these items use as one micro-batch."""
+    if layout == "padded":
+        return _padded_size(items)
+    return _size(items) if layout == "packed" else computed_tokens(items)
+
+
 class _Prompt(NamedTuple):
     """Key of a prompt that rows can share: its token ids as bytes, and its media."""
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import anyio
 
 from oxrl.concurrency import task_group
 from oxrl.data.pack import collate, count_units, pack
+from oxrl.loops.memory_limits import Budget, MemoryLimits, limits_of, sized
 from oxrl.loops.statistics import confidence_interval
 from oxrl.loops.step import credit_step
 from oxrl.names import renamed_keywords
@@ -22,17 +24,25 @@ _GRADED_AT_ONCE = 8  # prompts: programs under test that wait for a core would e
 
 
 async def evaluate_offline(
-    backend: Backend, algorithm: Algorithm, items: Sequence[Item], budget: int, memory: Memory | None = None
+    backend: Backend, algorithm: Algorithm, items: Sequence[Item], budget: Budget, memory: Memory | None = None
 ) -> dict[str, float]:
     """The algorithm's loss over all `items`, without training: `eval_loss`, ..."""
+    limits = limits_of(budget)
+    return await limits.fit(backend, partial(_evaluate_offline, backend, algorithm, items, memory or {}, limits))
+
+
+async def _evaluate_offline(
+    backend: Backend, algorithm: Algorithm, items: Sequence[Item], memory: Memory, limits: MemoryLimits
+) -> dict[str, float]:
     # A copy of the running means: an evaluation must not update them.
-    credited = await credit_step(backend, algorithm, items, budget, dict(memory or {}))
+    credited = await credit_step(backend, algorithm, items, limits, dict(memory))
     counts = count_units(credited)
     sums: dict[str, float] = {}
     reported: list[Mapping[str, Term]] = []
-    parts = pack(credited, budget, layout=backend.layout, parallel=backend.parallel)
+    parts = pack(credited, limits.micro_batch_tokens, layout=backend.layout, parallel=backend.parallel)
     batches = [collate(part) for part in parts]
-    passes = await backend.logprobs(batches, reads={**algorithm.reads, "correct": Read(correct)})
+    with sized(parts, backend.layout):
+        passes = await backend.logprobs(batches, reads={**algorithm.reads, "correct": Read(correct)})
     for batch, outputs in zip(batches, passes, strict=True):
         losses = algorithm.loss(outputs, batch)
         shares = {name: float(term.total) / counts[term.unit] for name, term in losses.terms.items()}

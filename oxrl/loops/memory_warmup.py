@@ -1,7 +1,7 @@
 """Memory warm-up: one forward and backward over the longest rows of a run, so that it runs out of memory at the start.
 
 It has no effect on training: gradients are dropped, random states restored, weights unchanged. Where memory runs out,
-here or later, `advice_on_memory` reports what to lower.
+here or later, `memory_limits` lowers what can be lowered, and then `advice_on_memory` reports what else to change.
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from itertools import cycle, islice
 from typing import Protocol
 
 import numpy as np
 
 from oxrl.data.pack import collate, computed_tokens, count_units, pack
+from oxrl.loops.memory_limits import Budget, MemoryLimits, limits_of, sized
 from oxrl.loops.step import credit_step
+from oxrl.machine.out_of_memory import ran_out_of_memory
 from oxrl.types import (
     Algorithm,
     Backend,
@@ -39,23 +42,32 @@ class MemoryWarmUpBackend(Backend, Protocol):
 
 
 async def warm_up_memory(
-    backend: MemoryWarmUpBackend, algorithm: Algorithm, items: Sequence[Item], budget: int
+    backend: MemoryWarmUpBackend, algorithm: Algorithm, items: Sequence[Item], budget: Budget
 ) -> list[Item]:
     """Run one micro-batch of the longest `items`, forward and backward; return it, or nothing if none could be run.
 
     Some items alone have no gradient (a group with equal rewards, say) and credit refuses them; a training step would
     report that.
     """
+    limits = limits_of(budget)
+    return await limits.fit(backend, partial(_run_heaviest, backend, algorithm, items, limits))
+
+
+async def _run_heaviest(
+    backend: MemoryWarmUpBackend, algorithm: Algorithm, items: Sequence[Item], limits: MemoryLimits
+) -> list[Item]:
+    budget = limits.micro_batch_tokens
     with backend.memory_warm_up():
         try:
             warned = {"warned_of_one_side": 1.0}  # a few items say nothing about the labels of a step
-            credited = await credit_step(backend, algorithm, longest_items(items, budget), budget, warned)
+            credited = await credit_step(backend, algorithm, longest_items(items, budget), limits, warned)
         except ValueError as reason:
             logger.debug("no memory warm-up: %s", reason)
             return []
         part = heaviest(credited, budget, backend.layout)
-        # As one batch that every rank runs: each of them can get one as large in training.
-        await backend.forward_backward([collate(part)], algorithm, count_units(part))
+        with sized([part], backend.layout, trains=True):
+            # As one batch that every rank runs: each of them can get one as large in training.
+            await backend.forward_backward([collate(part)], algorithm, count_units(part))
     return part
 
 
@@ -131,14 +143,3 @@ def advice_on_memory(advice: str) -> Iterator[None]:
         if not ran_out_of_memory(error):
             raise
         raise RuntimeError(f"memory ran out: {advice}") from error
-
-
-def ran_out_of_memory(error: BaseException) -> bool:
-    """torch has an error class for it on a GPU; on a CPU it is a RuntimeError of the allocator."""
-    import torch
-
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    if isinstance(error, RuntimeError) and "allocate memory" in str(error):
-        return True
-    return error.__cause__ is not None and ran_out_of_memory(error.__cause__)  # a rank's arrives as a cause

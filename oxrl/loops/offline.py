@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 import anyio
 
+from oxrl.loops.memory_limits import MemoryLimits, resumed_limits
 from oxrl.loops.progress import AlgorithmAt, Progress, SaveFn, no_checkpoint, step_warnings
 from oxrl.loops.step import train_step
 from oxrl.tracking.metrics import Sink, log_to_console
@@ -47,10 +48,15 @@ async def run_offline(
     evaluate: EvaluateFn = no_evaluation,
     log: Sink = log_to_console,
     save: SaveFn = no_checkpoint,
+    limits: MemoryLimits | None = None,
 ) -> list[dict[str, float]]:
-    """Train from `state` to `config.num_steps` and return what was logged. `algorithm` can be a function of it."""
+    """Train from `state` to `config.num_steps` and return what was logged. `algorithm` can be a function of it.
+
+    `limits` are those of `state` if a memory warm-up or an evaluation shares them, else they are created here.
+    """
     algorithm_at: AlgorithmAt = (lambda _: algorithm) if isinstance(algorithm, Algorithm) else algorithm
-    progress = Progress(config, state, log, save)
+    limits = limits or resumed_limits(config.micro_batch_tokens, state, backend)
+    progress = Progress(config, state, log, save, limits)
     if state.cursor:
         source.restore(state.cursor["data"])
     async with progress.failures_annotated():
@@ -59,7 +65,7 @@ async def run_offline(
                 pass
             with anyio.CancelScope(shield=True):  # a cancelled call to a remote backend would leave a step half done
                 current, items = algorithm_at(step), source.get_prompts(config.batch_size)
-                metrics = await train_step(backend, current, items, config.micro_batch_tokens, progress.memory)
+                metrics = await train_step(backend, current, items, limits, progress.memory)
                 metrics |= step_warnings(step, algorithm_at, metrics)
                 metrics |= await progress.evaluate(
                     step, partial(evaluate, progress.memory), partial(_eval_loss, current)

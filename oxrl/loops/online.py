@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
 import anyio
-import numpy as np
 
 from oxrl.algorithms import algorithm as named_algorithm
 from oxrl.concurrency import task_group
+from oxrl.loops.memory_limits import MemoryLimits, resumed_limits
 from oxrl.loops.progress import AlgorithmAt, Progress, SaveFn, due, no_checkpoint, step_warnings
 from oxrl.loops.rollout_queue import RolloutQueue, prefetching
-from oxrl.loops.step import credit_step, update
+from oxrl.loops.step import optimizer_steps
 from oxrl.names import renamed_keywords
 from oxrl.rewards.primitives import normalize_rewards
 from oxrl.rollouts.batches import group_rollouts
@@ -173,17 +173,21 @@ async def run_online(
     observe: ObserveFn = no_observer,
     log: Sink = log_to_console,
     save: SaveFn = no_checkpoint,
+    limits: MemoryLimits | None = None,
 ) -> list[dict[str, float]]:
     """Train from `state` to `config.num_steps` and return what was logged. `algorithm` may be a function of the step.
 
     `shares_weights` means that the generator samples from the trainer's own module. Otherwise, with `lag`, sampling and
     training overlap as far as the backend's calls leave this thread alone: `QueuedBackend` makes any backend do so.
     `offload_engine` is for an engine on the trainer's devices, lag 0: `partial(sleeping_engine, engine, backend)`.
+    `limits` are those of `state` if a memory warm-up or an evaluation shares them, else they are created here.
     """
     if shares_weights and config.sync_every > 1:
         raise ValueError("an engine that samples from the trainer's own module is always in sync: set sync_every to 1")
     algorithm_at: AlgorithmAt = (lambda _: algorithm) if isinstance(algorithm, Algorithm) else algorithm
-    progress = Progress(config, state, log, save)
+    limits = limits or resumed_limits(config.micro_batch_tokens, state, backend)
+    limits.restore_slots(state, generators)
+    progress = Progress(config, state, log, save, limits)
     bounds = {"lag": config.lag, "max_age": config.max_version_age, "updates": config.updates}
     queue = RolloutQueue(manager, generators[0], shares_weights=shares_weights, **bounds)
     if state.cursor:
@@ -199,7 +203,9 @@ async def run_online(
             with anyio.CancelScope(shield=True):  # an interrupt between an update and its record would lose the update
                 async with offload_engine():
                     metrics |= (
-                        await train_batch(backend, current, items, config, progress.memory) if items else NO_UPDATE
+                        await train_batch(backend, current, items, config, progress.memory, limits)
+                        if items
+                        else NO_UPDATE
                     )
                     _check_gap(metrics, config.max_logprob_gap)
                     await move_reference(step)
@@ -211,6 +217,7 @@ async def run_online(
                 metrics |= step_warnings(step, algorithm_at, metrics)
                 observe(step, batch.groups)
                 version = (await backend.get_weights()).version
+                limits.note_slots(generators)
                 await progress.record(step, metrics, version, queue.state(batch.collected))
             if progress.finished:
                 break
@@ -248,19 +255,29 @@ def rollout_items(algorithm: Algorithm, groups: Sequence[Group], render: Render)
 
 
 async def train_batch(
-    backend: Backend, algorithm: Algorithm, items: Sequence[Item], config: OnlineConfig, memory: Memory
+    backend: Backend,
+    algorithm: Algorithm,
+    items: Sequence[Item],
+    config: OnlineConfig,
+    memory: Memory,
+    limits: MemoryLimits | None = None,
 ) -> dict[str, float]:
     """Compute advantages once over the whole batch, then take one or more optimizer steps. Gaps are of the first."""
     check_reuse(algorithm, config.updates)
     started = time.monotonic()
-    credited = await credit_step(backend, algorithm, items, config.micro_batch_tokens, memory)
-    parts = [part.tolist() for part in np.array_split(np.arange(len(credited)), config.mini_batches)]
+    taken = await optimizer_steps(
+        backend,
+        algorithm,
+        items,
+        limits or config.micro_batch_tokens,
+        memory,
+        iterations=config.iterations,
+        mini_batches=config.mini_batches,
+    )
     metrics: dict[str, float] = {}
-    for _ in range(config.iterations):
-        for part in parts:
-            latest = await update(backend, algorithm, [credited[index] for index in part], config.micro_batch_tokens)
-            first_seen = {name: metrics[name] for name in ("logprob_gap",) if name in metrics}
-            metrics |= latest | first_seen
+    for latest in taken:
+        first_seen = {name: metrics[name] for name in ("logprob_gap",) if name in metrics}
+        metrics |= latest | first_seen
     return metrics | {"train_seconds": time.monotonic() - started}
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import anyio
 import anyio.lowlevel
 
+from oxrl.loops.memory_limits import CURSOR, MemoryLimits
 from oxrl.loops.step import annotate
 from oxrl.tracking.metrics import Sink
 from oxrl.types import Algorithm, Memory, TrainingState
@@ -58,12 +59,13 @@ class Best(NamedTuple):
 class Progress:
     """The progress of one run from `state` on: `history` is what was logged, `finished` ends the loop."""
 
-    def __init__(self, config: Intervals, state: TrainingState, log: Sink, save: SaveFn) -> None:
-        self.config, self.start, self.log, self.save = config, state, log, save
+    def __init__(self, config: Intervals, state: TrainingState, log: Sink, save: SaveFn, limits: MemoryLimits) -> None:
+        self.config, self.start, self.log, self.save, self.limits = config, state, log, save, limits
         self.best, self.reached = Best.of(state), state
         self.memory: Memory = dict(state.cursor.get("memory", {}))
         self.history: list[dict[str, float]] = []
         self.finished = False
+        self._logged_limits = limits.metrics
 
     @asynccontextmanager
     async def failures_annotated(self) -> AsyncIterator[None]:
@@ -104,11 +106,15 @@ class Progress:
 
     async def record(self, step: int, metrics: Mapping[str, float], version: int, cursor: Mapping[str, Any]) -> None:
         """Log the step, and save a checkpoint that is due; `cursor` is the loop's own part of what a resume needs."""
+        lowered = self.limits.metrics
         notable = "algorithm_switched" in metrics or any(name.startswith("eval_") for name in metrics)
-        if self.finished or notable or due(step, self.config.log_every):
-            self.log(step, metrics)
-            self.history.append({"step": step, **metrics})
+        if self.finished or notable or lowered != self._logged_limits or due(step, self.config.log_every):
+            self.log(step, {**metrics, **lowered})
+            self.history.append({"step": step, **metrics, **lowered})
+            self._logged_limits = lowered
         full = {**cursor, "memory": self.memory, "finished": self.finished, **self.best._asdict()}
+        if self.limits.lowered:
+            full[CURSOR] = {key: list(values) for key, values in self.limits.lowered.items()}
         self.reached = TrainingState(step, version, self.start.seed, full)
         if self.finished or due(step, self.config.checkpoint_every) or self.best.best_step == step:
             await self.save(self.reached, self.best.best_step)

@@ -6,9 +6,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
+from typing import TypeAlias
+
+import numpy as np
 
 from oxrl.data.pack import collate, count_units, pack
+from oxrl.loops.memory_limits import Budget, MemoryLimits, limits_of, sized
 from oxrl.tracking.metrics import memory_gib
 from oxrl.types import Algorithm, Backend, Batch, Item, Memory, Outputs, Row, TrainFuture
 
@@ -28,26 +33,54 @@ def annotated(**facts: object) -> Iterator[None]:
 
 
 async def train_step(
-    backend: Backend, algorithm: Algorithm, items: Sequence[Item], budget: int, memory: Memory | None = None
+    backend: Backend, algorithm: Algorithm, items: Sequence[Item], budget: Budget, memory: Memory | None = None
 ) -> dict[str, float]:
     """One optimizer step over `items`. How they are split into micro-batches does not change the result."""
     started = time.monotonic()
-    credited = await credit_step(backend, algorithm, items, budget, {} if memory is None else memory)
-    metrics = await update(backend, algorithm, credited, budget)
+    (metrics,) = await optimizer_steps(backend, algorithm, items, budget, {} if memory is None else memory)
     seconds = time.monotonic() - started
     return metrics | {"tokens_per_second": metrics["tokens"] / seconds, "step_seconds": seconds}
+
+
+StepFn: TypeAlias = Callable[[Backend], TrainFuture[dict[str, float]]]
 
 
 def step_optimizer(backend: Backend) -> TrainFuture[dict[str, float]]:
     return backend.optim_step()
 
 
-async def update(
+async def optimizer_steps(
     backend: Backend,
     algorithm: Algorithm,
-    credited: Sequence[Item],
-    budget: int,
-    optimizer_step: Callable[[Backend], TrainFuture[dict[str, float]]] = step_optimizer,
+    items: Sequence[Item],
+    budget: Budget,
+    memory: Memory,
+    *,
+    iterations: int = 1,
+    mini_batches: int = 1,
+    optimizer_step: StepFn = step_optimizer,
+) -> list[dict[str, float]]:
+    """Credit the items once, then take `mini_batches` optimizer steps in each iteration; return the metrics of each.
+
+    Where memory runs out, everything since the last optimizer step is repeated with smaller micro-batches.
+    """
+    limits, before, credited = limits_of(budget), dict(memory), list[Item]()
+
+    async def attempt(number: int) -> dict[str, float]:
+        nonlocal credited
+        if number == 0:
+            memory.clear()
+            memory.update(before)
+            credited = await credit_step(backend, algorithm, items, limits, memory)
+        indices = np.array_split(np.arange(len(credited)), mini_batches)[number % mini_batches]
+        part = [credited[index] for index in indices]
+        return await update(backend, algorithm, part, limits.micro_batch_tokens, optimizer_step)
+
+    return [await limits.fit(backend, partial(attempt, number)) for number in range(iterations * mini_batches)]
+
+
+async def update(
+    backend: Backend, algorithm: Algorithm, credited: Sequence[Item], budget: int, optimizer_step: StepFn
 ) -> dict[str, float]:
     """Forward, backward and optimizer step over rows that carry all that the loss needs."""
     counts = count_units(credited)
@@ -56,7 +89,8 @@ async def update(
     parts = pack(credited, budget, layout=backend.layout, parallel=backend.parallel)
     batches = [collate(part) for part in parts]
     with annotated(batches=batches):
-        metrics = await backend.forward_backward(batches, algorithm, counts)
+        with sized(parts, backend.layout, trains=True):
+            metrics = await backend.forward_backward(batches, algorithm, counts)
         metrics |= await optimizer_step(backend)
     return metrics | {
         "tokens": float(sum(batch.num_tokens for batch in batches)),
@@ -66,28 +100,32 @@ async def update(
 
 
 async def credit_step(
-    backend: Backend, algorithm: Algorithm, items: Sequence[Item], budget: int, memory: Memory
+    backend: Backend, algorithm: Algorithm, items: Sequence[Item], budget: Budget, memory: Memory
 ) -> list[Item]:
     """The rows of a step with the streams that the algorithm needs: log-probs of other passes, advantages."""
+    limits = limits_of(budget)
     with annotated(items=list(items)):
         arranged = algorithm.arrange(list(items))
         for which in algorithm.needs:
             known = which == "sampler" and all("sampler_logprob" in row.streams for item in arranged for row in item)
-            arranged = arranged if known else await stamp(backend, arranged, which, budget)
+            arranged = arranged if known else await stamp(backend, arranged, which, limits)
         return algorithm.credit(arranged, memory)
 
 
-async def stamp(backend: Backend, items: Sequence[Item], which: str, budget: int) -> list[Item]:
+async def stamp(backend: Backend, items: Sequence[Item], which: str, limits: MemoryLimits) -> list[Item]:
     """Add the log-probs of one model to every row, as the stream `ref_logprob` or similar; the order stays."""
-    stamped: dict[int, Item] = {}
-    parts = pack(items, budget, layout=backend.layout, parallel=backend.parallel)
+    units = [(row,) for item in items for row in item] if limits.by_row else list(items)
+    stamped: dict[int, list[Row]] = {}
+    parts = pack(units, limits.micro_batch_tokens, layout=backend.layout, parallel=backend.parallel)
     batches = [collate(part) for part in parts]
-    passes = await backend.logprobs(batches, "policy" if which == "sampler" else which)
+    with sized(parts, backend.layout, by_row=True):
+        passes = await backend.logprobs(batches, "policy" if which == "sampler" else which)
     for part, batch, outputs in zip(parts, batches, passes, strict=True):
-        rows = iter(_stamp_rows([row for item in part for row in item], batch, outputs, which))
-        for item in part:
-            stamped[id(item)] = tuple(next(rows) for _ in item)
-    return [stamped[id(item)] for item in items]
+        rows = iter(_stamp_rows([row for unit in part for row in unit], batch, outputs, which))
+        for unit in part:
+            stamped[id(unit)] = [next(rows) for _ in unit]
+    done = iter([row for unit in units for row in stamped[id(unit)]])
+    return [tuple(next(done) for _ in item) for item in items]
 
 
 def _stamp_rows(rows: Sequence[Row], batch: Batch, outputs: Outputs, which: str) -> list[Row]:

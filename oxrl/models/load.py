@@ -19,6 +19,7 @@ from oxrl.models.lora import ADAPTER_CONFIG, load_adapter, read_adapter_config
 from oxrl.names import nearest_name
 from oxrl.parsing import read_json
 from oxrl.types import ModelConfig
+from oxrl.weights.checkpoint_names import enable_gradient_checkpointing
 from oxrl.weights.integrity import check_model_files
 
 if TYPE_CHECKING:
@@ -211,16 +212,6 @@ def load_model_and_ref(
 
 def freeze(model: PreTrainedModel) -> PreTrainedModel:
     return model.requires_grad_(False).eval()
-
-
-def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
-    """Recompute activations in the backward pass instead of keeping them.
-
-    transformers does so in train mode only, so the model is put into train mode. The re-entrant variant loses
-    gradients if the inputs need none, as after the frozen embedding of a LoRA model.
-    """
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.train()
 
 
 def check_model(config: ModelConfig | str) -> None:

@@ -20,7 +20,7 @@ from oxrl.data.pack import collate, count_units
 from oxrl.data.render import Renderer
 from oxrl.generators.embedded.generator import EmbeddedGenerator
 from oxrl.loops.online import NO_UPDATE, rollout_items
-from oxrl.loops.step import credit_step, step_optimizer, update
+from oxrl.loops.step import optimizer_steps, step_optimizer
 from oxrl.models.load import load_model, load_tokenizer
 from oxrl.models.reference import UpdateFn, frozen_copy, keep_reference
 from oxrl.primitives.algorithms import AlgorithmConfig, LossBatch, create_algorithm_config, rollouts_of
@@ -138,8 +138,8 @@ async def _training_step(
     metrics = rollout_metrics(groups, backend.version)
     used = [group for group in groups if check_reward_nonzero_std(group)] if _needs_variance(chosen) else groups
     if items := rollout_items(chosen, used, state.render):
-        credited = await credit_step(backend, chosen, items, budget, memory)
-        metrics |= await update(backend, chosen, credited, budget, optimizer_step_fn)
+        (latest,) = await optimizer_steps(backend, chosen, items, budget, memory, optimizer_step=optimizer_step_fn)
+        metrics |= latest
     else:
         metrics |= NO_UPDATE
     await state.generator.update_weights(await backend.get_weights())

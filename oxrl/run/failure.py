@@ -23,8 +23,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import yaml
 
-from oxrl.loops.memory_warmup import ran_out_of_memory
 from oxrl.machine.inventory import Environment, as_json, gather_environment
+from oxrl.machine.out_of_memory import ran_out_of_memory
 from oxrl.machine.secrets import without_secrets
 from oxrl.types import Batch, Item, Row
 

@@ -13,6 +13,7 @@ from oxrl.concurrency import Finished, run_until_interrupted
 from oxrl.config import Config, ConfigError
 from oxrl.config.registry import find_engine
 from oxrl.data.render import Renderer
+from oxrl.loops.memory_limits import MemoryLimits, resumed_limits
 from oxrl.loops.memory_warmup import advice_on_memory, warm_up_memory
 from oxrl.models.load import check_model, load_model, load_tokenizer
 from oxrl.rollouts.buffer import Group
@@ -149,19 +150,21 @@ async def _run_loop(spec: RunSpec, backend: Any, console: LiveConsole, track: Si
 
     log = all_of(JSONLLogger(spec.folder / "metrics.jsonl", keep_until=state.step), console, track)
     with advice_on_memory(LESS_MEMORY):
-        await _warm_up(spec, backend)
+        limits = resumed_limits(spec.config.train.micro_batch_tokens, state, backend)
+        await _warm_up(spec, backend, limits)
+        rest: dict[str, Any] = {"state": state, "limits": limits, "log": log, "save": save}
         if spec.online:
-            return await _run_online(spec, backend, state=state, show=console.print_line, log=log, save=save)
-        return await _run_offline(spec, backend, state=state, log=log, save=save)
+            return await _run_online(spec, backend, show=console.print_line, **rest)
+        return await _run_offline(spec, backend, **rest)
 
 
-async def _warm_up(spec: RunSpec, backend: Any) -> None:
+async def _warm_up(spec: RunSpec, backend: Any, limits: MemoryLimits) -> None:
     """Run out of memory now rather than later. A first step with every row in it does so by itself."""
     if not spec.online and len(spec.rows) <= spec.config.batch_size:
         return
     vocabulary = source_of(await backend.get_weights()).vocabulary
     items = longest_possible_items(spec, vocabulary)
-    await warm_up_memory(backend, spec.algorithm, items, spec.config.train.micro_batch_tokens)
+    await warm_up_memory(backend, spec.algorithm, items, limits)
 
 
 def loop_intervals(spec: RunSpec) -> dict[str, int]:
@@ -178,7 +181,7 @@ def loop_intervals(spec: RunSpec) -> dict[str, int]:
     }
 
 
-async def _run_offline(spec: RunSpec, backend: Any, **rest: Any) -> list[dict[str, float]]:
+async def _run_offline(spec: RunSpec, backend: Any, *, limits: MemoryLimits, **rest: Any) -> list[dict[str, float]]:
     from oxrl.loops.evaluate import evaluate_offline
     from oxrl.loops.offline import OfflineConfig, run_offline
     from oxrl.loops.progress import scheduled
@@ -189,7 +192,8 @@ async def _run_offline(spec: RunSpec, backend: Any, **rest: Any) -> list[dict[st
         scheduled(spec.schedule),
         spec.source,
         OfflineConfig(batch_size=config.batch_size, **loop_intervals(spec)),
-        evaluate=partial(evaluate_offline, backend, spec.algorithm, spec.held_out, config.train.micro_batch_tokens),
+        evaluate=partial(evaluate_offline, backend, spec.algorithm, spec.held_out, limits),
+        limits=limits,
         **rest,
     )
 

@@ -247,6 +247,16 @@ def eval_mode(model: Any) -> Iterator[None]:
             module.training = True
 
 
+def enable_gradient_checkpointing(model: Any) -> None:
+    """Recompute activations in the backward pass instead of keeping them.
+
+    transformers does so in train mode only, so the model is put into train mode. The re-entrant variant loses
+    gradients if the inputs need none, as after the frozen embedding of a LoRA model.
+    """
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+
+
 def shm_dir() -> Path:
     """Return a folder in memory if this machine has one, else the temporary folder; not shared between machines."""
     memory = Path("/dev/shm")  # noqa: S108 - callers create their own folder in it

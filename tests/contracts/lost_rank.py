@@ -18,7 +18,9 @@ from oxrl.backends.distributed import ranks as module
 from oxrl.backends.distributed.fsdp import FSDPTrainingBackend
 from oxrl.backends.distributed.ranks import RankError
 from oxrl.backends.local import create_pytorch_backend
+from oxrl.loops.memory_warmup import warm_up_memory
 from oxrl.loops.step import train_step
+from oxrl.machine.out_of_memory import ran_out_of_memory
 from tests.contracts import together
 from tests.contracts.test_backend import load_tiny, some_items, train
 from tests.contracts.test_over_ranks import CLOSE, RATES, items_of
@@ -116,6 +118,29 @@ def errors_of_training(folder: Path) -> list[str]:
             call()
         errors.append(str(caught.value))
     return errors
+
+
+RUNS_OUT_OF_MEMORY = """
+import torch
+import torch.distributed as dist
+from oxrl.algorithms.preference import Pairs
+
+def planted(pairs: Pairs):
+    if dist.get_rank() == 1:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    return pairs.chosen * 0
+"""
+
+
+def error_of_memory(folder: Path, warm_up: bool) -> tuple[str, bool]:
+    """Of a step or a memory warm-up in which one rank runs out of memory, and whether it is recognised as that."""
+    file = folder / "planted.py"
+    file.write_text(RUNS_OUT_OF_MEMORY)
+    backend = FSDPTrainingBackend(together.ranks(), load_tiny, others={"ref": load_tiny})
+    run = warm_up_memory if warm_up else train_step
+    with pytest.raises(RankError) as caught:
+        anyio.run(run, backend, algorithm(f"{file}:planted"), items_of("dpo"), 90)
+    return str(caught.value), ran_out_of_memory(caught.value)
 
 
 async def _save(folder: Path) -> None:

@@ -50,6 +50,14 @@ def test_a_rank_that_fails_in_training_is_named_immediately_and_ends_the_backend
     assert "optim_step cannot run after a failure: rank 1" in second
 
 
+@pytest.mark.parametrize("warm_up", [False, True])
+def test_a_rank_that_runs_out_of_memory_ends_the_run_and_is_recognised(warm_up, tmp_path, start_group):
+    """The other ranks wait for it inside a collective, so that the step cannot be repeated."""
+    error, recognised = start_group(2).call(lost_rank.error_of_memory, tmp_path, warm_up)
+    assert "rank 1, add_gradients: OutOfMemoryError: CUDA out of memory" in error
+    assert recognised
+
+
 def test_a_rank_that_hangs_is_named_when_the_time_limit_expires(start_group):
     error = start_group(3, 3 * EXPIRES).call(lost_rank.error_of, "receive_from_last")
     assert "receive_from_last: " in error and "; no reply from rank 2, which died or hangs" in error

@@ -234,3 +234,54 @@ async def test_only_an_aborted_generation_is_resumed(tiny_model, tiny, anyio_bac
     full = Generation((3, 4, 5), (-1.0, -2.0, -3.0), "aborted", version=7, cut_mass=0.25)
     (one,) = await generator.generate([Request((1, 2), partial=full)], sampling)
     assert one == full._replace(finish_reason="length", text=one.text)
+
+
+def run_out_of_memory(model, most, *, after=0):
+    """Raise torch's error in passes of more than `most` rows, from the pass with the number `after` on."""
+    passes, failures = [], []
+
+    def check(_, arguments):
+        passes.append(arguments[0].shape)
+        if len(passes) > after and arguments[0].shape[0] > most:
+            failures.append(arguments[0].shape)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate a cache")
+
+    model.get_input_embeddings().register_forward_pre_hook(check)
+    return failures
+
+
+@pytest.mark.parametrize("after", [0, 12])
+@pytest.mark.parametrize("mode", MODES)
+def test_if_memory_runs_out_fewer_sequences_run_and_the_completions_are_the_same(mode, after, caplog):
+    def completed(most):
+        model, tokens = load_model("tiny"), []
+        failures = run_out_of_memory(model, most, after=after)
+        generator = EmbeddedGenerator(model, load_tokenizer("tiny"), slots=8, mode=mode)
+        sampling = GenerationConfig(max_new_tokens=12, seed=7)
+        done = generator.complete(PROMPTS * 2, sampling, lambda prompt, token: tokens.append((prompt, token)))
+        return done, sorted(tokens), len(failures), generator.slots
+
+    found, tokens, failures, slots = completed(3)
+    expected, all_tokens, _, _ = completed(8)
+    assert failures and slots == 2
+    assert "At most 2 sequences run concurrently from now on" in caplog.text and "rollout.slots: 2" in caplog.text
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    assert tokens == all_tokens, "no token is sampled twice"
+    for one, other in zip(found, expected, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_single_sequence_that_does_not_fit_is_an_error(mode):
+    model = load_model("tiny")
+    run_out_of_memory(model, 0)
+    with pytest.raises(torch.OutOfMemoryError):
+        EmbeddedGenerator(model, load_tokenizer("tiny"), slots=4, mode=mode).complete(PROMPTS, GenerationConfig())
+
+
+def test_slots_that_no_sequence_uses_are_not_halved_one_by_one():
+    model = load_model("tiny")
+    failures = run_out_of_memory(model, 2)
+    generator = EmbeddedGenerator(model, load_tokenizer("tiny"), slots=64)
+    generator.complete(PROMPTS[:3], GenerationConfig(max_new_tokens=3))
+    assert (len(failures), generator.slots) == (1, 2)

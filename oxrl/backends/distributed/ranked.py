@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from oxrl.backends.distributed.named import NamedAlgorithm
-from oxrl.backends.distributed.ranks import Build, Ranks, WorkerGroup
+from oxrl.backends.distributed.ranks import Build, RankError, Ranks, WorkerGroup
 from oxrl.backends.distributed.rpc import Facts
 from oxrl.backends.local import sum_parts
 from oxrl.types import (
@@ -223,7 +223,11 @@ class RankedBackend:
         self.call("warm_up_memory", True)
         with ExitStack() as stack:
             stack.callback(self.call, "warm_up_memory", False)
-            yield
+            try:
+                yield
+            except RankError:
+                stack.pop_all()  # ranks that failed can run no more calls, and this error must not be hidden
+                raise
 
     def close(self) -> None:
         """Free this model on the ranks; they keep serving others."""

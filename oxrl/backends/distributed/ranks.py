@@ -191,7 +191,7 @@ class Ranks:
             error = merge_errors(call, failed, self._missing() if lost else "")
             if isinstance(error, RankError):
                 self._broken = str(error)
-            raise error from failed[0][1]
+            raise error from first_cause(failed)[1]
         return [reply.value for reply in replies]
 
     def _wait(self, replies: Future[list[Reply]]) -> list[Reply]:
@@ -336,9 +336,14 @@ def portable(error: Exception) -> Exception:
     return error
 
 
+def first_cause(failed: Sequence[tuple[int, Exception]]) -> tuple[int, Exception]:
+    """Return a rank and its error; a rank that lost its connection to another one did not fail first."""
+    return min(failed, key=lambda each: is_lost_peer(each[1]))
+
+
 def merge_errors(call: str, failed: Sequence[tuple[int, Exception]], missing: str = "") -> Exception:
     """Return one exception for the loop; errors of lost connections to other ranks are reported last."""
-    rank, error = min(failed, key=lambda each: is_lost_peer(each[1]))
+    rank, error = first_cause(failed)
     where = f"rank {rank}, {call}"
     if isinstance(error, NonFiniteError):
         suspects = [batch for _, each in failed if isinstance(each, NonFiniteError) for batch in each.batches]

@@ -28,6 +28,7 @@ from oxrl.backends.distributed.ranks import (
     RankError,
     Reply,
     WorkerHost,
+    first_cause,
     first_line,
     is_lost_peer,
     merge_errors,
@@ -150,7 +151,7 @@ class RayRanks:
             error = merge_errors(call, failed, f"; {no_reply}" if lost else "")
         if isinstance(error, RankError):
             self._broken = str(error)
-        raise error from (failed[0][1] if failed else None)
+        raise error from (first_cause(failed)[1] if failed else None)
 
     def _replies(self, call: str, references: Sequence[Any]) -> dict[int, Reply]:
         ray = import_ray()

@@ -23,6 +23,7 @@ from oxrl.generators.embedded.cache import (
     own_attention,
     padded_length,
 )
+from oxrl.machine.out_of_memory import ran_out_of_memory
 from oxrl.tensors import count_windowed_layers
 
 if TYPE_CHECKING:
@@ -250,6 +251,8 @@ def _why_no_slots(model: PreTrainedModel, mode: Mode) -> str | None:
     try:
         ours = [decoder.enter([0, 1], contexts), decoder.next_logits([tokens[0][7], tokens[1][10]])]
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        if ran_out_of_memory(error):
+            raise
         return f"the model does not support a cache in slots ({str(error).splitlines()[0]})"
     for more, logits in enumerate(ours):
         for row, context in enumerate(contexts):

@@ -6,6 +6,7 @@ for results.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isfinite
@@ -16,11 +17,14 @@ from torch import Tensor
 
 from oxrl.generators.embedded.decoders import NOT_FINITE, Decoder, Mode, choose_decoder
 from oxrl.generators.embedded.sampling import draw, stream_key, uniforms
+from oxrl.machine.out_of_memory import free_memory_of, ran_out_of_memory
 from oxrl.types import Generation, GenerationConfig, Request
 from oxrl.weights.checkpoint_names import eval_mode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -93,18 +97,52 @@ class Engine:
         return job
 
     def step(self) -> None:
-        """Admit waiting sequences to free rows, then sample the next token of every sequence."""
+        """Admit waiting sequences to free rows, then sample the next token of every sequence.
+
+        If memory runs out, the slots are halved: sequences in flight wait, and continue after a fresh prefill.
+        """
         self.waiting += sorted(self.arrived, key=lambda job: job.order)
         self.arrived.clear()
+        try:
+            self._step()
+        except (RuntimeError, MemoryError) as error:
+            if not ran_out_of_memory(error) or not (slots := self._fewer_slots()):
+                raise
+            logger.warning(
+                "memory ran out while sampling (%s). At most %d sequences run concurrently from now on; those in "
+                "flight continue with their tokens so far. Set rollout.slots: %d for the next run",
+                str(error).partition("\n")[0],
+                slots,
+                slots,
+            )
+            free_memory_of(error)
+            self.limit_slots(slots)
+
+    def _fewer_slots(self) -> int:
+        """Half of the slots, and again until fewer sequences run than now; 0 if only one does."""
+        running = self.slots if self.mode == "fixed" else min(self.slots, len(self._unfinished()))
+        slots = self.slots // 2
+        while slots >= running:
+            slots //= 2
+        return slots
+
+    def _step(self) -> None:
         with eval_mode(self.model):
-            if self._decoder is None:
-                self._decoder = choose_decoder(self.model, self.slots, self.mode)
             try:
+                if self._decoder is None:
+                    self._decoder = choose_decoder(self.model, self.slots, self.mode)
                 self._admit(self._decoder)
                 self._continue(self._decoder)
             except BaseException:  # in the middle of a step tokens and cache may be inconsistent
                 self._start_over()
                 raise
+
+    def limit_slots(self, slots: int) -> None:
+        """Run at most this many sequences; those in flight continue after a fresh prefill."""
+        self._start_over()
+        self.slots, self._decoder = slots, None  # frees the cache
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def abort(self) -> None:
         """Finish all jobs now, with their tokens so far."""
@@ -125,7 +163,7 @@ class Engine:
         self._start_over()
 
     def _start_over(self) -> None:
-        self.waiting = [*filter(None, self.rows), *self.waiting]
+        self.waiting = [*(job for job in self.rows if job is not None and job.result is None), *self.waiting]
         self._vacate(range(len(self.rows)))
 
     def _unfinished(self) -> list[Job]:

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 class EmbeddedGenerator:
     """`await EmbeddedGenerator(model, tokenizer).generate([Request(prompt_ids)], GenerationConfig(max_new_tokens=32))`.
 
-    At most `slots` sequences run in one batch. In the mode "shrinking" the batch is as wide as there are sequences: the
-    fastest, with log-probs to 1e-4. In the mode "fixed" it is always `slots` wide, and on a CPU tokens and log-probs
-    are batch-invariant, to the bit.
+    At most `slots` sequences run in one batch, fewer after memory ran out. In the mode "shrinking" the batch is as wide
+    as there are sequences: the fastest, with log-probs to 1e-4. In the mode "fixed" it is always `slots` wide, and on a
+    CPU tokens and log-probs are batch-invariant, to the bit.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, *, slots: int = 64, mode: Mode = "shrinking") -> None:
@@ -43,6 +43,15 @@ class EmbeddedGenerator:
     @property
     def version(self) -> int:
         return self._engine.version
+
+    @property
+    def slots(self) -> int:
+        """At most this many sequences run in one batch; halved where memory runs out."""
+        return self._engine.slots
+
+    @slots.setter
+    def slots(self, slots: int) -> None:
+        self._engine.limit_slots(slots)
 
     async def generate(self, requests: Sequence[Request], sampling: GenerationConfig) -> list[Generation]:
         """Return one generation per request, in order. Calls of several tasks share the engine."""
