@@ -24,6 +24,7 @@ R = TypeVar("R")
 T = TypeVar("T")
 LIVE = "live"
 _LIVE: dict[str, Any] = {}
+_FOUND: dict[Path, Path] = {}  # absolute paths of files by name: a reward may change the working directory
 
 
 def import_path_of(function: Callable[..., Any]) -> str:
@@ -46,7 +47,7 @@ def import_object(import_path: str) -> Any:
                 f"process: resume from there, or move it to a file and refer to it as FILE.py:{name}"
             )
         return _LIVE[name]
-    path = Path(source)
+    path = _found(Path(source))
     try:
         module = _module_of_file(path) if path.suffix == ".py" else importlib.import_module(source)
         return getattr(module, name)
@@ -62,7 +63,7 @@ def error_text(error: BaseException) -> str:
     """`error_text(ValueError("no number")) == "ValueError: no number"`; the text of an error may raise, too."""
     try:
         return f"{type(error).__name__}: {error}"
-    except Exception:  # noqa: BLE001 - a custom `__str__`
+    except BaseException:  # noqa: BLE001 - a custom `__str__` may also exit
         return type(error).__name__
 
 
@@ -77,8 +78,16 @@ def source_file(import_path: str) -> Path | None:
     source, _, name = import_path.rpartition(":")
     if not name.isidentifier():
         return None
-    path = Path(source) if source.endswith(".py") else Path(getattr(sys.modules.get(source), "__file__", None) or "")
+    imported = Path(getattr(sys.modules.get(source), "__file__", None) or "")
+    path = _found(Path(source)) if source.endswith(".py") else imported
     return path if path.is_file() else None
+
+
+def _found(path: Path) -> Path:
+    """Return the path of the file, or where a file of this name was found before."""
+    if path.suffix == ".py" and path.is_file():
+        _FOUND[path] = path.absolute()
+    return _FOUND.get(path, path)
 
 
 def _module_of_file(path: Path) -> ModuleType:

@@ -8,7 +8,7 @@ import pytest
 
 import oxrl
 from oxrl.loops.online import OnlineConfig, RLTrainingConfig, run_online
-from oxrl.names import import_object, renamed_keywords
+from oxrl.names import import_object, renamed_keywords, source_file
 from oxrl.rollouts.collect import RolloutConfig, sampling_manager
 from oxrl.run.loops import run_rl_training
 
@@ -98,6 +98,7 @@ def test_a_manager_takes_the_former_keyword_for_its_sampler():
         ("import no_such_module", r"No module named 'no_such_module' \(line 1\)"),
         ("def length(:", r"invalid syntax"),
         ("class E(Exception):\n    def __str__(self): raise self\nraise E", r"E \(line 3\)"),
+        ("class E(BaseException):\n    def __str__(self): raise SystemExit(0)\nraise E", r"E \(line 3\)"),
         ("import asyncio\nraise asyncio.CancelledError", r"CancelledError"),
         ("other = 1", "has no attribute 'length'"),
     ],
@@ -111,6 +112,15 @@ def test_a_file_that_cannot_be_imported_is_refused_with_its_name_and_the_reason(
     assert not {name for name in set(sys.modules) - modules if "my_reward" in name} or "other" in source
     file.write_text("def length(): pass")
     assert import_object(f"{file}:length")() is None
+
+
+def test_a_file_that_was_imported_is_found_after_the_working_directory_has_changed(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text("import os\n\ndef length(): os.chdir('/')\n\nassert os.getcwd() != '/'")
+    monkeypatch.chdir(tmp_path)
+    import_object("mine.py:length")()
+    assert source_file("mine.py:length") == tmp_path / "mine.py"
+    with pytest.raises(ValueError, match=r"mine.py:length cannot be imported: AssertionError:  \(line 5\)"):
+        import_object("mine.py:length")
 
 
 @pytest.mark.parametrize("path", [":name", "..:name", "json:", "json.:dumps", "no such module:name"])

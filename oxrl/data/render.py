@@ -30,6 +30,7 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")
 _CALLS = ("tool_calls", "function_call")
 _SENTINEL = "Xq7sentinelXq7"
 _OPENED = re.compile(r"<(\w+)>\s*(?:</\1>\s*)?$")  # an empty block is written where reasoning is switched off
+_TAG = re.compile(r"(</?\w++>)")
 _MAX_OPENED = 16  # tokens
 _MAX_SHAPES = 8  # templates have one or two; a bound for templates whose output differs every time
 
@@ -458,7 +459,7 @@ def _opening_tag(message: Mapping[str, Any]) -> str:
 
 def _compact(text: str) -> str:
     """Return the text without whitespace around tags and at the ends, which templates change around reasoning."""
-    return re.sub(r"\s*(</?\w+>)\s*", r"\1", text).strip()
+    return "".join(part.strip() for part in _TAG.split(text))
 
 
 def _prefix_mismatch(prompt: str, full: str) -> str:

@@ -51,7 +51,7 @@ def prepare_run(config: Config, output: str | Path | None = None, *, resume: boo
         check_resumable(config, folder / "config.yaml")
     check_writable(folder)
     check_trackers(config.run.trackers)
-    spec = resolve(config, output, resume_from=resume_from)
+    spec = resolve(config, folder, resume_from=resume_from)
     if spec.online:
         check_servers(spec.config)
     if resume_from is not None:  # rows that changed since are detected here
@@ -121,6 +121,7 @@ def starting_from(config: Config, checkpoint: str | Path | None) -> Config:
 
 def resolve(config: Config, output: str | Path | None = None, *, resume_from: Path | None = None) -> RunSpec:
     """Resolve, read and check all that a config names; nothing is written. Wrong input raises a ValueError."""
+    folder = run_folder(config, output)  # first: a reward, which is tried here, may change the working directory
     config = placed(config)
     _check_keys(config)
     model = model_config(config)
@@ -139,7 +140,7 @@ def resolve(config: Config, output: str | Path | None = None, *, resume_from: Pa
     steps_per_epoch = config.train.train_steps_per_epoch or -(-len(data.rows) // config.batch_size)
     return RunSpec(
         config=config,
-        folder=run_folder(config, output),
+        folder=folder,
         resume_from=resume_from,
         schedule=schedule,
         model=model,

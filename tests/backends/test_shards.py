@@ -1,7 +1,7 @@
 """Shards are read without running code that their files may contain."""
 
 import pickle
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 import torch
@@ -58,6 +58,16 @@ def test_an_index_that_would_run_code_is_refused(backend, saved):
     assert not (saved / "made").exists()
 
 
+@pytest.mark.parametrize("changed", [b"cpathlib\nPosixPath\n", b"ctorch.serialization\n_get_layout\n"])
+def test_an_index_that_would_change_an_allowed_class_or_function_is_refused(backend, saved, changed):
+    """Unpickling sets attributes of any object: `__fspath__` of a path leads later writes to other files."""
+    set_attribute = changed + b"N}(S'made'\nI1\nu\x86b."
+    (saved / SHARDS / INDEX).write_bytes(set_attribute)
+    with pytest.raises(ValueError, match="it changes <.*, which is not part of a checkpoint"):
+        backend.load(saved)
+    assert not hasattr(PurePosixPath, "made") and not hasattr(torch.serialization._get_layout, "made")
+
+
 def test_an_entry_that_would_be_unpickled_without_restriction_is_refused(backend, saved):
     """Torch loads entries that the index does not call tensors with `weights_only=False`."""
 
@@ -86,7 +96,9 @@ def test_an_index_of_other_things_is_refused(backend, saved, change, message):
         backend.load(saved)
 
 
-@pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps({"a": 1}), pickle.dumps(5)[:-1]])
+@pytest.mark.parametrize(
+    "content", [b"", b"no pickle", pickle.dumps({"a": 1}), pickle.dumps(5)[:-1], b"\x8e" + b"\xff" * 9]
+)
 def test_a_damaged_index_is_refused(backend, saved, content):
     (saved / SHARDS / INDEX).write_bytes(content)
     with pytest.raises(ValueError, match="is not the index of a checkpoint"):

@@ -13,6 +13,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from oxrl.data.render import _SENTINEL, Renderer, TemplateError, compute_loss_mask, tokenize_conversation
 from oxrl.types import Message, Row
+from tests.clock import no_hang
 from tests.data import chat_templates as styles
 from tests.data.chat_templates import Style, byte_level, merging, sentencepiece_like
 
@@ -174,6 +175,12 @@ def test_a_row_is_what_sampling_sees_when_earlier_thinking_is_stripped() -> None
 def test_reasoning_may_be_spaced_differently_by_the_template() -> None:
     chat = (CHAT[0], Message("assistant", "<think>easy</think>4"))
     assert trained(styles.QWEN3, chat) == [["<think>\neasy\n</think>\n\n4<|im_end|>"]]
+
+
+def test_a_row_of_spaces_is_rendered_in_linear_time() -> None:
+    answer = "a" + " " * 100_000 + "b"
+    with no_hang():  # a time that grows with the square of the length is minutes
+        assert trained(styles.CHATML, (CHAT[0], Message("assistant", answer))) == [[f"{answer}<|im_end|>"]]
 
 
 def test_thinking_turned_off_moves_the_empty_thought_into_the_prompt() -> None:

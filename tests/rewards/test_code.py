@@ -238,6 +238,11 @@ def f(x): return 7"""
     assert reward_of("def f(x): return [2]", tests[3:4]) == 1.0
 
 
+def test_a_name_that_only_a_later_test_imports_is_known_to_the_first():
+    tests = ["assert f(1) == Decimal('1.0')", "from decimal import Decimal\nassert f(2) == Decimal(2)"]
+    assert reward_of("from decimal import Decimal\ndef f(x): return Decimal(x)", tests) == 1.0
+
+
 def test_functions_that_are_tested_themselves_may_be_combined():
     program = "def is_even(n): return n % 2 == 0\ndef after(n): return n + 2\ndef back(n): return n - 2"
     assert (

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from oxrl.config import ConfigError, check_config
+from oxrl.config import ConfigError, check_config, load_config
 from oxrl.machine.ray_cluster import Bundles
 from oxrl.run.engines import rollout_devices, sleeps_beside
 from oxrl.run.launch import run_ranks
@@ -24,7 +24,7 @@ from oxrl.run.prepare import resolve
 from oxrl.trainer import Trainer, choose_backend, sections_of
 from tests.engines import need
 from tests.forks import Forked
-from tests.rows import write_jsonl
+from tests.rows import sums, write_jsonl
 from tests.waiting import EXPIRES, HANG, wait_until
 
 STEPS = 4
@@ -309,10 +309,14 @@ def test_a_step_has_the_rows_of_all_devices(tmp_path):
 
 
 def test_a_run_stays_in_its_folder_when_a_reward_changes_the_working_directory(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for output in ("run", None):
-        folder = resolve(config_of(tmp_path), output).folder
-        assert folder.is_absolute() and folder.is_relative_to(tmp_path)
+    (tmp_path / "reward.py").write_text("import os\n\ndef score(rollout):\n    os.chdir('/')\n    return 1.0")
+    write_jsonl(tmp_path / "rows.jsonl", sums(4))
+    keys = ("model.name=tiny", "train.alg_name=grpo", "data.train_files_path=rows.jsonl", "rollout.max_tokens=4")
+    config = load_config(None, [*keys, "reward.reward_func=reward.py:score"])
+    for output, folder in (("run", "run"), (None, "checkpoints/run")):
+        monkeypatch.chdir(tmp_path)
+        assert resolve(config, output).folder == tmp_path / folder
+        assert Path.cwd() == Path("/")  # it was tried
 
 
 def test_without_a_gpu_a_config_for_several_trains_in_one_process(tmp_path):

@@ -7,35 +7,45 @@ Its index, `.metadata`, is a pickle: only classes that describe tensors are allo
 from __future__ import annotations
 
 import pickle
+from io import BytesIO
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
 from oxrl.backends.distributed.shards import INDEX
 
+_INSTANCES = (
+    metadata.Metadata,
+    metadata.TensorStorageMetadata,
+    metadata.TensorProperties,
+    metadata.ChunkStorageMetadata,
+    metadata.MetadataIndex,
+    metadata.StorageMeta,
+    filesystem._StorageInfo,
+)
 _ALLOWED: dict[tuple[str, str], Any] = {
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     ("pathlib", "PosixPath"): PurePosixPath,
-    **{
-        (each.__module__, each.__qualname__): each
-        for each in (
-            metadata.Metadata,
-            metadata.TensorStorageMetadata,
-            metadata.TensorProperties,
-            metadata.ChunkStorageMetadata,
-            metadata.MetadataIndex,
-            metadata.StorageMeta,
-            metadata._MEM_FORMAT_ENCODING,
-            filesystem._StorageInfo,
-        )
-    },
+    **{(each.__module__, each.__qualname__): each for each in (*_INSTANCES, metadata._MEM_FORMAT_ENCODING)},
 }
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):
+    """The unpickler in Python: that in C would let a file set attributes of an allowed class or function."""
+
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+    stack: list[Any]
+
+    def load_build(self) -> None:
+        if not isinstance(self.stack[-2], _INSTANCES):
+            raise pickle.UnpicklingError(f"it changes {self.stack[-2]!r:.99}, which is not part of a checkpoint")
+        super().load_build()  # type: ignore[misc]  # not in the stubs
+
+    dispatch[pickle.BUILD[0]] = load_build
+
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
@@ -49,10 +59,10 @@ class ShardReader(filesystem.FileSystemReader):
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> metadata.Metadata:
         file = Path(self.path) / INDEX
+        content = BytesIO(file.read_bytes())
         try:
-            with file.open("rb") as opened:
-                found = _checked(_Unpickler(opened).load())
-        except (pickle.UnpicklingError, ValueError, TypeError, AttributeError, LookupError, EOFError) as error:
+            found = _checked(_Unpickler(content).load())
+        except Exception as error:  # a damaged pickle may raise anything
             raise ValueError(
                 f"{file} is not the index of a checkpoint ({error}), so nothing was loaded: restore the file, or start "
                 f"a new run with {file.parents[1]} as the model"

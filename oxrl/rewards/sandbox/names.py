@@ -67,20 +67,24 @@ def _nodes(trees: Iterable[ast.AST]) -> Iterator[ast.AST]:
 
 
 def _undefined(trees: Sequence[ast.AST]) -> set[str]:
-    used: set[str] = set()
+    """Names that a tree uses and that neither it nor an earlier one defines: a later test may import them again."""
+    undefined: set[str] = set()
     defined: set[str] = set(dir(builtins))
-    for node in _nodes(trees):
-        if isinstance(node, ast.Name):
-            (used if isinstance(node.ctx, ast.Load) else defined).add(node.id)
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            defined.add(node.name)
-        elif isinstance(node, ast.arg):
-            defined.add(node.arg)
-        elif isinstance(node, ast.alias):
-            defined.add((node.asname or node.name).partition(".")[0])
-        elif isinstance(node, ast.ExceptHandler) and node.name:
-            defined.add(node.name)
-    return used - defined
+    for tree in trees:
+        used: set[str] = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name):
+                (used if isinstance(node.ctx, ast.Load) else defined).add(node.id)
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                defined.add(node.name)
+            elif isinstance(node, ast.arg):
+                defined.add(node.arg)
+            elif isinstance(node, ast.alias):
+                defined.add((node.asname or node.name).partition(".")[0])
+            elif isinstance(node, ast.ExceptHandler) and node.name:
+                defined.add(node.name)
+        undefined |= used - defined
+    return undefined
 
 
 def _is_module(trees: Sequence[ast.AST], name: str) -> bool:
