@@ -4,7 +4,7 @@ Random weights of Qwen2.5's shapes in bfloat16, so that no hub is needed. (a) de
 new ones, all sequences equally long. (b) what a rollout is: four times as many prompts as slots, prompts of 32 to 512
 tokens, completions of 16 to 512, slots refilled, prefill and the work of the host counted.
 
-    python benchmarks/generation.py [--shapes 0.5B,1.5B,7B] [--slots 64,512,1024] [--ways generate,plain,captured,compiled]
+    python benchmarks/generation.py [--shapes 0.5B,1.5B,7B] [--slots 64,512,1024] [--ways plain,captured,compiled]
 """
 
 from __future__ import annotations
