@@ -7,8 +7,10 @@ chunk. No model, config, or I/O.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -287,3 +289,54 @@ def count_windowed_layers(model_config: Any) -> int:
     if kinds is not None:
         return sum(kind in ("sliding_attention", "chunked_attention") for kind in kinds)
     return int(model_config.num_hidden_layers) if getattr(model_config, "sliding_window", None) else 0
+
+
+class Borders(NamedTuple):
+    """Where the rows of a packed sequence begin, `[rows + 1]` int32, and the length of the longest."""
+
+    starts: Tensor
+    longest: int
+
+
+def variable_length_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    queries: Borders,
+    keys: Borders,
+    *,
+    window: int | None,
+    scale: float | None,
+) -> Tensor:
+    """Causal attention inside each row of `[1, heads, N, dim]`, as one kernel: `[1, N, heads, dim]`.
+
+    For GPUs and half precision. Where a row has more keys than queries, the queries are aligned with the last keys.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    shared_heads: dict[str, Any] = {"enable_gqa": True} if _takes_shared_heads() else {}
+    if not shared_heads:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    attended = varlen_attn(
+        q,
+        k,
+        v,
+        queries.starts,
+        keys.starts,
+        queries.longest,
+        keys.longest,
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        **shared_heads,
+    )
+    assert isinstance(attended, Tensor), "a tuple is returned only with log-sum-exp"
+    return attended[None]
+
+
+@cache
+def _takes_shared_heads() -> bool:
+    """Return whether torch's kernel accepts fewer key heads than query heads (newer than torch 2.11)."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters

@@ -9,12 +9,10 @@ reproduces the model's logits. Losses are defined elsewhere.
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
 from itertools import groupby, pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -25,7 +23,15 @@ import torch
 from torch import Tensor, nn
 
 from oxrl.data.pack import collate, worth_sharing
-from oxrl.tensors import Head, Other, Statistic, count_windowed_layers, token_logprobs
+from oxrl.tensors import (
+    Borders,
+    Head,
+    Other,
+    Statistic,
+    count_windowed_layers,
+    token_logprobs,
+    variable_length_attention,
+)
 from oxrl.types import Batch, IntArray, Layout, Media, Outputs, Row
 
 if TYPE_CHECKING:
@@ -344,38 +350,10 @@ def _attend_eager(query: Tensor, key: Tensor, value: Tensor, window: int | None,
 
 
 def _variable_length(query: Tensor, key: Tensor, value: Tensor, window: int | None, options: dict[str, Any]) -> Tensor:
-    """All rows in one variable-length flash-attention kernel (GPU, half precision).
-
-    Where a row has more keys than queries, the kernel aligns the queries with the last keys, as `_causal_mask` does.
-    """
-    from torch.nn.attention.varlen import varlen_attn
-
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    shared_heads: dict[str, Any] = {"enable_gqa": True} if _takes_shared_heads() else {}
-    if not shared_heads:
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    attended = varlen_attn(
-        q,
-        k,
-        v,
-        options["cu_seq_lens_q"],
-        options["cu_seq_lens_k"],
-        options["max_length_q"],
-        options["max_length_k"],
-        scale=options.get("scaling"),
-        window_size=(-1 if window is None else window - 1, 0),
-        **shared_heads,
-    )
-    assert isinstance(attended, Tensor), "a tuple is returned only with log-sum-exp"
-    return attended[None]
-
-
-@cache
-def _takes_shared_heads() -> bool:
-    """Return whether torch's kernel accepts fewer key heads than query heads (newer than torch 2.11)."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+    """All rows in one kernel (GPU, half precision)."""
+    queries = Borders(options["cu_seq_lens_q"], options["max_length_q"])
+    keys = Borders(options["cu_seq_lens_k"], options["max_length_k"])
+    return variable_length_attention(query, key, value, queries, keys, window=window, scale=options.get("scaling"))
 
 
 def _note_window(options: dict[str, Any]) -> int | None:

@@ -41,7 +41,10 @@ class BackendRecord(NamedTuple):
 
 ENGINES: dict[str, EngineRecord] = {
     "embedded": EngineRecord(
-        "oxrl.run.engines:open_embedded", "samples with the trainer's module", shares_weights=True
+        "oxrl.run.engines:open_embedded",
+        "samples with the trainer's module",
+        shares_weights=True,
+        keys=frozenset({"capture", "compile", "cache_gib"}),
     ),
     "vllm": EngineRecord(
         "oxrl.run.engines:open_vllm",

@@ -414,6 +414,15 @@ class InferenceEngine(_Open):
     )
     adapter: bool = Field(False, description="vllm with lora: send the base weights once, then only the adapter")
     colocated: bool = Field(False, description="vllm: shares the training devices and sleeps during training")
+    capture: Literal["auto"] | bool = Field(
+        "auto", description="embedded, on a GPU: decoding as CUDA graphs; auto: where the model allows it"
+    )
+    compile: Literal["auto"] | bool = Field(
+        "auto", description="embedded, with capture: compile the decoding step first; auto: in runs that sample much"
+    )
+    cache_gib: float | None = Field(
+        None, gt=0, description="embedded, with capture: memory for keys and values; default half of what is free"
+    )
 
 
 class Config(_Section):

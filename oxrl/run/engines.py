@@ -22,13 +22,34 @@ from oxrl.types import SleepingGenerator
 
 logger = logging.getLogger(__name__)
 
+USUAL_STEPS = 100  # of an epoch whose length the config does not have
+
 
 @asynccontextmanager
 async def open_embedded(config: Config, tokenizer: Any, folder: Path, trainer: Any) -> AsyncIterator[Engine]:  # noqa: ARG001
     from oxrl.generators.embedded.generator import EmbeddedGenerator
 
     rollout = config.rollout
-    yield Engine(EmbeddedGenerator(trainer.model, tokenizer, slots=rollout.slots, mode=rollout.mode))
+    own = {"slots": rollout.slots, "mode": rollout.mode, "capture": capture_options(config)}
+    yield Engine(EmbeddedGenerator(trainer.model, tokenizer, **own))
+
+
+def capture_options(config: Config) -> Any:
+    """How the embedded engine decodes on a GPU; on other devices the keys have no effect."""
+    from oxrl.generators.embedded.captured import Capture
+
+    engine, train, rollout = config.inference_engine, config.train, config.rollout
+    if resolve_device(config.model.device) == "cpu":
+        if engine.capture is True:
+            raise ConfigError("inference_engine.capture: true needs a GPU, and model.device is cpu: set auto or false")
+        return Capture()
+    steps = train.total_number_of_epochs * (train.train_steps_per_epoch or USUAL_STEPS)
+    return Capture(
+        None if engine.capture == "auto" else engine.capture,
+        None if engine.compile == "auto" else engine.compile,
+        expected_tokens=0.5 * steps * config.batch_size * rollout.n_samples * rollout.max_tokens,
+        cache_bytes=None if engine.cache_gib is None else int(engine.cache_gib * 2**30),
+    )
 
 
 @asynccontextmanager

@@ -6,6 +6,7 @@ import torch
 
 from oxrl.backends.local import create_pytorch_backend
 from oxrl.data.pack import collate
+from oxrl.generators.embedded.captured import Capture
 from oxrl.generators.embedded.generator import EmbeddedGenerator
 from oxrl.models.load import load_model, load_tokenizer
 from oxrl.models.lora import LoraSettings, attach_lora
@@ -13,11 +14,12 @@ from oxrl.types import Generation, GenerationConfig, Request, Row, Weights
 
 PROMPTS = [[1, 20, 30], [5], [9, 8, 7, 6, 5, 4, 3, 2], [40, 41], list(range(100, 180))]
 MODES = ["shrinking", "fixed"]
+WAYS = {"shrinking": {}, "fixed": {"mode": "fixed"}, "spans": {"capture": Capture(capture=True, span=5)}}
 
 
-@pytest.fixture(scope="module", params=MODES)
+@pytest.fixture(scope="module", params=WAYS)
 def generator(request):
-    return EmbeddedGenerator(load_model("tiny"), load_tokenizer("tiny"), slots=4, mode=request.param)
+    return EmbeddedGenerator(load_model("tiny"), load_tokenizer("tiny"), slots=4, **WAYS[request.param])
 
 
 def naive_logprobs(model, prompt, generation, temperature=1.0):

@@ -104,20 +104,27 @@ class Prefill:
         return new
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-        window = options.get("sliding_window")
-        self.windows += window is not None
-        parts, start = [], 0
-        for length, group in groupby(end - start for start, end in pairwise(self.borders)):
-            count = len(list(group))
-            own = slice(start, start + count * length)
-            # Prompts of one length as a batch: [1, heads, count * length, dim] to [count, heads, length, dim].
-            q, k, v = (x[0, :, own].view(x.shape[1], count, length, -1).transpose(0, 1) for x in (query, key, value))
-            mask = None
-            if options.get("softcap") or (window is not None and length > window):
-                mask = additive_mask(torch.arange(length, device=q.device)[None], length, window, q.dtype)
-            parts.append(attention(q, k, v, mask, options).transpose(0, 1).flatten(1, 2))
-            start += count * length
-        return torch.cat(parts, dim=1)[None]
+        self.windows += options.get("sliding_window") is not None
+        return attend_prompts(self.borders, query, key, value, options)
+
+
+def attend_prompts(
+    borders: Sequence[int], query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
+) -> Tensor:
+    """Causal attention inside of each prompt of `[1, heads, T, dim]`; prompts begin and end at `borders`."""
+    window = options.get("sliding_window")
+    parts, start = [], 0
+    for length, group in groupby(end - start for start, end in pairwise(borders)):
+        count = len(list(group))
+        own = slice(start, start + count * length)
+        # Prompts of one length as a batch: [1, heads, count * length, dim] to [count, heads, length, dim].
+        q, k, v = (x[0, :, own].view(x.shape[1], count, length, -1).transpose(0, 1) for x in (query, key, value))
+        mask = None
+        if options.get("softcap") or (window is not None and length > window):
+            mask = additive_mask(torch.arange(length, device=q.device)[None], length, window, q.dtype)
+        parts.append(attention(q, k, v, mask, options).transpose(0, 1).flatten(1, 2))
+        start += count * length
+    return torch.cat(parts, dim=1)[None]
 
 
 class Run(NamedTuple):

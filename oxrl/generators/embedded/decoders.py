@@ -23,6 +23,13 @@ from oxrl.generators.embedded.cache import (
     own_attention,
     padded_length,
 )
+from oxrl.generators.embedded.captured import (
+    COMPILED_TOKENS,
+    NOT_FINITE,
+    Capture,
+    CapturedDecoder,
+    why_not_captured,
+)
 from oxrl.machine.out_of_memory import ran_out_of_memory
 from oxrl.tensors import count_windowed_layers
 
@@ -32,7 +39,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Mode = Literal["shrinking", "fixed"]
-NOT_FINITE = "the model's logits are not finite: check its weights, or use a higher precision"
 CHUNK = 64  # tokens per prefill pass in fixed mode
 PREFILL = 2048  # tokens per prefill pass in shrinking mode, if a single prompt is not longer
 
@@ -209,8 +215,19 @@ def _column(tokens: Sequence[int | None], device: torch.device) -> Tensor:
     return torch.tensor([token or 0 for token in tokens], device=device)[:, None]
 
 
-def choose_decoder(model: PreTrainedModel, slots: int, mode: Mode) -> Decoder:
-    """Return a `SlotDecoder` if a probe gives the model's own logits, else a `PaddedDecoder`; log the reason."""
+def choose_decoder(
+    model: PreTrainedModel,
+    slots: int,
+    mode: Mode,
+    capture: Capture = Capture(),  # noqa: B008 - immutable
+) -> Decoder | CapturedDecoder:
+    """Return the fastest decoder whose probe gives the model's own logits; log the reason why it is not a faster one.
+
+    On a GPU a `CapturedDecoder`, else a `SlotDecoder`, else a `PaddedDecoder`.
+    """
+    wanted = model.device.type == "cuda" if capture.capture is None else capture.capture
+    if wanted and mode == "shrinking" and (captured := _captured(model, slots, capture)) is not None:
+        return captured
     reason = _why_no_slots(model, mode)
     if reason is None:
         decoder = SlotDecoder(model, slots, mode)
@@ -220,6 +237,19 @@ def choose_decoder(model: PreTrainedModel, slots: int, mode: Mode) -> Decoder:
     variance = "; results are not batch-invariant" if mode == "fixed" else ""
     logger.warning("generation runs in padded waves, which is slower: %s%s", reason, variance)
     return PaddedDecoder(model)
+
+
+def _captured(model: PreTrainedModel, slots: int, capture: Capture) -> CapturedDecoder | None:
+    compiles = capture.compiles
+    if compiles is None:
+        compiles = capture.expected_tokens >= COMPILED_TOKENS
+    decoder = CapturedDecoder(model, slots, capture._replace(compiles=compiles))
+    if (reason := _why_no_slots(model, "shrinking") or why_not_captured(decoder)) is None:
+        return decoder
+    if capture.capture:
+        raise ValueError(f"inference_engine.capture is true, but {reason}: set auto or false")
+    logger.warning("generation runs without captured graphs, which is slower: %s", reason)
+    return None
 
 
 def _make_rows_equal(decoder: SlotDecoder) -> None:

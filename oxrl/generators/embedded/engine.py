@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from oxrl.generators.embedded.decoders import NOT_FINITE, Decoder, Mode, choose_decoder
+from oxrl.generators.embedded.captured import ENDS, NOT_FINITE, Capture, CapturedDecoder, Feed
+from oxrl.generators.embedded.decoders import Decoder, Mode, choose_decoder
+from oxrl.generators.embedded.pages import PAGE
 from oxrl.generators.embedded.sampling import draw, stream_key, uniforms
 from oxrl.machine.out_of_memory import free_memory_of, ran_out_of_memory
 from oxrl.types import Generation, GenerationConfig, Request
@@ -42,6 +45,7 @@ class Job:
     cut_mass: float
     on_token: Callable[[int], None]
     result: Generation | None = None
+    entered: int = 0  # when it was admitted, among all admissions
 
     @property
     def context(self) -> list[int]:
@@ -52,21 +56,50 @@ class Job:
         """Sort key of jobs that were submitted together; equal prompts are neighbours."""
         return (self.request.tokens, self.tokens, self.request.seed, self.sampling)
 
+    def length_after(self, tokens: int) -> int:
+        """Of the sequence, when up to so many tokens have been added."""
+        return len(self.request.tokens) + min(len(self.tokens) + tokens, self.max_tokens)
+
+    @property
+    def feed(self) -> Feed:
+        return Feed(
+            token=self.tokens[-1],
+            position=len(self.request.tokens) + len(self.tokens) - 1,
+            drawn=len(self.tokens),
+            left=self.max_tokens - len(self.tokens),
+            key=self.key,
+            end_token_ids=tuple(self.end_token_ids),
+            rule=self.sampling,
+        )
+
+
+def ignore_token(token: int) -> None:
+    """For requests whose tokens are not streamed."""
+
 
 class Engine:
     """`submit` jobs, then `step` until each has its `result`; the model's mode and attention are restored."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any, slots: int, mode: Mode) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        slots: int,
+        mode: Mode,
+        capture: Capture = Capture(),  # noqa: B008
+    ) -> None:
         self.model: PreTrainedModel = model.get_base_model() if hasattr(model, "peft_config") else model
-        self.tokenizer, self.slots, self.mode = tokenizer, slots, mode
+        self.tokenizer, self.slots, self.mode, self.capture = tokenizer, slots, mode, capture
         self.version = 0
         self.arrived: list[Job] = []
         self.waiting: list[Job] = []
         self.rows: list[Job | None] = []
-        self._decoder: Decoder | None = None
+        self.ready: dict[int, Job] = {}  # prefilled, by their key in the decoder: they enter as rows become free
+        self.admissions = 0
+        self._decoder: Decoder | CapturedDecoder | None = None
 
     def submit(
-        self, request: Request, sampling: GenerationConfig, on_token: Callable[[int], None] = lambda _: None
+        self, request: Request, sampling: GenerationConfig, on_token: Callable[[int], None] = ignore_token
     ) -> Job:
         check_sampling(sampling)
         if request.media:  # equal tokens share a prefill
@@ -97,7 +130,7 @@ class Engine:
         return job
 
     def step(self) -> None:
-        """Admit waiting sequences to free rows, then sample the next token of every sequence.
+        """Admit waiting sequences to free rows, then sample the next token of every sequence, or the next few.
 
         If memory runs out, the slots are halved: sequences in flight wait, and continue after a fresh prefill.
         """
@@ -130,9 +163,12 @@ class Engine:
         with eval_mode(self.model):
             try:
                 if self._decoder is None:
-                    self._decoder = choose_decoder(self.model, self.slots, self.mode)
-                self._admit(self._decoder)
-                self._continue(self._decoder)
+                    self._decoder = choose_decoder(self.model, self.slots, self.mode, self.capture)
+                if isinstance(self._decoder, CapturedDecoder):
+                    self._span(self._decoder)
+                else:
+                    self._admit(self._decoder)
+                    self._continue(self._decoder)
             except BaseException:  # in the middle of a step tokens and cache may be inconsistent
                 self._start_over()
                 raise
@@ -148,13 +184,14 @@ class Engine:
         """Finish all jobs now, with their tokens so far."""
         for job in self._unfinished():
             self._finish(job, "aborted")
-        self.drop([*self.waiting, *self.arrived, *filter(None, self.rows)])
+        self.drop([*self.waiting, *self.arrived, *self.ready.values(), *filter(None, self.rows)])
 
     def drop(self, jobs: Sequence[Job]) -> None:
         """Remove these jobs, finished or not."""
         dropped = set(map(id, jobs))
         self.arrived = [job for job in self.arrived if id(job) not in dropped]
         self.waiting = [job for job in self.waiting if id(job) not in dropped]
+        self._unready([key for key, job in self.ready.items() if id(job) in dropped])
         self._vacate([row for row, job in enumerate(self.rows) if id(job) in dropped])
 
     def change_version(self, version: int) -> None:
@@ -163,11 +200,23 @@ class Engine:
         self._start_over()
 
     def _start_over(self) -> None:
-        self.waiting = [*(job for job in self.rows if job is not None and job.result is None), *self.waiting]
+        running = [*filter(None, self.rows), *self._unready(list(self.ready))]
+        self.waiting = [*(job for job in running if job.result is None), *self.waiting]
         self._vacate(range(len(self.rows)))
 
+    def _unready(self, keys: Sequence[int]) -> list[Job]:
+        """Take these jobs from those that were prefilled ahead, and free their memory."""
+        if isinstance(self._decoder, CapturedDecoder):
+            for key in keys:
+                self._decoder.leave(key)
+        return [self.ready.pop(key) for key in keys]
+
     def _unfinished(self) -> list[Job]:
-        return [job for job in (*self.rows, *self.waiting, *self.arrived) if job is not None and job.result is None]
+        return [
+            job
+            for job in (*self.rows, *self.ready.values(), *self.waiting, *self.arrived)
+            if job is not None and job.result is None
+        ]
 
     def _max_new_tokens(self, tokens: Sequence[int]) -> int:
         vocabulary = self.model.get_input_embeddings().weight.shape[0]
@@ -211,9 +260,105 @@ class Engine:
             logits = decoder.next_logits([None if job is None else job.tokens[-1] for job in self.rows])
             self._draw(logits, occupied, list(range(len(self.rows))))
 
+    def _span(self, decoder: CapturedDecoder) -> None:
+        """Sample the next tokens of every sequence on the device; meanwhile prefill those that enter next."""
+        while self.waiting and len(self.rows) + len(self.ready) <= 3 * self.slots // 4:
+            if not self._prefill(decoder, self.slots - len(self.rows) - len(self.ready)):
+                break
+        for key in list(self.ready)[: self.slots - len(self.rows)]:
+            decoder.move(key, len(self.rows))
+            self.rows.append(self.ready.pop(key))
+        self._preempt(decoder)
+        jobs = [job for job in self.rows if job is not None]
+        if not jobs:
+            return
+        decoder.start([job.feed for job in jobs])
+        with decoder.beside():
+            self._prefill(decoder, max(4, self.slots // 8) - len(self.ready))
+        self._take_span(decoder, jobs)
+
+    def _prefill(self, decoder: CapturedDecoder, most: int) -> bool:
+        """Prefill waiting jobs, as many as there is memory for, and sample their first tokens; whether any was."""
+        candidates = self.waiting[: max(0, most)]
+        if not candidates:
+            return False
+        running = any(self.rows) or bool(self.ready)
+        longest = max(len(job.request.tokens) + job.max_tokens for job in self.waiting)
+        count = decoder.fits([job.context for job in candidates], longest, alone=not running)
+        if not count and not running:
+            raise MemoryError(
+                f"a sequence of {len(candidates[0].context)} tokens does not fit into the key-value cache of "
+                f"{decoder.tables.pages * PAGE} tokens: raise inference_engine.cache_gib or lower rollout.max_tokens"
+            )
+        keys = [key for key in range(self.slots, 2 * self.slots) if key not in self.ready][:count]
+        if not keys:
+            return False
+        entering = candidates[: len(keys)]
+        logits = decoder.enter(keys, [job.context for job in entering])
+        del self.waiting[: len(entering)]
+        for key, job in zip(keys, entering, strict=True):
+            self.admissions += 1
+            job.entered, self.ready[key] = self.admissions, job
+        self._sample(logits, entering)
+        self._unready([key for key in keys if self.ready[key].result is not None])
+        return True
+
+    def _preempt(self, decoder: CapturedDecoder) -> None:
+        """Give every sequence pages for the next span; if they run out, the youngest go back to waiting."""
+        jobs = {row: job for row, job in [*enumerate(self.rows), *self.ready.items()] if job is not None}
+        by_age = sorted(jobs, key=lambda row: jobs[row].entered)
+        evicted: list[int] = []
+        while by_age:
+            row = by_age.pop(0)
+            while row < self.slots and not decoder.extend(row, jobs[row].length_after(decoder.span)):
+                youngest = by_age.pop() if by_age else row
+                decoder.leave(youngest)
+                evicted.append(youngest)
+                if youngest == row:
+                    break
+        if evicted:
+            logger.info("%d sequences wait for key-value memory and are prefilled again", len(evicted))
+            self.waiting = [*(jobs[row] for row in reversed(evicted)), *self.waiting]
+            for row in evicted:
+                self.ready.pop(row, None)
+            self._vacate([row for row in evicted if row < self.slots])
+
+    def _take_span(self, decoder: CapturedDecoder, jobs: Sequence[Job]) -> None:
+        span = decoder.finish(len(jobs))
+        sampled = span.tokens >= 0
+        if not np.isfinite(span.logprobs[sampled]).all():
+            raise FloatingPointError(NOT_FINITE)
+        counts = sampled.sum(0).tolist()
+        for row, job in enumerate(jobs):
+            own = slice(0, counts[row])
+            lines = (each[own, row].tolist() for each in (span.tokens, span.logprobs, span.cut_mass))
+            self._take_all(job, *lines)
+        stuck = [row for row, job in enumerate(jobs) if span.undecided[row] and job.result is None]
+        if stuck:
+            feeds = [jobs[row].feed for row in stuck]
+            self._sample(decoder.next_logits(stuck, feeds), [jobs[row] for row in stuck])
+        self._vacate([row for row, job in enumerate(jobs) if job.result is not None])
+
+    def _take_all(self, job: Job, tokens: list[int], logprobs: list[float], cut_mass: list[float]) -> None:
+        """The tokens of a span, up to the end of the sequence."""
+        if job.sampling.stop or job.on_token is not ignore_token or len(job.end_token_ids) > ENDS:
+            for line in zip(tokens, logprobs, cut_mass, strict=True):
+                self._take(job, *line)
+                if job.result is not None:
+                    return
+        elif tokens:  # only the last one can be an end token: the device stops there
+            job.tokens += tokens[:-1]
+            job.logprobs += logprobs[:-1]
+            job.versions += [self.version] * (len(tokens) - 1)
+            job.cut_mass += sum(cut_mass[:-1])
+            self._take(job, tokens[-1], logprobs[-1], cut_mass[-1])
+
     def _draw(self, logits: Tensor, jobs: dict[int, Job], rows: Sequence[int] | None = None) -> None:
         """Sample one token for each of `jobs`; `rows` maps the rows of the logits to jobs if some have none."""
-        owners = [jobs.get(row) for row in (list(jobs) if rows is None else rows)]
+        self._sample(logits, [jobs.get(row) for row in (list(jobs) if rows is None else rows)])
+        self._vacate([row for row, job in jobs.items() if job.result is not None])
+
+    def _sample(self, logits: Tensor, owners: Sequence[Job | None]) -> None:
         numbers = uniforms(
             [0 if job is None else job.key for job in owners], [0 if job is None else len(job.tokens) for job in owners]
         )
@@ -225,7 +370,6 @@ class Engine:
         for job, (token, logprob, cut_mass) in zip(owners, lines, strict=True):
             if job is not None:
                 self._take(job, int(token), logprob, cut_mass)
-        self._vacate([row for row, job in jobs.items() if job.result is not None])
 
     def _take(self, job: Job, token: int, logprob: float, cut_mass: float) -> None:
         job.tokens.append(token)
@@ -248,6 +392,8 @@ class Engine:
         """Free these rows; if rows can be moved, the last ones fill the gaps."""
         for row in sorted(rows, reverse=True):
             self.rows[row] = None
+            if isinstance(self._decoder, CapturedDecoder):
+                self._decoder.leave(row)
             if self._decoder is not None and self._decoder.shrinks:
                 if row != len(self.rows) - 1:
                     self._decoder.move(len(self.rows) - 1, row)
@@ -255,7 +401,7 @@ class Engine:
                 self.rows.pop()
         if not any(self.rows):
             self.rows = []
-            idle = not self.waiting and not self.arrived
+            idle = not self.waiting and not self.arrived and not self.ready
             if self._decoder is not None and (idle or not self._decoder.late_entry):
                 self._decoder.clear()
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 from anyio.lowlevel import checkpoint
 
+from oxrl.generators.embedded.captured import Capture
 from oxrl.generators.embedded.decoders import Mode
 from oxrl.generators.embedded.engine import Engine, Job
 from oxrl.types import Generation, GenerationConfig, Request, Weights
@@ -29,14 +30,22 @@ class EmbeddedGenerator:
     CPU tokens and log-probs are batch-invariant, to the bit.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any, *, slots: int = 64, mode: Mode = "shrinking") -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        *,
+        slots: int = 64,
+        mode: Mode = "shrinking",
+        capture: Capture = Capture(),  # noqa: B008 - immutable
+    ) -> None:
         if slots < 1:
             raise ValueError(f"slots is {slots}; a generator needs at least 1")
         if mode not in ("shrinking", "fixed"):
             raise ValueError(f'mode is {mode!r}; it must be "shrinking" or "fixed"')
         self.model = model
         self.tokenizer = tokenizer
-        self._engine = Engine(model, tokenizer, slots, mode)
+        self._engine = Engine(model, tokenizer, slots, mode, capture)
         self._calls: list[_Call] = []
         self._driver: _Call | None = None
 

@@ -6,7 +6,7 @@ logits and ending sequences are left to `decoders` and `engine`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +26,9 @@ def stream_key(sampling_seed: int, request_seed: int) -> int:
     return splitmix64(splitmix64(sampling_seed & MASK) ^ ((request_seed + GOLDEN_GAMMA) & MASK))
 
 
-def uniforms(keys: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
+def uniforms(
+    keys: Sequence[int] | NDArray[np.uint64], positions: Sequence[int] | NDArray[np.uint64]
+) -> NDArray[np.float64]:
     """Return one number in [0, 1) per (key, position), by splitmix64 as a counter."""
     counters = np.array(positions, dtype=np.uint64) + np.uint64(1)
     states = np.array(keys, dtype=np.uint64) + counters * np.uint64(GOLDEN_GAMMA)
@@ -51,8 +53,11 @@ def draw(logits: Tensor, rules: Sequence[GenerationConfig], numbers: NDArray[np.
     tokens = torch.zeros(len(p), dtype=torch.int64, device=p.device)
     cut_mass = torch.zeros(len(p), dtype=torch.float64, device=p.device)
     thresholds = torch.from_numpy(numbers).to(p.device)
-    for rule in dict.fromkeys(rules):
-        own_rows = [row for row, each in enumerate(rules) if each == rule]
+    rows_of: dict[tuple[float, ...], list[int]] = {}  # other fields of a rule have no effect on a draw
+    for row, rule in enumerate(rules):
+        rows_of.setdefault((rule.temperature == 0, rule.top_k, rule.top_p, rule.min_p), []).append(row)
+    for own_rows in rows_of.values():
+        rule = rules[own_rows[0]]
         rows = slice(None) if len(own_rows) == len(p) else own_rows
         own, own_thresholds = p[rows], thresholds[rows]
         if rule.temperature == 0:
@@ -105,10 +110,14 @@ def search(weights: Tensor, numbers: Tensor) -> Tensor:
     Blocks are summed in float32 and searched in float64, then the tokens of one block: float32 sums over a whole
     vocabulary would starve its tail, float64 ones cost ten times as much. Tokens of weight 0 are never found.
     """
-    block, rest = _search_row(_blocks(weights), numbers)
-    indices = block[:, None] * BLOCK + torch.arange(BLOCK, device=weights.device)
-    inside = weights.gather(1, indices.clamp_max(weights.shape[1] - 1)) * (indices < weights.shape[1])
-    return (block * BLOCK + _search_row(inside, rest)[0]).clamp_max(weights.shape[1] - 1)  # for rows of NaN
+    return _search(_blocks(weights), numbers, lambda indices: weights.gather(1, indices), weights.shape[1])
+
+
+def _search(blocks: Tensor, numbers: Tensor, weights_at: Callable[[Tensor], Tensor], size: int) -> Tensor:
+    block, rest = _search_row(blocks, numbers)
+    indices = block[:, None] * BLOCK + torch.arange(BLOCK, device=blocks.device)
+    inside = weights_at(indices.clamp_max(size - 1)) * (indices < size)
+    return (block * BLOCK + _search_row(inside, rest)[0]).clamp_max(size - 1)  # for rows of NaN
 
 
 def _blocks(weights: Tensor) -> Tensor:
@@ -129,3 +138,72 @@ def _search_row(weights: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
     own = weights.double().gather(1, indices)
     reached = (thresholds - (sums.gather(1, indices) - own)) / own
     return indices[:, 0], reached[:, 0].clamp(0.0, 1.0 - 2.0**-53)
+
+
+class Rules(NamedTuple):
+    """The rules of each row on the device, `[B]` each; temperature 0 is greedy."""
+
+    temperature: Tensor  # float32
+    top_k: Tensor  # int64; 0: no limit
+    top_p: Tensor  # float64
+    min_p: Tensor  # float32
+
+
+class Draws(NamedTuple):
+    """Which kinds of draws a batch needs; each costs passes over the logits."""
+
+    plain: bool
+    cut: bool
+    greedy: bool
+
+    @classmethod
+    def of(cls, rules: Iterable[GenerationConfig]) -> Draws:
+        kinds = {(rule.temperature == 0, rule.top_k > 0 or rule.top_p < 1.0 or rule.min_p > 0.0) for rule in rules}
+        return cls((False, False) in kinds, (False, True) in kinds, any(greedy for greedy, _ in kinds))
+
+
+def draw_rows(logits: Tensor, rules: Rules, numbers: Tensor, draws: Draws) -> tuple[Drawn, Tensor]:
+    """As `draw`, without the host: every row by its own rules; also which rows could not be decided.
+
+    With cut-off rules only the `LIKELIEST` tokens are sorted. A row whose rules may keep more is undecided, and `draw`
+    has to do it. The probabilities of the whole vocabulary are written to memory only for cut-off rules.
+    """
+    greedy = rules.temperature == 0
+    temperature = torch.where(greedy, 1.0, rules.temperature)[:, None]
+    scaled = logits.float() / temperature
+    total = scaled.logsumexp(-1, keepdim=True)
+    tokens = torch.zeros_like(rules.top_k)
+    undecided, cut_mass = torch.zeros_like(greedy), torch.zeros_like(numbers)
+    if draws.plain:
+        tokens = _search(
+            _blocks((scaled - total).exp()),
+            numbers,
+            lambda indices: (logits.gather(1, indices).float() / temperature - total).exp(),
+            logits.shape[1],
+        )
+    if draws.cut:
+        p = (scaled - total).exp()
+        kept, order, plain = _likeliest_rows(p, rules)
+        likely = order.gather(1, search(kept, numbers)[:, None])[:, 0]
+        more = ((kept[:, -1] > 0) & (rules.top_k == 0)) | (rules.top_k > kept.shape[1])
+        undecided = ~plain & ~greedy & more & (kept.shape[1] < p.shape[1])
+        cut_mass = torch.where(plain | greedy, cut_mass, (1.0 - kept.double().sum(-1)).clamp_min(0.0))
+        tokens = torch.where(plain, tokens, likely)
+    if draws.greedy:
+        tokens = torch.where(greedy, logits.argmax(-1), tokens)
+    logprobs = logits.gather(1, tokens[:, None]).float() / temperature - total
+    return Drawn(tokens, logprobs[:, 0], cut_mass), undecided
+
+
+def _likeliest_rows(p: Tensor, rules: Rules) -> tuple[Tensor, Tensor, Tensor]:
+    """As `likeliest`, with the rules of each row; also which rows have no cut-off rule."""
+    sorted_p, order = p.topk(min(LIKELIEST, p.shape[1]), dim=-1)
+    floor = rules.min_p[:, None] * sorted_p[:, :1]
+    ranks = torch.arange(sorted_p.shape[1], device=p.device)
+    kept = sorted_p * (sorted_p >= floor) * ((rules.top_k[:, None] == 0) | (ranks < rules.top_k[:, None]))
+    sums = kept.double().cumsum(-1)
+    everything = _blocks(p * (p >= floor)).double().sum(-1, keepdim=True)
+    total = torch.where(rules.top_k[:, None] > 0, sums[:, -1:], everything)
+    kept = kept * ((rules.top_p[:, None] >= 1.0) | (sums - kept < rules.top_p[:, None] * total))
+    plain = (rules.top_k == 0) & (rules.top_p >= 1.0) & (rules.min_p == 0.0)
+    return kept, order, plain

@@ -1,0 +1,464 @@
+"""Many tokens per call without the host: forward pass, draw, end of sequence and advance run on the device.
+
+On a GPU the step is compiled on request and captured as one CUDA graph per batch size; the host replays it `span` times
+and reads the tokens once. The module is the trainer's own, so that new weights need no copy. Elsewhere the same step
+runs eagerly, which is how tests exercise it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from oxrl.generators.embedded.cache import attention_configs, own_attention
+from oxrl.generators.embedded.paged import PagedCache, PagedPass, PagedPrefill, PagedStep
+from oxrl.generators.embedded.pages import PAGE, PageTables, pages_for
+from oxrl.generators.embedded.sampling import Draws, Rules, draw_rows, uniforms
+from oxrl.machine.out_of_memory import ran_out_of_memory
+from oxrl.types import GenerationConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+NO_OTHER_GRAPHS: dict[str, Any] = {"triton.cudagraphs": False}
+SPAN = 16  # tokens between two looks of the host
+ENDS = 16  # end tokens that the device knows of each row; the host checks all of them
+PREFILL = 16384  # tokens per prefill pass, if a single prompt is not longer
+NOT_FINITE = "the model's logits are not finite: check its weights, or use a higher precision"
+COMPILED_TOKENS = 2e6  # from so many sampled tokens on, compiling earns back its time
+SHARE = 0.5  # of the free device memory, for keys and values
+
+
+class Capture(NamedTuple):
+    """How to decode on a GPU."""
+
+    capture: bool | None = None  # None: on a GPU, if the model allows it; elsewhere the same steps run eagerly
+    compiles: bool | None = None  # None: if enough tokens are sampled to earn back the time it takes
+    expected_tokens: float = 0.0  # that the run will sample
+    cache_bytes: int | None = None  # for keys and values
+    span: int = SPAN
+
+
+class Feed(NamedTuple):
+    """What the device needs of a sequence: its last token and where it is, its rules, and when it ends."""
+
+    token: int
+    position: int  # of the token in the sequence
+    drawn: int  # tokens sampled so far: the position in its random numbers
+    left: int  # tokens that may still be sampled
+    key: int
+    end_token_ids: Sequence[int]
+    rule: GenerationConfig
+
+
+class Span(NamedTuple):
+    """`[span, rows]` each; token -1 where a row had ended, or must be continued by the host (see `draw_rows`)."""
+
+    tokens: NDArray[np.int64]
+    logprobs: NDArray[np.float64]
+    cut_mass: NDArray[np.float64]
+    undecided: NDArray[np.bool_]  # [rows]
+
+
+ROWS_LAST = ("numbers", "out")
+
+
+class State(NamedTuple):
+    """The device's view of the batch, `[rows]` each unless noted; the step changes the upper half in place."""
+
+    token: Tensor
+    position: Tensor
+    left: Tensor
+    active: Tensor
+    undecided: Tensor
+    step: Tensor  # [1], of the span
+    top_k: Tensor
+    ends: Tensor  # [rows, ENDS]
+    temperature: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    numbers: Tensor  # [span, rows], random
+    tables: Tensor  # [rows, pages of the longest sequence]
+    out: Tensor  # [span, 3, rows]: token, log-prob, cut mass, as float64
+
+    def narrow(self, rows: int) -> State:
+        """The first `rows` rows, as views."""
+        views = {name: each.narrow(dim, 0, rows) for name, each, dim in self.by_row()}
+        return self._replace(**views)
+
+    def by_row(self) -> Iterator[tuple[str, Tensor, int]]:
+        """Name, tensor, and the dimension of the rows."""
+        for name, each in self._asdict().items():
+            if name != "step":
+                yield name, each, each.dim() - 1 if name in ROWS_LAST else 0
+
+
+def empty_state(slots: int, span: int, table: int, device: Any) -> State:
+    def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    return State(
+        token=zeros(slots),
+        position=zeros(slots),
+        left=zeros(slots),
+        active=zeros(slots, dtype=torch.bool),
+        undecided=zeros(slots, dtype=torch.bool),
+        step=zeros(1),
+        top_k=zeros(slots),
+        ends=zeros(slots, ENDS) - 1,
+        temperature=zeros(slots, dtype=torch.float32),
+        top_p=zeros(slots, dtype=torch.float64),
+        min_p=zeros(slots, dtype=torch.float32),
+        numbers=zeros(span, slots, dtype=torch.float64),
+        tables=zeros(slots, table, dtype=torch.int32),
+        out=zeros(span, 3, slots, dtype=torch.float64),
+    )
+
+
+def advance(logits: Tensor, state: State, draws: Draws) -> None:
+    """Draw the next tokens, record them, and freeze the rows that ended."""
+    numbers = state.numbers.index_select(0, state.step)[0]
+    rules = Rules(state.temperature, state.top_k, state.top_p, state.min_p)
+    drawn, undecided = draw_rows(logits, rules, numbers, draws)
+    going = state.active & ~undecided
+    state.undecided.logical_or_(state.active & undecided)
+    new = torch.stack([drawn.tokens.where(going, -1).double(), drawn.logprobs.double(), drawn.cut_mass])
+    state.out.index_copy_(0, state.step, new[None])
+    state.left.sub_(going.long())
+    going = going & ~(drawn.tokens[:, None] == state.ends).any(-1) & (state.left > 0)
+    state.token.copy_(drawn.tokens.where(going, state.token))
+    state.position.add_(going.long())
+    state.active.copy_(going)
+    state.step.add_(1)
+
+
+def compiled_layers(model: PreTrainedModel) -> dict[nn.Module, Any]:
+    """The decoder layers with a compiled `forward`; layers of one kind share their code."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    layers = max(lists, key=lambda each: sum(parameter.numel() for parameter in each.parameters()))
+    return {layer: torch.compile(layer.forward, dynamic=True, options=NO_OTHER_GRAPHS) for layer in layers}
+
+
+@contextmanager
+def forwards_replaced(functions: Mapping[nn.Module, Any]) -> Iterator[None]:
+    """Inside, these modules run other functions instead of their `forward`."""
+    for module, function in functions.items():
+        module.forward = function
+    try:
+        yield
+    finally:
+        for module in functions:
+            del module.forward
+
+
+def batch_sizes(slots: int) -> list[int]:
+    """Batch sizes for which a graph is captured, ascending: at most a third of a batch is idle rows."""
+    sizes = [size for power in range(3, 20) for size in (1 << power, 3 << (power - 1)) if size < slots]
+    return [*sizes, slots]
+
+
+class CapturedDecoder:
+    """Sequences in pages; `enter` prefills, `run` samples up to `span` tokens of every row."""
+
+    shrinks = late_entry = True
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        slots: int,
+        options: Capture = Capture(),  # noqa: B008 - immutable
+    ) -> None:
+        self.model, self.slots, self.span, self.cache_bytes = model, slots, options.span, options.cache_bytes
+        self.captures = model.device.type == "cuda"
+        self.configs = attention_configs(model)
+        self.sizes = batch_sizes(slots)
+        self.compiles = bool(options.compiles)
+        self._advance = torch.compile(advance, options=NO_OTHER_GRAPHS) if self.compiles else advance
+        self._layers = compiled_layers(model) if self.compiles else {}
+        self.graphs: dict[tuple[int, Draws], Any] = {}
+        self._memory: Any = None  # shared by all graphs
+        self._addresses: tuple[int, ...] = ()
+        self._beside: Any = None  # a stream
+        self.allocate(0)
+
+    def allocate(self, longest: int) -> None:
+        """Make room for `slots` sequences of `longest` tokens, or as many pages as the memory allows."""
+        pages = 1 + self.slots * pages_for(longest + self.span)
+        limit = self._max_pages()
+        self.cache = PagedCache(min(pages, limit))
+        self.tables = PageTables(max(2, self.cache.pages))
+        width = pages_for(longest + self.span)
+        self.state = empty_state(self.slots, self.span, width, self.model.device)
+        self.host_tables = np.zeros((2 * self.slots, width), dtype=np.int32)  # rows, and sequences prefilled ahead
+        self.longest = longest
+        self._forget_graphs()
+
+    @property
+    def page_bytes(self) -> int:
+        """Of keys and values of all layers."""
+        config = self.model.config.get_text_config()
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return int(2 * config.num_hidden_layers * PAGE * heads * dim * self.model.dtype.itemsize)
+
+    def _max_pages(self) -> int:
+        if self.cache_bytes is not None:
+            return max(2, self.cache_bytes // self.page_bytes)
+        if not self.captures:
+            return 1 << 30
+        free, _ = torch.cuda.mem_get_info(self.model.device)
+        unused = torch.cuda.memory_reserved(self.model.device) - torch.cuda.memory_allocated(self.model.device)
+        return max(2, int(SHARE * (free + unused)) // self.page_bytes)
+
+    def fits(self, contexts: Sequence[Sequence[int]], longest: int, *, alone: bool = False) -> int:
+        """How many of these contexts, from the first on, there is room for now.
+
+        `longest` is the longest sequence that is expected. Every other sequence keeps a page to grow; if there is none
+        (`alone`), the memory may be allocated anew.
+        """
+        if alone and longest > self.longest:
+            self.allocate(-(-longest // PAGE) * PAGE)
+        free = len(self.tables.free) - len(self.tables.tables)
+        seen: set[tuple[int, ...]] = set()
+        for count, context in enumerate(contexts):
+            full, rest = divmod(len(context), PAGE)
+            free -= (0 if tuple(context) in seen else full) + (1 if rest else 0) + 1
+            seen.add(tuple(context))
+            if free < 0 or len(context) >= self.longest + self.span:
+                return count
+        return len(contexts)
+
+    def enter(self, rows: Sequence[int], contexts: Sequence[Sequence[int]]) -> Tensor:
+        """Return the logits after each context, `[len(rows), V]`."""
+        rows_of: dict[tuple[int, ...], list[int]] = {}
+        for row, context in zip(rows, contexts, strict=True):
+            rows_of.setdefault(tuple(context), []).append(row)
+        for context, own in rows_of.items():
+            if not self.tables.enter(own, len(context)):
+                raise RuntimeError(f"{len(self.tables.free)} free pages cannot hold {len(context)} tokens: see fits()")
+            for row in own:
+                self._show(row)
+        logits = torch.cat([self._prefill(portion) for portion in _portions(rows_of)])
+        order = {context: index for index, context in enumerate(rows_of)}
+        return logits[[order[tuple(context)] for context in contexts]]
+
+    def _prefill(self, rows_of: dict[tuple[int, ...], list[int]]) -> Tensor:
+        device, lengths = self.model.device, [len(context) for context in rows_of]
+        tokens = torch.tensor([token for context in rows_of for token in context], device=device)[None]
+        positions = torch.cat([torch.arange(length) for length in lengths])[None].to(device)
+        tables = [[self.tables[row] for row in own] for own in rows_of.values()]
+        prefill = PagedPrefill(self.cache, lengths, tables, device)
+        keep = torch.tensor(prefill.borders[1:], device=device) - 1
+        return self._forward(tokens, positions, prefill, keep)[0]
+
+    def _forward(self, tokens: Tensor, positions: Tensor, how: PagedPass, keep: int | Tensor) -> Tensor:
+        with how.running(), own_attention(self.configs), forwards_replaced(self._layers):
+            output = self.model(
+                input_ids=tokens,
+                position_ids=positions,
+                past_key_values=self.cache,
+                use_cache=True,
+                logits_to_keep=keep,
+                slot_pass=how,
+            )
+        logits: Tensor = output.logits
+        return logits
+
+    def extend(self, row: int, length: int) -> bool:
+        """Make room for `length` tokens in this row; False if there are too few pages."""
+        before = len(self.tables[row])
+        if not self.tables.extend(row, length):
+            return False
+        if len(self.tables[row]) > before:
+            self._show(row)
+        return True
+
+    def leave(self, row: int) -> None:
+        self.tables.leave(row)
+
+    def move(self, source: int, target: int) -> None:
+        self.tables.move(source, target)
+        self._show(target)
+
+    def clear(self) -> None:
+        """Free all pages. On a GPU their memory stays allocated: captured graphs have its addresses."""
+        for row in list(self.tables.tables):
+            self.tables.leave(row)
+        if not self.captures:
+            self.cache = PagedCache(self.cache.pages)
+
+    def _show(self, row: int) -> None:
+        pages = self.tables[row]
+        self.host_tables[row, : len(pages)] = pages
+
+    def run(self, feeds: Sequence[Feed]) -> Span:
+        self.start(feeds)
+        return self.finish(len(feeds))
+
+    def start(self, feeds: Sequence[Feed]) -> None:
+        """Sample up to `span` tokens of each row, without waiting; row i has `feeds[i]`, and pages for them."""
+        rows = next(size for size in self.sizes if size >= len(feeds))
+        draws = Draws.of(feed.rule for feed in feeds)
+        replay = self._graph(rows, draws)  # before the state is set: capturing runs the step
+        self._load(feeds, rows)
+        for _ in range(min(self.span, max(feed.left for feed in feeds))):
+            replay()
+
+    def finish(self, rows: int) -> Span:
+        """Wait for the tokens of the last `start`."""
+        out = self.state.out[:, :, :rows].cpu().numpy()
+        undecided = self.state.undecided[:rows].cpu().numpy()
+        return Span(out[:, 0].astype(np.int64), out[:, 1], out[:, 2], undecided)
+
+    def beside(self) -> AbstractContextManager[Any]:
+        """Inside, work runs beside the span that was started."""
+        if not self.captures:
+            return nullcontext()
+        self._beside = self._beside or torch.cuda.Stream(self.model.device)  # type: ignore[no-untyped-call]
+        return torch.cuda.stream(self._beside)
+
+    def next_logits(self, rows: Sequence[int], feeds: Sequence[Feed]) -> Tensor:
+        """Feed the last tokens of these rows once, eagerly; return their logits."""
+        device = self.model.device
+        positions = torch.tensor([feed.position for feed in feeds], device=device)
+        tokens = torch.tensor([feed.token for feed in feeds], device=device)
+        step = PagedStep(self.cache, torch.from_numpy(self.host_tables[list(rows)]).to(device), positions)
+        return self._forward(tokens[:, None], positions[:, None], step, 1)[:, -1]
+
+    def _load(self, feeds: Sequence[Feed], rows: int) -> None:
+        """Copy the state of the batch to the device. Idle rows use the scratch page."""
+        idle = rows - len(feeds)
+        device = self.model.device
+
+        def upload(target: Tensor, values: Any, dtype: Any) -> None:
+            target[: len(feeds)].copy_(torch.from_numpy(np.asarray(values, dtype=dtype)).to(device))
+
+        state = self.state
+        upload(state.token, [feed.token for feed in feeds], np.int64)
+        upload(state.position, [feed.position for feed in feeds], np.int64)
+        upload(state.left, [feed.left for feed in feeds], np.int64)
+        upload(state.top_k, [feed.rule.top_k for feed in feeds], np.int64)
+        upload(state.ends, [(*feed.end_token_ids, *[-1] * ENDS)[:ENDS] for feed in feeds], np.int64)
+        upload(state.temperature, [feed.rule.temperature for feed in feeds], np.float32)
+        upload(state.top_p, [feed.rule.top_p for feed in feeds], np.float64)
+        upload(state.min_p, [feed.rule.min_p for feed in feeds], np.float32)
+        upload(state.tables, self.host_tables[: len(feeds)], np.int32)
+        keys = np.array([feed.key for feed in feeds], dtype=np.uint64)
+        first = np.array([feed.drawn for feed in feeds], dtype=np.uint64)
+        numbers = np.stack([uniforms(keys, first + np.uint64(step)) for step in range(self.span)])
+        state.numbers[:, : len(feeds)].copy_(torch.from_numpy(numbers).to(device))
+        state.active[: len(feeds)] = True
+        state.undecided.zero_()
+        state.step.zero_()
+        state.out[:, 0] = -1
+        if idle:
+            self._idle(slice(len(feeds), rows))
+
+    def _idle(self, rows: slice) -> None:
+        self.state.active[rows] = False
+        self.state.position[rows] = 0
+        self.state.tables[rows] = 0
+
+    def _step(self, state: State, draws: Draws) -> None:
+        """Feed the tokens, draw the next ones, freeze the rows that ended. No value is read by the host."""
+        step = PagedStep(self.cache, state.tables, state.position)
+        logits = self._forward(state.token[:, None], state.position[:, None], step, 1)[:, -1]
+        if self.compiles:  # one compiled function for all batch sizes
+            for _, each, dim in [("logits", logits, 0), *state.by_row()]:
+                torch._dynamo.maybe_mark_dynamic(each, dim)
+        self._advance(logits, state, draws)
+
+    def _graph(self, rows: int, draws: Draws) -> Callable[[], None]:
+        state = self.state.narrow(rows)
+        if not self.captures:
+            return lambda: self._step(state, draws)
+        addresses = tuple(each.data_ptr() for each in chain(self.model.parameters(), self.model.buffers()))
+        if addresses != self._addresses:
+            if self.graphs:
+                logger.info("the model's weights have moved: the decoding step is captured again")
+            self._forget_graphs()
+            self._addresses = addresses
+        if (rows, draws) not in self.graphs:
+            for size in sorted({rows, self.sizes[-1]}, reverse=True):  # the largest first: the others fit in its memory
+                if (size, draws) not in self.graphs:
+                    self.graphs[size, draws] = self._capture(self.state.narrow(size), draws)
+        replay: Callable[[], None] = self.graphs[rows, draws].replay
+        return replay
+
+    def _capture(self, state: State, draws: Draws) -> Any:
+        started = time.monotonic()
+        self._idle(slice(None))  # warm-up and capture write to the scratch page only
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                state.step.zero_()
+                self._step(state, draws)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        state.step.zero_()
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+            self._step(state, draws)
+        self._memory = graph.pool()
+        logger.info("captured decoding of %d rows in %.1f s", len(state.token), time.monotonic() - started)
+        return graph
+
+    def _forget_graphs(self) -> None:
+        self.graphs.clear()
+        self._memory = None
+
+
+def why_not_captured(decoder: CapturedDecoder) -> str | None:
+    """Compare a few captured tokens with the plain module; the reason why the model cannot be captured, if any."""
+    model = decoder.model
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    contexts = torch.randint(vocabulary, (2, PAGE + 7), generator=torch.Generator().manual_seed(0)).tolist()
+    contexts[0] = contexts[0][:7]
+    rule = GenerationConfig(temperature=0.0)
+    try:
+        fits = decoder.fits(contexts, 2 * PAGE, alone=True)
+        if fits < len(contexts):
+            return f"there is memory for {fits} short sequences only"
+        first = decoder.enter([0, 1], contexts).argmax(-1).tolist()
+        feeds = [Feed(token, len(seen), 1, 8, 0, (), rule) for token, seen in zip(first, contexts, strict=True)]
+        for row, feed in enumerate(feeds):
+            decoder.extend(row, feed.position + 9)
+        span = decoder.run(feeds)
+    except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        if ran_out_of_memory(error):
+            raise
+        logger.debug("capture failed", exc_info=True)
+        return f"the model's decoding step cannot be captured ({str(error).strip().splitlines()[0]})"
+    finally:
+        decoder.clear()
+    for row, context in enumerate(contexts):
+        sampled = span.tokens[:8, row].tolist()
+        whole = torch.tensor([*context, first[row], *sampled], device=model.device)[None]
+        logits = model(input_ids=whole, use_cache=False).logits[0, len(context) : -1].float()
+        if not bool(logits.isfinite().all()):
+            raise FloatingPointError(NOT_FINITE)
+        theirs = logits.log_softmax(-1).gather(1, whole[0, len(context) + 1 :, None])[:, 0].double().cpu().numpy()
+        gap = float(np.abs(theirs - span.logprobs[:8, row]).max())
+        if not gap <= (1e-3 if model.dtype == torch.float32 else 0.2):
+            return f"log-probs of its captured step differ by {gap:.1e}"
+    return None
+
+
+def _portions(rows_of: dict[tuple[int, ...], list[int]]) -> list[dict[tuple[int, ...], list[int]]]:
+    portions: list[dict[tuple[int, ...], list[int]]] = [{}]
+    for context, rows in rows_of.items():
+        if portions[-1] and sum(map(len, portions[-1])) + len(context) > PREFILL:
+            portions.append({})
+        portions[-1][context] = rows
+    return portions

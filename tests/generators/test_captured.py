@@ -1,0 +1,166 @@
+"""Decoding many tokens per call over pages: the same results as one token per call, within any memory.
+
+Without a GPU the step runs eagerly; `tests/generators/test_captured_gpu.py` has what needs one.
+"""
+
+import logging
+
+import pytest
+import torch
+
+from oxrl.generators.embedded.captured import (
+    Capture,
+    CapturedDecoder,
+    batch_sizes,
+    forwards_replaced,
+    why_not_captured,
+)
+from oxrl.generators.embedded.engine import Engine
+from oxrl.generators.embedded.pages import PAGE, SCRATCH, PageTables
+from oxrl.generators.embedded.sampling import Draws, Rules, draw, draw_rows, uniforms
+from oxrl.models.load import load_model
+from oxrl.types import GenerationConfig, Request
+from tests.generators.test_decoders import SLOTTED, build, largest_gap
+
+SPANS = Capture(capture=True, span=6)
+GROUPS = [(tuple(range(5, 8 + 29 * group)), 4 * group + member) for group in range(4) for member in range(4)]
+
+
+@pytest.fixture(scope="module")
+def model(tiny):
+    return load_model(tiny[0]).eval()
+
+
+def sampled(model, tokenizer, sampling, capture, groups=GROUPS, slots=4):
+    engine = Engine(model, tokenizer, slots, "shrinking", capture)
+    jobs = [engine.submit(Request(prompt, seed=seed), sampling) for prompt, seed in groups]
+    while any(job.result is None for job in jobs):
+        engine.step()
+    return [job.result for job in jobs], engine._decoder
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        GenerationConfig(max_new_tokens=30, seed=1),
+        GenerationConfig(max_new_tokens=30, temperature=0),
+        GenerationConfig(max_new_tokens=20, top_p=0.9, temperature=0.8, seed=2),
+        GenerationConfig(max_new_tokens=20, top_k=7, min_p=0.01, seed=3),
+        GenerationConfig(max_new_tokens=20, stop=("e",), stop_token_ids=tuple(range(300, 330)), seed=4),
+    ],
+    ids=["plain", "greedy", "top-p", "top-k and min-p", "stops"],
+)
+def test_spans_sample_the_same_tokens_as_single_steps(model, tiny, sampling):
+    steps, _ = sampled(model, tiny[1], sampling, Capture())
+    spans, decoder = sampled(model, tiny[1], sampling, SPANS)
+    assert isinstance(decoder, CapturedDecoder)
+    assert [one.token_ids for one in spans] == [one.token_ids for one in steps]
+    assert [one.finish_reason for one in spans] == [one.finish_reason for one in steps]
+    for one, other in zip(spans, steps, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+        assert one.cut_mass == pytest.approx(other.cut_mass, abs=1e-6)
+    assert len(decoder.tables.free) == decoder.tables.pages - 1, "all pages are free again"
+
+
+def test_sequences_that_do_not_fit_wait_and_give_the_same_tokens(model, tiny, caplog):
+    sampling = GenerationConfig(max_new_tokens=140, seed=1)
+    plenty, decoder = sampled(model, tiny[1], sampling, SPANS, GROUPS[:6])
+    with caplog.at_level(logging.INFO, logger="oxrl.generators.embedded.engine"):
+        little, decoder = sampled(
+            model, tiny[1], sampling, SPANS._replace(cache_bytes=6 * decoder.page_bytes), GROUPS[:6]
+        )
+    assert decoder.tables.pages == 6
+    assert "prefilled again" in caplog.text
+    assert [one.token_ids for one in little] == [one.token_ids for one in plenty]
+
+
+def test_a_sequence_longer_than_the_cache_is_refused_with_the_key_to_raise(model, tiny):
+    engine = Engine(model, tiny[1], 2, "shrinking", SPANS._replace(cache_bytes=1))
+    engine._decoder = CapturedDecoder(model, 2, engine.capture)  # the probe itself needs more
+    engine.submit(Request(tuple(range(1, 200))), GenerationConfig(max_new_tokens=8))
+    with pytest.raises(MemoryError, match="cache_gib"):
+        engine.step()
+
+
+@pytest.mark.parametrize("shape", SLOTTED)
+def test_every_decoder_shape_gives_its_own_log_probs_from_pages(tiny, shape):
+    model = build(*SLOTTED[shape])
+    prompts = [prompt for prompt, _ in GROUPS]
+    generations, decoder = sampled(model, tiny[1], GenerationConfig(max_new_tokens=12, seed=1), SPANS)
+    assert isinstance(decoder, CapturedDecoder)
+    assert largest_gap(model, generations, prompts) < 1e-4
+
+
+def test_a_model_whose_single_tokens_are_computed_differently_is_not_captured(model):
+    first = model.model.layers[0]
+    original = first.forward
+
+    def other_for_single_tokens(hidden, *arguments, **options):
+        return original(hidden, *arguments, **options) * (1.5 if hidden.shape[1] == 1 else 1.0)
+
+    with torch.no_grad():
+        assert why_not_captured(CapturedDecoder(model, 2, SPANS)) is None
+        with forwards_replaced({first: other_for_single_tokens}):
+            assert "differ by" in why_not_captured(CapturedDecoder(model, 2, SPANS))
+    assert "forward" not in vars(first)
+
+
+def test_rows_whose_rule_keeps_more_than_is_sorted_are_left_to_the_host():
+    torch.manual_seed(0)
+    logits = torch.randn(3, 3000) * torch.tensor([[0.01], [5.0], [5.0]])
+    rules = [GenerationConfig(top_p=0.99), GenerationConfig(top_p=0.9), GenerationConfig(temperature=0)]
+    numbers = uniforms([1, 2, 3], [0, 0, 0])
+    device = Rules(
+        torch.tensor([rule.temperature for rule in rules]),
+        torch.tensor([rule.top_k for rule in rules]),
+        torch.tensor([rule.top_p for rule in rules], dtype=torch.float64),
+        torch.tensor([rule.min_p for rule in rules]),
+    )
+    drawn, undecided = draw_rows(logits, device, torch.from_numpy(numbers), Draws.of(rules))
+    assert undecided.tolist() == [True, False, False]
+    assert drawn.tokens[1:].tolist() == draw(logits, rules, numbers).tokens[1:].tolist()
+
+
+def test_undecided_rows_go_on_with_the_tokens_that_single_steps_draw(tiny):
+    name, more = SLOTTED["llama"]
+    model = build(name, {**more, "vocab_size": 3000})
+    sampling = GenerationConfig(max_new_tokens=8, top_k=1100, seed=1)  # more than is sorted on the device
+    steps, _ = sampled(model, tiny[1], sampling, Capture())
+    spans, _ = sampled(model, tiny[1], sampling, SPANS)
+    assert [one.token_ids for one in spans] == [one.token_ids for one in steps]
+
+
+def test_pages_are_shared_by_equal_prompts_and_freed_with_the_last():
+    tables = PageTables(10)
+    assert tables.enter([0, 1, 2], 2 * PAGE + 3)
+    assert tables[0][:2] == tables[1][:2] == tables[2][:2]
+    assert len({tables[row][2] for row in range(3)}) == 3, "the last page is written by each row"
+    assert len(tables.free) == 9 - 2 - 3
+    assert SCRATCH not in tables[0]
+    assert tables.extend(0, 3 * PAGE)
+    assert len(tables[0]) == 3, "there was room in the last page"
+    assert tables.extend(0, 3 * PAGE + 1)
+    assert not tables.extend(1, 10 * PAGE)
+    assert len(tables[1]) == 3, "nothing changes if it does not fit"
+    tables.leave(0)
+    tables.leave(1)
+    assert len(tables.free) == 9 - 3
+    tables.move(2, 0)
+    tables.leave(0)
+    assert sorted(tables.free) == list(range(1, 10))
+
+
+def test_a_prompt_that_fills_its_pages_has_no_page_of_its_own():
+    tables = PageTables(4)
+    assert tables.enter([0, 1], PAGE)
+    assert tables[0] == tables[1]
+    assert not tables.enter([2], 3 * PAGE)
+    assert 2 not in tables.tables
+
+
+@pytest.mark.parametrize("slots", [1, 3, 8, 64, 100, 1024])
+def test_at_most_a_third_of_a_batch_is_idle(slots):
+    sizes = batch_sizes(slots)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == slots
+    for rows in range(9, slots + 1):
+        assert rows > 2 / 3 * next(size for size in sizes if size >= rows) - 1
