@@ -148,8 +148,9 @@ class Trainer:
         """Check everything, log what was chosen, train, and return the result.
 
         `data` and `val` are files, hub ids, names from `oxrl data list`, or rows; `reward` a name, a function, or
-        several with weights. `resume` continues the run in `output` with its own config; keywords given here override
-        it, as far as a running experiment allows.
+        several with weights. Without `output` a run goes to a new folder: `checkpoints/run`, then `checkpoints/run-2`,
+        ... (`experiment_id` is the name). `resume` continues the run in `output` with its own config; keywords given
+        here override it, as far as a running experiment allows.
         """
         set_up_process()
         join_others()
@@ -175,7 +176,9 @@ class Trainer:
         return plan_spec(spec, hardware)
 
     def _resume(self, output: str | Path | None, wanted: Mapping[str, Any]) -> TrainingResult:
-        if output is None or not (Path(output) / "config.yaml").exists():
+        if output is None:
+            raise ValueError("resume=True needs output=, the folder of the run to resume")
+        if not (Path(output) / "config.yaml").exists():
             raise ValueError(f"output must name the run to resume; {output} has no config.yaml")
         sections = self._sections(wanted)
         overrides = [
@@ -351,6 +354,7 @@ def _trained(spec: RunSpec) -> RunResult:
     if not ranks:
         return train_spec(spec)
     folder = spec.folder
+    folder.mkdir(parents=True, exist_ok=True)
     file = folder / "ranks.yaml"
     file.write_text(yaml.safe_dump(spec.config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
     command = ["train", str(file), "--output", str(folder)]

@@ -45,8 +45,11 @@ def test_it_trains_by_supervised_preference_and_reinforcement_learning(algorithm
 
 
 @pytest.mark.trains
-def test_its_choices_have_reasons_and_are_in_the_config_of_the_run():
+def test_its_choices_have_reasons_and_are_in_the_config_of_the_run(tmp_path):
+    (tmp_path / "checkpoints" / "run").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "run" / "metrics.jsonl").touch()
     result = Trainer("tiny").train(algorithm="sft", data=sums(8), steps=1)
+    assert result.folder == tmp_path / "checkpoints" / "run-2", "a new run gets a new folder"
     chosen = {choice.key: choice for choice in result.choices}
     assert chosen.keys() == {"model.device", "lora.enabled", "model.gradient_checkpointing", "train.micro_batch_tokens"}
     assert chosen["lora.enabled"].value is False and "million parameters" in chosen["lora.enabled"].why
@@ -95,6 +98,25 @@ def test_the_result_generates_evaluates_and_saves():
     assert (result.save("model") / "model.safetensors").exists()
     with pytest.raises(ValueError, match="HF_TOKEN"):
         result.push("someone/model")
+
+
+def test_a_folder_with_a_run_is_refused_in_the_words_of_python(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    trainer = Trainer("tiny", algorithm="sft", data=sums(8))
+    with pytest.raises(ValueError, match="run already has a run: pass resume=True .* another output") as error:
+        trainer.train(output="run")
+    assert "--" not in str(error.value)
+    with pytest.raises(ValueError, match="resume=True needs output="):
+        trainer.train(resume=True)
+
+
+def test_a_refused_run_leaves_no_folder(tmp_path):
+    with pytest.raises(ValueError, match="no assistant turn|response"):
+        Trainer("tiny").train(algorithm="sft", data=QUESTIONS)
+    with pytest.raises(ValueError, match="response"):
+        Trainer("tiny").train(algorithm="sft", data=QUESTIONS, output="run")
+    assert not (tmp_path / "checkpoints").exists() and not (tmp_path / "run").exists()
 
 
 @pytest.mark.trains

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -27,12 +29,61 @@ from oxrl.types import Rollout, Turn
 logger = logging.getLogger(__name__)
 
 
+STARTED = (".lock", "config.yaml", "stages.yaml", "metrics.jsonl")  # files of which a run writes one at its start
+
+
+class RunExistsError(ConfigError):
+    """The folder that was given for a new run has one."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(f"{folder} already has a run: pass resume=True to continue it, or another output")
+        self.folder = folder
+
+
 def run_folder(config: Config, output: str | Path | None) -> Path:
+    """`output`, or the folder that the config names."""
     if output == "":
         raise ConfigError("the output folder is empty: name one, or leave it out")
     root = config.run.checkpoint_dir or os.environ.get("OXRL_CHECKPOINT_DIR") or "checkpoints"
     folder = Path(output) if output is not None else Path(root) / config.run.experiment_id
     return folder.absolute()  # a reward may change the working directory
+
+
+def choose_folder(config: Config, output: str | Path | None, *, resume: bool) -> Path:
+    """`output`; without it NAME, NAME-2, NAME-3, ...: the first without a run, or for a resume the last run of NAME.
+
+    A folder of another experiment, such as one that is called NAME-2, is not resumed.
+    """
+    first = run_folder(config, output)
+    if output is not None:
+        return first
+    taken = {1: first} if _is_started(first) else {}
+    for folder in first.parent.glob(f"{glob.escape(first.name)}-*"):
+        number = folder.name.removeprefix(f"{first.name}-")
+        if number.isdecimal() and number == str(int(number)) and int(number) > 1 and _is_started(folder):
+            taken[int(number)] = folder
+    if resume:
+        own = [number for number in taken if _experiment_of(taken[number]) in (None, config.run.experiment_id)]
+        chosen = taken[max(own)] if own else first
+    else:
+        number = next(number for number in itertools.count(1) if number not in taken)
+        chosen = first if number == 1 else first.with_name(f"{first.name}-{number}")
+    if chosen != first:
+        logger.info("%s: %s", "resuming the latest run" if resume else f"{first} has a run; the new one is in", chosen)
+    return chosen
+
+
+def _is_started(folder: Path) -> bool:
+    return any((folder / name).exists() for name in STARTED)
+
+
+def _experiment_of(folder: Path) -> str | None:
+    """`run.experiment_id` of the run in a folder; None if it is not recorded, or damaged."""
+    try:
+        stages = recorded_stages(folder)
+    except ConfigError:
+        return None
+    return next((config.run.experiment_id for config in stages.values()), None)
 
 
 def starting_point(folder: Path, resume: bool) -> Path | None:
@@ -42,17 +93,24 @@ def starting_point(folder: Path, resume: bool) -> Path | None:
             raise ConfigError(f"there is nothing to resume in {folder}: it has no run")
         logger.warning("%s has no checkpoint yet: starting over", folder)
     if not resume and (folder / "metrics.jsonl").exists():
-        raise ConfigError(f"{folder} already has a run: pass --resume to continue it, or another --output")
+        raise RunExistsError(folder)
     return newest
 
 
 def check_writable(folder: Path) -> None:
+    """Refuse a folder that cannot be created or written; it is created when the run starts."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        folder.stat()  # a name may be too long
+    except FileNotFoundError:
+        pass
     except OSError as error:
         raise ConfigError(f"the run folder {folder} cannot be created: {error.strerror}") from error
-    if not os.access(folder, os.W_OK):
-        raise ConfigError(f"the run folder {folder} is not writable")
+    if not existing.is_dir():
+        raise ConfigError(f"the run folder {folder} cannot be created: {existing} is a file")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        what = "is not writable" if existing == folder else f"cannot be created: {existing} is not writable"
+        raise ConfigError(f"the run folder {folder} {what}")
 
 
 def check_resumable(config: Config, path: Path) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 from oxrl.config import Config, ConfigError
 from oxrl.config.checks import contradictions, remarks
-from oxrl.machine.hardware import detect_hardware
 from oxrl.models.load import check_model, context_length, load_tokenizer
 from oxrl.run.build import check_servers
 from oxrl.run.checkpoint import latest_checkpoint, read_state
@@ -19,12 +18,13 @@ from oxrl.run.folder import (
     changes,
     check_resumable,
     check_writable,
+    choose_folder,
     record_stages,
     recorded_stages,
     run_folder,
     starting_point,
 )
-from oxrl.run.placement import placed
+from oxrl.run.placement import check_installed, fewer_gpus, placed
 from oxrl.run.reward import check_reward, check_reward_names, check_reward_source, lacks_reward, with_default_reward
 from oxrl.run.spec import (
     RunSpec,
@@ -45,13 +45,14 @@ logger = logging.getLogger(__name__)
 
 def prepare_run(config: Config, output: str | Path | None = None, *, resume: bool = False) -> RunSpec:
     """Resolve a config for training in `output`. Wrong input raises a ValueError that explains it."""
-    folder = run_folder(config, output)
+    folder = choose_folder(config, output, resume=resume)
     resume_from = starting_point(folder, resume)
     if resume:
         check_resumable(config, folder / "config.yaml")
     check_writable(folder)
     check_trackers(config.run.trackers)
-    spec = resolve(config, output, resume_from=resume_from)
+    spec = resolve(config, folder, resume_from=resume_from)
+    check_installed(spec.config, online=spec.online)
     if spec.online:
         check_servers(spec.config)
     if resume_from is not None:  # rows that changed since are detected here
@@ -71,12 +72,13 @@ def prepare_stages(
     if list(stages) == [""]:
         yield prepare_run(stages[""], output, resume=resume)
         return
-    home = run_folder(next(iter(stages.values())), output)
+    home = choose_folder(next(iter(stages.values())), output, resume=resume)
     finished = [name for name in list(stages)[:-1] if resume and _is_finished(home / name)]
     stages = _with_finished_as_recorded(stages, finished, home)
     first, *later = [name for name in stages if name not in finished]
     for name in later:
-        resolve(stages[name], home / name)
+        spec = resolve(stages[name], home / name)
+        check_installed(spec.config, online=spec.online)
     source: Path | None = None
     for name, config in stages.items():
         if name not in finished:
@@ -119,9 +121,16 @@ def starting_from(config: Config, checkpoint: str | Path | None) -> Config:
     return config.model_copy(update={"model": config.model.model_copy(update={"name": str(checkpoint)})})
 
 
-def resolve(config: Config, output: str | Path | None = None, *, resume_from: Path | None = None) -> RunSpec:
-    """Resolve, read and check all that a config names; nothing is written. Wrong input raises a ValueError."""
-    config = placed(config)
+def resolve(
+    config: Config, output: str | Path | None = None, *, resume_from: Path | None = None, gpus: int | None = None
+) -> RunSpec:
+    """Resolve, read and check all that a config names; nothing is written. Wrong input raises a ValueError.
+
+    `gpus` is the number of GPUs to place the run on; default: this machine's.
+    """
+    asked, config = config, placed(config, gpus)
+    if message := fewer_gpus(asked, config, gpus):
+        logger.warning("%s", message)
     _check_keys(config)
     model = model_config(config)
     check_model(model)
@@ -157,12 +166,6 @@ def _check_keys(config: Config) -> None:
         raise ConfigError("\n".join(wrong))
     for remark in remarks(config):
         logger.warning("%s", remark)
-    if config.run.training_gpus and config.processes == "one" and not detect_hardware().gpus:
-        logger.warning(
-            "run.training_gpus is %d, but this machine has no GPU: training runs on the CPU, in one process unless "
-            "run.backend names another backend",
-            config.run.training_gpus,
-        )
 
 
 def _check_tokenizers(config: Config, others: Mapping[str, str], tokenizer: Any) -> None:
