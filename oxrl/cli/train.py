@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from oxrl.run.train import RunResult
 
 
-Model = Annotated[str | None, typer.Option(help="Hub id, local folder, .gguf file, smollm2-135m or tiny.")]
+Model = Annotated[str | None, typer.Option(help="Hub id, name from `oxrl models list`, local folder or .gguf file.")]
 
 
 def train(

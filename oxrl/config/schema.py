@@ -190,7 +190,7 @@ class Train(_Section):
 class Model(_Section):
     """The trained model, the reference and the teacher."""
 
-    name: str = Field(min_length=1, description="hub id, local folder, .gguf file, or a built-in: smollm2-135m, tiny")
+    name: str = Field(min_length=1, description="hub id, name from `oxrl models list`, local folder, or .gguf file")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: float32 on CPU, else bf16"
     )

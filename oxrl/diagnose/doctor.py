@@ -351,19 +351,19 @@ def _folder(purpose: Literal["runs", "data", "hub cache", "built-in models"], pa
 
 def find_model_locally(name: str) -> Availability:
     """Check for a model on the disk; hub ids are looked up in the cache only."""
-    from oxrl.models.catalog import catalog
+    from oxrl.models.catalog import catalogued
     from oxrl.models.load import find_model
     from oxrl.run.folder import resolve_weights
 
-    entry = catalog().get(name)
-    if entry is not None and entry.not_yet is not None:
+    entry = catalogued(name)
+    if entry is not None and entry.not_yet is not None and not Path(name).is_dir():
         return Availability(name, "missing", f"cannot be trained yet: {entry.not_yet}", "oxrl models list")
     try:
-        source = find_model(entry.source if entry is not None else resolve_weights(name))
+        source = find_model(resolve_weights(name))
     except ValueError as error:
         return Availability(name, "missing", f"cannot be found: {error}", "oxrl models list")
     if source.kind == "builtin":
-        return _builtin(name)
+        return _builtin(source.where)
     if source.kind == "hub":
         return _from_hub(source.where)
     return _from_folder(name, Path(source.where), source.kind)

@@ -17,6 +17,7 @@ import yaml
 
 from oxrl.config import STAGES, Config, ConfigError, check_config, load_stages
 from oxrl.data.buffer import DataBuffer
+from oxrl.models.catalog import catalogued
 from oxrl.names import source_file
 from oxrl.parsing import ParseError, read_json, read_yaml
 from oxrl.rollouts.buffer import Group
@@ -123,21 +124,19 @@ def check_resumable(config: Config, path: Path) -> None:
         if key not in before.get(section, {}):
             raise _damaged(path)
         was, wanted = before[section][key], now[section][key]
-        if was != wanted and not _same_folder(was, wanted):
+        if was != wanted and not (key == "name" and _same_model(str(was), wanted)):
             raise ConfigError(
                 f"this run has {section}.{key} {was!r} and cannot be resumed with {wanted!r}: "
                 "start a new run from its checkpoint instead"
             )
 
 
-def _same_folder(one: Any, other: Any) -> bool:
-    """Whether both are paths of the same folder, such as `runs/a` and `/home/me/runs/a`."""
-    return (
-        isinstance(one, str)
-        and isinstance(other, str)
-        and Path(other).is_dir()
-        and Path(one).resolve() == Path(other).resolve()
-    )
+def _same_model(one: str, other: str) -> bool:
+    """Whether both are the same folder (`runs/a`, `/home/me/runs/a`) or model (`qwen3-0.6b`, `Qwen/Qwen3-0.6B`)."""
+    if Path(other).is_dir():
+        return Path(one).resolve() == Path(other).resolve()
+    first, second = (entry.source if (entry := catalogued(name)) else name for name in (one, other))
+    return first == second
 
 
 def _damaged(file: Path) -> ConfigError:

@@ -86,6 +86,16 @@ def test_a_recorded_config_that_lacks_a_key_is_damaged(tmp_path):
         check_resumable(CONFIG, tmp_path / "config.yaml")
 
 
+def test_a_run_is_resumed_with_another_spelling_of_the_same_model(tmp_path):
+    def named(model):
+        return check_config({"model": {"name": model}, "data": {"train_files_path": "rows.jsonl"}})
+
+    record_config(named("qwen3-0.6b"), tmp_path / "config.yaml", resuming=False)
+    check_resumable(named("Qwen/Qwen3-0.6B"), tmp_path / "config.yaml")
+    with pytest.raises(ConfigError, match="'qwen3-0.6b' and cannot be resumed"):
+        check_resumable(named("qwen3-4b"), tmp_path / "config.yaml")
+
+
 def of_experiment(name, root):
     raw = {"model": {"name": "tiny"}, "data": {"train_files_path": "rows.jsonl"}}
     return check_config(raw | {"run": {"experiment_id": name, "checkpoint_dir": str(root)}})
