@@ -99,7 +99,8 @@ _HOMES = {
     "oxrl.tracking.mlflow": "log_to_mlflow",
     "oxrl.tracking.tensorboard": "log_to_tensorboard",
     "oxrl.tracking.wandb": "log_to_wandb",
-    "oxrl.trainer": "Choice Trainer TrainingResult",
+    "oxrl.run.spec": "Choice",
+    "oxrl.trainer": "Trainer TrainingResult",
     "oxrl.testing": "ScriptedGenerator check_reward fake_rollout",
     "oxrl.run.train": "RunResult run_rl run_sft train_run",
 }

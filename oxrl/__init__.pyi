@@ -256,6 +256,9 @@ from oxrl.run.export import (
     merge_run as merge_run,
     push_model as push_model,
 )
+from oxrl.run.spec import (
+    Choice as Choice,
+)
 from oxrl.run.train import (
     RunResult as RunResult,
     run_rl as run_rl,
@@ -288,7 +291,6 @@ from oxrl.tracking.wandb import (
     log_to_wandb as log_to_wandb,
 )
 from oxrl.trainer import (
-    Choice as Choice,
     Trainer as Trainer,
     TrainingResult as TrainingResult,
 )

@@ -9,6 +9,7 @@ from oxrl.config import load_config
 from oxrl.names import import_object, import_path_of
 from oxrl.tracking.metrics import read_metrics
 from oxrl.trainer import sections_of
+from tests.large_model import write_large_model
 from tests.rows import sums
 
 PAIRS = [{"prompt": f"{i}?", "chosen": f"yes {i}", "rejected": f"no {i}"} for i in range(8)]
@@ -68,17 +69,7 @@ def test_what_the_user_sets_is_not_chosen():
 
 
 def test_a_large_model_gets_an_adapter_by_its_config_and_not_by_its_name(tmp_path):
-    from transformers import LlamaConfig
-
-    from oxrl.models.load import load_tokenizer
-
-    folder = tmp_path / "small-1b"
-    LlamaConfig(
-        hidden_size=8192, intermediate_size=28672, num_hidden_layers=7, num_attention_heads=64, num_key_value_heads=8,
-        vocab_size=128256, architectures=["LlamaForCausalLM"], tie_word_embeddings=False,
-    ).save_pretrained(folder)  # fmt: skip
-    load_tokenizer("tiny").save_pretrained(folder)
-    (folder / "model.safetensors").touch()
+    folder = write_large_model(tmp_path / "small-1b")
     with pytest.raises(ValueError, match="does not fit on cpu") as error:
         Trainer(folder).plan(algorithm="sft", data=sums(8), lora=False)
     assert "use LoRA" in str(error.value)

@@ -75,7 +75,7 @@ class Run(_Section):
     """The run: its name, output folder and devices."""
 
     experiment_id: str = Field(
-        "run", pattern=r"^[\w.-]*[\w-][\w.-]*$", max_length=200, description="names the run's folder"
+        "run", pattern=r"^[\w.-]*[\w-][\w.-]*$", max_length=200, description="name of the run's folder; a number is added if it has a run"
     )
     seed: int = Field(
         42, ge=0, lt=2**32, description="random seed for data order, dropout and newly initialised weights"
@@ -213,7 +213,7 @@ class Model(_Section):
 class Lora(_Section):
     """Train a LoRA adapter instead of all weights."""
 
-    enabled: bool = Field(False, description="train a LoRA adapter")
+    enabled: bool = Field(False, description="train a LoRA adapter; unset, it is true for models from 7B parameters up")
     r: int = Field(16, ge=1, description="rank")
     alpha: int = Field(32, gt=0, description="scaling numerator; the scale is alpha / r")
     dropout: float = Field(
@@ -487,14 +487,18 @@ class Config(_Section):
             )
         return raw
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _fill_task(cls, raw: Any) -> Any:
+    def _fill_task(cls, raw: Any, validate: Callable[[Any], Config]) -> Config:
         run = raw.get("run") if isinstance(raw, Mapping) else None
         task = run.get("task") if isinstance(run, Mapping) else None
         if not isinstance(task, str):
-            return raw
+            return validate(raw)
         try:
-            return fill_task(raw, task)
+            filled = fill_task(raw, task)
         except ValueError:  # reported with its key when `run` is validated
-            return {"data": {"train_files_path": "?"}, **raw}
+            filled = {"data": {"train_files_path": "?"}, **raw}
+        config = validate(filled)
+        if "lr" not in (raw.get("train") or {}):
+            config.train.model_fields_set.discard("lr")  # the default of the task, which depends on the tuning
+        return config

@@ -150,6 +150,17 @@ def load_model_config(config: ModelConfig) -> PreTrainedConfig:
     )
 
 
+def count_parameters(config: ModelConfig) -> int:
+    """Return the number of a model's parameters by its config, without reading weights; for an adapter, its base's."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    parsed = load_model_config(config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(parsed, trust_remote_code=config.trust_remote_code)
+    return sum(weight.numel() for weight in model.parameters())
+
+
 def end_tokens(config: ModelConfig) -> tuple[int, ...]:
     """Return the end-of-sequence tokens of the model's generation config; its tokenizer may have others."""
     from transformers import GenerationConfig

@@ -27,6 +27,7 @@ from oxrl.run.folder import (
 from oxrl.run.placement import check_installed, fewer_gpus, placed
 from oxrl.run.reward import check_reward, check_reward_names, check_reward_source, lacks_reward, with_default_reward
 from oxrl.run.spec import (
+    Choice,
     RunSpec,
     algorithm_schedule,
     check_engine_settings,
@@ -37,6 +38,7 @@ from oxrl.run.spec import (
     other_models,
     rollout_config,
 )
+from oxrl.run.tuning import choose_tuning, with_choices
 from oxrl.tracking.trackers import check_trackers
 from oxrl.types import Sample
 
@@ -131,9 +133,13 @@ def resolve(
     asked, config = config, placed(config, gpus)
     if message := fewer_gpus(asked, config, gpus):
         logger.warning("%s", message)
-    _check_keys(config)
+    if wrong := contradictions(config):
+        raise ConfigError("\n".join(wrong))
     model = model_config(config)
     check_model(model)
+    choices = choose_tuning(config, model)
+    config = with_choices(config, choices)
+    _log_remarks(config, choices)
     tokenizer = load_tokenizer(model)
     others = other_models(config)
     _check_tokenizers(config, others, tokenizer)
@@ -158,12 +164,14 @@ def resolve(
         **data._asdict(),
         num_steps=config.train.total_number_of_epochs * steps_per_epoch,
         online=online,
+        choices=choices,
     )
 
 
-def _check_keys(config: Config) -> None:
-    if wrong := contradictions(config):
-        raise ConfigError("\n".join(wrong))
+def _log_remarks(config: Config, choices: Sequence[Choice]) -> None:
+    for choice in choices:
+        if choice.value:
+            logger.info("%s", choice)
     for remark in remarks(config):
         logger.warning("%s", remark)
 
