@@ -25,6 +25,7 @@ from oxrl.config.registry import (
 )
 from oxrl.config.tasks import fill_task, find_task
 from oxrl.machine.secrets import secrets_in
+from oxrl.models.chat_templates import TEMPLATES
 
 
 class Choices(NamedTuple):
@@ -75,7 +76,10 @@ class Run(_Section):
     """The run: its name, output folder and devices."""
 
     experiment_id: str = Field(
-        "run", pattern=r"^[\w.-]*[\w-][\w.-]*$", max_length=200, description="name of the run's folder; a number is added if it has a run"
+        "run",
+        pattern=r"^[\w.-]*[\w-][\w.-]*$",
+        max_length=200,
+        description="name of the run's folder; a number is added if it has a run",
     )
     seed: int = Field(
         42, ge=0, lt=2**32, description="random seed for data order, dropout and newly initialised weights"
@@ -206,6 +210,11 @@ class Model(_Section):
     ref_every: int = Field(10, ge=1, description="periodic: steps between copies of the policy")
     teacher: str | None = Field(None, description="teacher model for kd and opd")
     revision: str | None = Field(None, description="branch, tag or commit of a hub model")
+    chat_template: str | None = Field(
+        None,
+        min_length=1,
+        description=f"{', '.join(TEMPLATES)}, a file, or a Jinja template; default the tokenizer's own",
+    )
     trust_remote_code: bool = Field(False, description="run Python code from the model repository")
     device: str = Field("auto", description="auto: the first GPU, else the CPU")
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from oxrl.models.builtin import BUILTIN_MODELS, builtin_named_by, prepare_builtin
 from oxrl.models.catalog import catalog, catalogued
+from oxrl.models.chat_templates import set_template
 from oxrl.models.lora import ADAPTER_CONFIG, load_adapter, read_adapter_config
 from oxrl.names import nearest_name
 from oxrl.parsing import read_json
@@ -207,6 +208,8 @@ def load_tokenizer(
     tokenizer = tokenizer_loader(config.name, trust_remote_code=config.trust_remote_code, revision=config.revision)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    if config.chat_template is not None:
+        set_template(tokenizer, config.chat_template)
     return tokenizer
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import itertools
 import json
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -51,40 +51,44 @@ def run_folder(config: Config, output: str | Path | None) -> Path:
 
 
 def choose_folder(config: Config, output: str | Path | None, *, resume: bool) -> Path:
-    """`output`; without it NAME, NAME-2, NAME-3, ...: the first without a run, or for a resume the last run of NAME.
+    """`output`; without it NAME, NAME-2, NAME-3, ...: the next one for a new run, the last run of NAME for a resume.
 
     A folder of another experiment, such as one that is called NAME-2, is not resumed.
     """
     first = run_folder(config, output)
     if output is not None:
         return first
-    taken = {1: first} if _is_started(first) else {}
-    for folder in first.parent.glob(f"{glob.escape(first.name)}-*"):
-        number = folder.name.removeprefix(f"{first.name}-")
-        if number.isdecimal() and number == str(int(number)) and int(number) > 1 and _is_started(folder):
-            taken[int(number)] = folder
+    started = dict(sorted((number, folder) for number, folder in _numbered(first) if _is_started(folder)))
     if resume:
-        own = [number for number in taken if _experiment_of(taken[number]) in (None, config.run.experiment_id)]
-        chosen = taken[max(own)] if own else first
+        own = [folder for folder in started.values() if _is_run_of(config.run.experiment_id, folder)]
+        chosen = own[-1] if own else first
     else:
-        number = next(number for number in itertools.count(1) if number not in taken)
-        chosen = first if number == 1 else first.with_name(f"{first.name}-{number}")
+        last = max(started, default=0)
+        chosen = first.with_name(f"{first.name}-{last + 1}") if last else first
     if chosen != first:
         logger.info("%s: %s", "resuming the latest run" if resume else f"{first} has a run; the new one is in", chosen)
     return chosen
+
+
+def _numbered(first: Path) -> Iterator[tuple[int, Path]]:
+    """The folders that are called NAME or NAME-2 and so on, with their numbers."""
+    yield 1, first
+    for folder in first.parent.glob(f"{glob.escape(first.name)}-*"):
+        digits = folder.name.removeprefix(f"{first.name}-")
+        if re.fullmatch(r"[2-9]|[1-9][0-9]{1,8}", digits):
+            yield int(digits), folder
 
 
 def _is_started(folder: Path) -> bool:
     return any((folder / name).exists() for name in STARTED)
 
 
-def _experiment_of(folder: Path) -> str | None:
-    """`run.experiment_id` of the run in a folder; None if it is not recorded, or damaged."""
+def _is_run_of(experiment: str, folder: Path) -> bool:
+    """Whether the run that is recorded in a folder has this `run.experiment_id`; one that is damaged may have it."""
     try:
-        stages = recorded_stages(folder)
+        return any(config.run.experiment_id == experiment for config in recorded_stages(folder).values())
     except ConfigError:
-        return None
-    return next((config.run.experiment_id for config in stages.values()), None)
+        return True
 
 
 def starting_point(folder: Path, resume: bool) -> Path | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from oxrl.config import Config, ConfigError
 from oxrl.config.checks import contradictions, remarks
+from oxrl.models.chat_templates import read_template
 from oxrl.models.load import check_model, context_length, load_tokenizer
 from oxrl.run.build import check_servers
 from oxrl.run.checkpoint import latest_checkpoint, read_state
@@ -135,6 +136,7 @@ def resolve(
         logger.warning("%s", message)
     if wrong := contradictions(config):
         raise ConfigError("\n".join(wrong))
+    config = _with_template(config)
     model = model_config(config)
     check_model(model)
     choices = choose_tuning(config, model)
@@ -166,6 +168,14 @@ def resolve(
         online=online,
         choices=choices,
     )
+
+
+def _with_template(config: Config) -> Config:
+    """The config with the content of a template file, so that a resumed run does not depend on the file."""
+    if config.model.chat_template is None:
+        return config
+    template = read_template(config.model.chat_template)
+    return config.model_copy(update={"model": config.model.model_copy(update={"chat_template": template})})
 
 
 def _log_remarks(config: Config, choices: Sequence[Choice]) -> None:

@@ -78,12 +78,15 @@ def model_config(config: Config) -> ModelConfig:
         trust_remote_code=model.trust_remote_code,
         device=device,
         revision=model.revision,
+        chat_template=model.chat_template,
     )
 
 
 def frozen_model_config(config: Config, name: str) -> ModelConfig:
     """Another model that is not trained: a reference, a teacher, a reward model or a judge."""
-    return model_config(config)._replace(name=resolve_weights(name), revision=None, gradient_checkpointing=False)
+    return model_config(config)._replace(
+        name=resolve_weights(name), revision=None, chat_template=None, gradient_checkpointing=False
+    )
 
 
 def lora_settings(config: Config) -> LoraSettings | None:

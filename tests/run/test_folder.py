@@ -110,8 +110,10 @@ def test_a_new_run_without_output_goes_to_the_next_numbered_folder_and_a_resume_
         name = "math" if number == 1 else f"math-{number}"
         (tmp_path / name).mkdir()
         record_config(config, tmp_path / name / "config.yaml", resuming=False)
-    assert choose_folder(config, None, resume=False) == tmp_path / "math-3"
-    assert f"{tmp_path}/math has a run; the new one is in: {tmp_path}/math-3" in caplog.text
+    (tmp_path / "math-11").mkdir()
+    (tmp_path / "math-11" / ".lock").touch()  # of a run that failed before its first step
+    assert choose_folder(config, None, resume=False) == tmp_path / "math-12"
+    assert f"{tmp_path}/math has a run; the new one is in: {tmp_path}/math-12" in caplog.text
     assert choose_folder(config, None, resume=True) == tmp_path / "math-10", "by number, not by name"
     assert f"resuming the latest run: {tmp_path}/math-10" in caplog.text
     assert choose_folder(config, tmp_path / "math", resume=False) == tmp_path / "math", "an output is used as given"
