@@ -51,7 +51,7 @@ def _fitted(config: Config, gpus: int) -> Config:
     chosen = run.backend == "auto" or (run.backend == DEFAULT_BACKEND and (run.training_gpus or 0) <= 1)
     elsewhere = run.ray_address is not None or _is_rank_of_torchrun()  # GPUs of other machines
     training = min(gpus, 1) if run.training_gpus is None else run.training_gpus
-    rollout = run.rollout_gpus or 0
+    rollout = _rollout_gpus(config)
     if not gpus and config.inference_engine.name != "auto":
         rollout = 0  # the replicas of a named engine run on the CPU
     if not chosen or elsewhere or config.model.device != "auto" or training + rollout <= gpus:
@@ -59,17 +59,17 @@ def _fitted(config: Config, gpus: int) -> Config:
     if rollout:
         share = gpus * rollout // (training + rollout)
         rollout = min(max(share, parallel), gpus - 1) // parallel * parallel if gpus else 0
-    if gpus and not rollout and run.rollout_gpus and config.inference_engine.name != "auto":
+    if gpus and not rollout and _rollout_gpus(config) and config.inference_engine.name != "auto":
         raise ConfigError(
             f"run.rollout_gpus is {run.rollout_gpus}, but this machine has {_count(gpus)}, which leaves none for "
             f"inference_engine.name: {config.inference_engine.name}: leave run.rollout_gpus out and set "
             "inference_engine.colocated: true, or leave both out for the embedded engine"
         )
-    decided: dict[str, int] = {}
+    decided: dict[str, int | None] = {}
     if run.training_gpus is not None:
         decided["training_gpus"] = min(training, gpus - rollout)
     if run.rollout_gpus and (gpus or config.inference_engine.name == "auto"):
-        decided["rollout_gpus"] = rollout
+        decided["rollout_gpus"] = rollout or None
     fitted = _with(config, "run", **decided)
     return fitted if find_engine(fitted.engine).replicated else _with(fitted, "rollout", tensor_parallel_size=1)
 
@@ -109,6 +109,11 @@ def _wanted(config: Config, gpus: int) -> int:
     if config.model.device != "auto":
         return 1
     return max(gpus - (config.run.rollout_gpus or 0), min(gpus, 1))
+
+
+def _rollout_gpus(config: Config) -> int:
+    """Devices for sampling only; an engine that oxRL does not start takes none."""
+    return (config.run.rollout_gpus or 0) if find_engine(config.engine).replicated else 0
 
 
 def _check_room(ranks: int, rollout_gpus: int) -> None:
@@ -167,5 +172,5 @@ def ranks_to_start(config: Config) -> int:
         )
     if started or config.processes != "ranks":
         return 0
-    _check_room(config.ranks, config.run.rollout_gpus or 0)
+    _check_room(config.ranks, _rollout_gpus(config))
     return config.ranks

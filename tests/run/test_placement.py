@@ -35,8 +35,8 @@ def config_for_four(tmp_path, monkeypatch):
 def test_a_config_for_gpus_is_placed_on_a_machine_without_any_with_a_warning(config_for_four, caplog):
     spec = resolve(config_for_four())
     run = spec.config.run
-    assert (run.backend, run.training_gpus, run.rollout_gpus, spec.config.engine) == ("local", 0, 0, "embedded")
-    (warning,) = [record.getMessage() for record in caplog.records if "GPU" in record.getMessage()]
+    assert (run.backend, run.training_gpus, run.rollout_gpus, spec.config.engine) == ("local", 0, None, "embedded")
+    (warning,) = [message for message in caplog.messages if "_gpus " in message]
     assert warning == (
         "run.training_gpus is 2 and run.rollout_gpus is 2, but this machine has no GPU: training runs on the CPU "
         "(run.backend: local), sampling on the same (inference_engine.name: embedded); a step has 8 rows instead of 16"
@@ -46,11 +46,11 @@ def test_a_config_for_gpus_is_placed_on_a_machine_without_any_with_a_warning(con
 @pytest.mark.parametrize(
     ("gpus", "overrides", "expected"),
     [
-        (1, (), ("local", 1, 0, "embedded")),
+        (1, (), ("local", 1, None, "embedded")),
         (2, (), ("local", 1, 1, "vllm")),
         (3, (), ("fsdp", 2, 1, "vllm")),
         (3, ("rollout.tensor_parallel_size=2",), ("local", 1, 2, "vllm")),
-        (2, ("rollout.tensor_parallel_size=2",), ("fsdp", 2, 0, "embedded")),
+        (2, ("rollout.tensor_parallel_size=2",), ("fsdp", 2, None, "embedded")),
         (2, ("run.training_gpus=null",), ("local", None, 1, "vllm")),
         (2, ("run.rollout_gpus=null", "run.training_gpus=8"), ("fsdp", 2, None, "embedded")),
         (0, ("inference_engine.name=vllm",), ("local", 0, 2, "vllm")),
@@ -74,6 +74,7 @@ def test_enough_gpus_are_used_as_configured_without_a_warning(config_for_four):
 def test_an_engine_that_is_named_is_not_exchanged_for_want_of_gpus(config_for_four):
     with pytest.raises(ConfigError, match="leaves none for inference_engine.name: vllm: .*colocated: true"):
         placed(config_for_four("inference_engine.name=vllm"), gpus=1)
+    assert placed(config_for_four("inference_engine.name=embedded"), gpus=1).run.training_gpus == 1
 
 
 def test_a_backend_that_is_named_keeps_its_processes(config_for_four):
