@@ -268,6 +268,9 @@ from oxrl.run.loops import (
     run_rl_training as run_rl_training,
     run_sft_training as run_sft_training,
 )
+from oxrl.run.spec import (
+    Choice as Choice,
+)
 from oxrl.run.train import (
     RunResult as RunResult,
     run_rl as run_rl,
@@ -300,7 +303,6 @@ from oxrl.tracking.wandb import (
     log_to_wandb as log_to_wandb,
 )
 from oxrl.trainer import (
-    Choice as Choice,
     Trainer as Trainer,
     TrainingResult as TrainingResult,
 )

@@ -30,24 +30,22 @@ from oxrl.diagnose.plan import (
 )
 from oxrl.evaluation.evaluate import Evaluation, evaluate
 from oxrl.machine.hardware import Hardware, detect_hardware, set_up_process
-from oxrl.models.load import check_model, resolve_device
+from oxrl.models.load import resolve_device
 from oxrl.names import LIVE, import_path_of
 from oxrl.rewards.grade import AnyReward
 from oxrl.run.checkpoint import best_checkpoint
 from oxrl.run.export import export_model, push_model
-from oxrl.run.folder import resolve_weights
 from oxrl.run.launch import join_others, run_ranks
 from oxrl.run.placement import ranks_to_start
 from oxrl.run.prepare import prepare_run, resolve
-from oxrl.run.spec import RunSpec
+from oxrl.run.spec import Choice, RunSpec
 from oxrl.run.train import RunResult, open_model, train_spec
 from oxrl.tracking.logs import set_up_logging
 from oxrl.tracking.metrics import read_metrics
-from oxrl.types import GenerationConfig, Message, ModelConfig
+from oxrl.types import GenerationConfig, Message
 
 logger = logging.getLogger(__name__)
 
-LORA_FROM = 7e9  # parameters
 ENOUGH_ON_CPU, MOST_ON_CPU = 1024, 2048  # tokens per micro-batch; more are no faster on a CPU
 NAMES = {
     "task": "run.task",
@@ -63,17 +61,6 @@ NAMES = {
 Sections: TypeAlias = dict[str, dict[str, Any]]
 Rows: TypeAlias = str | Path | Sequence[Mapping[str, Any]]
 RewardLike: TypeAlias = str | Callable[..., Any] | Mapping[str, float]
-
-
-class Choice(NamedTuple):
-    """`Choice("lora.enabled", True, "the model has 7.6 billion parameters")`: a value chosen for the user, and why."""
-
-    key: str
-    value: Any
-    why: str
-
-    def __str__(self) -> str:
-        return f"{self.key} {self.value}: {self.why}"
 
 
 class TrainingResult(NamedTuple):
@@ -148,8 +135,9 @@ class Trainer:
         """Check everything, log what was chosen, train, and return the result.
 
         `data` and `val` are files, hub ids, names from `oxrl data list`, or rows; `reward` a name, a function, or
-        several with weights. `resume` continues the run in `output` with its own config; keywords given here override
-        it, as far as a running experiment allows.
+        several with weights. Without `output` a run goes to a new folder: `checkpoints/run`, then `checkpoints/run-2`,
+        ... (`experiment_id` is the name). `resume` continues the run in `output` with its own config; keywords given
+        here override it, as far as a running experiment allows.
         """
         set_up_process()
         join_others()
@@ -159,12 +147,13 @@ class Trainer:
         wanted = {**named, "steps": steps, "epochs": epochs, **overrides}
         if resume:
             return self._resume(output, wanted)
-        config, tuning = self._chosen(wanted)
+        config, backend = self._chosen(wanted)
         hardware = detect_hardware()
         spec, sizes = choose_sizes(prepare_run(config, output), hardware)
-        choices = (_where(spec.config, hardware), *tuning, *sizes)
+        choices = (_where(spec.config, hardware), *backend, *spec.choices, *sizes)
         for choice in choices:
-            logger.info("%s", choice)
+            if choice not in spec.choices or not choice.value:  # the others are logged by `prepare_run`
+                logger.info("%s", choice)
         return _result(_trained(spec), spec.config, choices)
 
     def plan(self, task: str | None = None, *, output: str | Path | None = None, **wanted: Any) -> Plan:
@@ -175,7 +164,9 @@ class Trainer:
         return plan_spec(spec, hardware)
 
     def _resume(self, output: str | Path | None, wanted: Mapping[str, Any]) -> TrainingResult:
-        if output is None or not (Path(output) / "config.yaml").exists():
+        if output is None:
+            raise ValueError("resume=True needs output=, the folder of the run to resume")
+        if not (Path(output) / "config.yaml").exists():
             raise ValueError(f"output must name the run to resume; {output} has no config.yaml")
         sections = self._sections(wanted)
         overrides = [
@@ -192,7 +183,7 @@ class Trainer:
 
     def _chosen(self, wanted: Mapping[str, Any]) -> tuple[Config, tuple[Choice, ...]]:
         sections = self._sections(wanted)
-        choices = (*choose_tuning(sections), *choose_backend(sections))
+        choices = choose_backend(sections)
         for choice in choices:
             section, _, key = choice.key.partition(".")
             sections.setdefault(section, {})[key] = choice.value
@@ -269,19 +260,6 @@ def _file_of(rows: Sequence[Mapping[str, Any]]) -> Path:
     return file
 
 
-def choose_tuning(sections: Sections) -> tuple[Choice, ...]:
-    """All weights, or LoRA for large models, by the parameter count of the model's config."""
-    if "enabled" in sections.get("lora", {}):
-        return ()
-    model = ModelConfig(resolve_weights(str(sections["model"]["name"])), device="cpu")
-    check_model(model)
-    parameters = model_facts(model).parameters
-    size = f"{parameters / 1e9:.1f} billion" if parameters >= 1e9 else f"{parameters / 1e6:.0f} million"
-    large = parameters >= LORA_FROM
-    why = f"the model has {size} parameters, and LoRA is the choice from {LORA_FROM / 1e9:.0f} billion up"
-    return (Choice("lora.enabled", large, why),)
-
-
 def choose_backend(sections: Sections) -> tuple[Choice, ...]:
     """One process where a function of this script was given: other processes cannot import it."""
     backend = sections.get("run", {}).get("backend", "auto")
@@ -351,6 +329,7 @@ def _trained(spec: RunSpec) -> RunResult:
     if not ranks:
         return train_spec(spec)
     folder = spec.folder
+    folder.mkdir(parents=True, exist_ok=True)
     file = folder / "ranks.yaml"
     file.write_text(yaml.safe_dump(spec.config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
     command = ["train", str(file), "--output", str(folder)]

@@ -82,6 +82,7 @@ class ModelConfig(NamedTuple):
     trust_remote_code: bool = False
     device: str = "auto"
     revision: str | None = None
+    chat_template: str | None = None  # a name, a file or the template itself; None: the tokenizer's own
 
 
 class GenerationConfig(NamedTuple):

@@ -9,6 +9,7 @@ from oxrl.config import load_config
 from oxrl.names import import_object, import_path_of
 from oxrl.tracking.metrics import read_metrics
 from oxrl.trainer import sections_of
+from tests.large_model import write_large_model
 from tests.rows import sums
 
 PAIRS = [{"prompt": f"{i}?", "chosen": f"yes {i}", "rejected": f"no {i}"} for i in range(8)]
@@ -45,8 +46,11 @@ def test_it_trains_by_supervised_preference_and_reinforcement_learning(algorithm
 
 
 @pytest.mark.trains
-def test_its_choices_have_reasons_and_are_in_the_config_of_the_run():
+def test_its_choices_have_reasons_and_are_in_the_config_of_the_run(tmp_path):
+    (tmp_path / "checkpoints" / "run").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "run" / "metrics.jsonl").touch()
     result = Trainer("tiny").train(algorithm="sft", data=sums(8), steps=1)
+    assert result.folder == tmp_path / "checkpoints" / "run-2", "a new run gets a new folder"
     chosen = {choice.key: choice for choice in result.choices}
     assert chosen.keys() == {"model.device", "lora.enabled", "model.gradient_checkpointing", "train.micro_batch_tokens"}
     assert chosen["lora.enabled"].value is False and "million parameters" in chosen["lora.enabled"].why
@@ -65,17 +69,7 @@ def test_what_the_user_sets_is_not_chosen():
 
 
 def test_a_large_model_gets_an_adapter_by_its_config_and_not_by_its_name(tmp_path):
-    from transformers import LlamaConfig
-
-    from oxrl.models.load import load_tokenizer
-
-    folder = tmp_path / "small-1b"
-    LlamaConfig(
-        hidden_size=8192, intermediate_size=28672, num_hidden_layers=7, num_attention_heads=64, num_key_value_heads=8,
-        vocab_size=128256, architectures=["LlamaForCausalLM"], tie_word_embeddings=False,
-    ).save_pretrained(folder)  # fmt: skip
-    load_tokenizer("tiny").save_pretrained(folder)
-    (folder / "model.safetensors").touch()
+    folder = write_large_model(tmp_path / "small-1b")
     with pytest.raises(ValueError, match="does not fit on cpu") as error:
         Trainer(folder).plan(algorithm="sft", data=sums(8), lora=False)
     assert "use LoRA" in str(error.value)
@@ -95,6 +89,25 @@ def test_the_result_generates_evaluates_and_saves():
     assert (result.save("model") / "model.safetensors").exists()
     with pytest.raises(ValueError, match="HF_TOKEN"):
         result.push("someone/model")
+
+
+def test_a_folder_with_a_run_is_refused_in_the_words_of_python(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    trainer = Trainer("tiny", algorithm="sft", data=sums(8))
+    with pytest.raises(ValueError, match="run already has a run: pass resume=True .* another output") as error:
+        trainer.train(output="run")
+    assert "--" not in str(error.value)
+    with pytest.raises(ValueError, match="resume=True needs output="):
+        trainer.train(resume=True)
+
+
+def test_a_refused_run_leaves_no_folder(tmp_path):
+    with pytest.raises(ValueError, match="no assistant turn|response"):
+        Trainer("tiny").train(algorithm="sft", data=QUESTIONS)
+    with pytest.raises(ValueError, match="response"):
+        Trainer("tiny").train(algorithm="sft", data=QUESTIONS, output="run")
+    assert not (tmp_path / "checkpoints").exists() and not (tmp_path / "run").exists()
 
 
 @pytest.mark.trains

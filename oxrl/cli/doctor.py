@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from oxrl.cli.base import Json
+from oxrl.machine.packages import install_command
 
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
@@ -26,7 +27,7 @@ def doctor(
     try:
         from oxrl.diagnose.doctor import can_train, findings, gather_facts
     except ModuleNotFoundError as missing:  # the checks themselves need packages
-        typer.echo(f"problem  packages  {missing.name} is not installed\n{'':18} fix: pip install oxrl")
+        typer.echo(f"problem  packages  {missing.name} is not installed\n{'':18} fix: {install_command()}")
         raise typer.Exit(1) from None
     from oxrl.machine.inventory import as_json
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,10 +18,11 @@ from oxrl.tracking.logs import make_optional
 
 if TYPE_CHECKING:
     from oxrl.config import Config
+    from oxrl.run.spec import RunSpec
     from oxrl.run.train import RunResult
 
 
-Model = Annotated[str | None, typer.Option(help="Hub id, local folder, .gguf file, smollm2-135m or tiny.")]
+Model = Annotated[str | None, typer.Option(help="Hub id, name from `oxrl models list`, local folder or .gguf file.")]
 
 
 def train(
@@ -40,7 +41,10 @@ def train(
     reward: Annotated[
         str | None, typer.Option(help="Reward function: a name from `oxrl rewards list`, or FILE.py:FUNCTION.")
     ] = None,
-    output: Annotated[Path | None, typer.Option(parser=path, help="Run folder.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(parser=path, help="Run folder; default: a new one, checkpoints/EXPERIMENT_ID with a number."),
+    ] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps per pass, instead of all the data.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Rows per optimizer step on each training device.")] = None,
@@ -56,7 +60,9 @@ def train(
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Any config key: --set train.weight_decay=0.1")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Resume the run in --output.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Resume the run in --output; without it, the latest of this experiment.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only print what would happen, as `oxrl plan` does.")
     ] = False,
@@ -97,37 +103,55 @@ def train(
         if dry_run:
             show_plans(stages, output, json_)
         resume = resume or restarted(stages, output)
-        _start_ranks(stages)
-        from oxrl.run.prepare import prepare_stages  # imports torch: wrong input was reported before
-        from oxrl.run.train import train_spec
+        _start_ranks(stages, output, resume)
+        from oxrl.run.train import train_spec  # imports torch: wrong input was reported before
 
-        for spec in prepare_stages(stages, output, resume=resume):
+        for spec in _prepared(stages, output, resume):
             with exit_on_failure("the run", partial(_how_to_resume, spec.folder)):
                 result = train_spec(spec)
             _report(result, spec.config, as_json=json_)
 
 
-def _start_ranks(stages: Mapping[str, Config]) -> None:
+def _prepared(stages: Mapping[str, Config], output: Path | None, resume: bool) -> Iterator[RunSpec]:
+    from oxrl.run.folder import RunExistsError
+    from oxrl.run.prepare import prepare_stages
+
+    try:
+        yield from prepare_stages(stages, output, resume=resume)
+    except RunExistsError as error:
+        raise ValueError(
+            f"{error.folder} already has a run: pass --resume to continue it, or another --output"
+        ) from None
+
+
+def _start_ranks(stages: Mapping[str, Config], output: Path | None, resume: bool) -> None:
     """Launch the ranks of a run with several processes and exit with their code; in a rank, join the others."""
+    from oxrl.run.folder import choose_folder
     from oxrl.run.launch import join_others, run_ranks
-    from oxrl.run.placement import placed, ranks_to_start
+    from oxrl.run.placement import check_installed, placed, ranks_to_start
 
     where = [placed(config) for config in stages.values()]
     counts = {ranks_to_start(config) for config in where}
     if len(counts) > 1:
         raise ValueError(f"all stages of a run need the same run.backend and run.training_gpus, not {counts}")
     if ranks := counts.pop():
-        raise typer.Exit(run_ranks(sys.argv[1:], ranks, max_restarts=where[0].run.max_restarts))
+        for config in where:
+            check_installed(config)
+        # Without --output a rank that is restarted would choose another folder than before.
+        folder = choose_folder(where[0], output, resume=resume)
+        arguments = [*sys.argv[1:], *(["--output", str(folder)] if output is None else [])]
+        raise typer.Exit(run_ranks(arguments, ranks, max_restarts=where[0].run.max_restarts))
     join_others(time_limit=where[0].run.rank_time_limit)
 
 
 def _stages(path: Path | None, output: Path | None, resume: bool, overrides: list[str]) -> dict[str, Config]:
     from oxrl.config import load_stages
 
-    if path is not None or not resume:
+    described = path is not None or (output is None and any(each.startswith("model.name=") for each in overrides))
+    if described or not resume:
         return load_stages(path, overrides)
     if output is None:
-        raise ValueError("--output names the run to resume")
+        raise ValueError("--output names the run to resume; or repeat the config or flags of the run")
     from oxrl.run.folder import recorded_stages
 
     if not (stages := recorded_stages(output, overrides)):

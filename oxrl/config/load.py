@@ -121,7 +121,8 @@ def _origins(
 ) -> dict[tuple[str, str], str]:
     origins: dict[tuple[str, str], str] = {}
     for section, keys in config:
-        for key in sorted(keys.model_fields_set):
+        filled = {key for key, field in type(keys).model_fields.items() if getattr(keys, key) != field.default}
+        for key in sorted(keys.model_fields_set | filled):
             key_path = (section, key)
             if key not in (raw.get(section) or {}):
                 origins[key_path] = f"task {config.run.task}"

@@ -26,6 +26,7 @@ class EngineRecord(NamedTuple):
     keys: frozenset[str] = frozenset()  # keys of `inference_engine` that it uses
     required: frozenset[str] = frozenset()  # those that must be set
     check_settings: Function | None = None  # (settings) -> None: further keys of `inference_engine`; None: it has none
+    package: str | None = None  # an optional package that must be installed, named like its extra
 
 
 class BackendRecord(NamedTuple):
@@ -37,6 +38,7 @@ class BackendRecord(NamedTuple):
     build_worker: Function | None = None  # (policy, others, settings, config) -> a rank's worker, if it shards models
     zero_stage: Function | None = None  # (config) -> 0 to 3: what is sharded, for memory estimates
     sections: frozenset[str] = frozenset()  # config sections that only it uses
+    package: str | None = None  # an optional package that must be installed, named like its extra
 
 
 ENGINES: dict[str, EngineRecord] = {
@@ -52,6 +54,7 @@ ENGINES: dict[str, EngineRecord] = {
         replicated=True,
         keys=frozenset({"replicas", "place", "folder", "adapter", "colocated"}),
         check_settings="oxrl.generators.vllm.settings:check_settings",
+        package="vllm",
     ),
     "http": EngineRecord(
         "oxrl.run.engines:open_http",
@@ -77,8 +80,9 @@ BACKENDS: dict[str, BackendRecord] = {
         "oxrl.run.backends:build_deepspeed_worker",
         "oxrl.run.backends:deepspeed_stage",
         frozenset({"deepspeed", "deepspeed_ref"}),
+        package="deepspeed",
     ),
-    "ray": BackendRecord("oxrl.run.backends:open_ray", "Ray actors, sharded by run.sharding", "actors"),
+    "ray": BackendRecord("oxrl.run.backends:open_ray", "Ray actors, sharded by run.sharding", "actors", package="ray"),
 }
 DEFAULT_ENGINE, ROLLOUT_ENGINE = "embedded", "vllm"  # what `auto` chooses, without and with rollout_gpus
 DEFAULT_BACKEND, CLUSTER_BACKEND = "local", "ray"  # what `auto` chooses, on one device and with ray_address

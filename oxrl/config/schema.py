@@ -25,6 +25,7 @@ from oxrl.config.registry import (
 )
 from oxrl.config.tasks import fill_task, find_task
 from oxrl.machine.secrets import secrets_in
+from oxrl.models.chat_templates import TEMPLATES
 
 
 class Choices(NamedTuple):
@@ -75,7 +76,10 @@ class Run(_Section):
     """The run: its name, output folder and devices."""
 
     experiment_id: str = Field(
-        "run", pattern=r"^[\w.-]*[\w-][\w.-]*$", max_length=200, description="names the run's folder"
+        "run",
+        pattern=r"^[\w.-]*[\w-][\w.-]*$",
+        max_length=200,
+        description="name of the run's folder; a number is added if it has a run",
     )
     seed: int = Field(
         42, ge=0, lt=2**32, description="random seed for data order, dropout and newly initialised weights"
@@ -190,7 +194,7 @@ class Train(_Section):
 class Model(_Section):
     """The trained model, the reference and the teacher."""
 
-    name: str = Field(min_length=1, description="hub id, local folder, .gguf file, or a built-in: smollm2-135m, tiny")
+    name: str = Field(min_length=1, description="hub id, name from `oxrl models list`, local folder, or .gguf file")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: float32 on CPU, else bf16"
     )
@@ -206,6 +210,11 @@ class Model(_Section):
     ref_every: int = Field(10, ge=1, description="periodic: steps between copies of the policy")
     teacher: str | None = Field(None, description="teacher model for kd and opd")
     revision: str | None = Field(None, description="branch, tag or commit of a hub model")
+    chat_template: str | None = Field(
+        None,
+        min_length=1,
+        description=f"{', '.join(TEMPLATES)}, a file, or a Jinja template; default the tokenizer's own",
+    )
     trust_remote_code: bool = Field(False, description="run Python code from the model repository")
     device: str = Field("auto", description="auto: the first GPU, else the CPU")
 
@@ -213,7 +222,7 @@ class Model(_Section):
 class Lora(_Section):
     """Train a LoRA adapter instead of all weights."""
 
-    enabled: bool = Field(False, description="train a LoRA adapter")
+    enabled: bool = Field(False, description="train a LoRA adapter; unset, it is true for models from 7B parameters up")
     r: int = Field(16, ge=1, description="rank")
     alpha: int = Field(32, gt=0, description="scaling numerator; the scale is alpha / r")
     dropout: float = Field(
@@ -496,14 +505,18 @@ class Config(_Section):
             )
         return raw
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _fill_task(cls, raw: Any) -> Any:
+    def _fill_task(cls, raw: Any, validate: Callable[[Any], Config]) -> Config:
         run = raw.get("run") if isinstance(raw, Mapping) else None
         task = run.get("task") if isinstance(run, Mapping) else None
         if not isinstance(task, str):
-            return raw
+            return validate(raw)
         try:
-            return fill_task(raw, task)
+            filled = fill_task(raw, task)
         except ValueError:  # reported with its key when `run` is validated
-            return {"data": {"train_files_path": "?"}, **raw}
+            filled = {"data": {"train_files_path": "?"}, **raw}
+        config = validate(filled)
+        if "lr" not in (raw.get("train") or {}):
+            config.train.model_fields_set.discard("lr")  # the default of the task, which depends on the tuning
+        return config

@@ -217,8 +217,8 @@ class Renderer:
     def _write(self, chat: Chat, tools: Tools, *, generation_prompt: bool) -> str:
         if self.tokenizer.chat_template is None and "chat_template" not in self.template_kwargs:
             raise ValueError(
-                "the tokenizer has no chat template: use an instruct model, set tokenizer.chat_template, or train on "
-                "`text` instead of messages"
+                "the tokenizer has no chat template: use an instruct model, set model.chat_template (chatml, plain, "
+                "...), or train on `text` instead of messages"
             )
         if self._takes_parts:
             chat = [{**message, "content": _text_parts(message["content"])} for message in chat]

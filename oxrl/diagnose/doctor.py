@@ -16,6 +16,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from oxrl.machine.inventory import Environment, gather_environment, name_in
+from oxrl.machine.packages import install_command
 
 Level: TypeAlias = Literal["ok", "warning", "problem"]
 GIB = 2**30
@@ -88,7 +89,7 @@ def findings(facts: Facts) -> list[Finding]:
 
 def _python(environment: Environment) -> Iterator[Finding]:
     if not environment.requires_python:
-        yield Finding("warning", "python", "oxrl runs from a checkout that is not installed", "pip install -e .")
+        yield Finding("warning", "python", "oxrl runs from a checkout that is not installed", install_command())
     elif environment.python not in SpecifierSet(environment.requires_python):
         what = f"Python {environment.python} is installed, {environment.requires_python} is required"
         yield Finding("problem", "python", what, "install Python 3.11")
@@ -122,7 +123,7 @@ def _packages(environment: Environment) -> Iterator[Finding]:
         extra = _extra_of(requirement)
         if name in ("oxrl", "torch" if environment.torch.version is None else "") or extra in DEVELOPMENT_EXTRAS:
             continue
-        fix = f'pip install "oxrl[{extra}]"' if extra else f'pip install "{name}{requirement.specifier}"'
+        fix = install_command(extra) if extra else f'pip install "{name}{requirement.specifier}"'
         package = environment.packages.get(name)
         if package is None and extra:
             absent.append(extra)
@@ -141,7 +142,7 @@ def _packages(environment: Environment) -> Iterator[Finding]:
         if name in environment.packages:
             yield Finding("ok", "packages", f"{name} {environment.packages[name].version}")
     if absent:
-        yield Finding("ok", "packages", f"optional and not installed: {', '.join(absent)}", 'pip install "oxrl[NAME]"')
+        yield Finding("ok", "packages", f"optional and not installed: {', '.join(absent)}", install_command("NAME"))
 
 
 def _extra_of(requirement: Requirement) -> str | None:
@@ -166,7 +167,7 @@ def _conflicts(environment: Environment) -> Iterator[Finding]:
             required = f"{name_in(requirement.name)}{requirement.specifier}"
             what = f"{name} {package.version} requires {required}, but {other.version} is installed"
             # Given together, pip finds compatible versions or reports the conflict.
-            yield Finding("warning", "packages", what, f'pip install oxrl {name} "{required}"')
+            yield Finding("warning", "packages", what, f'{install_command()} {name} "{required}"')
 
 
 def _devices(environment: Environment) -> Iterator[Finding]:
@@ -350,19 +351,19 @@ def _folder(purpose: Literal["runs", "data", "hub cache", "built-in models"], pa
 
 def find_model_locally(name: str) -> Availability:
     """Check for a model on the disk; hub ids are looked up in the cache only."""
-    from oxrl.models.catalog import catalog
+    from oxrl.models.catalog import catalogued
     from oxrl.models.load import find_model
     from oxrl.run.folder import resolve_weights
 
-    entry = catalog().get(name)
-    if entry is not None and entry.not_yet is not None:
+    entry = catalogued(name)
+    if entry is not None and entry.not_yet is not None and not Path(name).is_dir():
         return Availability(name, "missing", f"cannot be trained yet: {entry.not_yet}", "oxrl models list")
     try:
-        source = find_model(entry.source if entry is not None else resolve_weights(name))
+        source = find_model(resolve_weights(name))
     except ValueError as error:
         return Availability(name, "missing", f"cannot be found: {error}", "oxrl models list")
     if source.kind == "builtin":
-        return _builtin(name)
+        return _builtin(source.where)
     if source.kind == "hub":
         return _from_hub(source.where)
     return _from_folder(name, Path(source.where), source.kind)

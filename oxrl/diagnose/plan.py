@@ -44,7 +44,7 @@ from oxrl.machine.inventory import device_as_json
 from oxrl.models.load import adapter_base, find_model, load_model_config, resolve_device, resolve_dtype
 from oxrl.models.lora import LoraSettings, attach_lora, read_adapter_config
 from oxrl.run.data import longest_possible_items
-from oxrl.run.placement import SHARE, placed, sharding_of
+from oxrl.run.placement import SHARE, sharding_of
 from oxrl.run.prepare import resolve
 from oxrl.run.spec import RunSpec, frozen_model_config, model_config, reference_is_adapter
 from oxrl.types import Item, ModelConfig
@@ -156,11 +156,12 @@ def plan_run(config: Config, output: str | Path | None = None, gpu_memory: float
 
     With `gpu_memory`, in GiB, plan for GPUs of that size, as many as the config sets, instead of for this machine.
     """
+    gpus = None
     if gpu_memory is not None:
-        config = placed(config, gpus=(config.run.training_gpus or 1) + (config.run.rollout_gpus or 0))
+        gpus = (config.run.training_gpus or 1) + (config.run.rollout_gpus or 0)
         if config.model.dtype == "auto":
             config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
-    spec = resolve(config, output)
+    spec = resolve(config, output, gpus=gpus)
     hardware = detect_hardware()
     device = chosen_device(resolve_device(config.model.device), hardware)
     if gpu_memory is not None:

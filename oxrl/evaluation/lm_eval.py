@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from oxrl.machine.packages import install_command
 from oxrl.models.load import check_model, load_model, load_tokenizer
 from oxrl.run.folder import resolve_weights
 
@@ -28,7 +29,7 @@ def harness(
         from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise ValueError(f"lm-evaluation-harness cannot be imported ({error}): pip install lm_eval") from error
+        raise ValueError(f"lm-evaluation-harness cannot be imported ({error}): {install_command('harness')}") from error
 
     if include_path is not None and not Path(include_path).is_dir():
         raise ValueError(f"there is no folder {include_path} with task files")

@@ -15,6 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from oxrl.machine.packages import missing_message
+
 logger = logging.getLogger(__name__)
 
 RESERVE_LIMIT = 300.0  # seconds until the cluster has free resources
@@ -72,7 +74,7 @@ def import_ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise ValueError("Ray is not installed: pip install 'oxrl[ray]'") from error
+        raise ValueError(missing_message("ray")) from error
     return ray
 
 

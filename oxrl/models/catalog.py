@@ -92,6 +92,11 @@ def find_entry(name: str) -> Entry:
     return known[name.lower()]
 
 
+def catalogued(name: str) -> Entry | None:
+    """Return the entry with this catalogue name, case-insensitive; None for hub ids and all other names."""
+    return catalog().get(name.lower())
+
+
 def record_of(name: str) -> dict[str, Any] | None:
     """Return the record of `oxrl models verify`, or None."""
     file = RECORDS / f"{name}.json"
@@ -113,8 +118,9 @@ def document() -> str:
         "# Models",
         "",
         "Generated from the catalogue by `python -m oxrl.models.catalog`; `oxrl models show NAME` prints details, and "
-        "`oxrl models config NAME` prints an example config. Training works with any causal language model that "
-        "transformers can load, listed here or not.",
+        "`oxrl models config NAME` prints an example config. A name of this table can be given wherever a model is "
+        "named, in upper or lower case (`oxrl train --model qwen3-0.6b`); a folder of that name takes precedence. "
+        "Training works with any causal language model that transformers can load, listed here or not.",
         "",
         "- **verified**: `oxrl models verify NAME` was run with exactly these weights, and its record is in the "
         "repository: SFT, DPO and GRPO, two steps each, with finite losses, changed weights, log-probs of sampler and "

@@ -1,4 +1,4 @@
-"""Load a model by name: a built-in name, a hub id, a local folder, a `.gguf` file or the folder of a LoRA adapter.
+"""Load a model by name: from the catalogue, a hub id, a local folder, a `.gguf` file or the folder of a LoRA adapter.
 
 `check_model` validates a `ModelConfig` before any weight is read; the loaders apply its dtype, device, attention and
 gradient checkpointing. Only safetensors are loaded, never pickles; files of a checkpoint are compared with its digests.
@@ -11,10 +11,13 @@ import copy
 import logging
 import sys
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from oxrl.models.builtin import BUILTIN_MODELS, builtin_named_by, prepare_builtin
+from oxrl.models.catalog import catalog, catalogued
+from oxrl.models.chat_templates import set_template
 from oxrl.models.lora import ADAPTER_CONFIG, load_adapter, read_adapter_config
 from oxrl.names import nearest_name
 from oxrl.parsing import read_json
@@ -149,6 +152,17 @@ def load_model_config(config: ModelConfig) -> PreTrainedConfig:
     )
 
 
+def count_parameters(config: ModelConfig) -> int:
+    """Return the number of a model's parameters by its config, without reading weights; for an adapter, its base's."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    parsed = load_model_config(config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(parsed, trust_remote_code=config.trust_remote_code)
+    return sum(weight.numel() for weight in model.parameters())
+
+
 def end_tokens(config: ModelConfig) -> tuple[int, ...]:
     """Return the end-of-sequence tokens of the model's generation config; its tokenizer may have others."""
     from transformers import GenerationConfig
@@ -195,6 +209,8 @@ def load_tokenizer(
     tokenizer = tokenizer_loader(config.name, trust_remote_code=config.trust_remote_code, revision=config.revision)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    if config.chat_template is not None:
+        set_template(tokenizer, config.chat_template)
     return tokenizer
 
 
@@ -308,16 +324,25 @@ def find_model(name: str) -> Source:
         if path.suffix == ".gguf":
             return Source("gguf", str(path))
         raise ValueError(f"the model {name} is a file, but not a .gguf file; pass the folder that contains it")
+    if (entry := catalogued(name)) is not None:
+        _log_catalogued(name, entry.source)
+        return Source("builtin" if entry.source in BUILTIN_MODELS else "hub", entry.source)
     is_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or path.suffix == ".gguf" or not name
     neighbours = [entry.name for entry in path.parent.iterdir()] if is_path and path.parent.is_dir() else []
-    nearest = _nearest(path.name, [*BUILTIN_MODELS, *neighbours])
-    # A bare name close to a built-in one is taken for a typo; the hub is not queried.
+    nearest = _nearest(path.name, [*catalog(), *neighbours])
+    # A bare name close to one of the catalogue is taken for a typo; the hub is not queried.
     if is_path or ("/" not in name and nearest):
         raise ValueError(
-            f"there is no model {name!r}{nearest}; use a built-in name ({', '.join(BUILTIN_MODELS)}), a local folder, "
-            f"a .gguf file or a hub id"
+            f"there is no model {name!r}{nearest}; use a built-in name ({', '.join(BUILTIN_MODELS)}), a name from "
+            "`oxrl models list`, a local folder, a .gguf file or a hub id"
         )
     return Source("hub", name)
+
+
+@cache
+def _log_catalogued(name: str, source: str) -> None:
+    """Log it once: a run looks for its model several times."""
+    logger.info("the model %s of the catalogue is %s", name, source)
 
 
 def adapter_base(folder: str) -> str:
@@ -448,7 +473,9 @@ def _read_config(source: Source, revision: str | None) -> dict[str, Any]:
 def _hub_config_file(name: str, revision: str | None) -> Path:
     from huggingface_hub import errors, hf_hub_download
 
-    known = f"the built-in names are {', '.join(BUILTIN_MODELS)}{_nearest(name.rpartition('/')[2], BUILTIN_MODELS)}"
+    entry = next((entry for entry in catalog().values() if (entry.hub or "").lower() == name.lower()), None)
+    near = _nearest(name.rpartition("/")[2], catalog()) if entry is None else _nearest(entry.name, BUILTIN_MODELS)
+    known = f"the built-in names are {', '.join(BUILTIN_MODELS)}{near}"
     try:
         return Path(hf_hub_download(name, "config.json", revision=revision))
     except errors.HFValidationError as error:

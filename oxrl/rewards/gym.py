@@ -6,6 +6,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from oxrl.machine.packages import missing_message
 from oxrl.rewards.answers import answer_text
 from oxrl.rewards.grade import reads
 from oxrl.rewards.workers import WORKERS
@@ -50,4 +51,4 @@ def _reasoning_gym() -> ModuleType:
     try:
         return import_module("reasoning_gym")
     except ImportError as error:
-        raise ValueError("the package reasoning-gym is not installed: pip install 'oxrl[gym]'") from error
+        raise ValueError(missing_message("reasoning-gym", "gym")) from error

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +17,7 @@ import yaml
 
 from oxrl.config import STAGES, Config, ConfigError, check_config, load_stages
 from oxrl.data.buffer import DataBuffer
+from oxrl.models.catalog import catalogued
 from oxrl.names import source_file
 from oxrl.parsing import ParseError, read_json, read_yaml
 from oxrl.rollouts.buffer import Group
@@ -27,12 +30,65 @@ from oxrl.types import Rollout, Turn
 logger = logging.getLogger(__name__)
 
 
+STARTED = (".lock", "config.yaml", "stages.yaml", "metrics.jsonl")  # files of which a run writes one at its start
+
+
+class RunExistsError(ConfigError):
+    """The folder that was given for a new run has one."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(f"{folder} already has a run: pass resume=True to continue it, or another output")
+        self.folder = folder
+
+
 def run_folder(config: Config, output: str | Path | None) -> Path:
+    """`output`, or the folder that the config names."""
     if output == "":
         raise ConfigError("the output folder is empty: name one, or leave it out")
     root = config.run.checkpoint_dir or os.environ.get("OXRL_CHECKPOINT_DIR") or "checkpoints"
     folder = Path(output) if output is not None else Path(root) / config.run.experiment_id
     return folder.absolute()  # a reward may change the working directory
+
+
+def choose_folder(config: Config, output: str | Path | None, *, resume: bool) -> Path:
+    """`output`; without it NAME, NAME-2, NAME-3, ...: the next one for a new run, the last run of NAME for a resume.
+
+    A folder of another experiment, such as one that is called NAME-2, is not resumed.
+    """
+    first = run_folder(config, output)
+    if output is not None:
+        return first
+    started = dict(sorted((number, folder) for number, folder in _numbered(first) if _is_started(folder)))
+    if resume:
+        own = [folder for folder in started.values() if _is_run_of(config.run.experiment_id, folder)]
+        chosen = own[-1] if own else first
+    else:
+        last = max(started, default=0)
+        chosen = first.with_name(f"{first.name}-{last + 1}") if last else first
+    if chosen != first:
+        logger.info("%s: %s", "resuming the latest run" if resume else f"{first} has a run; the new one is in", chosen)
+    return chosen
+
+
+def _numbered(first: Path) -> Iterator[tuple[int, Path]]:
+    """The folders that are called NAME or NAME-2 and so on, with their numbers."""
+    yield 1, first
+    for folder in first.parent.glob(f"{glob.escape(first.name)}-*"):
+        digits = folder.name.removeprefix(f"{first.name}-")
+        if re.fullmatch(r"[2-9]|[1-9][0-9]{1,8}", digits):
+            yield int(digits), folder
+
+
+def _is_started(folder: Path) -> bool:
+    return any((folder / name).exists() for name in STARTED)
+
+
+def _is_run_of(experiment: str, folder: Path) -> bool:
+    """Whether the run that is recorded in a folder has this `run.experiment_id`; one that is damaged may have it."""
+    try:
+        return any(config.run.experiment_id == experiment for config in recorded_stages(folder).values())
+    except ConfigError:
+        return True
 
 
 def starting_point(folder: Path, resume: bool) -> Path | None:
@@ -42,17 +98,24 @@ def starting_point(folder: Path, resume: bool) -> Path | None:
             raise ConfigError(f"there is nothing to resume in {folder}: it has no run")
         logger.warning("%s has no checkpoint yet: starting over", folder)
     if not resume and (folder / "metrics.jsonl").exists():
-        raise ConfigError(f"{folder} already has a run: pass --resume to continue it, or another --output")
+        raise RunExistsError(folder)
     return newest
 
 
 def check_writable(folder: Path) -> None:
+    """Refuse a folder that cannot be created or written; it is created when the run starts."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        folder.stat()  # a name may be too long
+    except FileNotFoundError:
+        pass
     except OSError as error:
         raise ConfigError(f"the run folder {folder} cannot be created: {error.strerror}") from error
-    if not os.access(folder, os.W_OK):
-        raise ConfigError(f"the run folder {folder} is not writable")
+    if not existing.is_dir():
+        raise ConfigError(f"the run folder {folder} cannot be created: {existing} is a file")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        what = "is not writable" if existing == folder else f"cannot be created: {existing} is not writable"
+        raise ConfigError(f"the run folder {folder} {what}")
 
 
 def check_resumable(config: Config, path: Path) -> None:
@@ -65,21 +128,19 @@ def check_resumable(config: Config, path: Path) -> None:
         if key not in before.get(section, {}):
             raise _damaged(path)
         was, wanted = before[section][key], now[section][key]
-        if was != wanted and not _same_folder(was, wanted):
+        if was != wanted and not (key == "name" and _same_model(str(was), wanted)):
             raise ConfigError(
                 f"this run has {section}.{key} {was!r} and cannot be resumed with {wanted!r}: "
                 "start a new run from its checkpoint instead"
             )
 
 
-def _same_folder(one: Any, other: Any) -> bool:
-    """Whether both are paths of the same folder, such as `runs/a` and `/home/me/runs/a`."""
-    return (
-        isinstance(one, str)
-        and isinstance(other, str)
-        and Path(other).is_dir()
-        and Path(one).resolve() == Path(other).resolve()
-    )
+def _same_model(one: str, other: str) -> bool:
+    """Whether both are the same folder (`runs/a`, `/home/me/runs/a`) or model (`qwen3-0.6b`, `Qwen/Qwen3-0.6B`)."""
+    if Path(other).is_dir():
+        return Path(one).resolve() == Path(other).resolve()
+    first, second = (entry.source if (entry := catalogued(name)) else name for name in (one, other))
+    return first == second
 
 
 def _damaged(file: Path) -> ConfigError:

@@ -59,7 +59,7 @@ def run_ranks(arguments: Sequence[str], ranks: int, *, max_restarts: int, progra
         )
         ended = _attempt(command, ranks, **{RESTARTED: str(restart)})
     if ended.lost:
-        logger.error("%s: giving up after %d restarts; continue with --resume", "; ".join(ended.lost), max_restarts)
+        logger.error("%s: giving up after %d restarts; the run can be resumed", "; ".join(ended.lost), max_restarts)
         return 1
     return ended.code
 

