@@ -30,18 +30,20 @@ async def open_embedded(config: Config, tokenizer: Any, folder: Path, trainer: A
     from oxrl.generators.embedded.generator import EmbeddedGenerator
 
     rollout = config.rollout
-    own = {"slots": rollout.slots, "mode": rollout.mode, "capture": capture_options(config)}
+    own = {"slots": rollout.slots, "mode": rollout.mode, "capture": capture_options(config, trainer.model.device.type)}
     yield Engine(EmbeddedGenerator(trainer.model, tokenizer, **own))
 
 
-def capture_options(config: Config) -> Any:
+def capture_options(config: Config, device: str) -> Any:
     """How the embedded engine decodes on a GPU; on other devices the keys have no effect."""
     from oxrl.generators.embedded.captured import Capture
 
     engine, train, rollout = config.inference_engine, config.train, config.rollout
-    if resolve_device(config.model.device) == "cpu":
+    if device != "cuda":
         if engine.capture is True:
-            raise ConfigError("inference_engine.capture: true needs a GPU, and model.device is cpu: set auto or false")
+            raise ConfigError(
+                f"inference_engine.capture: true needs a GPU, and the device is {device}: set auto or false"
+            )
         return Capture()
     steps = train.total_number_of_epochs * (train.train_steps_per_epoch or USUAL_STEPS)
     return Capture(

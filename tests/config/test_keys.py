@@ -31,7 +31,7 @@ from oxrl.rewards import grade
 from oxrl.rollouts.envs import GeneratorClient
 from oxrl.run.backends import worker_of
 from oxrl.run.build import open_engine
-from oxrl.run.engines import adapter_rank, engine_options, transfer_options
+from oxrl.run.engines import adapter_rank, capture_options, engine_options, transfer_options
 from oxrl.run.folder import run_folder
 from oxrl.run.launch import run_ranks
 from oxrl.run.placement import placed, ranks_to_start
@@ -220,6 +220,10 @@ def model_setting(name):
 
 def runs_unsandboxed(config):
     return "allow_unsandboxed=True" in str(configured_reward(config).check)
+
+
+def on_a_gpu(option):
+    return lambda config: getattr(capture_options(config, "cuda"), option)
 
 
 def of_config(what):
@@ -440,6 +444,9 @@ KEYS = {
     "inference_engine.colocated": Effect(
         True, of_config(lambda config: config.replicas), (*VLLM, "run.backend=ray", "run.training_gpus=2"), 2
     ),
+    "inference_engine.capture": Effect(False, of_config(on_a_gpu("capture")), RL, False),
+    "inference_engine.compile": Effect(True, of_config(on_a_gpu("compiles")), RL, True),
+    "inference_engine.cache_gib": Effect(0.5, of_config(on_a_gpu("cache_bytes")), RL, 2**29),
     "inference_engine.folder": Effect("here", of_config(transfer_options), VLLM, {"folder": "here"}),
     "inference_engine.transfer": Effect("gloo", of_config(transfer_options), HTTP, {"transfer": "gloo"}),
     "inference_engine.gpu_memory_utilization": Effect(0.5, of_config(engine_options), VLLM),
