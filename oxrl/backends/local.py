@@ -29,7 +29,6 @@ from oxrl.types import (
     ImmediateTrainFuture,
     Item,
     Losses,
-    LossFn,
     Outputs,
     Read,
     Term,

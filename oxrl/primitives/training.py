@@ -20,7 +20,7 @@ from oxrl.data.pack import collate, count_units
 from oxrl.data.render import Renderer
 from oxrl.generators.embedded.generator import EmbeddedGenerator
 from oxrl.loops.online import NO_UPDATE, rollout_items
-from oxrl.loops.step import optimizer_steps, step_optimizer
+from oxrl.loops.step import credit_step, optimizer_steps, step_optimizer
 from oxrl.models.load import load_model, load_tokenizer
 from oxrl.models.reference import UpdateFn, frozen_copy, keep_reference
 from oxrl.primitives.algorithms import AlgorithmConfig, LossBatch, create_algorithm_config, rollouts_of
