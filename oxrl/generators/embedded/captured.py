@@ -37,6 +37,7 @@ ENDS = 16  # end tokens that the device knows of each row; the host checks all o
 PREFILL = 16384  # tokens per prefill pass, if a single prompt is not longer
 NOT_FINITE = "the model's logits are not finite: check its weights, or use a higher precision"
 COMPILED_TOKENS = 2e6  # from so many sampled tokens on, compiling earns back its time
+HELD = 0.1  # of the device memory: a larger cache is freed for training, and graphs are captured again
 SHARE = 0.5  # of the free device memory, for keys and values
 
 
@@ -292,11 +293,13 @@ class CapturedDecoder:
         self._show(target)
 
     def clear(self) -> None:
-        """Free all pages. On a GPU their memory stays allocated: captured graphs have its addresses."""
+        """Free all pages. Captured graphs have the addresses of their memory: it stays allocated if it is small."""
         for row in list(self.tables.tables):
             self.tables.leave(row)
-        if not self.captures:
+        size = self.cache.pages * self.page_bytes
+        if not self.captures or size > HELD * torch.cuda.get_device_properties(self.model.device).total_memory:
             self.cache = PagedCache(self.cache.pages)
+            self._forget_graphs()
 
     def _show(self, row: int) -> None:
         pages = self.tables[row]
