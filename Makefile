@@ -57,7 +57,8 @@ $(VENV)/bin/python:
 # that the plain one needs for GPUs are those that it names itself, without hashes.
 $(VENV)/.torch: locks/torch.txt locks/torch-cpu.txt | $(VENV)/bin/python
 	@echo "installing torch $(TORCH)"
-	@if command -v nvidia-smi >/dev/null 2>&1 || ! $(INSTALL_LOCKED) locks/torch-cpu.txt 2>/dev/null; then \
+	@if command -v nvidia-smi >/dev/null 2>&1 || ! $(INSTALL_LOCKED) locks/torch-cpu.txt 2>$(VENV)/torch.log; then \
+	if grep -qs "DO NOT MATCH THE HASHES" $(VENV)/torch.log; then cat $(VENV)/torch.log; exit 1; fi; \
 	$(INSTALL_LOCKED) locks/torch.txt && $(INSTALL) torch==$(TORCH); fi
 	@touch $@
 

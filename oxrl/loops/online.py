@@ -177,10 +177,9 @@ async def run_online(
 ) -> list[dict[str, float]]:
     """Train from `state` to `config.num_steps` and return what was logged. `algorithm` may be a function of the step.
 
-    `shares_weights` means that the generator samples from the trainer's own module. Otherwise, with `lag`, sampling and
-    training overlap as far as the backend's calls leave this thread alone: `QueuedBackend` makes any backend do so.
-    `offload_engine` is for an engine on the trainer's devices, lag 0: `partial(sleeping_engine, engine, backend)`.
-    `limits` are those of `state` if a memory warm-up or an evaluation shares them, else they are created here.
+    `shares_weights`: the generator samples from the trainer's own module. Otherwise, with `lag`, sampling and training
+    overlap as far as the backend's calls leave this thread alone (`QueuedBackend`). `offload_engine` is for an engine
+    on the trainer's devices, lag 0: `partial(sleeping_engine, engine, backend)`. `limits`: if others share them.
     """
     if shares_weights and config.sync_every > 1:
         raise ValueError("an engine that samples from the trainer's own module is always in sync: set sync_every to 1")
@@ -188,10 +187,7 @@ async def run_online(
     limits = limits or resumed_limits(config.micro_batch_tokens, state, backend)
     limits.restore_slots(state, generators)
     progress = Progress(config, state, log, save, limits)
-    bounds = {"lag": config.lag, "max_age": config.max_version_age, "updates": config.updates}
-    queue = RolloutQueue(manager, generators[0], shares_weights=shares_weights, **bounds)
-    if state.cursor:
-        await queue.restore(state.cursor)
+    queue = await _opened_queue(manager, generators[0], config, state, shares_weights=shares_weights)
     await _sync(backend, generators)
     async with progress.failures_annotated(), prefetching(queue, config.num_steps - state.step):
         for step in range(state.step + 1, config.num_steps + 1):
@@ -202,11 +198,7 @@ async def run_online(
             items = rollout_items(current, shape(batch.groups), render)
             with anyio.CancelScope(shield=True):  # an interrupt between an update and its record would lose the update
                 async with offload_engine():
-                    metrics |= (
-                        await train_batch(backend, current, items, config, progress.memory, limits)
-                        if items
-                        else NO_UPDATE
-                    )
+                    metrics |= await train_batch(backend, current, items, config, progress.memory, limits)
                     _check_gap(metrics, config.max_logprob_gap)
                     await move_reference(step)
                 synced = due(step, config.sync_every) or step == config.num_steps
@@ -222,6 +214,21 @@ async def run_online(
             if progress.finished:
                 break
     return progress.history
+
+
+async def _opened_queue(
+    manager: AsyncRolloutManager,
+    generator: Generator,
+    config: OnlineConfig,
+    state: TrainingState,
+    *,
+    shares_weights: bool,
+) -> RolloutQueue:
+    bounds = {"lag": config.lag, "max_age": config.max_version_age, "updates": config.updates}
+    queue = RolloutQueue(manager, generator, shares_weights=shares_weights, **bounds)
+    if state.cursor:
+        await queue.restore(state.cursor)
+    return queue
 
 
 async def _sync(backend: Backend, generators: Sequence[Generator]) -> dict[str, float]:
@@ -264,6 +271,8 @@ async def train_batch(
 ) -> dict[str, float]:
     """Compute advantages once over the whole batch, then take one or more optimizer steps. Gaps are of the first."""
     check_reuse(algorithm, config.updates)
+    if not items:
+        return NO_UPDATE
     started = time.monotonic()
     taken = await optimizer_steps(
         backend,
