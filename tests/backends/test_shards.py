@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from oxrl.backends.distributed.shards import INDEX, SHARDS, save_shards
 from oxrl.backends.local import create_pytorch_backend
 from oxrl.models.load import load_model
+from tests.faults.test_disk import room_for
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process
 
@@ -103,3 +104,9 @@ def test_a_damaged_index_is_refused(backend, saved, content):
     (saved / SHARDS / INDEX).write_bytes(content)
     with pytest.raises(ValueError, match="is not the index of a checkpoint"):
         backend.load(saved)
+
+
+@pytest.mark.parametrize("size", [500, 50_000])
+def test_a_full_disk_is_an_error_of_the_operating_system(backend, tmp_path, size):
+    with room_for(size), pytest.raises(OSError, match="rank 0 could not write its shard"):
+        save_shards(backend, tmp_path, {})

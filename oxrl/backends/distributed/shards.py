@@ -31,9 +31,16 @@ def has_shards(path: Path) -> bool:
 
 def save_shards(backend: PyTorchTrainingBackend, path: Path, own: Mapping[str, Tensor]) -> None:
     """Write this rank's shards of the state that a bit-exact resume needs (no frozen weights); `own` is per rank."""
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    save({**_state(backend, backend.optimizer.tensors()), **own}, checkpoint_id=path / SHARDS)
+    try:
+        save({**_state(backend, backend.optimizer.tensors()), **own}, checkpoint_id=path / SHARDS)
+    except CheckpointException as error:  # neither an Exception nor short: it contains the stack traces of all ranks
+        rank, (cause, _) = min(error.failures.items())
+        # A write that fails inside of torch's archives is reported as a wrong position in the file.
+        kind = OSError if isinstance(cause, OSError) or "inline_container" in str(cause) else RuntimeError
+        raise kind(f"rank {rank} could not write its shard to {path / SHARDS}: {cause}") from None
 
 
 def load_shards(
