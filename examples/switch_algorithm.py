@@ -31,9 +31,9 @@ rewards: dict[str, list[float]] = {}
 
 
 def log(step: int, metrics: Mapping[str, float]) -> None:
-    name, parameters = algorithm_at(step)
-    rewards.setdefault(f"{name} {parameters}", []).append(metrics["reward"])
-    print(f"step {step:2}  {name:10}  reward {metrics['reward']:.3f}")
+    config = algorithm_at(step)
+    rewards.setdefault(f"{config.name} {config.parameters}", []).append(metrics["reward"])
+    print(f"step {step:2}  {config.name:10}  reward {metrics['reward']:.3f}")
 
 
 model, tokenizer = oxrl.load_model("tiny"), oxrl.load_tokenizer("tiny")
