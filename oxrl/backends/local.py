@@ -219,7 +219,7 @@ class PyTorchTrainingBackend:
     def discard_gradients(self) -> bool:
         """Undo a `forward_backward` that failed: drop its gradients, and restore the random states from before it.
 
-        False if gradients of an earlier call have been accumulated, which cannot be told apart.
+        False if gradients of an earlier call have been accumulated, which cannot be separated.
         """
         if self._unstepped:
             return False

@@ -241,6 +241,22 @@ def _attend(
     return slot_pass.attend(query, key, value, options).transpose(1, 2), None
 
 
+def next_logits(
+    model: PreTrainedModel, cache: Cache, tokens: Tensor, positions: Tensor, how: Any, keep: int | Tensor
+) -> Tensor:
+    """Run the model once over `tokens [B, T]`; logits of the last `keep` positions, or of those in `keep`."""
+    output = model(
+        input_ids=tokens,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=keep,
+        slot_pass=how,
+    )
+    logits: Tensor = output.logits
+    return logits
+
+
 def attention_configs(model: PreTrainedModel) -> list[Any]:
     """Return the configs from which the model's layers read their attention implementation."""
     configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from oxrl.generators.embedded.cache import attention_configs, own_attention
+from oxrl.generators.embedded.cache import attention_configs, next_logits, own_attention
 from oxrl.generators.embedded.paged import PagedCache, PagedPass, PagedPrefill, PagedStep
 from oxrl.generators.embedded.pages import PAGE, PageTables, pages_for
 from oxrl.generators.embedded.sampling import Draws, Rules, draw_rows, uniforms
@@ -265,16 +265,7 @@ class CapturedDecoder:
 
     def _forward(self, tokens: Tensor, positions: Tensor, how: PagedPass, keep: int | Tensor) -> Tensor:
         with how.running(), own_attention(self.configs), forwards_replaced(self._layers):
-            output = self.model(
-                input_ids=tokens,
-                position_ids=positions,
-                past_key_values=self.cache,
-                use_cache=True,
-                logits_to_keep=keep,
-                slot_pass=how,
-            )
-        logits: Tensor = output.logits
-        return logits
+            return next_logits(self.model, self.cache, tokens, positions, how, keep)
 
     def extend(self, row: int, length: int) -> bool:
         """Make room for `length` tokens in this row; False if there are too few pages."""

@@ -20,6 +20,7 @@ from oxrl.generators.embedded.cache import (
     Prefill,
     SlotCache,
     attention_configs,
+    next_logits,
     own_attention,
     padded_length,
 )
@@ -155,16 +156,7 @@ class SlotDecoder:
     def _pass(self, tokens: Tensor, positions: Tensor, how: Pass, keep: int | Tensor) -> Tensor:
         self.cache.current = how
         with own_attention(self.configs):
-            output = self.model(
-                input_ids=tokens,
-                position_ids=positions,
-                past_key_values=self.cache,
-                use_cache=True,
-                logits_to_keep=keep,
-                slot_pass=how,
-            )
-        logits: Tensor = output.logits
-        return logits
+            return next_logits(self.model, self.cache, tokens, positions, how, keep)
 
 
 class PaddedDecoder:
