@@ -78,8 +78,22 @@ def test_a_sequence_longer_than_the_cache_is_refused_with_the_key_to_raise(model
     engine = Engine(model, tiny[1], 2, "shrinking", SPANS._replace(cache_bytes=1))
     engine._decoder = CapturedDecoder(model, 2, engine.capture)  # the probe itself needs more
     engine.submit(Request(tuple(range(1, 200))), GenerationConfig(max_new_tokens=8))
-    with pytest.raises(MemoryError, match="cache_gib"):
+    with pytest.raises(ValueError, match="207 tokens .*cache_gib"):
         engine.step()
+
+
+def test_a_longer_sequence_that_arrives_later_waits_for_memory_and_is_sampled(model, tiny):
+    engine = Engine(model, tiny[1], 4, "shrinking", SPANS)
+    short = [engine.submit(Request((5, index), seed=index), GenerationConfig(max_new_tokens=20)) for index in range(3)]
+    engine.step()
+    long = engine.submit(Request((5, 6, 7)), GenerationConfig(max_new_tokens=300))
+    while any(job.result is None for job in (*short, long)):
+        engine.step()
+    alone = Engine(model, tiny[1], 4, "shrinking", SPANS)
+    expected = alone.submit(Request((5, 6, 7)), GenerationConfig(max_new_tokens=300))
+    while expected.result is None:
+        alone.step()
+    assert long.result.token_ids == expected.result.token_ids
 
 
 @pytest.mark.parametrize("shape", SLOTTED)

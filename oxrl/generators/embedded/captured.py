@@ -222,21 +222,20 @@ class CapturedDecoder:
         unused = torch.cuda.memory_reserved(self.model.device) - torch.cuda.memory_allocated(self.model.device)
         return max(2, int(SHARE * (free + unused)) // self.page_bytes)
 
-    def fits(self, contexts: Sequence[Sequence[int]], longest: int, *, alone: bool = False) -> int:
-        """How many of these contexts, from the first on, there is room for now.
+    def fits(self, contexts: Sequence[Sequence[int]], lengths: Sequence[int], *, alone: bool = False) -> int:
+        """How many of these contexts, from the first on, can enter now; `lengths` are those of their whole sequences.
 
-        `longest` is the longest sequence that is expected. Every other sequence keeps a page to grow; if there is none
-        (`alone`), the memory may be allocated anew.
+        Every other sequence keeps a page to grow. If there is no other (`alone`), memory may be allocated anew.
         """
-        if alone and longest > self.longest:
-            self.allocate(-(-longest // PAGE) * PAGE)
+        if alone and max(lengths) > self.longest:
+            self.allocate(-(-max(lengths) // PAGE) * PAGE)
         free = len(self.tables.free) - len(self.tables.tables)
         seen: set[tuple[int, ...]] = set()
-        for count, context in enumerate(contexts):
+        for count, (context, length) in enumerate(zip(contexts, lengths, strict=True)):
             full, rest = divmod(len(context), PAGE)
             free -= (0 if tuple(context) in seen else full) + (1 if rest else 0) + 1
             seen.add(tuple(context))
-            if free < 0 or len(context) >= self.longest + self.span:
+            if free < 0 or length > self.longest or pages_for(length) >= self.tables.pages:
                 return count
         return len(contexts)
 
@@ -421,7 +420,7 @@ def why_not_captured(decoder: CapturedDecoder) -> str | None:
     contexts[0] = contexts[0][:7]
     rule = GenerationConfig(temperature=0.0)
     try:
-        fits = decoder.fits(contexts, 2 * PAGE, alone=True)
+        fits = decoder.fits(contexts, [2 * PAGE] * len(contexts), alone=True)
         if fits < len(contexts):
             return f"there is memory for {fits} short sequences only"
         first = decoder.enter([0, 1], contexts).argmax(-1).tolist()

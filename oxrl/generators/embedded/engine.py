@@ -283,12 +283,13 @@ class Engine:
         if not candidates:
             return False
         running = any(self.rows) or bool(self.ready)
-        longest = max(len(job.request.tokens) + job.max_tokens for job in self.waiting)
-        count = decoder.fits([job.context for job in candidates], longest, alone=not running)
+        lengths = [len(job.request.tokens) + job.max_tokens for job in candidates]
+        count = decoder.fits([job.context for job in candidates], lengths, alone=not running)
         if not count and not running:
-            raise MemoryError(
-                f"a sequence of {len(candidates[0].context)} tokens does not fit into the key-value cache of "
-                f"{decoder.tables.pages * PAGE} tokens: raise inference_engine.cache_gib or lower rollout.max_tokens"
+            raise ValueError(
+                f"a sequence of {lengths[0]} tokens does not fit into the key-value cache of "
+                f"{(decoder.tables.pages - 1) * PAGE} tokens: raise inference_engine.cache_gib or lower "
+                "rollout.max_tokens"
             )
         keys = [key for key in range(self.slots, 2 * self.slots) if key not in self.ready][:count]
         if not keys:
