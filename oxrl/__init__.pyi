@@ -30,6 +30,7 @@ from oxrl.config import (
     Config as Config,
     ConfigError as ConfigError,
     load_config as load_config,
+    load_stages as load_stages,
 )
 from oxrl.data.buffer import (
     DataBuffer as DataBuffer,

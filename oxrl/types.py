@@ -363,6 +363,13 @@ class Rollout:
         return reasons[self.generation.finish_reason]
 
 
+def _is_immutable(self: Any, name: str, value: Any) -> None:  # noqa: ARG001 - the interface's
+    raise AttributeError(f"a {type(self).__name__} is immutable: use dataclasses.replace, which returns a changed copy")
+
+
+Rollout.__setattr__ = _is_immutable  # type: ignore[method-assign]
+
+
 _NUMBERS = itertools.count()  # of recorded samples: rollouts with equal ids would count as one
 
 
@@ -375,10 +382,10 @@ def _recorded_turns(
 ) -> tuple[Turn, ...]:
     """One turn for each run of 1s in the mask, and one without generated tokens for what follows the last of them."""
     ids, mask = tuple(map(int, tokens)), [float(each) for each in loss_mask]
-    if len(mask) != len(ids) or not set(mask) <= {0.0, 1.0}:
-        raise ValueError(
-            f"loss_mask has {len(mask)} entries for {len(ids)} tokens; give a 1 for each token to train on, else a 0"
-        )
+    if len(mask) != len(ids):
+        raise ValueError(f"loss_mask has {len(mask)} entries for {len(ids)} tokens; give one for each token")
+    if others := set(mask) - {0.0, 1.0}:
+        raise ValueError(f"loss_mask contains {min(others):g}; give a 1 for each token to train on, else a 0")
     by_token = _logprob_of_each(mask, logprobs)
     mask[:1] = [0.0] * len(mask[:1])  # the first token has no context
     starts = [index for index, each in enumerate(mask) if each and not mask[index - 1]]

@@ -16,6 +16,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import pad_sequence
 
+from oxrl.algorithms import algorithm as named_algorithm
 from oxrl.backends.local import PyTorchTrainingBackend
 from oxrl.concurrency import run_blocking
 from oxrl.data.pack import collate, count_units
@@ -27,7 +28,7 @@ from oxrl.types import Algorithm, Batch, Counts, Item, Outputs
 def per_sample_gradients(
     backend: PyTorchTrainingBackend,
     items: Sequence[Item],
-    algorithm: Algorithm,
+    algorithm: Algorithm | str,
     *,
     at_once: int = 8,
     vectorized: bool = True,
@@ -39,6 +40,7 @@ def per_sample_gradients(
     takes one backward pass per item, as does every loss with `vectorized=False`, for models whose operations torch
     cannot vectorize.
     """
+    algorithm = named_algorithm(algorithm) if isinstance(algorithm, str) else algorithm
     credited = run_blocking(partial(credit_step, backend, algorithm, items, 4096, {}))
     counts = count_units(credited)
     backend.module.eval()
@@ -58,7 +60,7 @@ def per_sample_gradients(
 def per_sample_grad_norms(
     backend: PyTorchTrainingBackend,
     items: Sequence[Item],
-    algorithm: Algorithm,
+    algorithm: Algorithm | str,
     *,
     at_once: int = 8,
     vectorized: bool = True,

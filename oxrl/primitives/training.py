@@ -213,6 +213,11 @@ def train(
     `prompt_loader` is a function of the iteration, a list of prompts for every iteration, or an iterator over the
     prompts of each.
     """
+    if initial_state.reference is None and ref_model_update_fn is not keep_reference:
+        raise ValueError(
+            "ref_model_update_fn updates a reference, and the state has none: create_training_state(model, tokenizer, "
+            "ref_model=create_reference_model(model))"
+        )
     state, prompts_of = initial_state, _prompts_by_iteration(prompt_loader)
     for iteration in range(1, num_iterations + 1):
         config = algorithm_config if isinstance(algorithm_config, AlgorithmConfig) else algorithm_config(iteration)

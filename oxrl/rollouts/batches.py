@@ -113,6 +113,10 @@ def apply_sample_transforms(
     filter_fn: Callable[[Rollout], bool] | None = None,
     reward_fn: AnyReward | None = None,
 ) -> list[Rollout]:
-    """Grade with `reward_fn`, then return those that `filter_fn` keeps; ungraded rollouts have an `error`."""
-    graded = list(rollouts) if reward_fn is None else run_blocking(grade, rollouts, reward_fn)
+    """Grade with `reward_fn`, also what has a reward already, then return those that `filter_fn` keeps.
+
+    Ungraded rollouts have an `error`.
+    """
+    unscored = [replace(rollout, score=None) for rollout in rollouts]
+    graded = list(rollouts) if reward_fn is None else run_blocking(grade, unscored, reward_fn)
     return [rollout for rollout in graded if filter_fn is None or filter_fn(rollout)]

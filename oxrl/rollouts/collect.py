@@ -195,7 +195,9 @@ class AsyncRolloutManager:
         """Retry failures after growing pauses; the last failure becomes the error of the group's rollouts."""
         generate = self.config.generate_fn
         if generate is None:
-            raise ValueError("RolloutConfig needs generate_fn: rollouts without turns in, with turns out")
+            raise ValueError(
+                "RolloutConfig needs generate_fn: a function of prompts that returns a Sample with tokens for each"
+            )
         if not _unfinished(group):
             return group
         asked: Any = [_prompt_of(rollout.sample) for rollout in group] if _takes_prompts(generate) else group
@@ -214,7 +216,10 @@ class AsyncRolloutManager:
         if self._warned_of_scores or self.config.reward_fn is None or all(rollout.score is None for rollout in group):
             return
         self._warned_of_scores = True
-        logger.warning("the environment scores its own episodes (as gym_env does): reward_fn is not called for them")
+        logger.warning(
+            "reward_fn is not called for completions that have a score already: from an environment that scores its "
+            "episodes (gym_env), or from generate_fn (Sample(reward=...))"
+        )
 
     async def _grade(self, group: Group) -> Sequence[Rollout]:
         if self.config.reward_fn is None:
@@ -329,6 +334,11 @@ def _as_group(asked: Group, returned: Sequence[Rollout], version: int) -> Group:
         return generated
     if len(generated) != len(asked):
         raise ValueError(f"generate_fn returned {len(generated)} samples for {len(asked)} prompts; return one for each")
+    if any(not recorded.tokens and recorded.error is None for recorded in generated):
+        raise ValueError(
+            "generate_fn returned a completion without tokens; what was sampled is trained on token by token: return "
+            "Sample(prompt=..., tokens=..., loss_mask=...)"
+        )
     return tuple(
         replace(
             recorded,

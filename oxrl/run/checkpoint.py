@@ -141,8 +141,12 @@ def _all_or_nothing(draft: Path, final: Path) -> Iterator[None]:
         yield
     except BaseException as error:
         shutil.rmtree(draft, ignore_errors=True)
-        if not isinstance(_root(error), OSError | SafetensorError):
+        root = _root(error)
+        if not isinstance(root, OSError | SafetensorError):
             raise
+        if isinstance(root, OSError) and root.errno is None:  # of a library that is imported to write, not of a disk
+            left = _what_is_left(final.parent)
+            raise RuntimeError(f"the checkpoint {final} could not be written: {error}; {left}") from error
         raise _make_room(f"the checkpoint {final}", error, final.parent) from error
 
 

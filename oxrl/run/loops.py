@@ -17,6 +17,7 @@ from oxrl.loops.offline import SFTTrainingConfig, run_offline
 from oxrl.loops.online import NO_TEXT, OnlineConfig, RLTrainingConfig, against_baseline, run_online
 from oxrl.loops.progress import SaveFn, no_checkpoint
 from oxrl.names import renamed_keywords
+from oxrl.rollouts.batches import compute_reward
 from oxrl.rollouts.collect import AsyncRolloutManager, Prompt
 from oxrl.run.checkpoint import save_checkpoint
 from oxrl.tracking.metrics import Sink, as_sink, log_to_console
@@ -92,8 +93,9 @@ async def run_rl_training(
 
     An engine is a `Generator`, or has `update_weights_from_checkpoint(path)` only and is sampled from by the manager's
     `generate_fn`; without engines, that samples from the trainer's own module. `shares_weights` is whether samples come
-    from the trainer's module; by default that is so unless an engine loads checkpoints. Checkpoints and
-    `metrics_logger` are those of `run_sft_training`.
+    from the trainer's module; by default that is so unless an engine loads checkpoints. Without a `reward_fn` of the
+    manager, completions are graded by `compute_reward`. Checkpoints and `metrics_logger` are those of
+    `run_sft_training`.
     """
     keep = _saver(config.checkpoint_every, backend, output_dir, save, tokenizer)
     generators: list[Any] = [engine for engine in inference_engines if hasattr(engine, "update_weights")]
@@ -101,6 +103,8 @@ async def run_rl_training(
     if loaders or not generators:
         generators.append(WeightSync(loaders))
     rollout_manager.data_buffer = data_buffer
+    if isinstance(rollout_manager, AsyncRolloutManager) and rollout_manager.config.reward_fn is None:
+        rollout_manager.config = replace(rollout_manager.config, reward_fn=compute_reward)  # from `metadata`
     return await run_online(
         backend,
         algorithm or against_baseline(config.baseline),

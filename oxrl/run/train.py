@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from oxrl.run.failure import failures_recorded
 from oxrl.run.folder import RolloutLog, record_config, record_inputs, resolve_weights
 from oxrl.run.prepare import prepare_run, starting_from
 from oxrl.run.reward import load_reward
-from oxrl.run.spec import RunSpec, environment, rollout_config, sampling_config
+from oxrl.run.spec import RunSpec, environment, first_algorithm, rollout_config, sampling_config
 from oxrl.seeds import seed_everything
 from oxrl.tracking.metrics import JSONLLogger, LiveConsole, Sink, all_of
 from oxrl.tracking.trackers import tracked
@@ -63,19 +63,40 @@ def train_run(config: Config, output: str | Path | None = None, *, resume: bool 
     return train_spec(prepare_run(config, output, resume=resume))
 
 
-def run_sft(config: Config, output_dir: str | Path, *, resume: bool = False) -> RunResult:
-    """The first stage of a run, in `output_dir/sft`. It blocks; `await run_sft(...)` is the same call."""
-    return train_run(config, Path(output_dir) / "sft", resume=resume)
+def run_sft(config: Config | Mapping[str, Config], output_dir: str | Path, *, resume: bool = False) -> RunResult:
+    """The first stage of a run, in `output_dir/sft`; `config` may be the stages of a file (`load_stages`).
+
+    It blocks; `await run_sft(...)` is the same call.
+    """
+    return train_run(_stage(config, "sft"), Path(output_dir) / "sft", resume=resume)
 
 
 def run_rl(
-    config: Config, output_dir: str | Path, source_checkpoint: str | Path | None = None, *, resume: bool = False
+    config: Config | Mapping[str, Config],
+    output_dir: str | Path,
+    source_checkpoint: str | Path | None = None,
+    *,
+    resume: bool = False,
 ) -> RunResult:
     """The second stage, in `output_dir/rl`, from a checkpoint of the first or from the config's model.
 
     It blocks; `await run_rl(...)` is the same call.
     """
-    return train_run(starting_from(config, source_checkpoint), Path(output_dir) / "rl", resume=resume)
+    return train_run(starting_from(_stage(config, "rl"), source_checkpoint), Path(output_dir) / "rl", resume=resume)
+
+
+def _stage(config: Config | Mapping[str, Config], name: str) -> Config:
+    """The config of a stage, whose algorithm must be of its kind."""
+    if isinstance(config, Mapping):
+        if name not in config:
+            raise ConfigError(f"the config has no stage {name!r}; it has: {', '.join(map(repr, config))}")
+        config = config[name]
+    algorithm = first_algorithm(config)
+    if name == "rl" and algorithm.online is None:
+        raise ConfigError(f"run_rl samples completions, and train.alg_name {algorithm.name} does not: use run_sft")
+    if name == "sft" and algorithm.online is not None:
+        logger.warning("run_sft trains with %s, which samples unless the rows have responses", algorithm.name)
+    return config
 
 
 def train_spec(spec: RunSpec) -> RunResult:

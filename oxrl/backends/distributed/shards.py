@@ -6,6 +6,7 @@ rank can read its shards from what one process saved. The plain weights next to 
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,8 +40,10 @@ def save_shards(backend: PyTorchTrainingBackend, path: Path, own: Mapping[str, T
     except CheckpointException as error:  # neither an Exception nor short: it contains the stack traces of all ranks
         rank, (cause, _) = min(error.failures.items())
         # A write that fails inside of torch's archives is reported as a wrong position in the file.
-        kind = OSError if isinstance(cause, OSError) or "inline_container" in str(cause) else RuntimeError
-        raise kind(f"rank {rank} could not write its shard to {path / SHARDS}: {cause}") from None
+        message = f"rank {rank} could not write its shard to {path / SHARDS}: {cause}"
+        if isinstance(cause, OSError) or "inline_container" in str(cause):
+            raise OSError(getattr(cause, "errno", None) or errno.EIO, message) from None
+        raise RuntimeError(message) from cause
 
 
 def load_shards(
