@@ -428,7 +428,7 @@ def why_not_captured(decoder: CapturedDecoder) -> str | None:
         for row, feed in enumerate(feeds):
             decoder.extend(row, feed.position + 9)
         span = decoder.run(feeds)
-    except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+    except (ImportError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         if ran_out_of_memory(error):
             raise
         logger.debug("capture failed", exc_info=True)
