@@ -102,7 +102,7 @@ class MemoryLimits:
             await restartable.release_memory()
 
     def _lower(self, backend: RestartableBackend, sizes: Sizes) -> str:
-        """Lower one limit, and return what the log says about it; empty if nothing is left to lower."""
+        """Lower one limit, and return the message to log; empty if nothing is left to lower."""
         if sizes.micro_batch > sizes.item:
             tokens = self.micro_batch_tokens // 2
             while tokens >= sizes.micro_batch:  # a limit that no micro-batch reaches changes nothing

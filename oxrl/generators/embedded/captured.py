@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NO_OTHER_GRAPHS: dict[str, Any] = {"triton.cudagraphs": False}
-SPAN = 16  # tokens between two looks of the host
-ENDS = 16  # end tokens that the device knows of each row; the host checks all of them
+SPAN = 16  # tokens per row between two reads by the host
+ENDS = 16  # end tokens per row that are compared on the device; the host compares all of them
 PREFILL = 16384  # tokens per prefill pass, if a single prompt is not longer
 NOT_FINITE = "the model's logits are not finite: check its weights, or use a higher precision"
 COMPILED_TOKENS = 2e6  # from so many sampled tokens on, compiling earns back its time
