@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from oxrl.cli import app, main
 from oxrl.config import ConfigError, load_config, load_stages
+from oxrl.run.checkpoint import _all_or_nothing
 from oxrl.run.folder import check_resumable, record_config, record_stages, recorded_stages
 from tests.rows import sums, write_jsonl
 
@@ -150,3 +151,13 @@ def test_other_commands_report_that_their_output_is_lost(tmp_path, forks):
         code = forks.run(prints_to_full_disk, log.name)
     assert code == 1
     assert "No space left on device: free disk space" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize(("error", "advised"), [(OSError("libx.so: cannot open"), False), (OSError(28, "full"), True)])
+def test_only_an_error_of_the_disk_advises_to_free_space(tmp_path, error, advised):
+    with (
+        pytest.raises(RuntimeError, match="could not be written") as raised,
+        _all_or_nothing(tmp_path / "draft", tmp_path / "step_0001"),
+    ):
+        raise error
+    assert ("Free disk space" in str(raised.value)) == advised

@@ -82,7 +82,8 @@ def test_a_sequence_longer_than_the_cache_is_refused_with_the_key_to_raise(model
         engine.step()
 
 
-def test_a_longer_sequence_that_arrives_later_waits_for_memory_and_is_sampled(model, tiny):
+def test_a_longer_sequence_that_arrives_later_waits_for_memory_and_is_sampled(tiny):
+    model = build(*SLOTTED["llama"])  # without an end token
     engine = Engine(model, tiny[1], 4, "shrinking", SPANS)
     short = [engine.submit(Request((5, index), seed=index), GenerationConfig(max_new_tokens=20)) for index in range(3)]
     engine.step()
@@ -93,6 +94,7 @@ def test_a_longer_sequence_that_arrives_later_waits_for_memory_and_is_sampled(mo
     expected = alone.submit(Request((5, 6, 7)), GenerationConfig(max_new_tokens=300))
     while expected.result is None:
         alone.step()
+    assert len(long.result.token_ids) == 300
     assert long.result.token_ids == expected.result.token_ids
 
 

@@ -56,7 +56,7 @@ def test_a_samples_gradient_is_that_of_its_own_backward_pass(load):
     items = rows()
     total = sum(int(row.mask.sum()) for (row,) in items)
     gradients = list(per_sample_gradients(backend, items, algorithm("sft"), at_once=3))
-    norms = per_sample_grad_norms(backend, items, algorithm("sft"), at_once=3)
+    norms = per_sample_grad_norms(backend, items, "sft", at_once=3)
     assert len(gradients) == len(norms) == 4
     for (row,), (same, gradient), (_, norm) in zip(items, gradients, norms, strict=True):
         expected = backward_alone(model, row, total)
