@@ -83,7 +83,8 @@ def test_a_sequence_longer_than_the_cache_is_refused_with_the_key_to_raise(model
 
 
 def test_a_longer_sequence_that_arrives_later_waits_for_memory_and_is_sampled(tiny):
-    model = build(*SLOTTED["llama"])  # without an end token
+    name, more = SLOTTED["llama"]
+    model = build(name, {**more, "max_position_embeddings": 400})  # without an end token
     engine = Engine(model, tiny[1], 4, "shrinking", SPANS)
     short = [engine.submit(Request((5, index), seed=index), GenerationConfig(max_new_tokens=20)) for index in range(3)]
     engine.step()
