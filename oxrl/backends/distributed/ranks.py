@@ -111,13 +111,16 @@ class WorkerHost:
 
 
 class Ranks:
-    """The processes of one run. Rank 0 calls; the others `serve` until they receive the command to stop."""
+    """The processes of one run. Rank 0 calls; the others `serve` until they receive the command to stop.
 
-    def __init__(self, *, time_limit: float = TIME_LIMIT) -> None:
+    `owns_group`: the default process group belongs to this object and is closed with it.
+    """
+
+    def __init__(self, *, time_limit: float = TIME_LIMIT, owns_group: bool = False) -> None:
         if not dist.is_initialized():
             raise ValueError("there is no process group: start with torchrun, or call join_ranks()")
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.time_limit = time_limit
+        self.time_limit, self._owns_group = time_limit, owns_group
         limit = timedelta(seconds=time_limit)
         self._commands, self._replies = (dist.new_group(backend="gloo", timeout=limit) for _ in range(2))
         self._store = dist.distributed_c10d._get_default_store()
@@ -152,11 +155,12 @@ class Ranks:
         self.call(target, "release")
 
     def stop(self) -> None:
-        """Let the other ranks leave `serve`."""
+        """Let the other ranks leave `serve`, and close the process groups."""
         with self._sending:
             if self._broken is None:
                 self._send([Command(0, "stop", ())] * self.world)
                 self._broken = "the ranks were stopped"
+                self._close_groups()
 
     def serve(self) -> None:
         """Execute commands until the one to stop; for every rank but 0."""
@@ -164,6 +168,15 @@ class Ranks:
             if command.call != "ping":
                 self._calls += 1
                 self._perform_and_reply(command)
+        self._close_groups()
+
+    def _close_groups(self) -> None:
+        """PyTorch may abort a process that exits with open groups. A group that the caller opened stays open."""
+        if self._owns_group:
+            dist.destroy_process_group()
+        else:
+            for group in (self._commands, self._replies):
+                dist.destroy_process_group(group)
 
     def _ping(self) -> None:
         """Show the ranks that wait for a command that rank 0 is alive: they give up after the time limit."""
@@ -324,7 +337,7 @@ def join_ranks(*, time_limit: float = TIME_LIMIT) -> Ranks:
         untyped: Any = dist  # mypy finds FileStore in it or not, depending on the import order
         rendezvous = {"store": untyped.FileStore(file, world), "rank": rank, "world_size": world}
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=time_limit), **rendezvous)
-    return Ranks(time_limit=time_limit)
+    return Ranks(time_limit=time_limit, owns_group=True)
 
 
 def portable(error: Exception) -> Exception:
