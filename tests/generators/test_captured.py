@@ -11,13 +11,14 @@ import torch
 from oxrl.generators.embedded.captured import (
     Capture,
     CapturedDecoder,
+    Feed,
     batch_sizes,
     forwards_replaced,
     why_not_captured,
 )
 from oxrl.generators.embedded.engine import Engine
 from oxrl.generators.embedded.pages import PAGE, SCRATCH, PageTables
-from oxrl.generators.embedded.sampling import Draws, Rules, draw, draw_rows, uniforms
+from oxrl.generators.embedded.sampling import Draws, Rules, draw, draw_rows, uniforms, uniforms_of
 from oxrl.models.load import load_model
 from oxrl.types import GenerationConfig, Request
 from tests.generators.test_decoders import SLOTTED, build, largest_gap
@@ -62,8 +63,15 @@ def test_spans_sample_the_same_tokens_as_single_steps(model, tiny, sampling):
     assert len(decoder.tables.free) == decoder.tables.pages - 1, "all pages are free again"
 
 
-def test_sequences_that_do_not_fit_wait_and_give_the_same_tokens(model, tiny, caplog):
-    sampling = GenerationConfig(max_new_tokens=140, seed=1)
+@pytest.fixture(scope="module")
+def endless():
+    """A model without an end token."""
+    name, more = SLOTTED["llama"]
+    return build(name, {**more, "max_position_embeddings": 400})
+
+
+def test_sequences_that_do_not_fit_wait_and_give_the_same_tokens(endless, tiny, caplog):
+    model, sampling = endless, GenerationConfig(max_new_tokens=140, seed=1)
     plenty, decoder = sampled(model, tiny[1], sampling, SPANS, GROUPS[:6])
     with caplog.at_level(logging.INFO, logger="oxrl.generators.embedded.engine"):
         little, decoder = sampled(
@@ -82,9 +90,8 @@ def test_a_sequence_longer_than_the_cache_is_refused_with_the_key_to_raise(model
         engine.step()
 
 
-def test_a_longer_sequence_that_arrives_later_waits_for_memory_and_is_sampled(tiny):
-    name, more = SLOTTED["llama"]
-    model = build(name, {**more, "max_position_embeddings": 400})  # without an end token
+def test_a_longer_sequence_that_arrives_later_waits_for_memory_and_is_sampled(endless, tiny):
+    model = endless
     engine = Engine(model, tiny[1], 4, "shrinking", SPANS)
     short = [engine.submit(Request((5, index), seed=index), GenerationConfig(max_new_tokens=20)) for index in range(3)]
     engine.step()
@@ -145,6 +152,56 @@ def test_undecided_rows_go_on_with_the_tokens_that_single_steps_draw(tiny):
     steps, _ = sampled(model, tiny[1], sampling, Capture())
     spans, _ = sampled(model, tiny[1], sampling, SPANS)
     assert [one.token_ids for one in spans] == [one.token_ids for one in steps]
+
+
+def test_random_numbers_of_the_device_are_those_of_the_host():
+    keys = [0, 1, 2**63 - 1, 2**63, 2**64 - 1, 0x9E3779B97F4A7C15]
+    positions = [0, 1, 255, 2**20, 7, 3]
+    on_device = torch.tensor([key - 2**64 if key >= 2**63 else key for key in keys])
+    assert uniforms_of(on_device, torch.tensor(positions)).tolist() == uniforms(keys, positions).tolist()
+
+
+@pytest.mark.parametrize("size", [100, 256, 3000])
+def test_draws_of_the_device_are_those_of_the_host_with_impossible_tokens_too(size):
+    generator = torch.Generator().manual_seed(size)
+    logits = torch.randn(200, size, generator=generator) * 4
+    logits[:, : size // 2] = -torch.inf  # whole blocks
+    rules = [GenerationConfig(temperature=0.7)] * 200
+    numbers = uniforms(list(range(200)), [0] * 200)
+    ones = torch.ones(200)
+    device = Rules(0.7 * ones, torch.zeros(200, dtype=torch.int64), ones.double(), 0 * ones)
+    drawn, _ = draw_rows(logits, device, torch.from_numpy(numbers), Draws.of(rules))
+    expected = draw(logits, rules, numbers)
+    assert drawn.tokens.tolist() == expected.tokens.tolist()
+    assert drawn.logprobs.tolist() == pytest.approx(expected.logprobs.tolist(), abs=1e-5)
+
+
+def test_pages_of_a_row_that_left_are_free_when_no_span_can_write_to_them(endless):
+    decoder = CapturedDecoder(endless, 2, SPANS)
+    with torch.no_grad():
+        decoder.fits([[5, 6]], [40], alone=True)
+        decoder.enter([0], [[5, 6]])
+        feed = Feed(7, 2, 1, 30, 0, (), GenerationConfig())
+        first, second = (decoder.start(1, {0: feed}, Draws(True, False, False), 3) for _ in range(2))
+    pages = decoder.tables.pages - 1
+    decoder.leave(0)
+    decoder.finish(first)
+    assert len(decoder.tables.free) == pages - 1
+    decoder.finish(second)
+    assert len(decoder.tables.free) == pages
+
+
+def test_a_generation_that_is_cancelled_while_the_device_is_ahead_changes_no_other(endless, tiny):
+    sampling = GenerationConfig(max_new_tokens=50, seed=1)
+    expected, _ = sampled(endless, tiny[1], sampling, SPANS, GROUPS[:3])
+    engine = Engine(endless, tiny[1], 4, "shrinking", SPANS)
+    jobs = [engine.submit(Request(prompt, seed=seed), sampling) for prompt, seed in GROUPS[:3]]
+    for _ in range(3):
+        engine.step()
+    engine.drop(jobs[:1])
+    while any(job.result is None for job in jobs[1:]):
+        engine.step()
+    assert [job.result.token_ids for job in jobs[1:]] == [one.token_ids for one in expected[1:]]
 
 
 def test_pages_are_shared_by_equal_prompts_and_freed_with_the_last():

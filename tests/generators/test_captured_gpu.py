@@ -14,7 +14,7 @@ SAMPLINGS = [GenerationConfig(max_new_tokens=150, seed=1), GenerationConfig(max_
 
 
 def sampled(engine, sampling, count=40):
-    jobs = [engine.submit(Request(tuple(range(5, 8 + 11 * (i // 4))), seed=i), sampling) for i in range(count)]
+    jobs = [engine.submit(Request(tuple(range(5, 8 + 4 * (i // 4))), seed=i), sampling) for i in range(count)]
     while any(job.result is None for job in jobs):
         engine.step()
     return [job.result for job in jobs]

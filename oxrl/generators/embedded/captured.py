@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from oxrl.generators.embedded.cache import attention_configs, next_logits, own_attention
 from oxrl.generators.embedded.paged import PagedCache, PagedPass, PagedPrefill, PagedStep
 from oxrl.generators.embedded.pages import PAGE, PageTables, pages_for
-from oxrl.generators.embedded.sampling import Draws, Rules, draw_rows, uniforms
+from oxrl.generators.embedded.sampling import Draws, Rules, draw_rows, uniforms_of
 from oxrl.machine.out_of_memory import ran_out_of_memory
 from oxrl.types import GenerationConfig
 
@@ -32,9 +32,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NO_OTHER_GRAPHS: dict[str, Any] = {"triton.cudagraphs": False}
-SPAN = 16  # tokens per row between two reads by the host
+SPAN = 8  # tokens per row between two reads by the host, which overlap with the next span
 ENDS = 16  # end tokens per row that are compared on the device; the host compares all of them
-PREFILL = 16384  # tokens per prefill pass, if a single prompt is not longer
 NOT_FINITE = "the model's logits are not finite: check its weights, or use a higher precision"
 COMPILED_TOKENS = 2e6  # from so many sampled tokens on, compiling earns back its time
 HELD = 0.1  # of the device memory: a larger cache is freed for training, and graphs are captured again
@@ -63,84 +62,75 @@ class Feed(NamedTuple):
     rule: GenerationConfig
 
 
+ENDED, UNDECIDED = -1, -2  # in place of a token: the row had ended, or must be continued by the host (see `draw_rows`)
+
+
 class Span(NamedTuple):
-    """`[span, rows]` each; token -1 where a row had ended, or must be continued by the host (see `draw_rows`)."""
+    """`[steps, rows]` each; the token is ENDED or UNDECIDED where none was sampled."""
 
     tokens: NDArray[np.int64]
     logprobs: NDArray[np.float64]
     cut_mass: NDArray[np.float64]
-    undecided: NDArray[np.bool_]  # [rows]
 
 
-ROWS_LAST = ("numbers", "out")
+class Started(NamedTuple):
+    """A span that the device computes; `done` is an event of CUDA, if there is one."""
+
+    number: int
+    rows: int
+    steps: int
+    out: Tensor
+    done: Any
+
+
+INTEGERS = ("token", "position", "left", "drawn", "active", "key", "top_k")  # lines; `Feed` describes them
+NUMBERS = ("temperature", "top_p", "min_p")
 
 
 class State(NamedTuple):
-    """The device's view of the batch, `[rows]` each unless noted; the step changes the upper half in place."""
+    """The device's view of the batch. The rows are the last dimension, except for `tables`.
 
-    token: Tensor
-    position: Tensor
-    left: Tensor
-    active: Tensor
-    undecided: Tensor
+    A row is a column of `integers` (see INTEGERS, then its end tokens) and of `numbers` (see NUMBERS).
+    """
+
+    integers: Tensor  # int64
+    numbers: Tensor  # float64
     step: Tensor  # [1], of the span
-    top_k: Tensor
-    ends: Tensor  # [rows, ENDS]
-    temperature: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    numbers: Tensor  # [span, rows], random
     tables: Tensor  # [rows, pages of the longest sequence]
     out: Tensor  # [span, 3, rows]: token, log-prob, cut mass, as float64
 
     def narrow(self, rows: int) -> State:
         """The first `rows` rows, as views."""
-        views = {name: each.narrow(dim, 0, rows) for name, each, dim in self.by_row()}
-        return self._replace(**views)
-
-    def by_row(self) -> Iterator[tuple[str, Tensor, int]]:
-        """Name, tensor, and the dimension of the rows."""
-        for name, each in self._asdict().items():
-            if name != "step":
-                yield name, each, each.dim() - 1 if name in ROWS_LAST else 0
+        narrow = (self.integers[:, :rows], self.numbers[:, :rows], self.step, self.tables[:rows], self.out[..., :rows])
+        return State(*narrow)
 
 
 def empty_state(slots: int, span: int, table: int, device: Any) -> State:
-    def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
-
     return State(
-        token=zeros(slots),
-        position=zeros(slots),
-        left=zeros(slots),
-        active=zeros(slots, dtype=torch.bool),
-        undecided=zeros(slots, dtype=torch.bool),
-        step=zeros(1),
-        top_k=zeros(slots),
-        ends=zeros(slots, ENDS) - 1,
-        temperature=zeros(slots, dtype=torch.float32),
-        top_p=zeros(slots, dtype=torch.float64),
-        min_p=zeros(slots, dtype=torch.float32),
-        numbers=zeros(span, slots, dtype=torch.float64),
-        tables=zeros(slots, table, dtype=torch.int32),
-        out=zeros(span, 3, slots, dtype=torch.float64),
+        integers=torch.zeros(len(INTEGERS) + ENDS, slots, dtype=torch.int64, device=device),
+        numbers=torch.ones(len(NUMBERS), slots, dtype=torch.float64, device=device),
+        step=torch.zeros(1, dtype=torch.int64, device=device),
+        tables=torch.zeros(slots, table, dtype=torch.int32, device=device),
+        out=torch.zeros(span, 3, slots, dtype=torch.float64, device=device),
     )
 
 
 def advance(logits: Tensor, state: State, draws: Draws) -> None:
     """Draw the next tokens, record them, and freeze the rows that ended."""
-    numbers = state.numbers.index_select(0, state.step)[0]
-    rules = Rules(state.temperature, state.top_k, state.top_p, state.min_p)
-    drawn, undecided = draw_rows(logits, rules, numbers, draws)
-    going = state.active & ~undecided
-    state.undecided.logical_or_(state.active & undecided)
-    new = torch.stack([drawn.tokens.where(going, -1).double(), drawn.logprobs.double(), drawn.cut_mass])
+    token, position, left, count, active, key, top_k = (state.integers[line] for line in range(len(INTEGERS)))
+    temperature, top_p, min_p = (state.numbers[line] for line in range(len(NUMBERS)))
+    rules = Rules(temperature.float(), top_k, top_p, min_p.float())
+    drawn, undecided = draw_rows(logits, rules, uniforms_of(key, count), draws)
+    going = (active > 0) & ~undecided
+    tokens = drawn.tokens.where(going, torch.where(active > 0, UNDECIDED, ENDED))
+    new = torch.stack([tokens.double(), drawn.logprobs.double(), drawn.cut_mass])
     state.out.index_copy_(0, state.step, new[None])
-    state.left.sub_(going.long())
-    going = going & ~(drawn.tokens[:, None] == state.ends).any(-1) & (state.left > 0)
-    state.token.copy_(drawn.tokens.where(going, state.token))
-    state.position.add_(going.long())
-    state.active.copy_(going)
+    left.sub_(going.long())
+    count.add_(going.long())
+    going = going & ~(drawn.tokens == state.integers[len(INTEGERS) :]).any(0) & (left > 0)
+    token.copy_(drawn.tokens.where(going, token))
+    position.add_(going.long())
+    active.copy_(going.long())
     state.step.add_(1)
 
 
@@ -191,6 +181,9 @@ class CapturedDecoder:
         self._memory: Any = None  # shared by all graphs
         self._addresses: tuple[int, ...] = ()
         self._beside: Any = None  # a stream
+        self._on_device: dict[int, int] = {}  # rows whose state the device has, and their column there
+        self._started = self._finished = 0  # spans
+        self._held: list[tuple[int, list[int]]] = []  # pages that a span in flight may still write, by its number
         self.allocate(0)
 
     def allocate(self, longest: int) -> None:
@@ -203,6 +196,7 @@ class CapturedDecoder:
         self.state = empty_state(self.slots, self.span, width, self.model.device)
         self.host_tables = np.zeros((2 * self.slots, width), dtype=np.int32)  # rows, and sequences prefilled ahead
         self.longest = longest
+        self._on_device.clear()
         self._forget_graphs()
 
     @property
@@ -249,7 +243,7 @@ class CapturedDecoder:
                 raise RuntimeError(f"{len(self.tables.free)} free pages cannot hold {len(context)} tokens: see fits()")
             for row in own:
                 self._show(row)
-        logits = torch.cat([self._prefill(portion) for portion in _portions(rows_of)])
+        logits = self._prefill(rows_of)
         order = {context: index for index, context in enumerate(rows_of)}
         return logits[[order[tuple(context)] for context in contexts]]
 
@@ -276,14 +270,38 @@ class CapturedDecoder:
         return True
 
     def leave(self, row: int) -> None:
-        self.tables.leave(row)
+        """Free the pages of this row, after the spans in flight: they may still write to them."""
+        self._on_device.pop(row, None)
+        self._held.append((self._started, self.tables.take_out(row)))
+        self._free_pages()
+
+    def _free_pages(self) -> None:
+        for _, pages in (free := [each for each in self._held if each[0] <= self._finished]):
+            self.tables.give_back(pages)
+        del self._held[: len(free)]
 
     def move(self, source: int, target: int) -> None:
         self.tables.move(source, target)
+        self._on_device.pop(target, None)
+        if source in self._on_device:
+            self._on_device[target] = self._on_device.pop(source)
         self._show(target)
+
+    def reload(self, row: int) -> None:
+        """The next `start` sets the state of this row again."""
+        self._on_device.pop(row, None)
+
+    def settle(self) -> None:
+        """Wait for the spans in flight; all rows are loaded again by the next `start`."""
+        if self.captures and self._started > self._finished:
+            torch.cuda.current_stream(self.model.device).synchronize()
+        self._finished = self._started
+        self._free_pages()
+        self._on_device.clear()
 
     def clear(self) -> None:
         """Free all pages. Captured graphs have the addresses of their memory: it stays allocated if it is small."""
+        self.settle()
         for row in list(self.tables.tables):
             self.tables.leave(row)
         size = self.cache.pages * self.page_bytes
@@ -295,24 +313,38 @@ class CapturedDecoder:
         pages = self.tables[row]
         self.host_tables[row, : len(pages)] = pages
 
-    def run(self, feeds: Sequence[Feed]) -> Span:
-        self.start(feeds)
-        return self.finish(len(feeds))
+    def missing(self, rows: int) -> list[int]:
+        """Of the first `rows` rows, those whose state the device does not have."""
+        return [row for row in range(rows) if row not in self._on_device]
 
-    def start(self, feeds: Sequence[Feed]) -> None:
-        """Sample up to `span` tokens of each row, without waiting; row i has `feeds[i]`, and pages for them."""
-        rows = next(size for size in self.sizes if size >= len(feeds))
-        draws = Draws.of(feed.rule for feed in feeds)
-        replay = self._graph(rows, draws)  # before the state is set: capturing runs the step
-        self._load(feeds, rows)
-        for _ in range(min(self.span, max(feed.left for feed in feeds))):
+    def start(self, rows: int, feeds: Mapping[int, Feed], draws: Draws, steps: int) -> Started:
+        """Sample up to `steps` tokens of the first rows, without waiting; they have pages for them.
+
+        `feeds` has the rows that are `missing`. A span may be started before the last one is finished.
+        """
+        width = next(size for size in self.sizes if size >= rows)
+        replay = self._graph(width, draws)
+        self._load(rows, width, feeds)
+        for _ in range(steps):
             replay()
+        self._started += 1
+        out = self.state.out[:steps, :, :rows]
+        if not self.captures:
+            return Started(self._started, rows, steps, out.clone(), None)
+        host = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
+        host.copy_(out, non_blocking=True)
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()  # type: ignore[no-untyped-call]
+        return Started(self._started, rows, steps, host, done)
 
-    def finish(self, rows: int) -> Span:
-        """Wait for the tokens of the last `start`."""
-        out = self.state.out[:, :, :rows].cpu().numpy()
-        undecided = self.state.undecided[:rows].cpu().numpy()
-        return Span(out[:, 0].astype(np.int64), out[:, 1], out[:, 2], undecided)
+    def finish(self, started: Started) -> Span:
+        """Wait for the tokens of a span."""
+        if started.done is not None:
+            started.done.synchronize()
+        self._finished = started.number
+        self._free_pages()
+        out = started.out.numpy()
+        return Span(out[:, 0].astype(np.int64), out[:, 1], out[:, 2])
 
     def beside(self) -> AbstractContextManager[Any]:
         """Inside, work runs beside the span that was started."""
@@ -329,46 +361,42 @@ class CapturedDecoder:
         step = PagedStep(self.cache, torch.from_numpy(self.host_tables[list(rows)]).to(device), positions)
         return self._forward(tokens[:, None], positions[:, None], step, 1)[:, -1]
 
-    def _load(self, feeds: Sequence[Feed], rows: int) -> None:
-        """Copy the state of the batch to the device. Idle rows use the scratch page."""
-        idle = rows - len(feeds)
-        device = self.model.device
-
-        def upload(target: Tensor, values: Any, dtype: Any) -> None:
-            target[: len(feeds)].copy_(torch.from_numpy(np.asarray(values, dtype=dtype)).to(device))
-
+    def _load(self, rows: int, width: int, feeds: Mapping[int, Feed]) -> None:
+        """Bring the state of the batch on the device up to date. Idle rows use the scratch page."""
         state = self.state
-        upload(state.token, [feed.token for feed in feeds], np.int64)
-        upload(state.position, [feed.position for feed in feeds], np.int64)
-        upload(state.left, [feed.left for feed in feeds], np.int64)
-        upload(state.top_k, [feed.rule.top_k for feed in feeds], np.int64)
-        upload(state.ends, [(*feed.end_token_ids, *[-1] * ENDS)[:ENDS] for feed in feeds], np.int64)
-        upload(state.temperature, [feed.rule.temperature for feed in feeds], np.float32)
-        upload(state.top_p, [feed.rule.top_p for feed in feeds], np.float64)
-        upload(state.min_p, [feed.rule.min_p for feed in feeds], np.float32)
-        upload(state.tables, self.host_tables[: len(feeds)], np.int32)
-        keys = np.array([feed.key for feed in feeds], dtype=np.uint64)
-        first = np.array([feed.drawn for feed in feeds], dtype=np.uint64)
-        numbers = np.stack([uniforms(keys, first + np.uint64(step)) for step in range(self.span)])
-        state.numbers[:, : len(feeds)].copy_(torch.from_numpy(numbers).to(device))
-        state.active[: len(feeds)] = True
-        state.undecided.zero_()
+        source = np.array([self._on_device.get(row, 0) for row in range(rows)], dtype=np.int64)
+        if (source != np.arange(rows)).any():
+            columns = self._upload(source)
+            for lines in (state.integers, state.numbers):
+                lines[:, :rows] = lines[:, columns]
+        if feeds:
+            columns = self._upload(np.fromiter(feeds, dtype=np.int64))
+            state.integers[:, columns] = self._upload(np.array([_integers(feed) for feed in feeds.values()]).T)
+            rules = [(feed.rule.temperature, feed.rule.top_p, feed.rule.min_p) for feed in feeds.values()]
+            state.numbers[:, columns] = self._upload(np.array(rules, dtype=np.float64).T)
+        state.tables[:rows] = self._upload(self.host_tables[:rows])
         state.step.zero_()
-        state.out[:, 0] = -1
-        if idle:
-            self._idle(slice(len(feeds), rows))
+        if rows < width:
+            self._idle(slice(rows, width))
+        self._on_device = {row: row for row in range(rows)}
+
+    def _upload(self, values: NDArray[Any]) -> Tensor:
+        """Copy to the device without waiting for its work."""
+        tensor = torch.from_numpy(np.ascontiguousarray(values))
+        return tensor.pin_memory().to(self.model.device, non_blocking=True) if self.captures else tensor.clone()
 
     def _idle(self, rows: slice) -> None:
-        self.state.active[rows] = False
-        self.state.position[rows] = 0
+        for name in ("active", "position"):
+            self.state.integers[INTEGERS.index(name), rows] = 0
         self.state.tables[rows] = 0
 
     def _step(self, state: State, draws: Draws) -> None:
         """Feed the tokens, draw the next ones, freeze the rows that ended. No value is read by the host."""
-        step = PagedStep(self.cache, state.tables, state.position)
-        logits = self._forward(state.token[:, None], state.position[:, None], step, 1)[:, -1]
+        token, position = state.integers[:2]
+        step = PagedStep(self.cache, state.tables, position)
+        logits = self._forward(token[:, None], position[:, None], step, 1)[:, -1]
         if self.compiles:  # one compiled function for all batch sizes
-            for _, each, dim in [("logits", logits, 0), *state.by_row()]:
+            for each, dim in ((logits, 0), (state.integers, 1), (state.numbers, 1), (state.out, 2)):
                 torch._dynamo.maybe_mark_dynamic(each, dim)
         self._advance(logits, state, draws)
 
@@ -376,18 +404,25 @@ class CapturedDecoder:
         state = self.state.narrow(rows)
         if not self.captures:
             return lambda: self._step(state, draws)
+        if self._started == self._finished:  # weights do not change while a span is in flight
+            self._check_addresses()
+        if (rows, draws) not in self.graphs:
+            for size in sorted({rows, self.sizes[-1]}, reverse=True):  # the largest first: the others fit in its memory
+                if (size, draws) not in self.graphs:
+                    kept = [each.clone() for each in self.state]  # capturing runs the step
+                    self.graphs[size, draws] = self._capture(self.state.narrow(size), draws)
+                    for each, before in zip(self.state, kept, strict=True):
+                        each.copy_(before)
+        replay: Callable[[], None] = self.graphs[rows, draws].replay
+        return replay
+
+    def _check_addresses(self) -> None:
         addresses = tuple(each.data_ptr() for each in chain(self.model.parameters(), self.model.buffers()))
         if addresses != self._addresses:
             if self.graphs:
                 logger.info("the model's weights have moved: the decoding step is captured again")
             self._forget_graphs()
             self._addresses = addresses
-        if (rows, draws) not in self.graphs:
-            for size in sorted({rows, self.sizes[-1]}, reverse=True):  # the largest first: the others fit in its memory
-                if (size, draws) not in self.graphs:
-                    self.graphs[size, draws] = self._capture(self.state.narrow(size), draws)
-        replay: Callable[[], None] = self.graphs[rows, draws].replay
-        return replay
 
     def _capture(self, state: State, draws: Draws) -> Any:
         started = time.monotonic()
@@ -404,7 +439,7 @@ class CapturedDecoder:
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             self._step(state, draws)
         self._memory = graph.pool()
-        logger.info("captured decoding of %d rows in %.1f s", len(state.token), time.monotonic() - started)
+        logger.info("captured decoding of %d rows in %.1f s", state.integers.shape[1], time.monotonic() - started)
         return graph
 
     def _forget_graphs(self) -> None:
@@ -427,7 +462,8 @@ def why_not_captured(decoder: CapturedDecoder) -> str | None:
         feeds = [Feed(token, len(seen), 1, 8, 0, (), rule) for token, seen in zip(first, contexts, strict=True)]
         for row, feed in enumerate(feeds):
             decoder.extend(row, feed.position + 9)
-        span = decoder.run(feeds)
+        steps = min(8, decoder.span)
+        span = decoder.finish(decoder.start(len(feeds), dict(enumerate(feeds)), Draws.of([rule]), steps))
     except (ImportError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         if ran_out_of_memory(error):
             raise
@@ -436,22 +472,20 @@ def why_not_captured(decoder: CapturedDecoder) -> str | None:
     finally:
         decoder.clear()
     for row, context in enumerate(contexts):
-        sampled = span.tokens[:8, row].tolist()
+        sampled = span.tokens[:, row].tolist()
         whole = torch.tensor([*context, first[row], *sampled], device=model.device)[None]
         logits = model(input_ids=whole, use_cache=False).logits[0, len(context) : -1].float()
         if not bool(logits.isfinite().all()):
             raise FloatingPointError(NOT_FINITE)
         theirs = logits.log_softmax(-1).gather(1, whole[0, len(context) + 1 :, None])[:, 0].double().cpu().numpy()
-        gap = float(np.abs(theirs - span.logprobs[:8, row]).max())
+        gap = float(np.abs(theirs - span.logprobs[:, row]).max())
         if not gap <= (1e-3 if model.dtype == torch.float32 else 0.2):
             return f"log-probs of its captured step differ by {gap:.1e}"
     return None
 
 
-def _portions(rows_of: dict[tuple[int, ...], list[int]]) -> list[dict[tuple[int, ...], list[int]]]:
-    portions: list[dict[tuple[int, ...], list[int]]] = [{}]
-    for context, rows in rows_of.items():
-        if portions[-1] and sum(map(len, portions[-1])) + len(context) > PREFILL:
-            portions.append({})
-        portions[-1][context] = rows
-    return portions
+def _integers(feed: Feed) -> list[int]:
+    """The column of a row in `State.integers`."""
+    key = feed.key - 2**64 if feed.key >= 2**63 else feed.key
+    ends = (*feed.end_token_ids, *[-1] * ENDS)[:ENDS]
+    return [feed.token, feed.position, feed.left, feed.drawn, 1, key, feed.rule.top_k, *ends]

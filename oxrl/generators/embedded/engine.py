@@ -10,16 +10,16 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from oxrl.generators.embedded.captured import ENDS, NOT_FINITE, Capture, CapturedDecoder, Feed
+from oxrl.generators.embedded.captured import ENDS, NOT_FINITE, UNDECIDED, Capture, CapturedDecoder, Feed, Started
 from oxrl.generators.embedded.decoders import Decoder, Mode, choose_decoder
 from oxrl.generators.embedded.pages import PAGE
-from oxrl.generators.embedded.sampling import draw, stream_key, uniforms
+from oxrl.generators.embedded.sampling import Draws, draw, stream_key, uniforms
 from oxrl.machine.out_of_memory import free_memory_of, ran_out_of_memory
 from oxrl.types import Generation, GenerationConfig, Request
 from oxrl.weights.checkpoint_names import eval_mode
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
+
+PREFILL = 16384  # tokens per prefill pass on a GPU, if a single prompt is not longer
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +75,13 @@ class Job:
         )
 
 
+class Flight(NamedTuple):
+    """A span that was started, and the jobs of its rows."""
+
+    jobs: list[Job]
+    started: Started
+
+
 def ignore_token(token: int) -> None:
     """For requests whose tokens are not streamed."""
 
@@ -97,6 +106,7 @@ class Engine:
         self.ready: dict[int, Job] = {}  # prefilled, by their key in the decoder: they enter as rows become free
         self.admissions = 0
         self._decoder: Decoder | CapturedDecoder | None = None
+        self._flight: Flight | None = None  # of a `CapturedDecoder`
 
     def submit(
         self, request: Request, sampling: GenerationConfig, on_token: Callable[[int], None] = ignore_token
@@ -189,6 +199,8 @@ class Engine:
     def drop(self, jobs: Sequence[Job]) -> None:
         """Remove these jobs, finished or not."""
         dropped = set(map(id, jobs))
+        if any(id(job) in dropped for job in self.rows):
+            self._land()
         self.arrived = [job for job in self.arrived if id(job) not in dropped]
         self.waiting = [job for job in self.waiting if id(job) not in dropped]
         self._unready([key for key, job in self.ready.items() if id(job) in dropped])
@@ -200,6 +212,7 @@ class Engine:
         self._start_over()
 
     def _start_over(self) -> None:
+        self._land()
         running = [*filter(None, self.rows), *self._unready(list(self.ready))]
         self.waiting = [*(job for job in running if job.result is None), *self.waiting]
         self._vacate(range(len(self.rows)))
@@ -261,25 +274,63 @@ class Engine:
             self._draw(logits, occupied, list(range(len(self.rows))))
 
     def _span(self, decoder: CapturedDecoder) -> None:
-        """Sample the next tokens of every sequence on the device; meanwhile prefill those that enter next."""
-        while self.waiting and len(self.rows) + len(self.ready) <= 3 * self.slots // 4:
-            if not self._prefill(decoder, self.slots - len(self.rows) - len(self.ready)):
-                break
+        """Sample the next tokens of every sequence on the device.
+
+        The next span starts before the tokens of the last one are read, so that the device does not wait for the host.
+        Sequences that enter next are prefilled meanwhile.
+        """
+        if self._flight is None:
+            self._fill_ready(decoder, self.slots - len(self.rows), self.slots - len(self.rows))
+            self._enter_ready(decoder)
+            self._preempt(decoder)
+            self._flight = self._launch(decoder, 0)
+            if self._flight is None:
+                return
+        flight = self._flight
+        self._enter_ready(decoder)
+        self._flight = self._launch(decoder, flight.started.steps)
+        with decoder.beside():
+            self._fill_ready(decoder, max(2, self.slots // 16), max(4, self.slots // 4))
+        self._take_span(decoder, flight)
+
+    def _fill_ready(self, decoder: CapturedDecoder, fewest: int, most: int) -> None:
+        """If fewer than `fewest` sequences are prefilled, prefill up to `most`: many at once are cheaper."""
+        while len(self.ready) < fewest and self._prefill(decoder, most - len(self.ready)):
+            pass
+
+    def _enter_ready(self, decoder: CapturedDecoder) -> None:
         for key in list(self.ready)[: self.slots - len(self.rows)]:
             decoder.move(key, len(self.rows))
             self.rows.append(self.ready.pop(key))
-        self._preempt(decoder)
+
+    def _launch(self, decoder: CapturedDecoder, ahead: int) -> Flight | None:
+        """Start the next span of all rows; `ahead` tokens of them may be in flight.
+
+        None if there is nothing to sample, or if memory has to be freed first.
+        """
         jobs = [job for job in self.rows if job is not None]
-        if not jobs:
-            return
-        decoder.start([job.feed for job in jobs])
-        with decoder.beside():
-            self._prefill(decoder, max(4, self.slots // 8) - len(self.ready))
-        self._take_span(decoder, jobs)
+        steps = min(decoder.span, max((job.max_tokens - len(job.tokens) - ahead for job in jobs), default=0))
+        if steps <= 0:
+            return None
+        for row, job in enumerate(jobs):
+            if not decoder.extend(row, job.length_after(ahead + steps)):
+                return None
+        feeds = {row: jobs[row].feed for row in decoder.missing(len(jobs))}
+        draws = Draws.of({job.sampling for job in jobs})
+        return Flight(jobs, decoder.start(len(jobs), feeds, draws, steps))
+
+    def _land(self) -> None:
+        """Discard the span in flight: its tokens are sampled again, with the same random numbers."""
+        self._flight = None
+        if isinstance(self._decoder, CapturedDecoder):
+            self._decoder.settle()
 
     def _prefill(self, decoder: CapturedDecoder, most: int) -> bool:
-        """Prefill waiting jobs, as many as there is memory for, and sample their first tokens; whether any was."""
-        candidates = self.waiting[: max(0, most)]
+        """Prefill waiting jobs in one pass, as many as there is memory for, and sample their first tokens.
+
+        Return whether there were any.
+        """
+        candidates = self._one_pass(self.waiting[: max(0, most)])
         if not candidates:
             return False
         running = any(self.rows) or bool(self.ready)
@@ -304,6 +355,17 @@ class Engine:
         self._unready([key for key in keys if self.ready[key].result is not None])
         return True
 
+    def _one_pass(self, jobs: Sequence[Job]) -> list[Job]:
+        """The first of these jobs, up to PREFILL tokens; equal contexts are computed once."""
+        chosen: list[Job] = []
+        seen: set[tuple[int, ...]] = set()
+        for job in jobs:
+            seen.add(tuple(job.context))
+            if chosen and sum(map(len, seen)) > PREFILL:
+                break
+            chosen.append(job)
+        return chosen
+
     def _preempt(self, decoder: CapturedDecoder) -> None:
         """Give every sequence pages for the next span; if they run out, the youngest go back to waiting."""
         jobs = {row: job for row, job in [*enumerate(self.rows), *self.ready.items()] if job is not None}
@@ -324,21 +386,26 @@ class Engine:
                 self.ready.pop(row, None)
             self._vacate([row for row in evicted if row < self.slots])
 
-    def _take_span(self, decoder: CapturedDecoder, jobs: Sequence[Job]) -> None:
-        span = decoder.finish(len(jobs))
+    def _take_span(self, decoder: CapturedDecoder, flight: Flight) -> None:
+        span = decoder.finish(flight.started)
         sampled = span.tokens >= 0
         if not np.isfinite(span.logprobs[sampled]).all():
             raise FloatingPointError(NOT_FINITE)
-        counts = sampled.sum(0).tolist()
-        for row, job in enumerate(jobs):
-            own = slice(0, counts[row])
-            lines = (each[own, row].tolist() for each in (span.tokens, span.logprobs, span.cut_mass))
-            self._take_all(job, *lines)
-        stuck = [row for row, job in enumerate(jobs) if span.undecided[row] and job.result is None]
-        if stuck:
-            feeds = [jobs[row].feed for row in stuck]
-            self._sample(decoder.next_logits(stuck, feeds), [jobs[row] for row in stuck])
-        self._vacate([row for row, job in enumerate(jobs) if job.result is not None])
+        tokens, logprobs, cut_mass = (each.T.tolist() for each in span)
+        for row, (job, count) in enumerate(zip(flight.jobs, sampled.sum(0).tolist(), strict=True)):
+            if job.result is None:
+                self._take_all(job, tokens[row][:count], logprobs[row][:count], cut_mass[row][:count])
+        self._decide(decoder, flight, (span.tokens == UNDECIDED).any(0).nonzero()[0].tolist())
+        self._vacate([row for row, job in enumerate(self.rows) if job is not None and job.result is not None])
+
+    def _decide(self, decoder: CapturedDecoder, flight: Flight, undecided: Sequence[int]) -> None:
+        """Sample the next tokens of sequences that the device could not decide."""
+        jobs = [flight.jobs[row] for row in undecided if flight.jobs[row].result is None]
+        if jobs:
+            rows = [self.rows.index(job) for job in jobs]
+            self._sample(decoder.next_logits(rows, [job.feed for job in jobs]), jobs)
+            for row in rows:
+                decoder.reload(row)
 
     def _take_all(self, job: Job, tokens: list[int], logprobs: list[float], cut_mass: list[float]) -> None:
         """The tokens of a span, up to the end of the sequence."""
@@ -404,6 +471,7 @@ class Engine:
             self.rows = []
             idle = not self.waiting and not self.arrived and not self.ready
             if self._decoder is not None and (idle or not self._decoder.late_entry):
+                self._flight = None
                 self._decoder.clear()
 
     def _end_tokens(self, sampling: GenerationConfig) -> frozenset[int]:

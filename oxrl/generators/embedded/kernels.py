@@ -16,6 +16,8 @@ from torch import Tensor
 
 from oxrl.generators.embedded.pages import PAGE
 
+FEW_PROGRAMS = 264  # two per processor of an H200: with fewer, each should load more at once
+
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _attend_page_by_page(  # type: ignore[no-untyped-def]
@@ -23,7 +25,7 @@ def _attend_page_by_page(  # type: ignore[no-untyped-def]
     query_row, query_head, key_row, key_head, value_row, value_head,
     page_stride, token_stride, head_stride, table_stride, out_row, out_head,
     GROUP: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    TOKENS: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -46,13 +48,13 @@ def _attend_page_by_page(  # type: ignore[no-untyped-def]
     summed = tl.zeros([TILE, WIDTH], tl.float32)
     first = 0
     if WINDOW:
-        first = tl.maximum(length - window, 0) // PAGE_SIZE
-    for block in range(first, tl.cdiv(length, PAGE_SIZE)):
-        page = tl.load(tables + row * table_stride + block).to(tl.int64)
-        at = tl.arange(0, PAGE_SIZE)
-        cells = page * page_stride + at[:, None] * token_stride + head * head_stride + dims[None, :]
-        within = block * PAGE_SIZE + at
+        first = tl.maximum(length - window, 0) // TOKENS
+    for block in range(first, tl.cdiv(length, TOKENS)):
+        within = block * TOKENS + tl.arange(0, TOKENS)
         seen = within < length
+        pages = tl.load(tables + row * table_stride + within // PAGE_SIZE, mask=seen, other=0).to(tl.int64)
+        starts = pages * page_stride + (within % PAGE_SIZE) * token_stride
+        cells = starts[:, None] + head * head_stride + dims[None, :]
         if WINDOW:
             seen = seen & (within >= length - window)
         loaded = seen[:, None] & (dims[None, :] < DIM)
@@ -92,6 +94,7 @@ def write_and_attend(
     query, key, value = (each if each.stride(-1) == 1 else each.contiguous() for each in (query, key, value))
     (rows, heads, dim), key_heads = query.shape, keys.shape[2]
     group, softcap, window = heads // key_heads, options["softcap"], options["sliding_window"]
+    few = rows * key_heads <= FEW_PROGRAMS and query.dtype != torch.float32
     out = torch.empty((rows, heads, dim), dtype=query.dtype, device=query.device)
     _attend_page_by_page[(rows, key_heads)](
         query, key, value, keys, values, out, tables, lengths, options["scaling"], softcap or 1.0, window or 1,
@@ -99,6 +102,7 @@ def write_and_attend(
         keys.stride(0), keys.stride(1), keys.stride(2), tables.stride(0), out.stride(0), out.stride(1),
         GROUP=group, TILE=max(16, triton.next_power_of_2(group)), DIM=dim, WIDTH=max(16, triton.next_power_of_2(dim)),
         PAGE_SIZE=PAGE, SOFTCAP=softcap is not None, WINDOW=window is not None,
+        TOKENS=256 if few else 128, num_warps=8 if few and dim > 64 else 4,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
     )  # fmt: skip
     return out

@@ -102,13 +102,17 @@ class PagedPrefill(PagedPass):
                 at = torch.arange(0 if index == 0 else length - length % PAGE, length)
                 sources.append(at + start)
                 targets.append(torch.tensor(pages)[at // PAGE] * PAGE + at % PAGE)
-        self.sources, self.targets = torch.cat(sources).to(device), torch.cat(targets).to(device)
+        self.targets = torch.cat(targets).to(device)
+        in_order = all(len(rows) == 1 for rows in tables)
+        self.sources = None if in_order else torch.cat(sources).to(device)
 
     def write_and_attend(
         self, query: Tensor, key: Tensor, value: Tensor, buffers: tuple[Tensor, Tensor], options: dict[str, Any]
     ) -> Tensor:
         for buffer, new in zip(buffers, (key, value), strict=True):
-            buffer.flatten(0, 1).index_copy_(0, self.targets, new[0].transpose(0, 1)[self.sources])
+            lines = new[0].transpose(0, 1)
+            lines = lines if self.sources is None else lines[self.sources]
+            buffer.flatten(0, 1).index_copy_(0, self.targets, lines)
         if not query.is_cuda or query.dtype == torch.float32 or options.get("softcap"):
             return attend_prompts(self.borders, query, key, value, options).transpose(1, 2).contiguous()
         borders = Borders(self.starts, max(end - start for start, end in pairwise(self.borders)))

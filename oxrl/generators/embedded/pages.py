@@ -52,7 +52,14 @@ class PageTables:
         return True
 
     def leave(self, row: int) -> None:
-        for page in self.tables.pop(row, ()):
+        self.give_back(self.take_out(row))
+
+    def take_out(self, row: int) -> list[int]:
+        """Remove the row; its pages are not free before `give_back`."""
+        return self.tables.pop(row, [])
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        for page in pages:
             self.owners[page] -= 1
             if not self.owners[page]:
                 self.free.append(page)

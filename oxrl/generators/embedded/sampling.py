@@ -35,6 +35,23 @@ def uniforms(
     return np.asarray((splitmix64(states) >> np.uint64(11)) * 2.0**-53, dtype=np.float64)
 
 
+def uniforms_of(keys: Tensor, positions: Tensor) -> Tensor:
+    """As `uniforms`, on the keys' device: int64 tensors with the same bits, whose products wrap around."""
+    state = keys + (positions + 1) * _signed(GOLDEN_GAMMA)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        state = (state ^ _shifted(state, shift)) * _signed(factor)
+    return _shifted(state ^ _shifted(state, 31), 11).double() * 2.0**-53
+
+
+def _signed(number: int) -> int:
+    return number - 2**64 if number >= 2**63 else number
+
+
+def _shifted(state: Tensor, bits: int) -> Tensor:
+    """Shift right and fill with zeros."""
+    return (state >> bits) & ((1 << (64 - bits)) - 1)
+
+
 class Drawn(NamedTuple):
     """A token per row, its log-prob under the full softmax, and the probability that its rules cut off; `[B]` each."""
 
@@ -128,6 +145,25 @@ def _blocks(weights: Tensor) -> Tensor:
     return blocks if full == size else torch.cat([blocks, weights[:, full:].sum(-1, keepdim=True)], dim=1)
 
 
+def _exponential_blocks(scaled: Tensor) -> tuple[Tensor, Tensor]:
+    """Return sums of `exp(scaled)` over blocks of the vocabulary, in proportion, and the log of the whole sum.
+
+    Each block has its own maximum, so that one pass over `[B, V]` suffices.
+    """
+    full = scaled.shape[1] - scaled.shape[1] % BLOCK
+    parts = [scaled[:, :full].unflatten(1, (full // BLOCK, BLOCK)), scaled[:, None, full:]]
+    largest, sums = zip(*(_exponentials(part) for part in parts if part.numel()), strict=True)
+    largest_of, sum_of = torch.cat(largest, dim=1), torch.cat(sums, dim=1)
+    top = largest_of.amax(-1, keepdim=True)
+    blocks = sum_of * (largest_of - top).exp()
+    return blocks, top + blocks.sum(-1, keepdim=True).log()
+
+
+def _exponentials(part: Tensor) -> tuple[Tensor, Tensor]:
+    largest = part.amax(-1).clamp_min(torch.finfo(part.dtype).min)  # a block may consist of -inf
+    return largest, (part - largest[..., None]).exp().sum(-1)
+
+
 def _search_row(weights: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
     """Return the index found, and how far into its weight the number reaches, again in [0, 1)."""
     sums = weights.double().cumsum(-1)
@@ -166,17 +202,17 @@ def draw_rows(logits: Tensor, rules: Rules, numbers: Tensor, draws: Draws) -> tu
     """As `draw`, without the host: every row by its own rules; also which rows could not be decided.
 
     With cut-off rules only the `LIKELIEST` tokens are sorted. A row whose rules may keep more is undecided, and `draw`
-    has to do it. The probabilities of the whole vocabulary are written to memory only for cut-off rules.
+    has to do it. Without cut-off rules the logits are read once, and no probabilities are written to memory.
     """
     greedy = rules.temperature == 0
     temperature = torch.where(greedy, 1.0, rules.temperature)[:, None]
     scaled = logits.float() / temperature
-    total = scaled.logsumexp(-1, keepdim=True)
+    blocks, total = _exponential_blocks(scaled)
     tokens = torch.zeros_like(rules.top_k)
     undecided, cut_mass = torch.zeros_like(greedy), torch.zeros_like(numbers)
     if draws.plain:
         tokens = _search(
-            _blocks((scaled - total).exp()),
+            blocks,
             numbers,
             lambda indices: (logits.gather(1, indices).float() / temperature - total).exp(),
             logits.shape[1],
