@@ -74,9 +74,10 @@ def received(weights, max_bytes=2**18, **options):
 
 def test_actors_of_a_local_cluster_listen_on_loopback_only(ray_ranks):
     processes = [psutil.Process(process.pid) for process in ray_ranks.processes]
-    sockets = [each for process in processes for each in process.net_connections()]
-    listening = {each.laddr.ip.removeprefix("::ffff:") for each in sockets if each.status == psutil.CONN_LISTEN}
-    assert listening == {"127.0.0.1"}
+    sockets = [(process.pid, each) for process in processes for each in process.net_connections()]
+    listening = [(pid, each) for pid, each in sockets if each.status == psutil.CONN_LISTEN]
+    assert listening
+    assert not [(pid, each) for pid, each in listening if each.laddr.ip.removeprefix("::ffff:") != "127.0.0.1"]
 
 
 async def test_actors_match_the_local_backend_and_calls_are_queued(make):
