@@ -10,12 +10,12 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 
 Statistic: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """(logits [C, V] float32, targets [C], the other model's logits [C, V] or None) -> [C]."""
@@ -291,6 +291,17 @@ def count_windowed_layers(model_config: Any) -> int:
     return int(model_config.num_hidden_layers) if getattr(model_config, "sliding_window", None) else 0
 
 
+def decoder_layers(model: Any) -> list[nn.Module]:
+    """Return the blocks of a transformers model that it declares as not to be split."""
+    blocks = set(model._no_split_modules or ())
+    return [part for part in model.modules() if type(part).__name__ in blocks]
+
+
+# Whether torch's kernel accepts fewer key heads than query heads (newer than torch 2.11); not a function, because
+# compiled layers read it.
+TAKES_SHARED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
 class Borders(NamedTuple):
     """Where the rows of a packed sequence begin, `[rows + 1]` int32, and the length of the longest."""
 
@@ -312,10 +323,8 @@ def variable_length_attention(
 
     For GPUs and half precision. Where a row has more keys than queries, the queries are aligned with the last keys.
     """
-    from torch.nn.attention.varlen import varlen_attn
-
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    shared_heads: dict[str, Any] = {"enable_gqa": True} if _takes_shared_heads() else {}
+    shared_heads: dict[str, Any] = {"enable_gqa": True} if TAKES_SHARED_HEADS else {}
     if not shared_heads:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     attended = varlen_attn(
@@ -332,11 +341,3 @@ def variable_length_attention(
     )
     assert isinstance(attended, Tensor), "a tuple is returned only with log-sum-exp"
     return attended[None]
-
-
-@cache
-def _takes_shared_heads() -> bool:
-    """Return whether torch's kernel accepts fewer key heads than query heads (newer than torch 2.11)."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters

@@ -41,7 +41,7 @@ HEADS = "heads.safetensors"
 PACKED = {"sdpa": "oxrl_sdpa", "eager": "oxrl_eager"}
 
 _rows_are_packed: ContextVar[bool] = ContextVar("_rows_are_packed", default=False)
-_windows_seen: ContextVar[list[int | None] | None] = ContextVar("_windows_seen", default=None)
+_windows_seen: list[list[int | None]] = []  # not a context variable: compiled layers cannot read one
 
 
 class LanguageModel(nn.Module):
@@ -358,8 +358,7 @@ def _variable_length(query: Tensor, key: Tensor, value: Tensor, window: int | No
 
 def _note_window(options: dict[str, Any]) -> int | None:
     window: int | None = options.get("sliding_window")
-    seen = _windows_seen.get()
-    if seen is not None:
+    for seen in _windows_seen:
         seen.append(window)
     return window
 
@@ -512,11 +511,11 @@ def _check_projection(inner: PreTrainedModel, batch: Batch, hidden: Tensor) -> N
 @contextmanager
 def _watch_windows() -> Iterator[list[int | None]]:
     seen: list[int | None] = []
-    token = _windows_seen.set(seen)
+    _windows_seen.append(seen)
     try:
         yield seen
     finally:
-        _windows_seen.reset(token)
+        _windows_seen.pop()
 
 
 def relative_gap(one: Tensor, other: Tensor) -> float:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from oxrl.algorithms import algorithm as named_algorithm
+from oxrl.backends.compiled import compile_layers
 from oxrl.backends.distributed.shards import OPTIMIZER, REFERENCE, SHARDS, check_reference, has_shards, load_shards
 from oxrl.backends.forward import LanguageModel, prepare_layout
 from oxrl.backends.optimizer import AdamW, Schedule, as_schedule, create_adamw_optimizer, full_rate, schedule
@@ -103,6 +104,8 @@ class PyTorchTrainingBackend:
         max_grad_norm: float = 1.0,
         others: Mapping[str, PreTrainedModel | LanguageModel] = MappingProxyType({}),
         write_model: WriteModel = write_plain,
+        compiles: bool | None = False,
+        expected_tokens: float = 0.0,
     ) -> None:
         self.module = model if isinstance(model, LanguageModel) else LanguageModel(model)
         self.model: PreTrainedModel = self.module.model
@@ -119,6 +122,9 @@ class PyTorchTrainingBackend:
         self._unstepped: list[Batch] = []
         self._random_states: dict[str, Tensor] = {}  # before the first `forward_backward` since an optimizer step
         logger.info("%s", probed.reason)
+        if compile_layers(self.module, compiles, expected_tokens):
+            for other in self.others.values():
+                compile_layers(other, compiles, expected_tokens)
 
     parallel = 1  # micro-batches that run concurrently
 
@@ -397,10 +403,13 @@ def create_pytorch_backend(
     others: Mapping[str, PreTrainedModel] = MappingProxyType({}),
     write_model: WriteModel = write_plain,
     temperature: float = 1.0,
+    compiles: bool | None = False,
+    expected_tokens: float = 0.0,
 ) -> PyTorchTrainingBackend:
     """Create optimizer, schedule and backend in one call.
 
-    `temperature` is the sampler's, so that its log-probs and the trainer's are of the same distribution.
+    `temperature` is the sampler's, so that its log-probs and the trainer's are of the same distribution. `compiles` and
+    `expected_tokens` are explained in `compile_layers`.
     """
     module = LanguageModel(model, heads, temperature=temperature)
     optimizer = create_adamw_optimizer(module, lr, weight_decay=weight_decay, betas=betas, eps=eps)
@@ -411,6 +420,8 @@ def create_pytorch_backend(
         max_grad_norm=max_grad_norm,
         others=others,
         write_model=write_model,
+        compiles=compiles,
+        expected_tokens=expected_tokens,
     )
 
 

@@ -204,6 +204,9 @@ class Model(_Section):
     gradient_checkpointing: bool = Field(
         False, description="recompute activations: less memory, about a third more time"
     )
+    compile: Literal["auto"] | bool = Field(
+        "auto", description="compile the decoder layers for training on a GPU; auto: in long runs"
+    )
     ref_model: str | None = Field(None, description="reference model; default the initial policy")
     ref_update: Literal["fixed", "ema", "periodic"] = Field("fixed", description="how the reference follows the policy")
     ref_decay: float = Field(0.99, ge=0, le=1, description="ema: decay of the reference per step")

@@ -51,6 +51,7 @@ def training_settings(spec: RunSpec) -> dict[str, Any]:
     """The optimizer settings that every backend takes."""
     train = spec.config.train
     num_steps = spec.num_steps * (train.iterations * train.mini_batches if spec.online else 1)
+    compiles = spec.config.model.compile
     return {
         "lr": train.lr,
         "weight_decay": train.weight_decay,
@@ -61,8 +62,18 @@ def training_settings(spec: RunSpec) -> dict[str, Any]:
         "warmup_steps": int(train.warmup_steps_ratio * num_steps),
         "max_grad_norm": train.clip_grad_norm or float("inf"),
         "heads": sorted({head for each in spec.schedule.values() for head in each.heads}),
+        "compiles": None if compiles == "auto" else compiles,
+        "expected_tokens": expected_tokens(spec),
         "temperature": spec.config.rollout.temperature if spec.online else 1.0,
     }
+
+
+def expected_tokens(spec: RunSpec) -> float:
+    """About how many tokens the run trains on: half of the allowed lengths."""
+    config, rows = spec.config, spec.num_steps * spec.config.batch_size
+    if spec.online:
+        return 0.5 * rows * config.rollout.n_samples * config.rollout.max_tokens * config.train.iterations
+    return 0.5 * rows * (config.data.max_seq_len or 2048)
 
 
 class Loads(NamedTuple):

@@ -372,6 +372,7 @@ KEYS = {
     "model.dtype": Effect("bfloat16", weights, SFT),
     "model.attn_implementation": Effect("eager", loaded(lambda it: it.config._attn_implementation), ROWS, "eager"),
     "model.gradient_checkpointing": Effect(True, loaded(lambda model: model.is_gradient_checkpointing), ROWS, True),
+    "model.compile": Effect(True, prepared(lambda spec: training_settings(spec)["compiles"]), SFT, True),
     "model.ref_model": Effect("{home.trained}", logged("loss"), PAIRS),
     "model.ref_update": Effect("ema", weights, REFERENCE),
     "model.ref_decay": Effect(0.1, weights, (*REFERENCE, "model.ref_update=ema")),

@@ -83,6 +83,9 @@ def build_worker(
     load: Load, others: Mapping[str, Load], settings: Settings, section: Section, ref_section: Section
 ) -> DeepSpeedWorker:
     """Shard the model and those it is compared with one after the other; both sections are checked first."""
+    if settings.compiles:
+        raise ValueError("model.compile: true does not work with DeepSpeed, which gathers weights inside the layers")
+    settings = settings._replace(compiles=False)
     join_deepspeed()
     stage = _stage(training_config(section, settings, torch.float32))
     ref_section = ref_section or {"zero_optimization": {"stage": 3 if stage == 3 else 0}}

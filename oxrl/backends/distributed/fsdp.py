@@ -45,6 +45,7 @@ from oxrl.backends.distributed.worker import (
 from oxrl.backends.forward import HEADS, LanguageModel
 from oxrl.backends.local import copy_parameters
 from oxrl.backends.optimizer import create_adamw_optimizer
+from oxrl.tensors import decoder_layers
 from oxrl.types import Algorithm, Batch, Counts, ImmediateTrainFuture, Outputs, Read, TrainFuture
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def shard(module: LanguageModel, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     """
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-    layers = _layers(module)
+    layers = decoder_layers(module.inner)
     module.float()
     # Inputs are not cast: a batch carries log-probs and advantages, which stay in float32.
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -122,12 +123,6 @@ def shard(module: LanguageModel, mesh: DeviceMesh, dtype: torch.dtype) -> None:
             # Losses are divided by the counts of the whole step, so gradients are summed over ranks, not averaged.
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
-
-
-def _layers(module: LanguageModel) -> list[nn.Module]:
-    """Return the blocks that transformers declares as not to be split."""
-    blocks = set(module.inner._no_split_modules or ())
-    return [part for part in module.inner.modules() if type(part).__name__ in blocks]
 
 
 class FSDPWorker(RankWorker):

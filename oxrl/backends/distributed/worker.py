@@ -59,6 +59,8 @@ class Settings(NamedTuple):
     max_grad_norm: float = 1.0
     heads: tuple[str, ...] = ()
     temperature: float = 1.0
+    compiles: bool | None = False
+    expected_tokens: float = 0.0
 
 
 class Probe(NamedTuple):
@@ -206,6 +208,8 @@ class RankWorker(PyTorchTrainingBackend):
             schedule(settings.lr_scheduler, settings.num_steps, settings.warmup_steps),
             max_grad_norm=settings.max_grad_norm,
             others=others,
+            compiles=settings.compiles,
+            expected_tokens=settings.expected_tokens,
         )
         self.full_model: PreTrainedModel | None = None
         self.dtype = trained.dtype

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
+from types import MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ from oxrl.generators.embedded.paged import PagedCache, PagedPass, PagedPrefill, 
 from oxrl.generators.embedded.pages import PAGE, PageTables, pages_for
 from oxrl.generators.embedded.sampling import Draws, Rules, draw_rows, uniforms_of
 from oxrl.machine.out_of_memory import ran_out_of_memory
+from oxrl.tensors import decoder_layers
 from oxrl.types import GenerationConfig
 
 if TYPE_CHECKING:
@@ -136,21 +138,24 @@ def advance(logits: Tensor, state: State, draws: Draws) -> None:
 
 def compiled_layers(model: PreTrainedModel) -> dict[nn.Module, Any]:
     """The decoder layers with a compiled `forward`; layers of one kind share their code."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    layers = max(lists, key=lambda each: sum(parameter.numel() for parameter in each.parameters()))
-    return {layer: torch.compile(layer.forward, dynamic=True, options=NO_OTHER_GRAPHS) for layer in layers}
+    forwards = {layer: MethodType(type(layer).forward, layer) for layer in decoder_layers(model)}
+    return {layer: torch.compile(each, dynamic=True, options=NO_OTHER_GRAPHS) for layer, each in forwards.items()}
 
 
 @contextmanager
 def forwards_replaced(functions: Mapping[nn.Module, Any]) -> Iterator[None]:
     """Inside, these modules run other functions instead of their `forward`."""
+    before = {module: vars(module).get("forward") for module in functions}
     for module, function in functions.items():
         module.forward = function
     try:
         yield
     finally:
-        for module in functions:
-            del module.forward
+        for module, function in before.items():
+            if function is None:
+                del module.forward
+            else:
+                module.forward = function
 
 
 def batch_sizes(slots: int) -> list[int]:
