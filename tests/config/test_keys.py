@@ -29,7 +29,7 @@ from oxrl.models.chat_templates import TEMPLATES
 from oxrl.models.load import load_model
 from oxrl.rewards import grade
 from oxrl.rollouts.envs import GeneratorClient
-from oxrl.run.backends import worker_of
+from oxrl.run.backends import training_settings, worker_of
 from oxrl.run.build import open_engine
 from oxrl.run.engines import adapter_rank, capture_options, engine_options, transfer_options
 from oxrl.run.folder import run_folder
