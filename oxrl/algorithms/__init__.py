@@ -43,10 +43,10 @@ def find(name: str | Callable[..., Any]) -> Recipe:
 
 
 def _check_parameters(recipe: Recipe, given: dict[str, Any]) -> None:
-    from oxrl.algorithms.ranges import check_value
+    from oxrl.algorithms.parameters import check_value
     from oxrl.algorithms.table import ALGORITHMS
 
-    custom = set() if ALGORITHMS.get(recipe.name) is recipe else recipe.own()  # RANGES does not apply to their names
+    custom = set() if ALGORITHMS.get(recipe.name) is recipe else recipe.own()  # PARAMETERS is not for their names
 
     def check(name: str, value: Any, default: Any) -> None:
         check_value(recipe.name, name, value, default, in_range=name not in custom)
