@@ -23,9 +23,26 @@ def data_show(
     column: Annotated[
         list[str] | None, typer.Option(help="Column mapping EXPECTED=ACTUAL, such as response=answer.")
     ] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help='The prompt from other columns, as data.prompt: "{Body} {Question}".')
+    ] = None,
+    response: Annotated[str | None, typer.Option(help="The response from another column, as data.response.")] = None,
+    answer: Annotated[str | None, typer.Option(help="The reference answer, as data.answer: Answer.")] = None,
+    chosen: Annotated[str | None, typer.Option(help="The better response, as data.chosen.")] = None,
+    rejected: Annotated[str | None, typer.Option(help="The worse response, as data.rejected.")] = None,
+    system: Annotated[str | None, typer.Option(help="A system message for every row, as data.system.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print statistics as JSON.")] = False,
 ) -> None:
-    """Print the rendered rows: trained tokens in colour, lengths, problems."""
+    """Print the rows as training would see them: trained tokens in colour, lengths, problems.
+
+    oxrl data show rows.jsonl
+
+    oxrl data show pairs.jsonl --algorithm dpo --column chosen=better --column rejected=worse
+
+    oxrl data show svamp.jsonl --algorithm grpo --prompt "{Body} {Question}" --answer Answer
+    """
+    given = {"prompt": prompt, "response": response, "answer": answer, "chosen": chosen, "rejected": rejected}
+    template = {name: text for name, text in {**given, "system": system}.items() if text is not None}
     with exit_on_user_error():
         from oxrl.diagnose.data import inspect_data, print_report
         from oxrl.run.folder import resolve_weights
@@ -34,7 +51,7 @@ def data_show(
         if invalid := [left for left, equals, right in pairs if not (left and equals and right)]:
             raise ValueError(f"--column looks like response=answer, not {invalid[0]!r}")
         columns = {left: right for left, _, right in pairs}
-        report = inspect_data(file, resolve_weights(model), algorithm, max_len, columns)
+        report = inspect_data(file, resolve_weights(model), algorithm, max_len, columns, template)
     if json_:
         typer.echo(json.dumps(report.statistics()))
     else:
