@@ -75,13 +75,31 @@ def data_prepare(
         str | None, typer.Option(help="Text after each question, instead of the dataset's default; may be empty.")
     ] = None,
     size: Annotated[int, typer.Option(min=1, help="Number of training rows of a gym:TASK.")] = 1000,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a prepared dataset whose splits or rows are others.")
+    ] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the dataset card as JSON.")] = False,
 ) -> None:
-    """Download a dataset and convert it to files for training: oxrl data prepare gsm8k"""
+    """Download a dataset, or read a local copy, and convert it to files for training.
+
+    oxrl data prepare gsm8k
+
+    oxrl data prepare gsm8k --from train=train.jsonl --from test=test.jsonl
+
+    oxrl data prepare gym:leg_counting --size 500
+    """
     with exit_on_user_error():
         from oxrl.data.prepare import prepare, read_card
 
-        folder = prepare(name, files=from_ or (), output=output, splits=split or (), instruction=instruction, size=size)
+        folder = prepare(
+            name,
+            files=from_ or (),
+            output=output,
+            splits=split or (),
+            instruction=instruction,
+            size=size,
+            overwrite=overwrite,
+        )
         card = read_card(folder)
     if json_:
         typer.echo(json.dumps({"folder": str(folder), **card}))
