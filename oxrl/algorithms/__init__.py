@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oxrl.names import check_keywords, find_name, import_object, import_path_of
@@ -20,6 +22,11 @@ def __getattr__(name: str) -> Any:
 
         return ALGORITHMS
     raise AttributeError(f"module 'oxrl.algorithms' has no attribute {name!r}")
+
+
+def summaries() -> dict[str, str]:
+    """Name -> one line about each algorithm, from a generated file: torch is not imported."""
+    return tomllib.loads((Path(__file__).parent / "summaries.toml").read_text(encoding="utf-8"))
 
 
 def algorithm(name: str | Callable[..., Any], **parameters: Any) -> Algorithm:

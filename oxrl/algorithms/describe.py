@@ -45,12 +45,14 @@ class Card(NamedTuple):
     rows: str
     needs: list[str]
     example: str
+    use: str = ""  # of the most common algorithms
 
     def __str__(self) -> str:
         parameters = [line for name in self.parameters for line in self._parameter_lines(name)]
         return "\n".join(
             [
                 f"{self.name}: {self.explanation}",
+                *([f"\ntypical use: {self.use}".replace("`", "")] if self.use else []),
                 f"\ntrains on {self.rows}",
                 f"needs {', '.join(self.needs) or 'only the model'}",
                 "\nparameters and their defaults:",
@@ -177,6 +179,7 @@ def explain(name: str) -> Card:
         rows=_rows(built),
         needs=_needs(built),
         example=_example(built, name if ":" in name else recipe.name),
+        use=USES.get(recipe.name, ""),
     )
 
 

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from oxrl.cli import completion
 from oxrl.cli.base import Json, exit_on_user_error, path
 
 app = typer.Typer(no_args_is_help=True, help="Inspect and prepare data.")
@@ -16,8 +17,14 @@ app = typer.Typer(no_args_is_help=True, help="Inspect and prepare data.")
 @app.command("show")
 def data_show(
     file: Annotated[str, typer.Argument(help="Dataset: JSONL, Parquet, CSV or a hub id.")],
-    model: Annotated[str, typer.Option(help="Model whose tokenizer and chat template are used.")] = "smollm2-135m",
-    algorithm: Annotated[str, typer.Option(help="Algorithm that the rows are rendered for.")] = "sft",
+    model: Annotated[
+        str,
+        typer.Option(help="Model whose tokenizer and chat template are used.", autocompletion=completion.models),
+    ] = "smollm2-135m",
+    algorithm: Annotated[
+        str,
+        typer.Option(help="Algorithm that the rows are rendered for.", autocompletion=completion.algorithms),
+    ] = "sft",
     rows: Annotated[int, typer.Option(min=0, help="Number of rows to print in full.")] = 3,
     max_len: Annotated[int | None, typer.Option(min=2, help="Maximum row length in tokens.")] = 2048,
     column: Annotated[
@@ -60,7 +67,10 @@ def data_show(
 
 @app.command("prepare")
 def data_prepare(
-    name: Annotated[str, typer.Argument(help="A name from `oxrl data list`, or gym:TASK.")],
+    name: Annotated[
+        str,
+        typer.Argument(help="A name from `oxrl data list`, or gym:TASK.", autocompletion=completion.datasets),
+    ],
     from_: Annotated[
         list[str] | None,
         typer.Option("--from", help="A local copy in the raw format: FILE or SPLIT=FILE; repeatable."),
@@ -113,7 +123,10 @@ def data_prepare(
 
 @app.command("list")
 def data_list(json_: Json = False) -> None:
-    """List the registered datasets."""
+    """List the datasets that can be used by name.
+
+    oxrl data list
+    """
     from oxrl.data.prepare import DATASETS
 
     if json_:
