@@ -23,6 +23,7 @@ ELSEWHERE = {
     "AGENTS.md": "AGENTS.md",
     "benchmarks/README.md": "benchmarks.md",
     "assets/logo.svg": "assets/logo.svg",
+    "assets/results.svg": "assets/results.svg",
 }
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#\s:]*)(#[^)\s]*)?\)")
 

@@ -7,10 +7,13 @@ import subprocess
 import sys
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import oxrl
-from oxrl.cli import app
+from oxrl.algorithms import ALGORITHMS
+from oxrl.cli import app, completion
+from oxrl.tracking.trackers import TRACKERS
 from tests.engines import need
 from tests.rows import sums, write_jsonl
 from tests.waiting import wait_until
@@ -324,11 +327,65 @@ def test_a_failed_run_exits_with_1_and_saves_its_batch(tmp_path):
     assert rows[0]["id"].startswith("rows.jsonl:")
 
 
-@pytest.mark.parametrize("command", [[], ["train"], ["chat"], ["generate"], ["plot"], ["data", "show"]])
-def test_every_command_has_help(command):
-    done = run(*command, "--help")
-    assert done.exit_code == 0
-    assert "Usage" in done.output
+def commands(command, words=()):
+    """Yield every command below `command` with the words that call it."""
+    below = getattr(command, "commands", None)
+    if below is None:
+        yield words, command
+    else:
+        for name, each in below.items():
+            yield from commands(each, (*words, name))
+
+
+@pytest.mark.parametrize(
+    ("words", "command"), [pytest.param(*each, id=" ".join(each[0])) for each in commands(get_command(app))]
+)
+def test_the_help_of_every_command_has_a_summary_an_example_and_a_line_for_each_option(words, command):
+    summary, *more = [line.strip() for line in command.help.splitlines() if line.strip()]
+    assert summary.endswith(".") and "oxrl " not in summary.replace("`oxrl merge`", ""), summary
+    assert any(line.startswith(" ".join(("oxrl", *words))) for line in more), "an example"
+    unexplained = [each.name for each in command.params if each.name != "help" and not each.help]
+    assert not unexplained
+    assert "Usage" in run(*words, "--help").output
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("train --algorithm dp", {"dpo", "dpop", "dposhift", "dpnll"}),
+        ("train --model smol", {"smollm2-135m"}),
+        ("train --tracker ", set(TRACKERS)),
+        ("train --engine v", {"vllm"}),
+        ("train --backend f", {"fsdp"}),
+        ("algorithms sg", {"sgrpo"}),
+        ("data prepare gs", {"gsm8k"}),
+    ],
+)
+def test_the_shell_completes_names(words, found):
+    line = f"oxrl {words}"
+    env = {"_OXRL_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split(" ")) - 1)}
+    done = CliRunner().invoke(app, [], prog_name="oxrl", env=env)
+    names = set(done.output.split())
+    assert found <= names and all(name.startswith(words.split(" ")[-1]) for name in names)
+
+
+def test_completed_algorithms_are_those_of_the_table():
+    assert dict(completion.algorithms()).keys() == ALGORITHMS.keys()
+
+
+def test_a_tracker_is_chosen_by_an_option(tmp_path):
+    data = write_jsonl(tmp_path / "rows.jsonl", sums(2))
+    command = ("train", "--model", "tiny", "--algorithm", "sft", "--data", data, "--dry-run", "--tracker")
+    wrong = run(*command, "wandbb")
+    assert wrong.exit_code == 2 and "run.trackers" in wrong.output and "'wandb'" in wrong.output
+    done = run(*command, "tensorboard", "--tracker", "mlflow", "--output", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+
+
+def test_the_list_of_models_has_a_header_over_its_columns():
+    header, tiny, *_ = run("models", "list").output.splitlines()
+    assert header.split() == ["name", "size", "architecture", "tasks", "tuning", "status"]
+    assert header.index("architecture") == tiny.index("LlamaForCausalLM")
 
 
 def test_version_prints_the_version():

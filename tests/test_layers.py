@@ -70,8 +70,18 @@ def test_only_config_uses_pydantic():
     assert users == {"config"}
 
 
-@pytest.mark.parametrize("code", ["import oxrl", "from oxrl.cli import app; app(['--help'], standalone_mode=False)"])
-def test_importing_oxrl_and_printing_help_do_not_import_torch(code):
+COMPLETION = """
+import inspect
+from oxrl.cli import completion
+for name, function in inspect.getmembers(completion, inspect.isfunction):
+    assert name.startswith("_") or function()
+"""
+
+
+@pytest.mark.parametrize(
+    "code", ["import oxrl", "from oxrl.cli import app; app(['--help'], standalone_mode=False)", COMPLETION]
+)
+def test_importing_oxrl_printing_help_and_completing_values_do_not_import_torch(code):
     check = f"{code}\nimport sys; heavy = {{'torch', 'transformers', 'datasets', 'peft'}} & set(sys.modules)\n"
     done = subprocess.run(
         [sys.executable, "-c", check + "assert not heavy, heavy"], capture_output=True, text=True, cwd=ROOT

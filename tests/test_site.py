@@ -109,6 +109,16 @@ def test_the_api_page_is_up_to_date():
     assert written == document(), "run: python docs/api_page.py > docs/api.md"
 
 
+def test_the_picture_of_the_readme_shows_the_recorded_measurements():
+    picture = (ROOT / "assets" / "results.svg").read_text()
+    assert picture == import_object(f"{ROOT}/docs/results_figure.py:figure")(), (
+        "run: python docs/results_figure.py > assets/results.svg"
+    )
+    for recorded in ("oxRL 70.8", "TRL 28", "oxRL 4.01", "TRL 8.07", "seed 2", "rewards shuffled"):
+        assert f">{recorded}</text>" in picture
+    assert (ROOT / "README.md").read_text().index("assets/results.svg") < 2500, "on the first screen"
+
+
 def test_the_call_path_of_the_architecture_page_exists():
     page = (ROOT / "docs" / "architecture.md").read_text()
     steps = re.findall(r"^\| \d+\. .*? \| (.+) \| (.+) \|$", page, re.MULTILINE)
@@ -129,6 +139,25 @@ def test_type_checkers_know_every_public_name():
 def test_every_public_name_is_explained():
     names = [(home, name) for home, names in oxrl._HOMES.items() for name in names.split()]
     assert not [f"{home}.{name}" for home, name in names if not explanation(home, name)]
+
+
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        ("callback", "FAQ.md"),
+        ("hyperparameter", "docs/troubleshooting.md"),
+        ("hyperparameter", "FAQ.md"),
+        ("multi-turn environment", "docs/reinforcement.md"),
+        ("notebook", "docs/primitives.md"),
+        ("early stopping", "docs/configuration.md"),
+        ("gradient accumulation", "docs/performance.md"),
+        ("row template", "docs/datasets.md"),
+    ],
+)
+def test_searching_for_a_usual_word_finds_its_page(words, page):
+    """The search of the site indexes the text of its pages."""
+    text = FENCE.sub("", (ROOT / page).read_text()).lower()
+    assert words in text
 
 
 def test_pages_name_no_local_paths_and_no_open_tasks():

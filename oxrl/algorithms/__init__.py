@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oxrl.names import check_keywords, find_name, import_object, import_path_of
@@ -20,6 +22,11 @@ def __getattr__(name: str) -> Any:
 
         return ALGORITHMS
     raise AttributeError(f"module 'oxrl.algorithms' has no attribute {name!r}")
+
+
+def summaries() -> dict[str, str]:
+    """Name -> one line about each algorithm, from a generated file: torch is not imported."""
+    return tomllib.loads((Path(__file__).parent / "summaries.toml").read_text(encoding="utf-8"))
 
 
 def algorithm(name: str | Callable[..., Any], **parameters: Any) -> Algorithm:
@@ -43,10 +50,10 @@ def find(name: str | Callable[..., Any]) -> Recipe:
 
 
 def _check_parameters(recipe: Recipe, given: dict[str, Any]) -> None:
-    from oxrl.algorithms.ranges import check_value
+    from oxrl.algorithms.parameters import check_value
     from oxrl.algorithms.table import ALGORITHMS
 
-    custom = set() if ALGORITHMS.get(recipe.name) is recipe else recipe.own()  # RANGES does not apply to their names
+    custom = set() if ALGORITHMS.get(recipe.name) is recipe else recipe.own()  # PARAMETERS is not for their names
 
     def check(name: str, value: Any, default: Any) -> None:
         check_value(recipe.name, name, value, default, in_range=name not in custom)

@@ -15,7 +15,8 @@ from oxrl.algorithms.assemble import (
     pair_items,
     text_items,
 )
-from oxrl.algorithms.ranges import allowed
+from oxrl.algorithms.online import against_reference_response
+from oxrl.algorithms.parameters import parameter_of
 from oxrl.algorithms.recipes import Recipe
 from oxrl.algorithms.table import ALGORITHMS
 from oxrl.types import Algorithm, AssembleFn
@@ -38,15 +39,20 @@ class Card(NamedTuple):
     explanation: str
     parameters: dict[str, Any]
     allowed: dict[str, str]  # parameter -> description of its range
+    meaning: dict[str, str]
+    typical: dict[str, str]
+    change: dict[str, str]  # parameter -> when to change it
     rows: str
     needs: list[str]
     example: str
+    use: str = ""  # of the most common algorithms
 
     def __str__(self) -> str:
-        parameters = [f"  {name} = {default!r}{self._range(name)}" for name, default in self.parameters.items()]
+        parameters = [line for name in self.parameters for line in self._parameter_lines(name)]
         return "\n".join(
             [
                 f"{self.name}: {self.explanation}",
+                *([f"\ntypical use: {self.use}".replace("`", "")] if self.use else []),
                 f"\ntrains on {self.rows}",
                 f"needs {', '.join(self.needs) or 'only the model'}",
                 "\nparameters and their defaults:",
@@ -55,28 +61,63 @@ class Card(NamedTuple):
             ]
         )
 
-    def parameter_list(self) -> str:
-        """The parameters with defaults and ranges, in one line."""
-        each = [f"`{name} = {default!r}`{self._range(name)}" for name, default in self.parameters.items()]
-        return ", ".join(each) or "none"
+    def _parameter_lines(self, name: str) -> list[str]:
+        line = f"  {name} = {self.parameters[name]!r}"
+        if name not in self.meaning:  # of a custom loss
+            return [line]
+        return [
+            f"{line} ({self.allowed[name]})",
+            f"      {self.meaning[name]}",
+            f"      typical: {self.typical[name]}",
+            f"      when to change: {self.change[name]}",
+        ]
 
-    def _range(self, name: str) -> str:
-        return f" ({self.allowed[name]})" if name in self.allowed else ""
+    def parameter_table(self) -> str:
+        """The parameters as a Markdown table."""
+        if not self.parameters:
+            return "No parameters."
+        rows = [
+            f"| `{name} = {default!r}` | {self.meaning[name]} | {self.allowed[name]} | {self.typical[name]} "
+            f"| {self.change[name]} |"
+            for name, default in self.parameters.items()
+        ]
+        return "\n".join(
+            ["| parameter | meaning | allowed | typical | when to change |", "|---|---|---|---|---|", *rows]
+        )
 
+
+USES = {
+    "sft": "the first step: teach a format, a style or a skill from good responses",
+    "cpt": "before `sft`, if there is much plain text of the domain",
+    "kd": "a smaller model learns from a larger one, on given responses",
+    "opd": "a smaller model learns from a larger one, on its own responses",
+    "dpo": "pairs of a better and a worse response; the default for preferences",
+    "ipo": "few or nearly deterministic pairs, on which DPO overfits",
+    "cdpo": "pairs of which some have wrong labels",
+    "simpo": "pairs, without memory for a reference model; no preference for length",
+    "orpo": "pairs and no SFT before: it trains both at once, without a reference model",
+    "kto": "thumbs up and down instead of pairs",
+    "rm": "a reward model from pairs, for `rlhf` or for ranking",
+    "rft": "a cheap start of RL: SFT on those of its own responses that earn the reward",
+    "online_dpo": "a reward and the simplicity of DPO; less variance than policy gradients",
+    "sgrpo": "answers that a program can verify (mathematics, code); the default for RL",
+    "grpo": "as `sgrpo`, as published: each response counts equally, whatever its length",
+    "dapo": "as `sgrpo`, for prompts of which many are always or never solved",
+    "dr_grpo": "as `sgrpo`, if responses become longer without a gain",
+    "gspo": "mixtures of experts and long responses: one ratio per response",
+    "cispo": "each batch is used for several steps, or rollouts are older than the weights",
+    "rloo": "plain policy gradient with a group baseline, for on-policy training",
+    "ppo": "long or multi-turn responses, rewards per turn or token, one response per prompt",
+    "rlhf": "human preferences: GRPO with the reward model that `rm` trained",
+    "rlaif": "only a strong judge model: GRPO with its grades",
+    "spin": "good responses and no preferences: they are preferred to the model's own",
+}
+"""The most common algorithms and what they are for; the other columns of the table follow from the algorithm."""
 
 _WHICH = """\
-## Which one
-
-| you have | start with | then |
-|---|---|---|
-| good responses | `sft` | `cpt` first, if there is much plain text of the domain |
-| a larger, better model | `kd` on its responses, `opd` on the student's own | |
-| pairs, better and worse | `dpo` | `ipo` or `cdpo` for noisy labels; `simpo` or `orpo` need no reference model |
-| labels good or bad, without pairs | `kto` | |
-| answers that a program can verify | `sgrpo` | see below |
-| human preferences, and prompts | `rm` on the pairs, then `rlhf` | `online_dpo` |
-| only a strong judge | `rlaif` | |
-| a sampler and a filter, and little time | `rft` | |
+Offline algorithms train on files. Online ones sample responses to the prompts during training, which takes most of the
+time; they also train on recorded responses with rewards. Cost is relative to SFT with the same rows: a reference or
+teacher model adds its weights and a forward pass without gradient.
 
 **SGRPO, CISPO or PPO?** All three train on their own samples. They differ in the baseline of a response, and in the
 treatment of tokens whose probability has changed since they were sampled.
@@ -125,16 +166,47 @@ def explain(name: str) -> Card:
     recipe = find(name)
     built = algorithm(name)
     parameters = {each: parameter.default for each, parameter in recipe.schema().items()}
-    ranges = {each: allowed(recipe.name, each) for each in parameters if ":" not in name}
+    custom = recipe.own() if ":" in name else set()
+    texts = {each: text for each in parameters if each not in custom and (text := parameter_of(recipe.name, each))}
     return Card(
         name=name if ":" in name else recipe.name,
         explanation=_explanation(recipe),
         parameters=parameters,
-        allowed={each: range_of.description for each, range_of in ranges.items() if range_of is not None},
+        allowed={each: text.allowed.description for each, text in texts.items()},
+        meaning={each: text.meaning for each, text in texts.items()},
+        typical={each: text.typical for each, text in texts.items()},
+        change={each: text.change for each, text in texts.items()},
         rows=_rows(built),
         needs=_needs(built),
         example=_example(built, name if ":" in name else recipe.name),
+        use=USES.get(recipe.name, ""),
     )
+
+
+def which_table() -> str:
+    """The most common algorithms as a Markdown table: use, data, online or offline, cost."""
+    rows = []
+    for name, use in USES.items():
+        built = algorithm(name)
+        data, kind = _data(built), "offline" if built.online is None else "online"
+        rows.append(f"| [`{name}`](#{name}) | {use} | {data} | {kind} | {_cost(built)} |")
+    return "\n".join(["| algorithm | typical use | data | online or offline | cost |", "|---|---|---|---|---|", *rows])
+
+
+def _data(built: Algorithm) -> str:
+    if built.online is None:
+        return ROWS[_without_partial(built.assemble)]
+    if built.online.items is against_reference_response:
+        return "prompts with a good response"
+    return "prompts" if built.online.reward_source is None else f"prompts, and a {built.online.reward_source}"
+
+
+def _cost(built: Algorithm) -> str:
+    models = {"ref": "a reference model", "teacher": "a teacher"}
+    parts = ["sampling"] if built.online is not None else []
+    parts += [models[other] for other in sorted(built.others)]
+    parts += ["a value head"] if "value" in built.heads else []
+    return ", ".join(parts) or "as SFT"
 
 
 def document() -> str:
@@ -144,6 +216,8 @@ def document() -> str:
         "Generated by `python -m oxrl.algorithms.describe`; `oxrl algorithms NAME` prints the same.",
         "In the formulas w is the chosen response and l the rejected one, h = log p - log ref summed over a response, "
         "s the sigmoid, r a ratio of probabilities, A an advantage.",
+        "## Which one",
+        which_table(),
         _WHICH,
     ]
     for family, names in families().items():
@@ -154,7 +228,8 @@ def document() -> str:
             parts += [
                 f"### {name}",
                 card.explanation,
-                f"Trains on {card.rows}; needs {needs}. Parameters: {card.parameter_list()}.",
+                f"Trains on {card.rows}; needs {needs}.",
+                card.parameter_table(),
             ]
     return "\n\n".join(parts) + "\n"
 

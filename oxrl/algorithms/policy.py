@@ -52,9 +52,9 @@ def clipped(policy: Policy, *, clip_low: float = 0.2, clip_high: float = 0.2, du
 
 
 def grpo(policy: Policy, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None) -> Tensor:
-    """`clipped`, averaged within each sequence first: short and long responses have equal weight. Unit: sequence.
+    """PPO's clipped loss, averaged within each sequence first: short and long responses count equally. Unit: sequence.
 
-    1/|o| sum_t -min(r_t A_t, clip(r_t) A_t). Shao et al. 2024, arXiv:2402.03300 (its KL is `kl.kl_penalty_loss`).
+    1/|o| sum_t -min(r_t A_t, clip(r_t) A_t). Shao et al. 2024, arXiv:2402.03300 (its KL term: `kl_coef`).
     """
     return per_sequence_mean(clipped(policy, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip), policy)
 
@@ -67,7 +67,7 @@ def dr_grpo(
     dual_clip: float | None = None,
     max_length: int = 1024,
 ) -> Tensor:
-    """GRPO with a constant instead of each sequence's length (and, in `credit`, no std). Unit: sequence.
+    """GRPO with a constant instead of each sequence's length (and no division by the std). Unit: sequence.
 
     1/max_length sum_t -min(r_t A_t, clip(r_t) A_t). Liu et al. 2025, arXiv:2503.20783.
     """
@@ -76,9 +76,9 @@ def dr_grpo(
 
 
 def dapo(policy: Policy, *, clip_low: float = 0.2, clip_high: float = 0.28, dual_clip: float | None = None) -> Tensor:
-    """`clipped` with a larger upper clip, all tokens of the step weighted equally. Unit: token.
+    """PPO's clipped loss with a larger upper clip, all tokens of the step weighted equally. Unit: token.
 
-    -min(r A, clip(r, 0.8, 1.28) A); its length penalty is in `credit`. Yu et al. 2025, arXiv:2503.14476.
+    -min(r A, clip(r, 0.8, 1.28) A); its length penalty: `overlong_buffer`. Yu et al. 2025, arXiv:2503.14476.
     """
     return clipped(policy, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
 

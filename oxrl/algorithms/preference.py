@@ -222,14 +222,15 @@ def caldpo(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
 def wpo(pairs: Pairs, *, beta: float = 0.01) -> Tensor:
     """DPO weighted by how likely both responses are under the policy: -w_w w_l log s(beta (h_w - h_l)).
 
-    The weights carry no gradient; see `Pairs`. Zhou et al. 2024, arXiv:2406.11827.
+    A weight is exp of the mean over the tokens of log p - log of the sum of p^2 over the vocabulary, without gradient.
+    Zhou et al. 2024, arXiv:2406.11827.
     """
     w_w, w_l = _required(pairs.weight_chosen, "weight_chosen"), _required(pairs.weight_rejected, "weight_rejected")
     return (at_least_float32(w_w) * w_l).detach() * dpo(pairs, beta=beta)
 
 
 def sampo(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
-    """DPO over equally many tokens: all four sums run over min(n_w, n_l) tokens drawn by `sample_tokens`.
+    """DPO over equally many tokens: all four sums run over min(n_w, n_l) tokens, sampled by the row's id.
 
     Lu et al. 2024, arXiv:2406.10957.
     """
@@ -376,7 +377,7 @@ def tdpo(pairs: Pairs, *, beta: float = 0.1, alpha: float = 0.5, version: int = 
 
 
 def cpo(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
-    """DPO without a reference, plus NLL (see `NLL_WEIGHT`): -log s(beta (log p_w - log p_l)).
+    """DPO without a reference, plus the NLL of chosen: -log s(beta (log p_w - log p_l)).
 
     Xu et al. 2024, arXiv:2401.08417.
     """
@@ -424,7 +425,7 @@ def alpha_dpo(
 
 
 def cposimpo(pairs: Pairs, *, beta: float = 10.0, gamma: float = 5.4) -> Tensor:
-    """SimPO plus CPO's NLL (see `NLL_WEIGHT`): -log s(beta (log p_w / n_w - log p_l / n_l) - gamma).
+    """SimPO plus the NLL of chosen: -log s(beta (log p_w / n_w - log p_l / n_l) - gamma).
 
     From the repository CPO_SIMPO of the authors of CPO, 2024, with its defaults and weight.
     """
@@ -443,7 +444,7 @@ def alphapo(pairs: Pairs, *, beta: float = 2.5, alpha: float = 0.25, gamma: floa
 
 
 def orpo(pairs: Pairs, *, lambda_: float = 0.1) -> Tensor:
-    """A penalty on the odds ratio, on top of NLL (see `NLL_WEIGHT`): -lambda log s(logit q_w - logit q_l).
+    """The NLL of chosen plus a penalty on the odds ratio: -lambda log s(logit q_w - logit q_l).
 
     q = p^(1/n) is the mean probability of a token, logit q = log q - log(1 - q). Hong et al. 2024, arXiv:2403.07691.
     """

@@ -48,6 +48,13 @@ _GREEDY: dict[str, Any] = {
     "online": Online(group_against_greedy, greedy=True, min_group_size=1),
 }
 _ABOUT = {
+    "sft": "Supervised fine-tuning: the likelihood of the responses.",
+    "kd": "Distillation: the likelihood of the responses, and the distribution of a larger teacher model.",
+    "rm": "A reward model: a score head that ranks the responses of a pair.",
+    "kto": "For responses labelled good or bad, without pairs, weighed like gains and losses.",
+    "grpo": "Group relative policy optimization: each response is compared with the others to its prompt.",
+    "reinforce": "The plain policy gradient with a baseline.",
+    "ppo": "Proximal policy optimization, with a value head that estimates the reward at each token.",
     "cpt": "Continued pre-training: SFT over every token of plain text.",
     "dpnll": "DPO plus the NLL of the chosen responses, a mean over tokens (arXiv:2404.19733: over each response).",
     "online_dpo": "DPO on the policy's own responses with the highest and the lowest reward of each prompt.",
@@ -60,7 +67,7 @@ _ABOUT = {
     "remax": "REINFORCE with the reward of the greedy response as baseline.",
     "reinforce_pp": "REINFORCE++: the clipped surrogate with rewards normalised over the step.",
 }
-"""Descriptions of algorithms that share a loss with others, shown before the docstring of the loss."""
+"""The first line of algorithms whose loss is shared with others or starts with a formula."""
 
 
 def _feedback(reward_source: Literal["reward model", "judge"]) -> dict[str, Any]:

@@ -27,7 +27,8 @@ def kto(
 ) -> Tensor:
     """Gains and losses of h against the policy's KL z: w (1 - s(beta (h - z))) if good, w (1 - s(beta (z - h))) if bad.
 
-    s is the sigmoid, w the weight of the side, z the `kl_baseline`. Ethayarajh et al. 2024, arXiv:2402.01306.
+    s is the sigmoid, w the weight of the side, z the mean of h over responses paired with wrong prompts, at least 0.
+    Ethayarajh et al. 2024, arXiv:2402.01306.
     """
     gain = beta * _above_baseline(labelled)
     return (desirable_weight * (-gain).sigmoid()).where(labelled.good, undesirable_weight * gain.sigmoid())

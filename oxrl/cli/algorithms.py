@@ -7,14 +7,25 @@ from typing import Annotated
 
 import typer
 
+from oxrl.cli import completion
 from oxrl.cli.base import Json, exit_on_user_error
 
 
 def algorithms(
-    name: Annotated[str | None, typer.Argument(help="The algorithm to describe.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            help="The algorithm to describe, or a custom loss: FILE.py:FUNCTION.", autocompletion=completion.algorithms
+        ),
+    ] = None,
     json_: Json = False,
 ) -> None:
-    """List the algorithms, or describe one: formula, parameters, requirements, an example."""
+    """List the algorithms, or describe one: formula, parameters, requirements, an example.
+
+    oxrl algorithms
+
+    oxrl algorithms dpo
+    """
     with exit_on_user_error():
         from oxrl.algorithms.describe import FAMILIES, explain, families
 
@@ -30,3 +41,7 @@ def algorithms(
         for family, names in by_family.items():
             typer.secho(f"\n{family}: {FAMILIES[family]}", bold=True)
             typer.echo("\n".join(f"  {each:14} {summary}" for each, summary in names.items()))
+        typer.echo(
+            "\nto start with: sft (good responses), dpo (pairs), kto (labels), sgrpo (rewards); `oxrl algorithms NAME` "
+            "describes one"
+        )

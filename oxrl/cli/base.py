@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from oxrl.cli import completion
 from oxrl.machine.secrets import without_secrets
 
 WRONG_PATH = {
@@ -62,5 +63,15 @@ def exit_on_failure(what: str, resume_hint: Callable[[], str] = str) -> Iterator
         raise typer.Exit(1) from failure
 
 
+Seed = Annotated[int, typer.Option(help="Random seed of the sampling.")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Maximum tokens per reply.")]
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        help="A run's folder, a hub id, a name from `oxrl models list`, a local folder or a .gguf file.",
+        autocompletion=completion.models,
+    ),
+]
+RewardParameter = Annotated[list[str] | None, typer.Option(help="Parameter of the reward: --param strict=true")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Sampling = Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")]

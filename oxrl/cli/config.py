@@ -21,7 +21,10 @@ Set = Annotated[list[str] | None, typer.Option("--set", help="Any config key: --
 
 @app.command("show")
 def config_show(file: File, set_: Set = None, json_: Json = False) -> None:
-    """Print the resolved config with the origin of each value: oxrl config show config.yaml"""
+    """Print the resolved config with the origin of each value.
+
+    oxrl config show config.yaml --set train.lr=1e-4
+    """
     with exit_on_user_error():
         from oxrl.config import trace_stages
         from oxrl.config.reference import as_lines
@@ -52,7 +55,10 @@ def _notes(config: Config) -> list[str]:
 
 @app.command("validate")
 def config_validate(file: File, set_: Set = None, json_: Json = False) -> None:
-    """Validate a file without reading data or models; exit code 2 and all errors if it is invalid."""
+    """Validate a file without reading data or models; exit code 2 and all errors if it is invalid.
+
+    oxrl config validate config.yaml
+    """
     mistakes, notes = _validate(file, set_ or [])
     if json_:
         typer.echo(json.dumps({"valid": not mistakes, "mistakes": mistakes, "remarks": notes}))
@@ -92,7 +98,10 @@ def config_diff(
     other: Annotated[Path, typer.Argument(parser=path, help="YAML file.")],
     json_: Json = False,
 ) -> None:
-    """Print the keys that differ between two files, including defaults: oxrl config diff a.yaml b.yaml"""
+    """Print the keys that differ between two files, including defaults.
+
+    oxrl config diff a.yaml b.yaml
+    """
     with exit_on_user_error():
         left, right = (_flat(file) for file in (one, other))
     keys = [key for key in {**left, **right} if left.get(key) != right.get(key)]
@@ -116,7 +125,10 @@ def _flat(file: Path) -> dict[str, Any]:
 
 @app.command("schema")
 def config_schema() -> None:
-    """Print the JSON schema of a config file, for editors."""
+    """Print the JSON schema of a config file, for editors.
+
+    oxrl config schema > schema.json
+    """
     from oxrl.config.reference import json_schema
 
     typer.echo(json.dumps(json_schema(), indent=1))

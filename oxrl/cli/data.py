@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from oxrl.cli import completion
 from oxrl.cli.base import Json, exit_on_user_error, path
 
 app = typer.Typer(no_args_is_help=True, help="Inspect and prepare data.")
@@ -16,16 +17,39 @@ app = typer.Typer(no_args_is_help=True, help="Inspect and prepare data.")
 @app.command("show")
 def data_show(
     file: Annotated[str, typer.Argument(help="Dataset: JSONL, Parquet, CSV or a hub id.")],
-    model: Annotated[str, typer.Option(help="Model whose tokenizer and chat template are used.")] = "smollm2-135m",
-    algorithm: Annotated[str, typer.Option(help="Algorithm that the rows are rendered for.")] = "sft",
+    model: Annotated[
+        str,
+        typer.Option(help="Model whose tokenizer and chat template are used.", autocompletion=completion.models),
+    ] = "smollm2-135m",
+    algorithm: Annotated[
+        str,
+        typer.Option(help="Algorithm that the rows are rendered for.", autocompletion=completion.algorithms),
+    ] = "sft",
     rows: Annotated[int, typer.Option(min=0, help="Number of rows to print in full.")] = 3,
     max_len: Annotated[int | None, typer.Option(min=2, help="Maximum row length in tokens.")] = 2048,
     column: Annotated[
         list[str] | None, typer.Option(help="Column mapping EXPECTED=ACTUAL, such as response=answer.")
     ] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help='The prompt from other columns, as data.prompt: "{Body} {Question}".')
+    ] = None,
+    response: Annotated[str | None, typer.Option(help="The response from another column, as data.response.")] = None,
+    answer: Annotated[str | None, typer.Option(help="The reference answer, as data.answer: Answer.")] = None,
+    chosen: Annotated[str | None, typer.Option(help="The better response, as data.chosen.")] = None,
+    rejected: Annotated[str | None, typer.Option(help="The worse response, as data.rejected.")] = None,
+    system: Annotated[str | None, typer.Option(help="A system message for every row, as data.system.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print statistics as JSON.")] = False,
 ) -> None:
-    """Print the rendered rows: trained tokens in colour, lengths, problems."""
+    """Print the rows as training would see them: trained tokens in colour, lengths, problems.
+
+    oxrl data show rows.jsonl
+
+    oxrl data show pairs.jsonl --algorithm dpo --column chosen=better --column rejected=worse
+
+    oxrl data show svamp.jsonl --algorithm grpo --prompt "{Body} {Question}" --answer Answer
+    """
+    given = {"prompt": prompt, "response": response, "answer": answer, "chosen": chosen, "rejected": rejected}
+    template = {name: text for name, text in {**given, "system": system}.items() if text is not None}
     with exit_on_user_error():
         from oxrl.diagnose.data import inspect_data, print_report
         from oxrl.run.folder import resolve_weights
@@ -34,7 +58,7 @@ def data_show(
         if invalid := [left for left, equals, right in pairs if not (left and equals and right)]:
             raise ValueError(f"--column looks like response=answer, not {invalid[0]!r}")
         columns = {left: right for left, _, right in pairs}
-        report = inspect_data(file, resolve_weights(model), algorithm, max_len, columns)
+        report = inspect_data(file, resolve_weights(model), algorithm, max_len, columns, template)
     if json_:
         typer.echo(json.dumps(report.statistics()))
     else:
@@ -43,7 +67,10 @@ def data_show(
 
 @app.command("prepare")
 def data_prepare(
-    name: Annotated[str, typer.Argument(help="A name from `oxrl data list`, or gym:TASK.")],
+    name: Annotated[
+        str,
+        typer.Argument(help="A name from `oxrl data list`, or gym:TASK.", autocompletion=completion.datasets),
+    ],
     from_: Annotated[
         list[str] | None,
         typer.Option("--from", help="A local copy in the raw format: FILE or SPLIT=FILE; repeatable."),
@@ -58,13 +85,31 @@ def data_prepare(
         str | None, typer.Option(help="Text after each question, instead of the dataset's default; may be empty.")
     ] = None,
     size: Annotated[int, typer.Option(min=1, help="Number of training rows of a gym:TASK.")] = 1000,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a prepared dataset whose splits or rows are others.")
+    ] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the dataset card as JSON.")] = False,
 ) -> None:
-    """Download a dataset and convert it to files for training: oxrl data prepare gsm8k"""
+    """Download a dataset, or read a local copy, and convert it to files for training.
+
+    oxrl data prepare gsm8k
+
+    oxrl data prepare gsm8k --from train=train.jsonl --from test=test.jsonl
+
+    oxrl data prepare gym:leg_counting --size 500
+    """
     with exit_on_user_error():
         from oxrl.data.prepare import prepare, read_card
 
-        folder = prepare(name, files=from_ or (), output=output, splits=split or (), instruction=instruction, size=size)
+        folder = prepare(
+            name,
+            files=from_ or (),
+            output=output,
+            splits=split or (),
+            instruction=instruction,
+            size=size,
+            overwrite=overwrite,
+        )
         card = read_card(folder)
     if json_:
         typer.echo(json.dumps({"folder": str(folder), **card}))
@@ -78,7 +123,10 @@ def data_prepare(
 
 @app.command("list")
 def data_list(json_: Json = False) -> None:
-    """List the registered datasets."""
+    """List the datasets that can be used by name.
+
+    oxrl data list
+    """
     from oxrl.data.prepare import DATASETS
 
     if json_:

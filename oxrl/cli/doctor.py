@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from oxrl.cli import completion
 from oxrl.cli.base import Json
 from oxrl.machine.packages import install_command
 
@@ -14,13 +15,18 @@ COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 
 def doctor(
-    model: Annotated[str | None, typer.Argument(help="A model to check: a name, a folder or a hub id.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A model to check: a name, a folder or a hub id.", autocompletion=completion.models),
+    ] = None,
     data: Annotated[
         str | None, typer.Option(help="A dataset to check: a file, or a name from `oxrl data list`.")
     ] = None,
     json_: Json = False,
 ) -> None:
     """Check this machine and print problems with their fixes; exit code 1 if training cannot start.
+
+    oxrl doctor
 
     oxrl doctor smollm2-135m --data rows.jsonl
     """

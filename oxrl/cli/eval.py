@@ -11,23 +11,23 @@ from typing import Annotated, Any
 
 import typer
 
-from oxrl.cli.base import Json, exit_on_failure, path
+from oxrl.cli.base import Json, ModelArgument, RewardParameter, Seed, exit_on_failure, path
 
 
 def evaluate(
-    model: Annotated[str, typer.Argument(help="A run's folder, or any model.")],
+    model: ModelArgument,
     data: Annotated[
         str | None, typer.Option(help="A file, a hub id, or a name from `oxrl data list`: gsm8k, mbpp:validation.")
     ] = None,
     reward: Annotated[
         str | None, typer.Option(help="A name from `oxrl rewards list` or FILE.py:FUNCTION; default the dataset's.")
     ] = None,
-    param: Annotated[list[str] | None, typer.Option(help="Parameter of the reward: --param strict=true")] = None,
+    param: RewardParameter = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first rows.")] = None,
     samples: Annotated[int, typer.Option(min=1, help="Completions per prompt; several give pass@k.")] = 1,
     k: Annotated[str | None, typer.Option(help="Values of k for pass@k: 1,4,8; default powers of two.")] = None,
     temperature: Annotated[
-        float | None, typer.Option(min=0, help="Default 0 (greedy); 0.8 with several samples.")
+        float | None, typer.Option(min=0, help="Sampling temperature; default 0 (greedy), 0.8 with several samples.")
     ] = None,
     max_tokens: Annotated[
         int, typer.Option(min=1, help="Maximum tokens per completion; longer ones are truncated.")
@@ -36,7 +36,7 @@ def evaluate(
         str | None, typer.Option(help="Another model or run to compare with on the same prompts.")
     ] = None,
     full: Annotated[float, typer.Option(help="Reward at which a completion counts as solved.")] = 1.0,
-    seed: Annotated[int, typer.Option()] = 0,
+    seed: Seed = 0,
     output: Annotated[Path | None, typer.Option(parser=path, help="JSONL file for all completions.")] = None,
     harness: Annotated[
         str | None, typer.Option(help="Instead of --data: comma-separated tasks of lm-evaluation-harness.")
@@ -44,7 +44,14 @@ def evaluate(
     include_path: Annotated[Path | None, typer.Option(parser=path, help="Folder with custom --harness tasks.")] = None,
     json_: Json = False,
 ) -> None:
-    """Evaluate a model on held-out rows: oxrl eval runs/grpo --data gsm8k --against smollm2-135m"""
+    """Evaluate a model on held-out rows: mean reward with its confidence interval.
+
+    oxrl eval runs/grpo --data gsm8k --against smollm2-135m
+
+    oxrl eval runs/grpo --data held_out.jsonl --reward number_match --samples 8
+
+    oxrl eval runs/grpo --harness arc_easy,hellaswag --limit 100
+    """
     with exit_on_failure("the evaluation"):
         if (data is None) == (harness is None):
             raise ValueError("give --data FILE or NAME, or --harness TASKS, one of the two")

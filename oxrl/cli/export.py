@@ -8,15 +8,25 @@ from typing import Annotated
 
 import typer
 
+from oxrl.cli import completion
 from oxrl.cli.base import Json, exit_on_failure, path
 
 Source = Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, or any model.")]
-Output = Annotated[Path, typer.Option(parser=path, help="Output folder.")]
-Dtype = Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")]
+Output = Annotated[Path, typer.Option(parser=path, help="Output folder; it must be new or empty.")]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        help="Type of the written weights: auto (as stored), float32, bfloat16 or float16.",
+        autocompletion=completion.dtypes,
+    ),
+]
 
 
 def merge(run: Source, output: Output, dtype: Dtype = "auto", json_: Json = False) -> None:
-    """Merge a LoRA adapter into its base model: oxrl merge runs/lora --output merged"""
+    """Write a LoRA run as a plain model: the adapter is merged into its base. `export`, for adapters only.
+
+    oxrl merge runs/lora --output merged
+    """
     with exit_on_failure("the export"):
         from oxrl.run.export import merge_run
 
@@ -27,15 +37,28 @@ def merge(run: Source, output: Output, dtype: Dtype = "auto", json_: Json = Fals
 def export(
     run: Source,
     output: Output,
-    adapter: Annotated[bool, typer.Option("--adapter", help="Export the LoRA adapter without merging.")] = False,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Write the LoRA adapter alone, without merging it.")
+    ] = False,
     dtype: Dtype = "auto",
     push: Annotated[
         str | None, typer.Option(metavar="OWNER/NAME", help="Also upload to the hub; needs HF_TOKEN.")
     ] = None,
-    public: Annotated[bool, typer.Option("--public", help="With --push: make it public.")] = False,
+    public: Annotated[
+        bool, typer.Option("--public", help="With --push: make the repository public; default private.")
+    ] = False,
     json_: Json = False,
 ) -> None:
-    """Write the best weights of a run with tokenizer and model card: oxrl export runs/rl --output model"""
+    """Write the model of any run for transformers, vLLM and others: best weights, tokenizer, model card.
+
+    A LoRA adapter is merged into its base, as by `oxrl merge`, or kept with --adapter.
+
+    oxrl export runs/rl --output model
+
+    oxrl export runs/lora --output adapter --adapter
+
+    oxrl export runs/rl --output model --push OWNER/NAME
+    """
     with exit_on_failure("the export"):
         from oxrl.run.export import export_model, push_model
 

@@ -8,17 +8,22 @@ from typing import Annotated, Any
 
 import typer
 
-from oxrl.cli.base import Sampling, exit_on_user_error, path
+from oxrl.cli.base import MaxNewTokens, ModelArgument, Sampling, Seed, exit_on_user_error, path
 
 
 def chat(
-    model: Annotated[str, typer.Argument(help="A run's folder, or any model.")],
+    model: ModelArgument,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    max_new_tokens: MaxNewTokens = 256,
     temperature: Sampling = 0.7,
-    seed: Annotated[int, typer.Option()] = 0,
+    seed: Seed = 0,
 ) -> None:
-    """Chat with a model; an empty line or Ctrl-D ends the session."""
+    """Chat with a model; an empty line or Ctrl-D ends the session.
+
+    oxrl chat smollm2-135m
+
+    oxrl chat runs/first --system "Answer briefly." --temperature 0
+    """
     from oxrl.run.train import open_model
     from oxrl.types import GenerationConfig, Message
 
@@ -61,18 +66,23 @@ class _TokenStream:
 
 
 def generate(
-    model: Annotated[str, typer.Argument(help="A run's folder, or any model.")],
+    model: ModelArgument,
     prompt: Annotated[list[str] | None, typer.Option(help="A user message; repeatable.")] = None,
     data: Annotated[
         Path | None, typer.Option(parser=path, help="A file of prompts, in any format that `oxrl train` reads.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    max_new_tokens: MaxNewTokens = 256,
     temperature: Sampling = 0.0,
-    seed: Annotated[int, typer.Option()] = 0,
+    seed: Seed = 0,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first rows of --data.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
 ) -> None:
-    """Generate completions: oxrl generate smollm2-135m --prompt "What is the capital of Peru?" """
+    """Generate replies to prompts, and print them.
+
+    oxrl generate smollm2-135m --prompt "What is the capital of Peru?"
+
+    oxrl generate runs/first --data prompts.jsonl --limit 20 --json > replies.jsonl
+    """
     from oxrl.run.train import open_model
     from oxrl.types import GenerationConfig
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from oxrl.cli import completion
 from oxrl.cli.base import Json, exit_on_user_error, path
 
 app = typer.Typer(no_args_is_help=True, help="The model catalogue and its verification records.")
@@ -15,24 +16,39 @@ app = typer.Typer(no_args_is_help=True, help="The model catalogue and its verifi
 
 @app.command("list")
 def models_list(json_: Json = False) -> None:
-    """List the catalogue: size, architecture, task, strategy and whether the model was verified."""
+    """List the catalogue: size, architecture, tasks, tuning, and whether the model was verified.
+
+    oxrl models list
+    """
     from oxrl.models.catalog import catalog
 
     entries = catalog().values()
     if json_:
         typer.echo(json.dumps({entry.name: _card(entry) for entry in entries}))
         return
-    for entry in entries:
-        about = f"{entry.size:18} {entry.architecture:35} {', '.join(entry.tasks):10} {entry.strategy:5}"
-        typer.echo(f"{entry.name:29} {about} {entry.status}")
+    header = ("name", "size", "architecture", "tasks", "tuning", "status")
+    rows = [(e.name, e.size, e.architecture, ", ".join(e.tasks), e.strategy, e.status) for e in entries]
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    for number, row in enumerate((header, *rows)):
+        line = "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        typer.secho(line, bold=number == 0)
+    typer.echo("tuning: full weights or LoRA, by default; config-ready: not verified here; not yet: cannot be trained")
 
 
-ModelName = Annotated[str, typer.Argument(metavar="NAME", help="From `oxrl models list`, or its hub id.")]
+ModelName = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME", help="A name from `oxrl models list`, or its hub id.", autocompletion=completion.models
+    ),
+]
 
 
 @app.command("show")
 def models_show(name: ModelName, json_: Json = False) -> None:
-    """Print the catalogue entry of a model and its verification record."""
+    """Print the catalogue entry of a model and its verification record.
+
+    oxrl models show qwen3-0.6b
+    """
     with exit_on_user_error():
         from oxrl.models.catalog import find_entry, record_of
 
@@ -55,7 +71,10 @@ def _card(entry: Any) -> dict[str, Any]:
 
 @app.command("config")
 def models_config(name: ModelName) -> None:
-    """Print an initial config: oxrl models config qwen3-0.6b > config.yaml"""
+    """Print a config to start from.
+
+    oxrl models config qwen3-0.6b > config.yaml
+    """
     with exit_on_user_error():
         from oxrl.config import check_config
         from oxrl.config.tasks import example_config
@@ -77,7 +96,10 @@ def models_verify(
         Path | None, typer.Option(parser=path, help="Output file of the record; default NAME.json.")
     ] = None,
 ) -> None:
-    """Train the model for two steps each of SFT, DPO and GRPO, check the results, and write a record."""
+    """Train the model for two steps each of SFT, DPO and GRPO, check the results, and write a record.
+
+    oxrl models verify qwen3-0.6b --output qwen3-0.6b.json
+    """
     with exit_on_user_error():
         from oxrl.diagnose.verify_model import verify_entry, write_record
         from oxrl.models.catalog import find_entry
@@ -97,7 +119,10 @@ def models_verify(
 
 @app.command("fetch")
 def models_fetch(name: ModelName, json_: Json = False) -> None:
-    """Download a model for use without network: oxrl models fetch qwen3-0.6b"""
+    """Download a model for use without network, and print its folder.
+
+    oxrl models fetch qwen3-0.6b
+    """
     with exit_on_user_error():
         from oxrl.run.export import fetch_model
 

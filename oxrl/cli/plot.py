@@ -13,9 +13,14 @@ from oxrl.cli.base import exit_on_user_error, path
 def plot(
     run: Annotated[Path, typer.Argument(parser=path, help="A run's folder.")],
     output: Annotated[Path | None, typer.Option(parser=path, help="PNG file; default RUN/curves.png.")] = None,
-    metric: Annotated[list[str] | None, typer.Option(help="Metrics to plot; default a selection.")] = None,
+    metric: Annotated[list[str] | None, typer.Option(help="A metric to plot; repeatable; default a selection.")] = None,
 ) -> None:
-    """Plot the metrics of a run in the terminal and to a PNG file."""
+    """Plot the metrics of a run in the terminal and to a PNG file.
+
+    oxrl plot runs/first
+
+    oxrl plot runs/first --metric reward --metric entropy --output curves.png
+    """
     with exit_on_user_error():
         from oxrl.run.folder import last_stage
         from oxrl.tracking.plot import plot_run

@@ -8,14 +8,18 @@ from typing import Annotated, Any
 
 import typer
 
-from oxrl.cli.base import Json, exit_on_user_error
+from oxrl.cli import completion
+from oxrl.cli.base import Json, RewardParameter, exit_on_user_error
 
 app = typer.Typer(no_args_is_help=True, help="List and test reward functions.")
 
 
 @app.command("list")
 def rewards_list(json_: Json = False) -> None:
-    """List the reward functions with their descriptions and parameters."""
+    """List the reward functions with their descriptions and parameters.
+
+    oxrl rewards list
+    """
     from oxrl.rewards import describe_rewards
 
     cards = describe_rewards()
@@ -34,10 +38,13 @@ def rewards_list(json_: Json = False) -> None:
 
 @app.command("test")
 def rewards_test(
-    name: Annotated[str, typer.Argument(help="A name from `oxrl rewards list`, or FILE.py:FUNCTION.")],
+    name: Annotated[
+        str,
+        typer.Argument(help="A name from `oxrl rewards list`, or FILE.py:FUNCTION.", autocompletion=completion.rewards),
+    ],
     data: Annotated[str, typer.Option(help="Rows with a reference answer: JSONL, Parquet, CSV or a hub id.")],
     limit: Annotated[int, typer.Option(min=1, help="Only the first rows.")] = 200,
-    param: Annotated[list[str] | None, typer.Option(help="Parameter of the reward: --param strict=true")] = None,
+    param: RewardParameter = None,
     pays_for: Annotated[
         str | None,
         typer.Option(help="answer, form or opinion; default inferred from the fields that the reward reads."),
@@ -51,7 +58,12 @@ def rewards_test(
     workers: Annotated[int, typer.Option(min=1, help="Completions graded concurrently, for judges.")] = 1,
     json_: Json = False,
 ) -> None:
-    """Test a reward on rows: correct, wrong and adversarial completions. Exit code 1 if it can be gamed."""
+    """Test a reward on rows: correct, wrong and adversarial completions. Exit code 1 if it can be gamed.
+
+    oxrl rewards test number_match --data prompts.jsonl
+
+    oxrl rewards test my_rewards.py:my_reward --data prompts.jsonl --limit 50
+    """
     with exit_on_user_error():
         from oxrl.run.reward import try_named_reward
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from oxrl.cli import completion
 from oxrl.cli.base import exit_on_failure, exit_on_user_error, path
 from oxrl.cli.plan import show_plans
 from oxrl.run.launch import restarted
@@ -22,7 +23,12 @@ if TYPE_CHECKING:
     from oxrl.run.train import RunResult
 
 
-Model = Annotated[str | None, typer.Option(help="Hub id, name from `oxrl models list`, local folder or .gguf file.")]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        help="Hub id, name from `oxrl models list`, local folder or .gguf file.", autocompletion=completion.models
+    ),
+]
 
 
 def train(
@@ -30,35 +36,63 @@ def train(
     model: Model = None,
     task: Annotated[
         str | None,
-        typer.Option(help="math, math-hard, code, reasoning, instruct or chat: algorithm, data and reward in one."),
+        typer.Option(
+            help="math, math-hard, code, reasoning, instruct or chat: algorithm, data and reward in one.",
+            autocompletion=completion.tasks,
+        ),
     ] = None,
     algorithm: Annotated[
         str | None,
-        typer.Option(help="A name from `oxrl algorithms` (default sgrpo), or a custom loss: FILE.py:FUNCTION."),
+        typer.Option(
+            help="A name from `oxrl algorithms` (default sgrpo), or a custom loss: FILE.py:FUNCTION.",
+            autocompletion=completion.algorithms,
+        ),
     ] = None,
-    data: Annotated[str | None, typer.Option(help="Training rows: JSONL, Parquet, CSV or a hub id.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Training rows: JSONL, Parquet, CSV, or a hub id; see `oxrl data show`.")
+    ] = None,
     val: Annotated[str | None, typer.Option(help="Held-out rows for evaluation.")] = None,
     reward: Annotated[
-        str | None, typer.Option(help="Reward function: a name from `oxrl rewards list`, or FILE.py:FUNCTION.")
+        str | None,
+        typer.Option(
+            help="Reward function: a name from `oxrl rewards list`, or FILE.py:FUNCTION.",
+            autocompletion=completion.rewards,
+        ),
     ] = None,
     output: Annotated[
         Path | None,
         typer.Option(parser=path, help="Run folder; default: a new one, checkpoints/EXPERIMENT_ID with a number."),
     ] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps per pass, instead of all the data.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Optimizer steps per epoch, instead of one pass over the data.")
+    ] = None,
     batch_size: Annotated[int | None, typer.Option(help="Rows per optimizer step on each training device.")] = None,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
     lora: Annotated[bool, typer.Option("--lora", help="Train a LoRA adapter instead of all weights.")] = False,
     seed: Annotated[int | None, typer.Option(help="Fixes data order, dropout and new weights.")] = None,
     backend: Annotated[
-        str | None, typer.Option(help="Training backend: auto, local, fsdp, deepspeed, ray, or FILE.py:RECORD.")
+        str | None,
+        typer.Option(
+            help="Training backend: auto, local, fsdp, deepspeed, ray, or FILE.py:RECORD.",
+            autocompletion=completion.backends,
+        ),
     ] = None,
     engine: Annotated[
-        str | None, typer.Option(help="Inference engine: embedded, vllm, http, or FILE.py:RECORD.")
+        str | None,
+        typer.Option(
+            help="Inference engine: embedded, vllm, http, or FILE.py:RECORD.", autocompletion=completion.engines
+        ),
+    ] = None,
+    tracker: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Also log metrics to mlflow, tensorboard, wandb or trackio; repeatable.",
+            autocompletion=completion.trackers,
+        ),
     ] = None,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", help="Any config key: --set train.weight_decay=0.1")
+        list[str] | None, typer.Option("--set", help="Any config key, repeatable: --set train.weight_decay=0.1")
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Resume the run in --output; without it, the latest of this experiment.")
@@ -76,7 +110,7 @@ def train(
 
     oxrl train --model smollm2-135m --algorithm grpo --data prompts.jsonl --reward number_match --output runs/rl
 
-    oxrl train --model smollm2-135m --task math --lora
+    oxrl train --model smollm2-135m --task math --lora --tracker tensorboard
 
     oxrl train --output runs/first --resume
     """
@@ -95,6 +129,7 @@ def train(
         "run.seed": seed,
         "run.backend": backend,
         "inference_engine.name": engine,
+        "run.trackers": tracker or None,
     }
     make_optional("stdout")  # the result of a run is its folder
     overrides = [f"{key}={json.dumps(value)}" for key, value in flags.items() if value is not None]

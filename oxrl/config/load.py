@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ValidationError
 
 from oxrl.config.schema import Config
+from oxrl.data.fill import TEMPLATED
 from oxrl.machine.secrets import without_secrets
 from oxrl.names import did_you_mean, nearest_name
 from oxrl.parsing import Lines, ParseError, parse_yaml, parse_yaml_with_lines, read_yaml_text
@@ -213,6 +214,9 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
         raw = raw[section]
         if not isinstance(raw, dict):
             raise ConfigError(f"{section} must be a section with keys, such as {key}, not {raw!r}")
+    if sections[-1] == "data" and key in TEMPLATED and value.lstrip().startswith("{"):
+        raw[key] = value.strip()  # a row template, which YAML would read as a mapping
+        return
     try:
         raw[key] = parse_yaml(value, f"the value of {key_path.strip()}")
     except ParseError as error:

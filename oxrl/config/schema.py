@@ -9,7 +9,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from oxrl.algorithms import algorithm, find
 from oxrl.config.registry import (
@@ -24,6 +33,7 @@ from oxrl.config.registry import (
     shardings,
 )
 from oxrl.config.tasks import fill_task, find_task
+from oxrl.data.fill import TEMPLATED, placeholders
 from oxrl.machine.secrets import secrets_in
 from oxrl.models.chat_templates import TEMPLATES
 
@@ -326,6 +336,19 @@ class Rollout(_Section):
         return self
 
 
+def _fillable(template: Any) -> Any:
+    if isinstance(template, Mapping):  # {Question} without quotes is a mapping in YAML
+        raise ValueError('write a text with braces in quotes: "{Body} {Question}"')
+    if isinstance(template, str):
+        placeholders(template)
+    if template == "":
+        raise ValueError("it is empty: give a column or a text, or leave it out")
+    return template
+
+
+Template = Annotated[str | None, BeforeValidator(_fillable)]
+
+
 class Data(_Section):
     """The dataset: a registered name, or files."""
 
@@ -337,6 +360,16 @@ class Data(_Section):
     train_dnames: list[str] | None = Field(None, description="names of the datasets to mix")
     train_ratios: dict[str, float] | None = Field(None, description="sampling ratio of each dataset; default by size")
     columns: dict[str, str] = Field({}, description="column name expected here -> column name in the file")
+    prompt: Template = Field(
+        None, description='the prompt from other columns: a name, or text with names in braces, "{Body} {Question}"'
+    )
+    response: Template = Field(None, description="the response, likewise")
+    answer: Template = Field(None, description="the reference answer, likewise: a column name such as Answer")
+    chosen: Template = Field(None, description="the better response, likewise")
+    rejected: Template = Field(None, description="the worse response, likewise")
+    system: Template = Field(
+        None, description='a system message for every row; may have names of columns in braces, as in "Topic: {topic}"'
+    )
     format: str | None = Field(None, description="name of the row format; default inferred from the columns")
     max_seq_len: int | None = Field(2048, ge=2, description="maximum tokens of a row, prompt and completion together")
     overlong: Literal["drop", "truncate", "error"] = Field("drop", description="handling of rows over max_seq_len")
@@ -364,12 +397,19 @@ class Data(_Section):
             )
         if self.train_ratios is not None and set(self.train_ratios) != set(self.train_files):
             raise ValueError(f"train_ratios must name exactly the datasets {sorted(self.train_files)}")
+        if twice := sorted(self.template.keys() & self.columns.keys()):
+            raise ValueError(f"{twice[0]} and columns.{twice[0]} are both set: leave one out")
         ratios = (self.train_ratios or {"": 1.0}).values()
         if min(ratios) < 0 or max(ratios) == 0:
             raise ValueError(
                 f"train_ratios must be 0 or more, and at least one greater than 0, not {self.train_ratios}"
             )
         return self
+
+    @property
+    def template(self) -> dict[str, str]:
+        """The columns that are defined from others."""
+        return {name: text for name in TEMPLATED if (text := getattr(self, name)) is not None}
 
     @property
     def train_files(self) -> dict[str, str]:

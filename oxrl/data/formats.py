@@ -14,6 +14,7 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Any, NamedTuple
 
+from oxrl.data.fill import TEMPLATED, fill_column
 from oxrl.names import did_you_mean
 from oxrl.parsing import parse_json
 from oxrl.types import Message, Sample
@@ -68,14 +69,24 @@ class Format(NamedTuple):
         return " + ".join("|".join(group) for group in self.needs)
 
 
-def to_sample(row: RawRow, *, columns: Mapping[str, str] | None = None, format: str | None = None) -> Sample:
-    """Convert one row; the sample's id is `row.where`. `columns` maps our column names to the row's."""
+def to_sample(
+    row: RawRow,
+    *,
+    columns: Mapping[str, str] | None = None,
+    format: str | None = None,
+    template: Mapping[str, str] | None = None,
+) -> Sample:
+    """Convert one row; the sample's id is `row.where`. `columns` maps our column names to the row's.
+
+    `template` defines columns from others: `{"prompt": "{Body} {Question}", "answer": "Answer"}`.
+    """
     try:
         if row.error:
             raise BadRow(row.error)
-        named = _Columns(row.columns, columns or {})
+        named = _Columns(row.columns, columns or {}, template or {})
         name = _checked_format(format, named) if format is not None else _recognise(named)
         sample = FORMATS[name].convert(named)
+        named.check_template_used(name)
         _refuse_media(named.rest)
     except BadRow as bad:
         raise BadRow(bad.reason, row.where) from None
@@ -88,9 +99,11 @@ def _refuse_media(rest: Mapping[str, Any]) -> None:
         raise BadRow(f"it has {media[0]!r}, but models of text cannot read images, audio or video; remove the column")
 
 
-def recognise(raw: Mapping[str, Any], *, columns: Mapping[str, str] | None = None) -> str:
+def recognise(
+    raw: Mapping[str, Any], *, columns: Mapping[str, str] | None = None, template: Mapping[str, str] | None = None
+) -> str:
     """`recognise({"instruction": "Add.", "output": "4"}) == "alpaca"`."""
-    return _recognise(_Columns(raw, columns or {}))
+    return _recognise(_Columns(raw, columns or {}, template or {}))
 
 
 def _recognise(columns: _Columns) -> str:
@@ -113,7 +126,7 @@ def _checked_format(name: str, columns: _Columns) -> str:
 class _Columns:
     """The columns of one row under our names; `rest` has the columns that no format has taken, the metadata."""
 
-    def __init__(self, raw: Mapping[str, Any], mapping: Mapping[str, str]) -> None:
+    def __init__(self, raw: Mapping[str, Any], mapping: Mapping[str, str], template: Mapping[str, str]) -> None:
         for ours, theirs in mapping.items():
             if ours not in COLUMNS:
                 raise ValueError(
@@ -121,9 +134,23 @@ class _Columns:
                     f"names: {', '.join(sorted(COLUMNS))}"
                 )
             if theirs not in raw:
-                raise BadRow(f"columns maps {ours!r} to {theirs!r}, but the row has {', '.join(raw) or 'no columns'}")
-        self.rest = dict(raw)
-        self._theirs = {name: name for name in raw if name not in mapping.values()} | dict(mapping)
+                hint = did_you_mean(theirs, raw)
+                raise BadRow(
+                    f"columns maps {ours!r} to {theirs!r}, but the row has {', '.join(raw) or 'no columns'}{hint}"
+                )
+        filled = {_FILLED + name: _filled_column(name, template[name], raw) for name in template}
+        hidden = {*mapping.values(), *(other for name in template for other in REPLACED[name])}
+        self.rest = {**raw, **filled}
+        self._theirs = {name: name for name in raw if name not in hidden} | dict(mapping)
+        self._theirs |= {name: _FILLED + name for name in template}
+
+    def check_template_used(self, format: str) -> None:
+        """Raise ValueError for a column of the template that the format did not take."""
+        if unused := [name.removeprefix(_FILLED) for name in self.rest if name.startswith(_FILLED)]:
+            raise ValueError(
+                f"the template defines {unused[0]}, but rows of the format {format!r} do not use it: leave it out, or "
+                "define the prompt as well"
+            )
 
     def first(self, *names: str) -> str | None:
         """Return the first of these columns that has a value."""
@@ -145,6 +172,18 @@ class _Columns:
 
     def __str__(self) -> str:
         return ", ".join(name if self.first(name) else f"{name} (None)" for name in self._theirs) or "none"
+
+
+_FILLED = "\0"  # before the name of a column that the template defines
+
+
+def _filled_column(name: str, template: str, raw: Mapping[str, Any]) -> Any:
+    if name not in TEMPLATED:
+        raise ValueError(f"a template defines {', '.join(TEMPLATED)}, not {name!r}{did_you_mean(name, TEMPLATED)}")
+    try:
+        return fill_column(name, template, raw)
+    except ValueError as error:
+        raise BadRow(f"{name}: {error}") from None
 
 
 def _chat(columns: _Columns, name: str) -> Sample:
@@ -246,6 +285,13 @@ FORMATS: dict[str, Format] = {
     "text": Format((("text",),), _text),
     "prompt": Format((("prompt", "question"),), _prompt_only),
 }
+_REPLIES = ("response", "completion", "output", "answer", "chosen", "rejected", "responses")
+REPLACED: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("response", "answer", "chosen", "rejected"), _REPLIES),
+    "prompt": (*PROMPTS, "input", "messages", "conversations", "text"),
+    "system": ("system",),
+}
+"""Columns of a file that count as metadata if a template defines the key."""
 NEEDED = {name for form in FORMATS.values() for group in form.needs for name in group}
 COLUMNS = NEEDED | {"input", "system", "tools"}
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from oxrl.data.fill import fill
 from oxrl.data.sources import load_samples
 from oxrl.types import Sample
 
@@ -21,17 +22,9 @@ def fill_prompts(template: str, rows: Iterable[Mapping[str, Any]], *, system: st
 
 def _fill(template: str, row: Mapping[str, Any], number: int) -> str:
     try:
-        return template.format_map(row)
-    except KeyError as error:
-        raise ValueError(
-            f"row {number} has no column {error} for the template; it has: {', '.join(row)}. "
-            "Write a literal brace twice: {{ and }}"
-        ) from error
-    except (IndexError, ValueError) as error:
-        raise ValueError(
-            f"the template cannot be filled: {error}; placeholders have names, as in {{question}}; write a literal "
-            "brace twice: {{ and }}"
-        ) from error
+        return fill(template, row)
+    except ValueError as error:
+        raise ValueError(f"row {number}: {error}") from None
 
 
 def as_prompt(sample: Sample) -> Sample:

@@ -43,6 +43,7 @@ def load_samples(
     source: Source,
     *,
     columns: Mapping[str, str] | None = None,
+    template: Mapping[str, str] | None = None,
     format: str | None = None,
     bad_rows: Literal["stop", "skip"] = "stop",
     limit: int | None = None,
@@ -50,6 +51,7 @@ def load_samples(
 ) -> Loaded:
     """Load the samples of any source, at most `limit`; `columns` maps our column names to the source's.
 
+    `template` defines columns from others: `{"prompt": "{Body} {Question}", "answer": "Answer", "system": "Be brief"}`.
     Without `format` the first valid row determines it, and a later row of another format is a bad row. A bad row raises
     `BadRow`, or is skipped and listed (`bad_rows="skip"`). If no row is valid, ValueError is raised in any case.
     """
@@ -62,8 +64,8 @@ def load_samples(
     first_format = format
     for row in read_rows(source, split=split):
         try:
-            sample = to_sample(row, columns=columns, format=format)
-            name = format or recognise(row.columns, columns=columns)
+            sample = to_sample(row, columns=columns, format=format, template=template)
+            name = format or recognise(row.columns, columns=columns, template=template)
             if first_format not in (None, name):
                 raise BadRow(f"its format is {name!r}, but that of the rows before it is {first_format!r}", row.where)
         except BadRow as bad:

@@ -9,7 +9,7 @@ import math
 import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -54,6 +54,7 @@ class Report:
     tokenizer: PreTrainedTokenizerBase
     context: int | None = None  # tokens that the model was made for
     prompts_only: bool = False  # the algorithm samples: trained tokens do not exist yet
+    answers: Mapping[str, str] = field(default_factory=dict)  # reference answers by the id of the row
 
     def statistics(self) -> dict[str, Any]:
         """Return the numbers of `--json`. Only the lengths include over-long rows, to help choose a limit."""
@@ -81,10 +82,17 @@ class Report:
         return [row for row in self.rows if first[row.tokens.tobytes()] is not row]
 
 
-def inspect_data(file: str, model: str, algorithm_name: str, max_len: int | None, columns: Mapping[str, str]) -> Report:
+def inspect_data(
+    file: str,
+    model: str,
+    algorithm_name: str,
+    max_len: int | None,
+    columns: Mapping[str, str],
+    template: Mapping[str, str] | None = None,
+) -> Report:
     """Read and render `file` as training would, but skip rows that would stop training."""
     chosen = algorithm(algorithm_name)
-    loaded = load_samples(file, columns=columns, bad_rows="skip")
+    loaded = load_samples(file, columns=columns, template=template, bad_rows="skip")
     tokenizer = load_tokenizer(model)
     render = Renderer(tokenizer, max_len=max_len)
     prompts_only = is_online(chosen, loaded.samples)
@@ -107,6 +115,7 @@ def inspect_data(file: str, model: str, algorithm_name: str, max_len: int | None
         tokenizer=tokenizer,
         context=context_length(ModelConfig(model)),
         prompts_only=prompts_only,
+        answers={sample.id: sample.answer for sample in map(as_prompt, loaded.samples) if sample.answer is not None},
     )
 
 
@@ -138,6 +147,8 @@ def print_report(report: Report, rows: int) -> None:
     for row in report.rows[:rows]:
         console.print(Text.assemble("\n", (row.id, "bold"), f"  {len(row)} tokens, {int(row.mask.sum())} trained"))
         console.print(paint(pieces(row, report.tokenizer)))
+        if report.prompts_only and row.id in report.answers:
+            console.print(f"reference answer: {report.answers[row.id].translate(CONTROL)}")
     if report.rows[:rows]:
         console.print(Text("\n").append_text(LEGENDS[paint]))
     _print_lengths(console, report)

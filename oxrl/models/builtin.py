@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from oxrl.weights.integrity import apply_umask
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -94,8 +96,7 @@ def prepare_builtin(name: str) -> Path:
             unfinished = folder.with_name(f".{folder.name}.part")
             shutil.rmtree(unfinished, ignore_errors=True)
             builtin.build(unfinished)
-            for file in unfinished.iterdir():
-                file.chmod(0o644)  # safetensors files are readable by the owner only, and a cache may be shared
+            apply_umask(unfinished)  # a cache may be shared
             unfinished.rename(folder)
             logger.info("built-in model %s is ready in %s", name, folder)
     return folder

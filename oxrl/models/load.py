@@ -8,6 +8,7 @@ Adding adapters is in `lora`, sharding in the backends.
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import sys
 from collections.abc import Iterable
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _MEDIA_CONFIGS = {"vision_config": "images", "audio_config": "audio"}
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
+TRAINED_BASE = "oxrl_base.json"  # of an exported adapter: the built-in model that it was trained on
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -348,9 +350,34 @@ def _log_catalogued(name: str, source: str) -> None:
 def adapter_base(folder: str) -> str:
     """Return the base model of an adapter, also if it is a built-in model in another machine's cache folder."""
     base = read_adapter_config(folder).get("base_model_name_or_path")
+    if (marker := Path(folder) / TRAINED_BASE).is_file():
+        return str(read_json(marker)["model"])
     if not base:
         raise ValueError(f"the adapter in {folder} does not name its base model; set base_model_name_or_path there")
     return base if Path(base).is_dir() else builtin_named_by(base) or str(base)
+
+
+def name_public_base(folder: Path) -> None:
+    """Name the base of an adapter as others find it: by its hub id or built-in name instead of a cache folder.
+
+    The copy of a hub model that is built in has rounded weights. Its name is kept in a file, from which oxRL loads it.
+    """
+    settings = read_adapter_config(folder)
+    base = Path(str(settings["base_model_name_or_path"]))
+    if (name := builtin_named_by(str(base))) is not None:
+        hub = catalog()[name].hub
+        settings["base_model_name_or_path"] = hub or name
+        if hub is not None:
+            (folder / TRAINED_BASE).write_text(json.dumps({"model": name}) + "\n", encoding="utf-8")
+            logger.warning(
+                "the adapter was trained on the built-in copy of %s, whose weights are rounded to 4 bits: on the "
+                "weights of the hub its output differs a little. `oxrl merge` writes the weights that were trained",
+                hub,
+            )
+    elif base.parent.name == "snapshots" and base.parents[1].name.startswith("models--"):  # the hub's cache
+        settings["base_model_name_or_path"] = base.parents[1].name.removeprefix("models--").replace("--", "/")
+        settings["revision"] = base.name
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _as_config(config: ModelConfig | str) -> ModelConfig:

@@ -29,7 +29,15 @@ from oxrl.machine.hardware import processor_name
 from oxrl.tracking.files import is_full_disk
 from oxrl.types import Backend, TrainingState
 from oxrl.weights.checkpoint_names import index_weights
-from oxrl.weights.integrity import STATE_FILE, CorruptCheckpointError, check_files, digests, read_sealed, seal
+from oxrl.weights.integrity import (
+    STATE_FILE,
+    CorruptCheckpointError,
+    apply_umask,
+    check_files,
+    digests,
+    read_sealed,
+    seal,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,6 +91,7 @@ def _seal_and_publish(state: TrainingState, draft: Path, final: Path) -> None:
             "float16"
         )
     record = {**state._asdict(), "files": digests(draft)}
+    apply_umask(draft)
     sealed = {**record, "seal": seal(record), "environment": environment()}
     (draft / STATE_FILE).write_text(json.dumps(sealed, indent=1), encoding="utf-8")
     _publish(draft, final)

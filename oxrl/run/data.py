@@ -44,7 +44,7 @@ def load_train_files(config: Config) -> dict[str, Loaded]:
 
 def _load(config: Config, path: str) -> Loaded:
     data = config.data
-    return load_samples(path, columns=data.columns, format=data.format, bad_rows=data.bad_rows)
+    return load_samples(path, columns=data.columns, template=data.template, format=data.format, bad_rows=data.bad_rows)
 
 
 def is_online(algorithm: Algorithm, samples: Sequence[Sample]) -> bool:

@@ -13,13 +13,14 @@ from typing import Any
 import oxrl
 from oxrl.models.builtin import prepare_builtin
 from oxrl.models.catalog import find_entry
-from oxrl.models.load import check_model, find_model, load_model, load_tokenizer
+from oxrl.models.load import check_model, find_model, load_model, load_tokenizer, name_public_base
 from oxrl.models.lora import save_adapter, save_merged
 from oxrl.models.reward_model import HEADS
 from oxrl.parsing import read_json, read_yaml
 from oxrl.run.folder import resolve_weights
 from oxrl.tracking.metrics import read_metrics
 from oxrl.types import ModelConfig
+from oxrl.weights.integrity import apply_umask
 
 
 def merge_run(source: str, output: str | Path, *, dtype: str = "auto") -> Path:
@@ -51,6 +52,7 @@ def export_model(source: str, output: str | Path, *, adapter: bool = False, dtyp
         draft.mkdir(parents=True)
         _write_model(settings, draft, as_adapter=adapter)
         (draft / "README.md").write_text(_card(source, weights), encoding="utf-8")
+        apply_umask(draft)
         if folder.exists():
             folder.rmdir()
         draft.rename(folder)
@@ -67,6 +69,7 @@ def _write_model(settings: ModelConfig, draft: Path, *, as_adapter: bool) -> Non
     model = load_model(settings, is_trainable=False)
     if as_adapter:
         save_adapter(model, draft)
+        name_public_base(draft)
     elif find_model(settings.name).kind == "adapter":
         save_merged(model, draft)
     else:

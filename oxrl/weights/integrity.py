@@ -16,6 +16,17 @@ STATE_FILE = "training_state.json"
 _ONLY_FOR_RESUME = ("optimizer.safetensors", "rng.safetensors", "reference.safetensors", "shards/")
 
 
+def apply_umask(folder: Path) -> None:
+    """Give all files of a folder the permissions of a new file; safetensors writes its own for the owner alone."""
+    probe = folder / ".permissions"  # `os.umask` would have to set it to read it, for all threads
+    probe.touch()
+    permissions = probe.stat().st_mode
+    probe.unlink()
+    for file in folder.rglob("*"):
+        if file.is_file() and not file.is_symlink():
+            file.chmod(file.stat().st_mode | permissions)
+
+
 class CorruptCheckpointError(ValueError):
     """A checkpoint whose files have changed since they were written; the message begins with the file."""
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,9 @@ from typer.testing import CliRunner
 
 from oxrl.algorithms import ALGORITHMS, algorithm
 from oxrl.algorithms.describe import document, explain
-from oxrl.algorithms.ranges import RANGES, allowed
+from oxrl.algorithms.parameters import PARAMETERS, parameter_of
 from oxrl.cli import app
+from oxrl.config import ConfigError, check_config
 from oxrl.types import Batch, Outputs, Row
 from tests.rows import write_jsonl
 
@@ -80,16 +82,30 @@ def test_an_invalid_name_or_value_is_an_error_with_what_is_allowed(name, paramet
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_parameter_has_a_range_and_its_default_is_within(name):
+def test_every_parameter_has_its_line_and_its_default_is_within_the_range(name):
+    card, printed = explain(name), str(explain(name))
     for parameter, declared in ALGORITHMS[name].schema().items():
-        range_of = allowed(name, parameter)
-        assert isinstance(declared.default, bool) or range_of is not None, f"{parameter} is not in RANGES"
-        assert declared.default is None or range_of is None or range_of.holds(declared.default)
+        text = parameter_of(name, parameter)
+        assert text is not None, f"{parameter} is not in PARAMETERS"
+        assert declared.default is None or text.allowed.holds(declared.default)
+        assert all(text[field].strip() for field in (0, 2, 3)), f"{parameter} has an empty text"
+        for line in (text.meaning, text.typical, text.change):
+            assert line in printed
+            assert line in card.parameter_table()
+    assert not re.search(r"`[A-Z_]{4,}`", printed), "the name of a constant explains nothing"
 
 
-def test_every_range_belongs_to_a_parameter():
+def test_every_text_belongs_to_a_parameter():
     known = {f"{name}.{each}" for name, recipe in ALGORITHMS.items() for each in recipe.schema()}
-    assert all(key in known if "." in key else any(k.endswith(f".{key}") for k in known) for key in RANGES)
+    overridden = {key for key in PARAMETERS if "." in key}
+    used = known - overridden
+    assert all(key in known if "." in key else any(k.endswith(f".{key}") for k in used) for key in PARAMETERS)
+
+
+def test_a_config_with_a_parameter_out_of_its_range_names_the_range():
+    raw = {"model": {"name": "tiny"}, "data": {"train_files_path": "x"}}
+    with pytest.raises(ConfigError, match="simpo: beta is -1; it must be above 0"):
+        check_config({**raw, "train": {"alg_name": "simpo", "alg_params": {"beta": -1}}})
 
 
 def test_a_value_within_its_range_is_kept():
@@ -134,7 +150,7 @@ def test_a_custom_loss_works_where_a_name_works(tmp_path):
         algorithm(f"{file}:shifted", shitf=1.0)
     with pytest.raises(ValueError, match="finite"):
         algorithm(f"{file}:shifted", shift=math.nan)
-    assert algorithm(f"{file}:shifted", beta=-2.0).parameters["beta"] == -2.0  # RANGES does not apply
+    assert algorithm(f"{file}:shifted", beta=-2.0).parameters["beta"] == -2.0  # PARAMETERS does not apply
     with pytest.raises(ValueError, match="at least 0"):
         algorithm(f"{file}:plain", kl_coef=-1.0)
     assert algorithm(f"{file}:plain").needs == ("sampler",)

@@ -131,6 +131,18 @@ def test_overrides_take_precedence_over_the_file(tmp_path):
         load_config(written(tmp_path, GOOD), ["lr 3"])
 
 
+def test_a_row_template_is_text_also_where_yaml_would_read_a_mapping(tmp_path):
+    overrides = ["data.prompt={Body} {Question}", "data.response={Answer}", "data.system='Be brief.'"]
+    template = {"prompt": "{Body} {Question}", "response": "{Answer}", "system": "Be brief."}
+    assert load_config(written(tmp_path, GOOD), overrides).data.template == template
+    with pytest.raises(ConfigError, match="placeholders have the names of columns"):
+        load_config(written(tmp_path, GOOD), ["data.prompt={Body"])
+    with pytest.raises(ConfigError, match="data.prompt: write a text with braces in quotes"):
+        check_config({"model": {"name": "tiny"}, "data": {"train_files_path": "x", "prompt": {"Body": None}}})
+    with pytest.raises(ConfigError, match="prompt and columns.prompt are both set"):
+        load_config(written(tmp_path, GOOD), ["data.prompt=a", "data.columns={prompt: b}"])
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [

@@ -126,6 +126,7 @@ REFERENCE = (
 )  # fmt: skip
 INFERRED = (*RL, "reward.reward_func=null")  # a number reward, which a random model never earns
 MIXED = (*SFT, "data.train_files_path={{one: {home.rows}, two: {home.more}}}")
+RENAMED = (*SFT, "data.train_files_path={home.renamed}")
 LONG = (*SFT, "data.train_files_path={home.long}")
 LIMITED = (*RL, "reward.reward_func={home.limited}:seconds_left", "train.train_steps_per_epoch=1")
 CODE = (*RL, "reward.reward_func=code_reward_func")
@@ -240,6 +241,10 @@ def share_of_more(run):
 
 def text_drawn(run):
     return sorted(run.tokenizer.decode(item[0].tokens) for item in run.source.get_prompts(4))
+
+
+def rejected_drawn(run):
+    return sorted(run.tokenizer.decode(item[1].tokens) for item in run.source.get_prompts(4))
 
 
 def engine_settings(name):
@@ -394,7 +399,13 @@ KEYS = {
     "data.val_files_path": Effect("{home.more}", prepared(lambda run: len(run.held_out)), SFT, 4),
     "data.train_dnames": Effect(["mine"], of_config(lambda config: list(config.data.train_files)), SFT, ["mine"]),
     "data.train_ratios": Effect({"one": 0.25, "two": 0.75}, prepared(share_of_more), MIXED, 6),
-    "data.columns": Effect({"response": "ours"}, prepared(text_drawn), (*SFT, "data.train_files_path={home.renamed}")),
+    "data.columns": Effect({"response": "ours"}, prepared(text_drawn), RENAMED),
+    "data.prompt": Effect("{{ours}} {{prompt}}", prepared(text_drawn), RENAMED),
+    "data.response": Effect("ours", prepared(text_drawn), RENAMED),
+    "data.answer": Effect("ours", prepared(lambda run: run.rows[0].answer), (*RL, *RENAMED[-1:]), "reply 0"),
+    "data.chosen": Effect("prompt", prepared(text_drawn), PAIRS),
+    "data.rejected": Effect("{{prompt}} never", prepared(rejected_drawn), PAIRS),
+    "data.system": Effect("Be brief.", prepared(text_drawn), SFT),
     "data.format": Effect("preference", rows_drawn, SFT),
     "data.max_seq_len": Effect(30, size, LONG, 3),
     "data.overlong": Effect("truncate", size, (*LONG, "data.max_seq_len=30"), 4),

@@ -257,3 +257,59 @@ def test_a_row_with_an_image_or_audio_is_refused_by_its_number(column: str) -> N
     for nothing in (None, [], ""):
         assert to_sample(RawRow("rows:4", {**columns, column: nothing})).answer == "a cat"
     assert to_sample(RawRow("rows:5", {**columns, "image_count": 2, "imagination": "x"})).answer == "a cat"
+
+
+SVAMP = {"Body": "Tom has 3.", "Question": "How many?", "Answer": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("raw", "template", "fields"),
+    [
+        (SVAMP, {"prompt": "{Body} {Question}", "answer": "Answer"}, ("Tom has 3. How many?", "3.0")),
+        (SVAMP, {"prompt": "{{{Question}}} {Answer:.2f}"}, ("{How many?} 3.00", None)),
+        ({"q": "Hi", "answer": "4"}, {"prompt": "q"}, ("Hi", "4")),
+        ({"instruction": "Hi", "output": "4"}, {"prompt": "{instruction}", "answer": "output"}, ("Hi", "4")),
+        ({"messages": PROMPT, "final": 4}, {"answer": "final"}, ("Hi", "4")),
+        ({"prompt": "Hi", "answer": "no", "good": "4"}, {"answer": "{good}"}, ("Hi", "4")),
+    ],
+)
+def test_a_template_defines_prompt_and_answer_and_the_columns_it_replaces_are_metadata(raw, template, fields) -> None:
+    sample = to_sample(RawRow("a:1", raw), template=template)
+    (message,) = sample.messages
+    assert (message.content, sample.answer) == fields
+    hidden = raw.keys() - {"messages", "prompt"} if "prompt" not in template else raw.keys() - {"answer"}
+    assert hidden <= sample.metadata.keys()
+    assert not any(name.startswith("\0") for name in sample.metadata)
+
+
+def test_a_template_defines_preferences_and_a_system_message() -> None:
+    raw = {
+        "topic": "greetings",
+        "said": "Hi",
+        "better": [{"role": "assistant", "content": "Hello!"}],
+        "worse": "Go away.",
+    }
+    template = {"prompt": "said", "chosen": "better", "rejected": "{worse}", "system": "On {topic}."}
+    sample = to_sample(RawRow("a:1", raw), template=template)
+    assert sample.messages == (Message("system", "On greetings."), HI)
+    assert (sample.chosen, sample.rejected) == ((HELLO,), (GO_AWAY,))
+
+
+@pytest.mark.parametrize(
+    ("raw", "template", "message"),
+    [
+        (SVAMP, {"prompt": "{Body} {question}"}, "a:1: prompt: it has no column 'question' .* did you mean Question"),
+        (SVAMP, {"prompt": "Qestion"}, "a:1: prompt: it has no column 'Qestion' .* did you mean Question"),
+        ({**SVAMP, "Body": None}, {"prompt": "{Body}"}, "a:1: prompt: the column 'Body' of the template has no value"),
+        ({**SVAMP, "Answer": float("nan")}, {"prompt": "Body", "answer": "Answer"}, "'Answer' of the template has no"),
+        ({"Body": PROMPT}, {"prompt": "{Body}!"}, "a:1: prompt: the column 'Body' is a list"),
+        ({"Body": "  "}, {"prompt": "{Body}"}, "a:1: prompt is empty"),
+        ({"messages": CHAT, "r": "x"}, {"response": "r"}, "the template defines response, but rows of the format"),
+        (SVAMP, {"promt": "{Body}"}, "not 'promt'; did you mean prompt"),
+    ],
+)
+def test_a_template_that_does_not_fit_a_row_is_refused_with_the_row_and_the_nearest_name(
+    raw, template, message
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        to_sample(RawRow("a:1", raw), template=template)

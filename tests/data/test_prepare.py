@@ -435,6 +435,21 @@ def test_a_failed_preparation_leaves_the_earlier_one_as_it_was(tmp_path):
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
+def test_a_split_is_replaced_only_if_that_was_asked_for(tmp_path):
+    train, test = own_rows("gsm8k")
+    folder = prepare("gsm8k", files=[train, test], output=tmp_path / "out")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(
+        ValueError, match=r"has the splits train, test, of which train .* would be removed: pass --over"
+    ):
+        prepare("gsm8k", files=[test], output=folder)
+    with pytest.raises(ValueError, match=r"of which train \(4 rows\) would be replaced by other rows"):
+        prepare("gsm8k", files=[train, test], instruction="Be brief.", output=folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    prepare("gsm8k", files=[test], output=folder, overwrite=True)
+    assert {path.name for path in folder.iterdir()} == {"test.jsonl", "card.json"}
+
+
 def test_a_folder_with_other_things_in_it_is_not_replaced(tmp_path):
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "thesis.txt").write_text("years of work")
@@ -462,7 +477,10 @@ def test_the_command_prepares_and_reports(tmp_path):
     result = run("data", "prepare", "gsm8k", *files, "--output", tmp_path / "out", "--json")
     card = json.loads(result.stdout.splitlines()[-1])
     assert card["splits"]["train"]["rows"] == 4 and card["reward"] == "gsm8k_reward_func"
-    plain = run("data", "prepare", "gsm8k", *files, "--output", tmp_path / "out", "--split", "test")
+    fewer = ("data", "prepare", "gsm8k", *files, "--output", tmp_path / "out", "--split", "test")
+    refused = run(*fewer)
+    assert refused.exit_code == 2 and "pass --overwrite" in refused.output
+    plain = run(*fewer, "--overwrite")
     assert "5 rows" in plain.stdout and "on real rows" in plain.stdout
     assert [path.name for path in (tmp_path / "out").glob("*.jsonl")] == ["test.jsonl"]
     wrong = run("data", "prepare", "gsm8k", "--from", "rows.jsonl", "--output", tmp_path / "none")

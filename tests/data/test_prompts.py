@@ -19,8 +19,8 @@ def test_placeholders_are_filled_and_the_rest_of_the_row_is_kept():
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{a} and {c}", "row 1 has no column 'c' for the template; it has: a"),
-        ("{}", "placeholders have names"),
+        ("{a} and {c}", "row 1: it has no column 'c' for the template; it has: a"),
+        ("{}", "placeholders have the names of columns"),
         ("{a", "literal brace twice"),
     ],
 )

@@ -211,6 +211,18 @@ def test_the_command_prints_rows_and_suggests_a_file_for_a_wrong_one(tmp_path: P
     assert "did you mean data.jsonl?" in wrong.stderr
 
 
+def test_a_row_template_is_shown_as_rendered_and_a_missing_value_is_named_by_its_row(tmp_path):
+    row = {"Body": "Tom has 3.", "Question": "How many?", "Answer": 3}
+    file = _file(tmp_path, row, {**row, "Question": None})
+    command = ["data", "show", file, "--model", "tiny", "--algorithm", "grpo", "--answer", "Answer"]
+    shown = CliRunner().invoke(app, [*command, "--prompt", "{Body} {Question}", "--system", "Be brief."]).output
+    assert "Tom has 3. How many?<|im_end|>" in shown and "system↵\nBe brief." in shown
+    assert "reference answer: 3" in shown
+    assert "data.jsonl:2: prompt: the column 'Question' of the template has no value" in shown
+    wrong = CliRunner().invoke(app, [*command, "--prompt", "{Body} {question}"])
+    assert wrong.exit_code == 2 and "did you mean Question?" in wrong.output
+
+
 def test_prompts_of_an_online_algorithm_are_shown_as_rendered(tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "2+2?", "answer": "4"}\n')

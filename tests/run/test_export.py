@@ -1,7 +1,9 @@
 """Exported models: complete weights that other libraries load, with the logits of the run's own model."""
 
 import json
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from typer.testing import CliRunner
 from oxrl.cli import app
 from oxrl.config import check_config
 from oxrl.models.builtin import prepare_builtin
-from oxrl.models.load import load_model, load_tokenizer
+from oxrl.models.load import adapter_base, load_model, load_tokenizer, name_public_base
 from oxrl.models.reward_model import HEADS
 from oxrl.run.export import export_model, fetch_model, merge_run, push_model
 from oxrl.run.folder import resolve_weights
@@ -58,6 +60,39 @@ def test_an_adapter_can_be_exported_unmerged(adapted, tmp_path):
     assert torch.allclose(
         logits(loaded), logits(load_model(resolve_weights(str(adapted)), is_trainable=False)), atol=1e-6
     )
+
+
+def test_files_of_checkpoints_and_exports_have_the_permissions_of_new_files(adapted, tmp_path):
+    before = os.umask(0o027)
+    try:
+        folder = export_model(str(adapted), tmp_path / "out")
+    finally:
+        os.umask(before)
+    assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {0o640}
+    (tmp_path / "new").touch()
+    permissions = (tmp_path / "new").stat().st_mode
+    assert {file.stat().st_mode for file in Path(resolve_weights(str(adapted))).iterdir()} == {permissions}
+
+
+def test_an_exported_adapter_names_its_base_as_others_find_it(adapted, tmp_path):
+    folder = export_model(str(adapted), tmp_path / "out", adapter=True)
+    file = folder / "adapter_config.json"
+    settings = json.loads(file.read_text())
+    assert settings["base_model_name_or_path"] == "tiny"
+    cache = "/home/someone/.cache"
+    bases = {
+        f"{cache}/oxrl/smollm2-135m-v1": ("HuggingFaceTB/SmolLM2-135M-Instruct", None),
+        f"{cache}/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/c1899de": ("Qwen/Qwen3-0.6B", "c1899de"),
+        "/home/someone/runs/first/checkpoints/step_0010": ("/home/someone/runs/first/checkpoints/step_0010", None),
+    }
+    for base, named in bases.items():
+        file.write_text(json.dumps({**settings, "base_model_name_or_path": base}))
+        name_public_base(folder)
+        written = json.loads(file.read_text())
+        assert (written["base_model_name_or_path"], written["revision"]) == named
+        builtin = "SmolLM2" in named[0]
+        assert adapter_base(str(folder)) == ("smollm2-135m" if builtin else named[0]), "it is loaded as it was trained"
+        (folder / "oxrl_base.json").unlink(missing_ok=True)
 
 
 def test_the_model_card_names_base_model_data_and_settings(adapted, tmp_path):

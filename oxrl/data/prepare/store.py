@@ -37,19 +37,21 @@ def prepare(
     splits: Sequence[str] = (),
     instruction: str | None = None,
     size: int = 1000,
+    overwrite: bool = False,
 ) -> Path:
     """Prepare a dataset from the hub, or from local `files` ("FILE" or "SPLIT=FILE"), and return its folder.
 
     `splits` are those to prepare, by default all; for one file without a split, the split of its rows. `instruction`
     replaces the one that the dataset appends to each question (empty: none); `size` is for tasks of reasoning-gym. The
-    folder is written atomically, and the same rows give the same bytes.
+    folder is written atomically, and the same rows give the same bytes. A folder with other rows of the dataset is a
+    ValueError, unless `overwrite` is set.
     """
     dataset = find_dataset(name, size)
     folder = Path(output) if output is not None else _folder_of(dataset)
     _check_replaceable(folder, dataset)
     samples, card = prepare_samples(dataset, files, splits, instruction)
     with _locked(folder):
-        _write(folder, dataset, samples, card)
+        _write(folder, dataset, samples, card, overwrite=overwrite)
     return folder
 
 
@@ -74,18 +76,43 @@ def _check_replaceable(folder: Path, dataset: Dataset) -> None:
         raise ValueError(f"{folder} contains something other than {dataset.name}; choose another folder with --output")
 
 
-def _write(folder: Path, dataset: Dataset, samples: Mapping[str, Sequence[Sample]], card: dict[str, Any]) -> None:
+def _write(
+    folder: Path,
+    dataset: Dataset,
+    samples: Mapping[str, Sequence[Sample]],
+    card: dict[str, Any],
+    *,
+    overwrite: bool = False,
+) -> None:
     """Write to a temporary folder next to `folder`, then replace it."""
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
         new, old = Path(scratch) / "new", Path(scratch) / "old"
         new.mkdir()
         card["splits"] = {split: _write_split(new / f"{split}.jsonl", each) for split, each in samples.items()}
         (new / CARD).write_text(json.dumps(card, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        if not overwrite:
+            _check_same_rows(folder, card["splits"])
         if folder.exists():
             folder.rename(old)
         new.rename(folder)
     counts = ", ".join(f"{split} {len(each)}" for split, each in samples.items())
     logger.info("%s: %s rows in %s", dataset.name, counts, folder)
+
+
+def _check_same_rows(folder: Path, splits: Mapping[str, Any]) -> None:
+    """Raise ValueError if a split in the folder would be lost or become another one."""
+    if not (folder / CARD).is_file():
+        return
+    for name, entry in read_card(folder)["splits"].items():
+        file = folder / str(entry["file"])
+        if not file.is_file() or splits.get(name, {}).get("sha256") == sha256_of(file):
+            continue
+        change = "replaced by other rows" if name in splits else "removed"
+        raise ValueError(
+            f"{folder} has the splits {', '.join(read_card(folder)['splits'])}, of which {name} ({entry['rows']} rows) "
+            f"would be {change}: pass --overwrite to replace the folder, or another --output; give the files of all "
+            "splits in one command"
+        )
 
 
 def _write_split(path: Path, samples: Sequence[Sample]) -> dict[str, Any]:
@@ -135,8 +162,8 @@ def split_file(name: str, split: str = "train") -> Path:
     path = folder / str(entry["file"])
     if sha256_of(path) != entry["sha256"]:
         raise ValueError(
-            f"{path} does not match the hash in its card: prepare it again (oxrl data prepare {name}), or set "
-            "data.train_files_path to the file"
+            f"{path} does not match the hash in its card: prepare it again (oxrl data prepare {name} --overwrite), or "
+            "set data.train_files_path to the file"
         )
     return path
 
