@@ -18,6 +18,9 @@ _HOMES = {
         "Sample PolicyClient Score Status Term TrainFuture TrainingBackend TrainingState Turn Weights"
     ),
     "oxrl.algorithms": "ALGORITHMS algorithm",
+    "oxrl.algorithms.policy": "Policy",
+    "oxrl.algorithms.preference": "Pairs",
+    "oxrl.algorithms.supervised": "Tokens",
     "oxrl.backends.local": ("NonFiniteError PyTorchTrainingBackend create_cross_entropy_loss create_pytorch_backend"),
     "oxrl.backends.distributed.deepspeed": "DeepSpeedTrainingBackend",
     "oxrl.backends.distributed.fsdp": "FSDPTrainingBackend",
@@ -41,6 +44,7 @@ _HOMES = {
     "oxrl.generators.probe": "StaleEngineError",
     "oxrl.generators.vllm.server": "vllm_server",
     "oxrl.generators.vllm.engine": "VLLMRolloutEngine",
+    "oxrl.loops.callbacks": "StopTraining",
     "oxrl.loops.evaluate": "evaluate_offline evaluate_online",
     "oxrl.loops.offline": "OfflineConfig SFTTrainingConfig run_offline",
     "oxrl.loops.online": "OnlineConfig RLTrainingConfig prepare_grpo_batch run_online",

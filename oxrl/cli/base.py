@@ -64,3 +64,13 @@ def exit_on_failure(what: str, resume_hint: Callable[[], str] = str) -> Iterator
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Sampling = Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")]
+MaxTokens = Annotated[int, typer.Option(min=1, help="Maximum new tokens per completion.")]
+
+
+def _renamed(value: int | None) -> int | None:
+    if value is not None:
+        typer.secho("--max-new-tokens is now --max-tokens", fg="yellow", err=True)
+    return value
+
+
+FormerMaxTokens = Annotated[int | None, typer.Option("--max-new-tokens", min=1, hidden=True, callback=_renamed)]

@@ -8,13 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
-from oxrl.cli.base import Sampling, exit_on_user_error, path
+from oxrl.cli.base import FormerMaxTokens, MaxTokens, Sampling, exit_on_user_error, path
 
 
 def chat(
     model: Annotated[str, typer.Argument(help="A run's folder, or any model.")],
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    max_tokens: MaxTokens = 256,
+    max_new_tokens: FormerMaxTokens = None,
     temperature: Sampling = 0.7,
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
@@ -33,7 +34,7 @@ def chat(
         if not text:
             break
         history.append(Message("user", text))
-        sampling = GenerationConfig(max_new_tokens, temperature, seed=seed + turn)
+        sampling = GenerationConfig(max_new_tokens or max_tokens, temperature, seed=seed + turn)
         typer.echo("model> ", nl=False)
         try:
             stream = _TokenStream(generator.tokenizer)
@@ -66,7 +67,8 @@ def generate(
     data: Annotated[
         Path | None, typer.Option(parser=path, help="A file of prompts, in any format that `oxrl train` reads.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    max_tokens: MaxTokens = 256,
+    max_new_tokens: FormerMaxTokens = None,
     temperature: Sampling = 0.0,
     seed: Annotated[int, typer.Option()] = 0,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first rows of --data.")] = None,
@@ -82,7 +84,7 @@ def generate(
         ids = [render.prompt(conversation) for conversation in conversations]
     for start in range(0, len(ids), 16):
         part = slice(start, start + 16)
-        sampling = GenerationConfig(max_new_tokens, temperature, seed=seed + start)
+        sampling = GenerationConfig(max_new_tokens or max_tokens, temperature, seed=seed + start)
         for conversation, generation in zip(conversations[part], generator.complete(ids[part], sampling), strict=True):
             question, text = conversation[-1].content, generation.text
             if json_:

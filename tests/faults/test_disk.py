@@ -53,7 +53,7 @@ def test_a_damaged_config_of_a_run_is_reported(tmp_path, content):
     file.write_text(content)
     with pytest.raises(ConfigError):
         recorded_stages(tmp_path)
-    with pytest.raises(ConfigError, match="config.yaml is damaged: remove it, then resume with"):
+    with pytest.raises(ConfigError, match="config.yaml is damaged: remove it, then resume the run"):
         check_resumable(load_config(None, OVERRIDES), file)
 
 

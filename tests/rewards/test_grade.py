@@ -404,7 +404,7 @@ async def test_one_bad_score_of_a_group_is_one_ungraded_rollout_and_a_bad_list_i
     [
         (lambda a, b: 0.0, "takes (a, b)"),
         (lambda: 0.0, "takes ()"),
-        (lambda rollout, *, needed: 0.0, "takes (rollout, needed)"),
+        (lambda rollout, *, needed: 0.0, "takes (rollout, *, needed)"),
         (3, "not callable"),
     ],
 )
