@@ -27,6 +27,7 @@ _HOMES = {
     "oxrl.backends.optimizer": "create_adamw_optimizer create_warmup_cosine_scheduler",
     "oxrl.run.checkpoint": "best_checkpoint intact_checkpoint latest_checkpoint",
     "oxrl.weights.integrity": "CorruptCheckpointError",
+    "oxrl.concurrency": "run_blocking",
     "oxrl.config": "Config ConfigError load_config load_stages",
     "oxrl.evaluation.evaluate": "Evaluation evaluate",
     "oxrl.data.buffer": "DataBuffer MixedBuffer",

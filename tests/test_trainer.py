@@ -272,7 +272,7 @@ def test_python_objects_are_written_into_the_config_as_what_they_were():
     ("reward", "message"),
     [
         ({scaled(1): 1.0, scaled(1.0): "much"}, "a weight is a number, not 'much'"),
-        ([scaled(3), scaled(3)], "two functions have the same name and source"),
+        ([lambda rollout: 1.0, lambda rollout: 2.0], "two functions are called <lambda>; define each with `def`"),
         ({5: 1.0}, "5 is neither the name of a reward nor a function"),
         (5, "reward is a name, a function, a list of them or a mapping to weights, not int"),
     ],

@@ -151,8 +151,9 @@ def _reward_value(given: Any) -> Any:
         weight for weight in weights.values() if isinstance(weight, bool) or not isinstance(weight, int | float)
     ]:
         raise ValueError(f"reward: a weight is a number, not {wrong[0]!r}")
-    if len(weights) < len(given):
-        raise ValueError("reward: two functions have the same name and source; define each under a name of its own")
+    names = [live_name(path) or path.rpartition(":")[2] for path in map(_named, given)]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"reward: two functions are called {twice[0]}; define each with `def` and a name of its own")
     return {each: float(weight) for each, weight in weights.items()}
 
 
