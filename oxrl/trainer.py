@@ -32,7 +32,7 @@ from oxrl.machine.hardware import Hardware, detect_hardware, set_up_process
 from oxrl.models.load import resolve_device
 from oxrl.names import LIVE, renamed_keywords
 from oxrl.rewards.grade import AnyReward
-from oxrl.run.arguments import RewardsLike, Rows, Sections, check_available, log_names, sections_of
+from oxrl.run.arguments import RewardsLike, Rows, Sections, by_argument, check_available, log_names, sections_of
 from oxrl.run.checkpoint import best_checkpoint
 from oxrl.run.export import export_model, push_model
 from oxrl.run.folder import read_recorded
@@ -200,7 +200,10 @@ class Trainer:
         for choice in choices:
             section, _, key = choice.key.partition(".")
             sections.setdefault(section, {})[key] = choice.value
-        return check_config(sections), choices
+        try:
+            return check_config(sections), choices
+        except ConfigError as error:
+            raise ConfigError(by_argument(str(error), wanted)) from None
 
 
 def choose_backend(sections: Sections, *, one_process: bool = False) -> tuple[Choice, ...]:

@@ -1,8 +1,9 @@
 """The documentation pages work: Python blocks are run, commands and their options exist.
 
 The ```python blocks of a page are run in order, in one namespace and an empty folder, with `tiny` instead of
-`smollm2-135m`, inside a running event loop, as in a notebook; those of one page in a real one. A block below `<!-- not run: why -->` is only compiled. Of ```bash blocks, every line that begins with
-`oxrl` is parsed as the command line would, and not run.
+`smollm2-135m`, inside a running event loop, as in a notebook; those of one page in a real one. A block below
+`<!-- not run: why -->` is only compiled. Of ```bash blocks, every line that begins with `oxrl` is parsed as the command
+line would, and not run.
 """
 
 import asyncio

@@ -39,6 +39,17 @@ RewardLike: TypeAlias = str | Reward | Callable[..., Any]
 RewardsLike: TypeAlias = RewardLike | Sequence[RewardLike] | Mapping[RewardLike, float] | Mapping[str, float]
 
 
+ELSEWHERE = {
+    "train_dataset": "data",
+    "eval_dataset": "val",
+    "reward_funcs": "reward",
+    "output_dir": "output",
+    "report_to": "trackers",
+    "max_prompt_length": "max_seq_len",
+}
+"""Arguments of TRL's trainers and configs, besides those that the config knows -> ours, for suggestions."""
+
+
 def sections_of(keywords: Mapping[str, Any]) -> Sections:
     """`sections_of({"lr": 1e-4, "lora": True}) == {"train": {"lr": 1e-4}, "lora": {"enabled": True}}`."""
     sections: Sections = {}
@@ -52,7 +63,7 @@ def sections_of(keywords: Mapping[str, Any]) -> Sections:
 
 def log_names(keywords: Mapping[str, Any]) -> None:
     """Which key an argument sets, where it is called otherwise."""
-    renamed = [f"{name} is {NAMES[name]}" for name in keywords if name in NAMES and f".{name}" not in NAMES[name]]
+    renamed = [f"{name} is {NAMES[name]}" for name in keywords if not NAMES.get(name, name).endswith(name)]
     if renamed:
         logger.info("in the config, %s", ", ".join(renamed))
 
@@ -86,7 +97,7 @@ def _placed(name: str, value: Any) -> list[tuple[str, str, Any]]:
     schema = {section: set(field.annotation.model_fields) for section, field in _schema().items()}
     # `reward` and `data` are also mappings to weights, and of names to rows.
     if name in schema and isinstance(value, Mapping) and (name not in NAMES or set(value) <= schema[name]):
-        return [(name, key, each) for key, each in value.items()]
+        return [_plain(name, key, each) for key, each in value.items()]
     if name == "lora" and isinstance(value, bool):
         return [("lora", "enabled", value)]
     if name in NAMES:
@@ -108,8 +119,22 @@ def _schema() -> dict[str, Any]:
 def _which(name: str, homes: Sequence[str], keys: set[str]) -> str:
     if homes:
         return f"{name} is a key of {' and '.join(homes)}: name the section, as in {homes[0]}={{{name!r}: ...}}"
-    near = nearest_key(name, [*keys, *NAMES])
-    return f"no key of the config is called {name}" + (f"; did you mean {near}?" if near else "; docs/configuration.md")
+    from oxrl.algorithms.table import ALGORITHMS  # imports torch
+
+    if any(name in recipe.schema() for recipe in ALGORITHMS.values()):
+        return f"{name} is a parameter of algorithms: pass it as alg_params={{{name!r}: ...}}"
+    near = ELSEWHERE.get(name) or nearest_key(name, [*keys, *NAMES])
+    near = next((argument for argument, key in NAMES.items() if key.partition(".")[2] == near), near)
+    hint = f"; did you mean {near}?" if near else "; docs/configuration.md"
+    return f"{name} is neither an argument nor a key of the config{hint}"
+
+
+def by_argument(message: str, given: Mapping[str, Any]) -> str:
+    """An error of the config, with the argument that a key was set by."""
+    for name, key in NAMES.items():
+        if name in given and not key.endswith(f".{name}"):
+            message = message.replace(f"{key}:", f"{name} ({key}):")
+    return message
 
 
 def _plain(section: str, key: str, value: Any) -> tuple[str, str, Any]:
@@ -144,17 +169,16 @@ def _reward_value(given: Any) -> Any:
         raise ValueError(
             f"reward is a name, a function, a list of them or a mapping to weights, not {type(given).__name__}"
         )
-    weights = {_named(each): weight for each, weight in given.items()}
-    if wrong := [each for each in given if not (isinstance(each, str | Reward) or callable(each))]:
-        raise ValueError(f"reward: {wrong[0]!r} is neither the name of a reward nor a function")
-    if wrong := [
-        weight for weight in weights.values() if isinstance(weight, bool) or not isinstance(weight, int | float)
-    ]:
-        raise ValueError(f"reward: a weight is a number, not {wrong[0]!r}")
-    names = [live_name(path) or path.rpartition(":")[2] for path in map(_named, given)]
+    for each, weight in given.items():
+        if not (isinstance(each, str | Reward) or callable(each)):
+            raise ValueError(f"reward: {each!r} is neither the name of a reward nor a function")
+        if isinstance(weight, bool) or not isinstance(weight, int | float):
+            raise ValueError(f"reward: a weight is a number, not {weight!r}")
+    paths = [_named(each) for each in given]
+    names = [live_name(path) or path.rpartition(":")[2] for path in paths]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"reward: two functions are called {twice[0]}; define each with `def` and a name of its own")
-    return {each: float(weight) for each, weight in weights.items()}
+    return dict(zip(paths, map(float, given.values()), strict=True))
 
 
 def _data_path(given: Any) -> str:

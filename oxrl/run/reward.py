@@ -250,8 +250,8 @@ def check_reward_source(config: Config) -> str | None:
         return None
     if not given:
         raise ConfigError(
-            f"{config.train.alg_name} learns from rewards: set reward.reward_func (`oxrl rewards list` shows them; "
-            "FILE.py:FUNCTION for a custom one), reward.model or reward.judge"
+            f"{config.train.alg_name} learns from rewards: set reward to a name (`oxrl rewards list` shows them) or a "
+            "function (in a config reward.reward_func, with FILE.py:FUNCTION), or set reward.model or reward.judge"
         )
     return given[0]
 

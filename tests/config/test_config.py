@@ -293,7 +293,7 @@ def test_without_a_reward_it_is_inferred_from_the_rows_and_logged(rows, reward, 
 @pytest.mark.parametrize("row", [{"prompt": "hi"}, {"prompt": "hi", "response": "a long reply, " * 20}])
 def test_a_reward_that_cannot_be_inferred_is_required(row, tmp_path):
     data = str(write_jsonl(tmp_path / "rows.jsonl", [row]))
-    with pytest.raises(ConfigError, match="sgrpo learns from rewards: set reward.reward_func"):
+    with pytest.raises(ConfigError, match="sgrpo learns from rewards: set reward to a name"):
         resolve(config_of(data={"train_files_path": data}))
 
 
