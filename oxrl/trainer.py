@@ -30,7 +30,7 @@ from oxrl.evaluation.evaluate import Evaluation, evaluate
 from oxrl.loops.callbacks import Callbacks, as_logger
 from oxrl.machine.hardware import Hardware, detect_hardware, set_up_process
 from oxrl.models.load import resolve_device
-from oxrl.names import LIVE, renamed_keywords
+from oxrl.names import LIVE, live_name, renamed_keywords
 from oxrl.rewards.grade import AnyReward
 from oxrl.run.arguments import RewardsLike, Rows, Sections, by_argument, check_available, log_names, sections_of
 from oxrl.run.checkpoint import best_checkpoint
@@ -211,8 +211,13 @@ def choose_backend(sections: Sections, *, one_process: bool = False) -> tuple[Ch
     backend = sections.get("run", {}).get("backend", "auto")
     if f'"{LIVE}:' not in json.dumps(sections) and not one_process:
         return ()
-    launched = backend != "auto" and find_backend(backend).processes == "ranks"
-    if launched and "RANK" not in os.environ:  # those of torchrun all run the script
+    processes = "one" if backend == "auto" else find_backend(backend).processes
+    if processes != "one" and live_name(str(sections.get("train", {}).get("alg_name", ""))):
+        raise ConfigError(
+            f"backend={backend!r} trains in processes that cannot import a loss of a script: put it into a file and "
+            "pass algorithm='FILE.py:FUNCTION', or use the backend local"
+        )
+    if processes == "ranks" and "RANK" not in os.environ:  # those of torchrun all run the script
         raise ConfigError(
             f"backend={backend!r} starts processes that cannot import a function of a script: put it into a file and "
             "pass 'FILE.py:FUNCTION', use the backend local or ray, or start the script with torchrun; callbacks and a "
