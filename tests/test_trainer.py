@@ -398,6 +398,27 @@ def test_a_loss_of_ones_own_over_tokens_trains():
     )
     assert second["loss"] == pytest.approx(first["loss"]), "with gamma 0 it is the likelihood"
     assert second["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.trains
+def test_a_run_with_a_loss_of_a_script_is_resumed_with_another_version_of_it(caplog):
+    def loss(tokens: Tokens):
+        return -tokens.logprob
+
+    Trainer("tiny").train(algorithm=loss, data=sums(8), steps=1, output="run")
+
+    def loss(tokens: Tokens):
+        return -2 * tokens.logprob
+
+    with caplog.at_level(logging.WARNING, "oxrl"):
+        Trainer("tiny").train(algorithm=loss, output="run", resume=True, steps=2)
+    assert "another train.alg_name" in caplog.text and "the source of the function has changed" in caplog.text
+    with pytest.raises(ValueError, match="cannot be resumed with 'tests.test_trainer:focal'"):
+        Trainer("tiny").train(algorithm=focal, output="run", resume=True, steps=3)
+
+
+@pytest.mark.trains
+def test_a_loss_that_returns_a_mean_is_refused():
     with pytest.raises(ValueError, match=r"one_number returned a tensor of shape \[\]; return one number per pair"):
         Trainer("tiny").train(algorithm=one_number, data=sums(8), steps=1)
 

@@ -48,6 +48,7 @@ def test_what_is_written_is_read_back_without_loss(tmp_path):
     back = oxrl.read_rollouts(file)
     assert back == [rich(), failed, rich(1)]
     assert [each.sample.conversational for each in back] == [True, False, True]
+    assert back[0].messages[0] == Message("user", "An observation.") and back[0].prompt == "An observation."
     assert digest_of(back) == digest_of([rich(), failed, rich(1)])
     assert len(file.read_text().split("\n")) == 4
 
