@@ -10,6 +10,15 @@ from oxrl.algorithms.kl import (
     create_adaptive_kl as create_adaptive_kl,
     create_truncated_kl as create_truncated_kl,
 )
+from oxrl.algorithms.policy import (
+    Policy as Policy,
+)
+from oxrl.algorithms.preference import (
+    Pairs as Pairs,
+)
+from oxrl.algorithms.supervised import (
+    Tokens as Tokens,
+)
 from oxrl.backends.distributed.deepspeed import (
     DeepSpeedTrainingBackend as DeepSpeedTrainingBackend,
 )
@@ -25,6 +34,9 @@ from oxrl.backends.local import (
 from oxrl.backends.optimizer import (
     create_adamw_optimizer as create_adamw_optimizer,
     create_warmup_cosine_scheduler as create_warmup_cosine_scheduler,
+)
+from oxrl.concurrency import (
+    run_blocking as run_blocking,
 )
 from oxrl.config import (
     Config as Config,
@@ -84,6 +96,9 @@ from oxrl.generators.vllm.engine import (
 )
 from oxrl.generators.vllm.server import (
     vllm_server as vllm_server,
+)
+from oxrl.loops.callbacks import (
+    StopTraining as StopTraining,
 )
 from oxrl.loops.evaluate import (
     evaluate_offline as evaluate_offline,

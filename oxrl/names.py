@@ -1,52 +1,126 @@
 """Names to objects, the nearest name to one that does not exist, and checks of keyword arguments.
 
 An object is named `package.module:name` or `path/to/file.py:name`. A function defined in a script or a notebook has no
-import path: `import_path_of` registers it as `live:name` for the lifetime of the process.
+import path: `import_path_of` registers it as `live:module.name@digest of its source` for the lifetime of the process.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from difflib import get_close_matches
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 LIVE = "live"
+_MOST_HELD = 1000  # values of a list or dict that a digest covers
 _LIVE: dict[str, Any] = {}
 _FOUND: dict[Path, Path] = {}  # absolute paths of files by name: a reward may change the working directory
 
 
-def import_path_of(function: Callable[..., Any]) -> str:
+def import_path_of(given: Any) -> str:
     """Return the path from which `import_object` loads a function; registers it if it cannot be imported."""
-    name = getattr(function, "__qualname__", type(function).__name__)
-    module = getattr(function, "__module__", "__main__")
-    if module != "__main__" and getattr(sys.modules.get(module), name, None) is function:
+    name = str(_own_name(given))
+    module = getattr(given, "__module__", None) or "__main__"
+    if module != "__main__" and getattr(sys.modules.get(module), name, None) is given:
         return f"{module}:{name}"
-    _LIVE[name] = function
-    return f"{LIVE}:{name}"
+    path = f"{LIVE}:{module}.{name}@{source_digest(given)}".replace(" ", "")
+    _LIVE[path] = given
+    return path
+
+
+def _own_name(given: Any) -> Any:
+    """The qualified name of a function; of a partial one that of its function, of a `Reward` its name."""
+    inner = given.func if isinstance(given, partial) else given
+    return getattr(inner, "__qualname__", None) or getattr(inner, "name", None) or type(inner).__qualname__
+
+
+def live_name(import_path: str) -> str | None:
+    """`live_name("live:__main__.length@1f0c9a2e") == "length"`; None for an object that can be imported."""
+    source, _, rest = import_path.partition(":")
+    return rest.partition("@")[0].rpartition(".")[2] if source == LIVE else None
+
+
+def without_digest(import_path: str) -> str:
+    """`without_digest("live:__main__.length@1f0c9a2e") == "live:__main__.length"`; other texts as they are."""
+    return re.sub(rf"^({LIVE}:.*)@[0-9a-f]{{8}}$", r"\1", import_path)
+
+
+def is_available(import_path: str) -> bool:
+    """Whether this process has the function; one that can be imported counts as available."""
+    return live_name(import_path) is None or import_path in _LIVE
+
+
+def source_digest(given: Any) -> str:
+    """Eight hexadecimal digits of the source of a function, and of the functions and plain values that it holds."""
+    return hashlib.sha256("\n".join(_sources(given, set())).encode()).hexdigest()[:8]
+
+
+def _sources(given: Any, seen: set[int]) -> Iterator[str]:
+    """Texts that are the same in every process. Of other objects that a function holds: their class."""
+    if isinstance(given, str | int | float | bool | None):
+        yield repr(given)
+    elif id(given) in seen:
+        return
+    elif isinstance(given, list | tuple | dict) and len(given) <= _MOST_HELD:
+        seen.add(id(given))
+        for each in [*given, *given.values()] if isinstance(given, dict) else given:
+            yield from _sources(each, seen)
+    elif isinstance(given, partial):
+        yield from _sources([given.func, list(given.args), given.keywords], seen)
+    elif isinstance(given, MethodType):
+        yield from _sources([given.__func__, given.__self__], seen)
+    elif isinstance(given, FunctionType):
+        seen.add(id(given))
+        yield _source_of(given, given.__code__)
+        yield from _sources([given.__defaults__, given.__kwdefaults__], seen)
+        for cell in given.__closure__ or ():
+            with suppress(ValueError):  # not yet assigned
+                yield from _sources(cell.cell_contents, seen)
+    else:
+        kind = given if isinstance(given, type) else type(given)
+        yield f"{kind.__module__}.{kind.__qualname__}"
+        if callable(given):
+            yield _source_of(kind, None)
+            yield from _sources(dict(getattr(given, "__dict__", {})) if kind is not given else {}, seen)
+
+
+def _source_of(given: Any, code: CodeType | None) -> str:
+    try:
+        return inspect.getsource(given)
+    except (OSError, TypeError):  # defined at a prompt, or not in Python
+        return "" if code is None else _code_text(code)
+
+
+def _code_text(code: CodeType) -> str:
+    constants = [_code_text(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
+    return " ".join([code.co_code.hex(), *code.co_names, *constants])
 
 
 def import_object(import_path: str) -> Any:
     """Return the object at `import_path`, e.g. `my_rewards.py:length`; raise a ValueError if it cannot be imported."""
-    source, _, name = import_path.rpartition(":")
-    if source == LIVE:
-        if name not in _LIVE:
+    if (live := live_name(import_path)) is not None:
+        if import_path not in _LIVE:
             raise ValueError(
-                f"{name} was defined in the script or notebook that started this run and is not available in this "
-                f"process: resume from there, or move it to a file and refer to it as FILE.py:{name}"
+                f"{live} was defined in the script or notebook that started this run and is not available in this "
+                f"process: pass {live} again, as in Trainer(MODEL).train(output=RUN, resume=True, ...), or move it to "
+                f"a file and refer to it as FILE.py:{live}"
             )
-        return _LIVE[name]
+        return _LIVE[import_path]
+    source, _, name = import_path.rpartition(":")
     path = _found(Path(source))
     try:
         module = _module_of_file(path) if path.suffix == ".py" else importlib.import_module(source)

@@ -6,19 +6,17 @@ A thin layer: it writes a `Config`, and everything below it is public (`tasks`, 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import yaml
 
-from oxrl.config import Config, ConfigError, check_config, load_config, nearest_key
+from oxrl.config import Config, ConfigError, check_config, load_config
 from oxrl.config.registry import find_backend
-from oxrl.data.prepare import DATASETS, data_dir
 from oxrl.diagnose.memory import fitting_batch
 from oxrl.diagnose.plan import (
     Plan,
@@ -29,38 +27,28 @@ from oxrl.diagnose.plan import (
     plan_spec,
 )
 from oxrl.evaluation.evaluate import Evaluation, evaluate
+from oxrl.loops.callbacks import Callbacks, as_logger
 from oxrl.machine.hardware import Hardware, detect_hardware, set_up_process
 from oxrl.models.load import resolve_device
-from oxrl.names import LIVE, import_path_of
+from oxrl.names import LIVE, live_name, renamed_keywords
 from oxrl.rewards.grade import AnyReward
+from oxrl.run.arguments import RewardsLike, Rows, Sections, by_argument, check_available, log_names, sections_of
 from oxrl.run.checkpoint import best_checkpoint
 from oxrl.run.export import export_model, push_model
+from oxrl.run.folder import read_recorded
 from oxrl.run.launch import join_others, run_ranks
 from oxrl.run.placement import ranks_to_start
 from oxrl.run.prepare import prepare_run, resolve
+from oxrl.run.reward import configured_reward
 from oxrl.run.spec import Choice, RunSpec
 from oxrl.run.train import RunResult, open_model, train_spec
 from oxrl.tracking.logs import set_up_logging
 from oxrl.tracking.metrics import read_metrics
-from oxrl.types import GenerationConfig, Message
+from oxrl.types import EnvFn, FilterFn, GenerationConfig, Message, MetricsLogger
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 ENOUGH_ON_CPU, MOST_ON_CPU = 1024, 2048  # tokens per micro-batch; more are no faster on a CPU
-NAMES = {
-    "task": "run.task",
-    "algorithm": "train.alg_name",
-    "data": "data.train_files_path",
-    "val": "data.val_files_path",
-    "reward": "reward.reward_func",
-    "steps": "train.train_steps_per_epoch",
-    "epochs": "train.total_number_of_epochs",
-}
-"""Short names of keys, besides the keys' own names."""
-
-Sections: TypeAlias = dict[str, dict[str, Any]]
-Rows: TypeAlias = str | Path | Sequence[Mapping[str, Any]]
-RewardLike: TypeAlias = str | Callable[..., Any] | Mapping[str, float]
 
 
 class TrainingResult(NamedTuple):
@@ -77,14 +65,15 @@ class TrainingResult(NamedTuple):
         """The last value of each metric that was logged."""
         return {name: value for row in self.history for name, value in row.items()}
 
+    @renamed_keywords(max_new_tokens="max_tokens")
     def generate(
-        self, prompts: str | Sequence[str], *, max_new_tokens: int = 256, temperature: float = 0.0, seed: int = 0
+        self, prompts: str | Sequence[str], *, max_tokens: int = 256, temperature: float = 0.0, seed: int = 0
     ) -> list[str]:
         """The trained model's response to each prompt."""
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         generator, render = open_model(str(self.folder))
         ids = [render.prompt([Message("user", text)]) for text in texts]
-        sampling = GenerationConfig(max_new_tokens, temperature, seed=seed)
+        sampling = GenerationConfig(max_tokens, temperature, seed=seed)
         return [generation.text for generation in generator.complete(ids, sampling)]
 
     def evaluate(self, data: Any = None, reward: str | AnyReward | None = None, **rest: Any) -> Evaluation:
@@ -96,6 +85,8 @@ class TrainingResult(NamedTuple):
             own = self.config.reward
             if reward is None and isinstance(own.reward_func, str):
                 reward, rest = own.reward_func, {"params": own.params, **rest}
+            elif reward is None and own.reward_func is not None:
+                reward = configured_reward(self.config)
         return evaluate(self.folder, data, reward, **rest)
 
     def save(self, folder: str | Path, **rest: Any) -> Path:
@@ -111,8 +102,8 @@ class TrainingResult(NamedTuple):
 class Trainer:
     """`Trainer("smollm2-135m").train(task="math")`, or `.train(algorithm="dpo", data="pairs.jsonl", lr=1e-6)`.
 
-    Keywords are keys of the config, of whichever section (`lr`, `n_samples`, `max_seq_len`), or sections
-    (`rollout={"temperature": 0.7}`, `lora=True`); those given to `train` win over those given here.
+    Keywords are arguments of `train`, keys of the config, of whichever section (`lr`, `n_samples`, `max_seq_len`), or
+    sections (`rollout={"temperature": 0.7}`, `lora=True`); those given to `train` win over those given here.
     """
 
     def __init__(self, model: str | Path, **overrides: Any) -> None:
@@ -122,162 +113,120 @@ class Trainer:
         self,
         task: str | None = None,
         *,
-        algorithm: str | None = None,
+        algorithm: str | Callable[..., Any] | None = None,
         data: Rows | None = None,
         val: Rows | None = None,
-        reward: RewardLike | None = None,
+        reward: RewardsLike | None = None,
+        env: str | EnvFn | None = None,
+        tools: Sequence[str | Callable[..., Any]] | None = None,
+        filter: str | FilterFn | None = None,
         steps: int | None = None,
         epochs: int | None = None,
+        batch_size: int | None = None,
         output: str | Path | None = None,
         resume: bool = False,
+        callbacks: Iterable[Any] | None = None,
+        logger: MetricsLogger | Callable[..., None] | None = None,
         **overrides: Any,
     ) -> TrainingResult:
         """Check everything, log what was chosen, train, and return the result.
 
-        `data` and `val` are files, hub ids, names from `oxrl data list`, or rows; `reward` a name, a function, or
-        several with weights. Without `output` a run goes to a new folder: `checkpoints/run`, then `checkpoints/run-2`,
-        ... (`experiment_id` is the name). `resume` continues the run in `output` with its own config; keywords given
-        here override it, as far as a running experiment allows.
+        `data` and `val` are files, hub ids, names from `oxrl data list`, or rows; `algorithm` a name or a loss;
+        `reward` a name, a function, a list of them, or a mapping to weights; `env` an async function of (sample,
+        policy), `tools` functions that the model may call, `filter` a function of the rollouts of a prompt.
+        `callbacks` are functions of (step, metrics), or objects with any of `on_start`, `on_step`, `on_evaluate`,
+        `on_save`, `on_end`; `logger` gets the logged metrics. Without `output` a run goes to a new folder:
+        `checkpoints/run`, then `checkpoints/run-2`, ... (`experiment_id` is the name). `resume` continues the run in
+        `output` with its own config; keywords given here override it, as far as a running experiment allows.
         """
         set_up_process()
         join_others()
         if not logging.getLogger().handlers:  # a script without logging of its own
             set_up_logging()
-        named = {"task": task, "algorithm": algorithm, "data": data, "val": val, "reward": reward}
-        wanted = {**named, "steps": steps, "epochs": epochs, **overrides}
+        named = {"task": task, "algorithm": algorithm, "data": data, "val": val, "reward": reward, "env": env}
+        more = {"tools": tools, "filter": filter, "steps": steps, "epochs": epochs, "batch_size": batch_size}
+        observers = {"callbacks": callbacks, "logger": logger}
+        wanted, watch = self._watched({**named, **more, **observers, **overrides})
         if resume:
-            return self._resume(output, wanted)
-        config, backend = self._chosen(wanted)
+            return self._resume(output, wanted, watch)
+        config, backend = self._chosen(wanted, one_process=bool(watch))
         hardware = detect_hardware()
         spec, sizes = choose_sizes(prepare_run(config, output), hardware)
         choices = (_where(spec.config, hardware), *backend, *spec.choices, *sizes)
         for choice in choices:
             if choice not in spec.choices or not choice.value:  # the others are logged by `prepare_run`
-                logger.info("%s", choice)
-        return _result(_trained(spec), spec.config, choices)
+                _log.info("%s", choice)
+        return _result(_trained(spec, watch), spec.config, choices)
 
     def plan(self, task: str | None = None, *, output: str | Path | None = None, **wanted: Any) -> Plan:
         """What `train` would do, with its memory and time, for the same arguments; no weight is loaded."""
-        config, _ = self._chosen({"task": task, **wanted})
+        config, _ = self._chosen(self._watched({"task": task, **wanted})[0])
         hardware = detect_hardware()
         spec, _ = choose_sizes(resolve(config, output), hardware)
         return plan_spec(spec, hardware)
 
-    def _resume(self, output: str | Path | None, wanted: Mapping[str, Any]) -> TrainingResult:
+    def _watched(self, wanted: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The keywords for the config, and `callbacks` and `logger`, checked; both with those of the trainer."""
+        given = {**self.overrides, **{name: value for name, value in wanted.items() if value is not None}}
+        watch = {name: given.pop(name) for name in ("callbacks", "logger") if given.get(name) is not None}
+        if "callbacks" in watch:
+            watch["callbacks"] = list(watch["callbacks"]) if not callable(watch["callbacks"]) else watch["callbacks"]
+            Callbacks(watch["callbacks"])
+        as_logger(watch.get("logger"))
+        return given, watch
+
+    def _resume(self, output: str | Path | None, wanted: Mapping[str, Any], watch: Mapping[str, Any]) -> TrainingResult:
         if output is None:
             raise ValueError("resume=True needs output=, the folder of the run to resume")
         if not (Path(output) / "config.yaml").exists():
             raise ValueError(f"output must name the run to resume; {output} has no config.yaml")
         sections = self._sections(wanted)
+        check_available(read_recorded(Path(output) / "config.yaml"), sections)
         overrides = [
             f"{section}.{key}={json.dumps(value)}" for section, keys in sections.items() for key, value in keys.items()
         ]
         spec = prepare_run(load_config(Path(output) / "config.yaml", overrides), output, resume=True)
-        return _result(_trained(spec), spec.config, ())
+        return _result(_trained(spec, watch), spec.config, ())
 
     def _sections(self, wanted: Mapping[str, Any]) -> Sections:
-        given = {**self.overrides, **{name: value for name, value in wanted.items() if value is not None}}
-        sections = sections_of(given)
+        sections = sections_of(wanted)
+        log_names(wanted)
         sections.setdefault("model", {})["name"] = self.model
         return sections
 
-    def _chosen(self, wanted: Mapping[str, Any]) -> tuple[Config, tuple[Choice, ...]]:
+    def _chosen(self, wanted: Mapping[str, Any], *, one_process: bool = False) -> tuple[Config, tuple[Choice, ...]]:
         sections = self._sections(wanted)
-        choices = choose_backend(sections)
+        choices = choose_backend(sections, one_process=one_process)
         for choice in choices:
             section, _, key = choice.key.partition(".")
             sections.setdefault(section, {})[key] = choice.value
-        return check_config(sections), choices
+        try:
+            return check_config(sections), choices
+        except ConfigError as error:
+            raise ConfigError(by_argument(str(error), wanted)) from None
 
 
-def sections_of(keywords: Mapping[str, Any]) -> Sections:
-    """`sections_of({"lr": 1e-4, "lora": True}) == {"train": {"lr": 1e-4}, "lora": {"enabled": True}}`."""
-    sections: Sections = {}
-    for name, value in keywords.items():
-        for section, key, given in _placed(name, value):
-            sections.setdefault(section, {})[key] = given
-    return sections
-
-
-def _placed(name: str, value: Any) -> list[tuple[str, str, Any]]:
-    """Section, key and value of one keyword."""
-    schema = {section: set(field.annotation.model_fields) for section, field in _schema().items()}
-    if name in schema and isinstance(value, Mapping) and (name != "reward" or set(value) <= schema[name]):
-        return [(name, key, each) for key, each in value.items()]
-    if name == "lora" and isinstance(value, bool):
-        return [("lora", "enabled", value)]
-    if name in NAMES:
-        section, _, key = NAMES[name].partition(".")
-        return [_plain(section, key, value)]
-    if name in schema:
-        raise ValueError(f"{name} is a section of the config: give it as {name}={{...}}, not {value!r}")
-    homes = [section for section, keys in schema.items() if name in keys]
-    if len(homes) != 1:
-        raise ValueError(_which(name, homes, {key for keys in schema.values() for key in keys}))
-    return [_plain(homes[0], name, value)]
-
-
-def _schema() -> dict[str, Any]:
-    """The sections that list their keys; open ones are passed as a whole."""
-    return {name: field for name, field in Config.model_fields.items() if hasattr(field.annotation, "model_fields")}
-
-
-def _which(name: str, homes: Sequence[str], keys: set[str]) -> str:
-    if homes:
-        return f"{name} is a key of {' and '.join(homes)}: name the section, as in {homes[0]}={{{name!r}: ...}}"
-    near = nearest_key(name, [*keys, *NAMES])
-    return f"no key of the config is called {name}" + (f"; did you mean {near}?" if near else "; docs/configuration.md")
-
-
-def _plain(section: str, key: str, value: Any) -> tuple[str, str, Any]:
-    """As a config can hold it: functions by import path, rows as a file, prepared datasets by their key."""
-    if isinstance(value, Path):
-        value = str(value)
-    elif key == "reward_func" and callable(value):
-        value = import_path_of(value)
-    elif key in ("train_files_path", "val_files_path") and not isinstance(value, str | Mapping):
-        value = str(_file_of(_rows(value)))
-    elif key == "train_files_path" and value in DATASETS and not Path(value).exists():
-        key = "dataset"
-    return section, key, value
-
-
-def _rows(given: Any) -> list[Mapping[str, Any]]:
-    """A list of rows, a `datasets.Dataset` or a data frame."""
-    rows = given.to_dict("records") if hasattr(given, "iterrows") else given
-    rows = list(rows) if isinstance(rows, Iterable) else [rows]
-    if not all(isinstance(row, Mapping) for row in rows):
-        raise ValueError(f"data is a file, a dataset's name or a list of rows (dicts), not {type(given).__name__}")
-    return rows
-
-
-def _file_of(rows: Sequence[Mapping[str, Any]]) -> Path:
-    """Write rows given in Python to a file named by their digest, so that the run can be repeated."""
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    file = data_dir() / "given" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.jsonl"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text, encoding="utf-8")
-    return file
-
-
-def choose_backend(sections: Sections) -> tuple[Choice, ...]:
+def choose_backend(sections: Sections, *, one_process: bool = False) -> tuple[Choice, ...]:
     """One process where a function of this script was given: other processes cannot import it."""
     backend = sections.get("run", {}).get("backend", "auto")
-    if f'"{LIVE}:' not in json.dumps(sections):
+    if f'"{LIVE}:' not in json.dumps(sections) and not one_process:
         return ()
-    launched = backend != "auto" and find_backend(backend).processes == "ranks"
-    if launched and "RANK" not in os.environ:  # those of torchrun all run the script
+    processes = "one" if backend == "auto" else find_backend(backend).processes
+    if processes != "one" and live_name(str(sections.get("train", {}).get("alg_name", ""))):
         raise ConfigError(
-            f"run.backend: {backend} starts processes that cannot import a function of a script: put it into a "
-            "file and pass 'FILE.py:FUNCTION', or use the backend local or ray"
+            f"backend={backend!r} trains in processes that cannot import a loss of a script: put it into a file and "
+            "pass algorithm='FILE.py:FUNCTION', or use the backend local"
+        )
+    if processes == "ranks" and "RANK" not in os.environ:  # those of torchrun all run the script
+        raise ConfigError(
+            f"backend={backend!r} starts processes that cannot import a function of a script: put it into a file and "
+            "pass 'FILE.py:FUNCTION', use the backend local or ray, or start the script with torchrun; callbacks and a "
+            "logger need one of the latter"
         )
     if backend != "auto":
         return ()
-    return (
-        Choice(
-            "run.backend", "local", "a function of this script cannot be imported by other processes; one in a file can"
-        ),
-    )
+    reason = "a function of this script, a callback or a logger cannot be imported by other processes"
+    return (Choice("run.backend", "local", reason),)
 
 
 def choose_sizes(spec: RunSpec, hardware: Hardware) -> tuple[RunSpec, tuple[Choice, ...]]:
@@ -323,11 +272,11 @@ def _where(config: Config, hardware: Hardware) -> Choice:
     return Choice("model.device", device.device, why + (f"; {others} more GPUs stay unused" if others > 0 else ""))
 
 
-def _trained(spec: RunSpec) -> RunResult:
+def _trained(spec: RunSpec, watch: Mapping[str, Any]) -> RunResult:
     """In this process; or, with several ranks, by `oxrl train` of the same config in each of them."""
     ranks = ranks_to_start(spec.config)
     if not ranks:
-        return train_spec(spec)
+        return train_spec(spec, **watch)
     folder = spec.folder
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "ranks.yaml"

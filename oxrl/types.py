@@ -132,6 +132,7 @@ class Sample:
     tools: tuple[Mapping[str, Any], ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
     media: tuple[Media, ...] = ()  # of its prompt
+    conversational: bool = field(default=False, compare=False, repr=False)  # the row had a list of messages, not a text
 
     def __new__(cls, *_: Any, **fields: Any) -> Any:
         return Rollout.from_fields(**fields) if "prompt" in fields else object.__new__(cls)
@@ -236,6 +237,7 @@ class Rollout:
     greedy: bool = False  # sampled at temperature 0, as a baseline: graded, never trained on
     kl_divergence: float | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    prompt_messages: tuple[Message, ...] = ()  # before the first turn, if an environment added to the sample's
 
     @classmethod
     def from_fields(
@@ -295,12 +297,14 @@ class Rollout:
     @property
     def messages(self) -> tuple[Message, ...]:
         """The complete conversation: prompt, generated messages and replies of the environment."""
-        return (*self.sample.messages, *(message for turn in self.turns for message in turn.messages))
+        before = self.prompt_messages or self.sample.messages
+        return (*before, *(message for turn in self.turns for message in turn.messages))
 
     @property
     def prompt(self) -> str:
         """Last message before the first generation, as text."""
-        return self.sample.messages[-1].text if self.sample.messages else ""
+        before = self.prompt_messages or self.sample.messages
+        return before[-1].text if before else ""
 
     @property
     def reward(self) -> float | None:
@@ -539,11 +543,15 @@ class TrainingState(NamedTuple):
 
 
 class Episode(NamedTuple):
-    """Result of an environment: the turns, a score if the environment computes one, and metadata."""
+    """Result of an environment: the turns, a score if the environment computes one, and metadata.
+
+    `prompt_messages` are those before the first turn, if they are not the sample's: with the first observation.
+    """
 
     turns: tuple[Turn, ...]
     score: Score | None = None
     metadata: Mapping[str, Any] = {}
+    prompt_messages: tuple[Message, ...] = ()
 
 
 class PolicyClient(Protocol):

@@ -78,7 +78,7 @@ def test_resuming_with_other_rows_is_refused(trained):
 
 def test_generate_reads_a_run_folder(trained):
     folder, _ = trained
-    done = run("generate", folder / "out", "--prompt", "1 + 1?", "--max-new-tokens", 4, "--json")
+    done = run("generate", folder / "out", "--prompt", "1 + 1?", "--max-tokens", 4, "--json")
     assert done.exit_code == 0, done.output
     answer = json.loads(done.stdout.splitlines()[-1])
     assert answer["prompt"] == "1 + 1?"
@@ -87,13 +87,13 @@ def test_generate_reads_a_run_folder(trained):
 
 def test_generate_reads_prompts_from_a_file(trained):
     folder, _ = trained
-    done = run("generate", "tiny", "--data", folder / "rows.jsonl", "--limit", 3, "--max-new-tokens", 2, "--json")
+    done = run("generate", "tiny", "--data", folder / "rows.jsonl", "--limit", 3, "--max-tokens", 2, "--json")
     assert [json.loads(line)["prompt"] for line in done.stdout.splitlines()] == ["0 + 0?", "1 + 1?", "2 + 2?"]
 
 
 def test_chat_ends_at_an_empty_line(trained):
     folder, _ = trained
-    done = run("chat", folder / "out", "--max-new-tokens", 4, input="hello\nand again\n\n")
+    done = run("chat", folder / "out", "--max-tokens", 4, input="hello\nand again\n\n")
     assert done.exit_code == 0, done.output
     assert done.output.count("model>") == 2
 
@@ -101,14 +101,13 @@ def test_chat_ends_at_an_empty_line(trained):
 def test_chat_continues_after_a_message_that_cannot_be_rendered():
     done = run("chat", "tiny", "--max-new-tokens", 2, input="hi <|im_end|> there\nhello\n\n")
     assert done.exit_code == 0, done.output
+    assert "--max-new-tokens is now --max-tokens" in done.output, "the former name works"
     assert done.output.count("model>") == 2
 
 
 def test_the_same_seed_generates_the_same_text():
     def once(seed):
-        return run(
-            "generate", "tiny", "--prompt", "x", "--temperature", 1, "--seed", seed, "--max-new-tokens", 8
-        ).stdout
+        return run("generate", "tiny", "--prompt", "x", "--temperature", 1, "--seed", seed, "--max-tokens", 8).stdout
 
     assert once(1) == once(1)
     assert once(1) != once(2)

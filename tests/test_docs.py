@@ -1,21 +1,27 @@
 """The documentation pages work: Python blocks are run, commands and their options exist.
 
 The ```python blocks of a page are run in order, in one namespace and an empty folder, with `tiny` instead of
-`smollm2-135m`. A block below `<!-- not run: why -->` is only compiled. Of ```bash blocks, every line that begins with
-`oxrl` is parsed as the command line would, and not run.
+`smollm2-135m`, inside a running event loop, as in a notebook; those of one page in a real one. A block below
+`<!-- not run: why -->` is only compiled. Of ```bash blocks, every line that begins with `oxrl` is parsed as the command
+line would, and not run.
 """
 
+import asyncio
 import re
 import shlex
 from pathlib import Path
 from typing import NamedTuple
 
+import nbformat
 import pytest
 import typer
+from nbclient import NotebookClient
 
 from oxrl.cli import app
+from tests.waiting import HANG
 
 ROOT = Path(__file__).parents[1]
+NOTEBOOK = ROOT / "docs" / "python.md"
 COMMAND = typer.main.get_command(app)
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 BLOCK = re.compile(
@@ -51,17 +57,40 @@ def compiled(page: Path, block: Block):
     return compile("\n" * (block.line - 1) + text, str(page), "exec")
 
 
-@pytest.mark.trains
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page, "python")], ids=named)
-def test_the_python_of_a_page_runs(page, monkeypatch, tmp_path, wandb_ended):
+@pytest.fixture
+def in_an_empty_folder(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OXRL_CHECKPOINT_DIR", str(tmp_path / "checkpoints"))
     monkeypatch.setenv("OXRL_DATA_DIR", str(tmp_path / "data"))
-    namespace = {"__name__": "docs"}
-    for block in blocks_of(page, "python"):
-        code = compiled(page, block)
-        if not block.skip:
-            exec(code, namespace)
+
+
+@pytest.mark.trains
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page, "python") and page != NOTEBOOK], ids=named)
+def test_the_python_of_a_page_runs(page, in_an_empty_folder, wandb_ended):
+    async def cells():
+        namespace = {"__name__": "docs"}
+        for block in blocks_of(page, "python"):
+            code = compiled(page, block)
+            if not block.skip:
+                exec(code, namespace)
+
+    asyncio.run(cells())
+
+
+@pytest.mark.trains
+def test_the_python_of_a_page_runs_in_a_notebook_with_readable_output(in_an_empty_folder, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # of the kernel, which starts in the empty folder
+    texts = [block.text.replace("smollm2-135m", "tiny") for block in blocks_of(NOTEBOOK, "python")]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in texts])
+    NotebookClient(notebook, timeout=int(HANG), kernel_name="python3").execute()
+    outputs = [output for cell in notebook.cells for output in cell.outputs]
+    streams = "".join(output.text for output in outputs if output.output_type == "stream")
+    assert "\r" not in streams and "Traceback" not in streams
+    trained = [cell for cell in notebook.cells if ".train(" in cell.source]
+    for cell in trained:
+        tables = [output for output in cell.outputs if output.output_type == "display_data"]
+        assert len(tables) == cell.source.count(".train("), "one table for each run, updated in place"
+        assert all("<table>" in table.data["text/html"] for table in tables)
 
 
 def commands_of(text: str) -> list[list[str]]:

@@ -28,6 +28,11 @@ def text_items(sample: Sample, render: Render) -> list[Item]:
     return [(replace(row, media=sample.media),) for row in render.text(sample.text, id=sample.id)]
 
 
+def supervised_items(sample: Sample, render: Render) -> list[Item]:
+    """A conversation or a plain text, whichever the row is."""
+    return text_items(sample, render) if sample.text is not None else conversation_items(sample, render)
+
+
 def pair_items(sample: Sample, render: Render) -> list[Item]:
     """(chosen, rejected), each a row in which only the response is trained, with its score and the margin if given."""
     if not sample.chosen or not sample.rejected:

@@ -26,6 +26,7 @@ from oxrl.algorithms.assemble import (
     group_items,
     labelled_items,
     pair_items,
+    supervised_items,
 )
 from oxrl.algorithms.online import against_reference_response, good_rollouts, one_row_each
 from oxrl.algorithms.preference import Pairs, sample_tokens
@@ -92,6 +93,23 @@ class Recipe(NamedTuple):
 def supervised_loss(name: str, assemble: AssembleFn) -> Recipe:
     loss = supervised.negative_log_likelihood
     return Recipe(name, loss, lambda n, p: Algorithm(n, assemble, loss, parameters=p))
+
+
+def token_loss(loss: Loss) -> Recipe:
+    """A loss per token of conversations or texts: the mean over the trained tokens of the step."""
+
+    def build(name: str, parameters: Parameters) -> Algorithm:
+        def loss_fn(outputs: Outputs, batch: Batch) -> Losses:
+            view = supervised.Tokens(outputs.logprob, batch.mask, batch.segments, batch.num_rows)
+            total = loss(view, **parameters).sum()
+            likelihood = supervised.negative_log_likelihood(outputs, batch)
+            nll = likelihood.terms["nll"]
+            metrics = {"nll": nll._replace(total=nll.total.detach()), **likelihood.metrics}
+            return Losses({"supervised": Term(total, "token")}, metrics)
+
+        return Algorithm(name, supervised_items, loss_fn, parameters=parameters)
+
+    return Recipe(loss.__name__, loss, build, on_view=OnView(supervised.Tokens, loss, "token"))
 
 
 def distillation(name: str) -> Recipe:

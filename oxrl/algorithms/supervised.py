@@ -14,6 +14,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+class Tokens(NamedTuple):
+    """The tokens of conversations or texts, all `[T]`, rows concatenated without padding."""
+
+    logprob: Tensor  # of the model in training, with gradient; 0 for tokens that are not trained
+    mask: Tensor  # bool, the trained tokens
+    segment: Tensor  # int64, the sequence of each token: 0 to num_sequences - 1
+    num_sequences: int
+
+
 def negative_log_likelihood(outputs: Outputs, batch: Batch) -> Losses:
     """-log p(token) over the trained tokens of the step."""
     nll = Term(-(outputs.logprob * batch.mask).sum(), "token")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any, Literal
 
 from oxrl.algorithms import credit, policy
@@ -33,7 +35,9 @@ from oxrl.algorithms.recipes import (
     rejection_sampling,
     reward_model,
     supervised_loss,
+    token_loss,
 )
+from oxrl.algorithms.supervised import Tokens
 from oxrl.algorithms.unpaired import bco_unpaired, kto
 from oxrl.types import Online
 
@@ -150,15 +154,47 @@ ALGORITHMS: Mapping[str, Recipe] = {
 }
 
 
+VIEWS: Mapping[str, tuple[type, Callable[[Any], Recipe]]] = {
+    "pairs": (Pairs, preference),
+    "policy": (Policy, lambda loss: policy_gradient(loss, credit.zscore, "token")),
+    "tokens": (Tokens, token_loss),
+}
+"""Name of the first argument of a custom loss -> its view, and the recipe of such a loss."""
+
+
 def recipe_of(function: Any) -> Recipe:
-    """Return the recipe of a custom loss, by the annotation of its first argument."""
-    hints = typing.get_type_hints(function)
-    first = next((hint for name, hint in hints.items() if name != "return"), None)
-    if first is Pairs:
-        return preference(function)
-    if first is Policy:
-        return policy_gradient(function, credit.zscore, "token")
+    """Return the recipe of a custom loss, by the annotation of its first argument, or without one by its name."""
+    name = getattr(function, "__name__", type(function).__name__)
+    first = next(iter(inspect.signature(function).parameters), "")
+    try:
+        hint = typing.get_type_hints(function).get(first)
+    except (NameError, TypeError):  # an annotation that cannot be resolved, or a function without any
+        hint = None
+    for argument, (view, recipe) in VIEWS.items():
+        if hint is view or (hint is None and first == argument):
+            return recipe(_one_number_each(function, name))
     raise ValueError(
-        f"{getattr(function, '__name__', function)}: annotate its first argument with Pairs (a loss per pair) or "
-        "Policy (a loss per token), which selects the view that it is called with"
+        f"{name}{inspect.signature(function)}: annotate its first argument with Pairs (a loss per pair), Policy (per "
+        "sampled token) or Tokens (per token of the data), or call it pairs, policy or tokens: that selects the view "
+        "that it is called with"
     )
+
+
+def _one_number_each(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The loss, with a check of its shape, because a mean would be divided a second time; 0 for untrained tokens."""
+
+    @wraps(function)
+    def checked(view: Any, **parameters: Any) -> Any:
+        losses = function(view, **parameters)
+        expected = view[0].shape
+        if (shape := getattr(losses, "shape", None)) != expected:
+            given = f"a tensor of shape {list(shape)}" if shape is not None else f"a {type(losses).__name__}"
+            raise ValueError(
+                f"{name} returned {given}; return one number per pair or token, here {list(expected)}: the trainer "
+                "takes the mean over the whole step"
+            )
+        mask = getattr(view, "mask", None)
+        return losses if mask is None else losses.masked_fill(~mask, 0.0)
+
+    checked.__name__ = name
+    return checked

@@ -64,7 +64,6 @@ def exit_on_failure(what: str, resume_hint: Callable[[], str] = str) -> Iterator
 
 
 Seed = Annotated[int, typer.Option(help="Random seed of the sampling.")]
-MaxNewTokens = Annotated[int, typer.Option(min=1, help="Maximum tokens per reply.")]
 ModelArgument = Annotated[
     str,
     typer.Argument(
@@ -75,3 +74,13 @@ ModelArgument = Annotated[
 RewardParameter = Annotated[list[str] | None, typer.Option(help="Parameter of the reward: --param strict=true")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Sampling = Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")]
+MaxTokens = Annotated[int, typer.Option(min=1, help="Maximum new tokens per completion.")]
+
+
+def _renamed(value: int | None) -> int | None:
+    if value is not None:
+        typer.secho("--max-new-tokens is now --max-tokens", fg="yellow", err=True)
+    return value
+
+
+FormerMaxTokens = Annotated[int | None, typer.Option("--max-new-tokens", min=1, hidden=True, callback=_renamed)]

@@ -8,13 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
-from oxrl.cli.base import MaxNewTokens, ModelArgument, Sampling, Seed, exit_on_user_error, path
+from oxrl.cli.base import FormerMaxTokens, MaxTokens, ModelArgument, Sampling, Seed, exit_on_user_error, path
 
 
 def chat(
     model: ModelArgument,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
-    max_new_tokens: MaxNewTokens = 256,
+    max_tokens: MaxTokens = 256,
+    max_new_tokens: FormerMaxTokens = None,
     temperature: Sampling = 0.7,
     seed: Seed = 0,
 ) -> None:
@@ -38,7 +39,7 @@ def chat(
         if not text:
             break
         history.append(Message("user", text))
-        sampling = GenerationConfig(max_new_tokens, temperature, seed=seed + turn)
+        sampling = GenerationConfig(max_new_tokens or max_tokens, temperature, seed=seed + turn)
         typer.echo("model> ", nl=False)
         try:
             stream = _TokenStream(generator.tokenizer)
@@ -71,7 +72,8 @@ def generate(
     data: Annotated[
         Path | None, typer.Option(parser=path, help="A file of prompts, in any format that `oxrl train` reads.")
     ] = None,
-    max_new_tokens: MaxNewTokens = 256,
+    max_tokens: MaxTokens = 256,
+    max_new_tokens: FormerMaxTokens = None,
     temperature: Sampling = 0.0,
     seed: Seed = 0,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first rows of --data.")] = None,
@@ -92,7 +94,7 @@ def generate(
         ids = [render.prompt(conversation) for conversation in conversations]
     for start in range(0, len(ids), 16):
         part = slice(start, start + 16)
-        sampling = GenerationConfig(max_new_tokens, temperature, seed=seed + start)
+        sampling = GenerationConfig(max_new_tokens or max_tokens, temperature, seed=seed + start)
         for conversation, generation in zip(conversations[part], generator.complete(ids[part], sampling), strict=True):
             question, text = conversation[-1].content, generation.text
             if json_:

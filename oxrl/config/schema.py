@@ -67,6 +67,16 @@ Sharding = Annotated[str, _known(_find_sharding), _SHARDINGS, _SHARDINGS.json_sc
 Engine = Annotated[str, _known(find_engine), _ENGINES, _ENGINES.json_schema()]
 
 
+def _known_env(name: str) -> str:
+    if name not in ENVIRONMENTS and ":" not in name:
+        raise ValueError(f"{name!r:.200} is not one of {', '.join(ENVIRONMENTS)}, or FILE.py:FUNCTION for a custom one")
+    return name
+
+
+ENVIRONMENTS = ("single_turn", "tools")
+Env = Annotated[str, AfterValidator(_known_env), Choices(ENVIRONMENTS), Choices(ENVIRONMENTS).json_schema()]
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
@@ -314,7 +324,7 @@ class Rollout(_Section):
     partial_rollouts: bool = Field(
         False, description="continue aborted completions with the next weights instead of restarting them"
     )
-    filter: str | None = Field(None, description="filter of groups, such as check_min_reward")
+    filter: str | None = Field(None, description="filter of groups, such as check_min_reward or FILE.py:FUNCTION")
     filter_params: dict[str, Any] = Field({}, description="parameters of the filter")
     max_draws: int | None = Field(
         None, ge=1, description="maximum prompts sampled per step; default ten times the batch"
@@ -324,7 +334,9 @@ class Rollout(_Section):
     tensor_parallel_size: int = Field(1, ge=1, description="rollout devices per replica; the embedded engine uses one")
     mode: Literal["shrinking", "fixed"] = Field("shrinking", description="fixed: batch-invariant, bit for bit")
     slots: int = Field(64, ge=1, description="completions sampled concurrently")
-    env: Literal["single_turn", "tools"] = Field("single_turn", description="tools: the model may call rollout.tools")
+    env: Env = Field(
+        "single_turn", description="tools: the model may call rollout.tools; or a custom one: FILE.py:FUNCTION"
+    )
     tools: list[str] = Field([], description="functions the model may call: module:function or FILE.py:function")
     max_turns: int = Field(8, ge=1, description="maximum model turns per completion, with tools")
     log_samples: int = Field(4, ge=0, description="completions per step written to rollouts.jsonl")
@@ -492,6 +504,11 @@ class Config(_Section):
     deepspeed: DeepSpeed = DeepSpeed.model_validate({})
     deepspeed_ref: DeepSpeedRef = DeepSpeedRef.model_validate({})
     inference_engine: InferenceEngine = InferenceEngine.model_validate({})
+
+    @property
+    def has_custom_env(self) -> bool:
+        """Whether rollouts come from an environment of the user, which may score them itself."""
+        return ":" in self.rollout.env
 
     @property
     def ranks(self) -> int:

@@ -95,7 +95,8 @@ def _digest_content(value: object, update: Callable[[bytes], None]) -> None:
     parts: Iterable[object]
     if is_dataclass(value):
         # Without media, fingerprints are those of records before they had this field.
-        names = [field.name for field in fields(value) if field.name != "media" or getattr(value, field.name)]
+        named = [field.name for field in fields(value) if field.compare]
+        names = [name for name in named if name != "media" or getattr(value, name)]
         parts = [getattr(value, name) for name in names]
     elif isinstance(value, Mapping):
         parts = [part for pair in value.items() for part in pair]

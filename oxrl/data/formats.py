@@ -84,13 +84,14 @@ def to_sample(
         if row.error:
             raise BadRow(row.error)
         named = _Columns(row.columns, columns or {}, template or {})
+        conversational = named.has_messages()
         name = _checked_format(format, named) if format is not None else _recognise(named)
         sample = FORMATS[name].convert(named)
         named.check_template_used(name)
         _refuse_media(named.rest)
     except BadRow as bad:
         raise BadRow(bad.reason, row.where) from None
-    return replace(sample, id=row.where, metadata=named.rest)
+    return replace(sample, id=row.where, metadata=named.rest, conversational=conversational)
 
 
 def _refuse_media(rest: Mapping[str, Any]) -> None:
@@ -159,6 +160,10 @@ class _Columns:
     def has_column(self, name: str) -> bool:
         """Return whether the column exists, even if its value is None."""
         return name in self._theirs
+
+    def has_messages(self) -> bool:
+        """Return whether the prompt is a list of messages, not a text."""
+        return any(isinstance(self._get(name), list | tuple) for name in ("messages", "conversations", *PROMPTS))
 
     def take(self, name: str) -> Any:
         return self.rest.pop(self._theirs[name], None) if name in self._theirs else None

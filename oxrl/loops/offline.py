@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 import anyio
 
+from oxrl.loops.callbacks import Callbacks
 from oxrl.loops.memory_limits import MemoryLimits, resumed_limits
 from oxrl.loops.progress import AlgorithmAt, Progress, SaveFn, no_checkpoint, step_warnings
 from oxrl.loops.step import train_step
@@ -49,6 +50,7 @@ async def run_offline(
     log: Sink = log_to_console,
     save: SaveFn = no_checkpoint,
     limits: MemoryLimits | None = None,
+    callbacks: Callbacks = Callbacks(),  # noqa: B008 - nothing changes it
 ) -> list[dict[str, float]]:
     """Train from `state` to `config.num_steps` and return what was logged. `algorithm` can be a function of it.
 
@@ -56,7 +58,7 @@ async def run_offline(
     """
     algorithm_at: AlgorithmAt = (lambda _: algorithm) if isinstance(algorithm, Algorithm) else algorithm
     limits = limits or resumed_limits(config.micro_batch_tokens, state, backend)
-    progress = Progress(config, state, log, save, limits)
+    progress = Progress(config, state, log, save, limits, callbacks)
     if state.cursor:
         source.restore(state.cursor["data"])
     async with progress.failures_annotated():

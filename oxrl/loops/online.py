@@ -18,6 +18,7 @@ import anyio
 
 from oxrl.algorithms import algorithm as named_algorithm
 from oxrl.concurrency import task_group
+from oxrl.loops.callbacks import Callbacks
 from oxrl.loops.memory_limits import MemoryLimits, resumed_limits
 from oxrl.loops.progress import AlgorithmAt, Progress, SaveFn, due, no_checkpoint, step_warnings
 from oxrl.loops.rollout_queue import RolloutQueue, prefetching
@@ -174,6 +175,7 @@ async def run_online(
     log: Sink = log_to_console,
     save: SaveFn = no_checkpoint,
     limits: MemoryLimits | None = None,
+    callbacks: Callbacks = Callbacks(),  # noqa: B008 - nothing changes it
 ) -> list[dict[str, float]]:
     """Train from `state` to `config.num_steps` and return what was logged. `algorithm` may be a function of the step.
 
@@ -186,7 +188,7 @@ async def run_online(
     algorithm_at: AlgorithmAt = (lambda _: algorithm) if isinstance(algorithm, Algorithm) else algorithm
     limits = limits or resumed_limits(config.micro_batch_tokens, state, backend)
     limits.restore_slots(state, generators)
-    progress = Progress(config, state, log, save, limits)
+    progress = Progress(config, state, log, save, limits, callbacks)
     queue = await _opened_queue(manager, generators[0], config, state, shares_weights=shares_weights)
     await _sync(backend, generators)
     async with progress.failures_annotated(), prefetching(queue, config.num_steps - state.step):

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import anyio
 import anyio.lowlevel
 
+from oxrl.loops.callbacks import Callbacks
 from oxrl.loops.memory_limits import CURSOR, MemoryLimits
 from oxrl.loops.step import annotate
 from oxrl.tracking.metrics import Sink
@@ -59,7 +60,16 @@ class Best(NamedTuple):
 class Progress:
     """The progress of one run from `state` on: `history` is what was logged, `finished` ends the loop."""
 
-    def __init__(self, config: Intervals, state: TrainingState, log: Sink, save: SaveFn, limits: MemoryLimits) -> None:
+    def __init__(
+        self,
+        config: Intervals,
+        state: TrainingState,
+        log: Sink,
+        save: SaveFn,
+        limits: MemoryLimits,
+        callbacks: Callbacks = Callbacks(),  # noqa: B008 - nothing changes it
+    ) -> None:
+        self.callbacks = callbacks
         self.config, self.start, self.log, self.save, self.limits = config, state, log, save, limits
         self.best, self.reached = Best.of(state), state
         self.memory: Memory = dict(state.cursor.get("memory", {}))
@@ -102,10 +112,12 @@ class Progress:
         if (value := loss(metrics)) is not None:
             self.best = self.best.after(value, step)
         self.finished = self.finished or 0 < self.config.patience <= self.best.evaluations_since
+        self.finished |= await self.callbacks("on_evaluate", step, metrics)
         return metrics
 
     async def record(self, step: int, metrics: Mapping[str, float], version: int, cursor: Mapping[str, Any]) -> None:
         """Log the step, and save a checkpoint that is due; `cursor` is the loop's own part of what a resume needs."""
+        self.finished |= await self.callbacks("on_step", step, metrics)
         lowered = self.limits.metrics
         notable = "algorithm_switched" in metrics or any(name.startswith("eval_") for name in metrics)
         if self.finished or notable or lowered != self._logged_limits or due(step, self.config.log_every):

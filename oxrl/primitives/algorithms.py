@@ -23,7 +23,7 @@ from oxrl.algorithms.policy import Distilled, Policy
 from oxrl.algorithms.policy_recipes import policy_view
 from oxrl.algorithms.preference import Pairs
 from oxrl.algorithms.recipes import pair_view
-from oxrl.algorithms.supervised import Scores
+from oxrl.algorithms.supervised import Scores, Tokens
 from oxrl.algorithms.unpaired import Labelled
 from oxrl.backends.forward import LanguageModel, prepare_layout
 from oxrl.backends.local import shares_of
@@ -271,14 +271,14 @@ class LossBatch(NamedTuple):
     counts: Counts
 
 
-View: TypeAlias = Policy | Pairs | Labelled | Distilled | Scores
+View: TypeAlias = Policy | Pairs | Labelled | Distilled | Scores | Tokens
 
 
 def compute_loss_by_algorithm(batch: LossBatch | View, config: AlgorithmConfig) -> Tensor:
     """Return the loss of any algorithm on a `LossBatch`, or the mean of its loss on the view that it takes.
 
-    On a view (`Policy`, `Pairs`, `Labelled`, `Distilled`, `Scores`) that is the named loss alone, without terms for KL,
-    entropy, value and NLL.
+    On a view (`Policy`, `Pairs`, `Labelled`, `Distilled`, `Scores`, `Tokens`) that is the named loss alone, without
+    terms for KL, entropy, value and NLL.
     """
     if isinstance(batch, LossBatch):
         return _loss_of(batch, config)
@@ -303,7 +303,7 @@ def _loss_of(batch: LossBatch, config: AlgorithmConfig) -> Tensor:
 def _mean(losses: Tensor, batch: View, unit: Unit) -> Tensor:
     if losses.ndim == 0:
         return losses
-    if isinstance(batch, Policy | Distilled) and unit == "token":
+    if isinstance(batch, Policy | Distilled | Tokens) and unit == "token":
         return losses.sum() / batch.mask.sum()
     return losses.sum() / batch.num_sequences if isinstance(batch, Policy) else losses.mean()
 

@@ -328,7 +328,13 @@ async def _run_episode(
     env: EnvFn, sample: Sample, render: Renderer, generator: Generator, sampling: GenerationConfig
 ) -> Rollout:
     episode = await env(sample, GeneratorClient(generator, render, sampling, sampling.seed, pauses=()))
-    return Rollout(sample, episode.turns, score=episode.score, metadata=dict(episode.metadata))
+    return Rollout(
+        sample,
+        episode.turns,
+        score=episode.score,
+        metadata=dict(episode.metadata),
+        prompt_messages=episode.prompt_messages,
+    )
 
 
 def _finished(

@@ -19,7 +19,8 @@ Normalizer: TypeAlias = Callable[[Sequence[float]], Sequence[float]]
 def weighted(rewards: Mapping[str, float] | Mapping[AnyReward, float]) -> Reward:
     """`weighted({"number_match": 1.0, "tag_format": 0.2})`: the weighted sum; `Score.parts` has the unweighted rewards.
 
-    Keys are names of the table, functions or rewards. A rollout that one of them cannot grade is ungraded.
+    Keys are names of the table, functions or rewards. A rollout that one of them cannot grade is ungraded. One that
+    returned None for it, in a list of scores, is left out of the sum.
     """
     from oxrl.rewards.table import reward as named
 
@@ -41,13 +42,22 @@ def weighted(rewards: Mapping[str, float] | Mapping[AnyReward, float]) -> Reward
                 tasks.start_soon(grade_with, member)
         weights = [weight for _, weight in members]
         each = zip(*(results[name] for name in names), strict=True)
-        return [_sum(names, weights, scores, rollout) for scores, rollout in zip(each, rollouts, strict=True)]
+        return [_total(names, weights, graded, rollout) for graded, rollout in zip(each, rollouts, strict=True)]
 
     def check(sample: Sample) -> None:
         for member, _ in members:
             member.check(sample)
 
     return Reward("+".join(names), outcomes, check)
+
+
+def _total(
+    names: Sequence[str], weights: Sequence[float], outcomes: Sequence[Score | Ungraded], rollout: Rollout
+) -> Score | Ungraded:
+    """The weighted sum of the rewards that apply; if none does, the rollout is ungraded."""
+    applied = [index for index, each in enumerate(outcomes) if isinstance(each, Score) or each.applies]
+    kept = applied or range(len(outcomes))
+    return _sum([names[i] for i in kept], [weights[i] for i in kept], [outcomes[i] for i in kept], rollout)
 
 
 def _sum(

@@ -1,6 +1,6 @@
 """Grades rollouts: each gets a score, or an error with the reason; a failure is never a reward of 0.
 
-A reward is a function with one of three signatures, sync or async. `as_reward` detects which, `grade` runs it over the
+A reward is a function with one of four signatures, sync or async. `as_reward` detects which, `grade` runs it over the
 rollouts of one prompt, concurrently and under a time limit.
 """
 
@@ -26,6 +26,8 @@ from oxrl.types import Generation, GroupRewardFn, RewardFn, Rollout, Sample, Sco
 F = TypeVar("F", bound=Callable[..., Any])
 
 TOKEN_PARAMETERS = ("prompt_ids", "response_ids", "finish_reason")
+TEXT_PARAMETERS = ("prompts", "completions", "completion_ids")
+"""What a reward function of TRL gets besides the columns of the rows."""
 _MANY_ROLLOUTS = re.compile(r"(?i)(sequence|list|tuple|iterable|collection)\[.*rollout")
 _MAX_REASON_LENGTH = 500
 MAX_SCORE = 1e15  # the square of a larger one, summed over the rows of a step, is infinite in float32
@@ -35,6 +37,7 @@ class Ungraded(NamedTuple):
     """`Ungraded("reward exact_match failed: ValueError: ...")`: the reason why there is no score."""
 
     reason: str
+    applies: bool = True  # False: the reward is for other rows, and the other rewards of the run decide
 
 
 GradeFn: TypeAlias = Callable[[Sequence[Rollout], float], Awaitable[list[Score | Ungraded]]]
@@ -101,27 +104,84 @@ def with_outcome(name: str, rollout: Rollout, outcome: Score | Ungraded) -> Roll
 
 
 def as_reward(function: AnyReward) -> Reward:
-    """Wrap a function of one rollout, of a group, or of `(prompt_ids, response_ids, finish_reason)` as a `Reward`.
+    """Wrap a function of one rollout, of a group, of `(prompt_ids, response_ids, finish_reason)` or of TRL's
+    `(prompts, completions, **columns)` as a `Reward`.
 
     A group function is marked by `@group_reward`, or its first parameter is annotated as a sequence of rollouts or
-    named `rollouts`. The third signature is recognized by its parameter names.
+    named `rollouts`. The other signatures are recognized by their parameter names: TRL's has `completions`.
     """
     if isinstance(function, Reward):
         return function
     name = _name_of(function)
     check = partial(_grade_empty, function) if hasattr(_innermost(function), "reads") else accept_any_sample
     required, first = _required_parameters(function, name)
+    if "completions" in inspect.signature(function).parameters:
+        return _text_reward(name, function, required)
     if tuple(required) == TOKEN_PARAMETERS:
         return Reward(name, partial(_grade_each, name, partial(_score_tokens, function)), check)
     if len(required) > 1 or first is None:
         raise ValueError(
-            f"reward {name} takes ({', '.join(required)}); a reward takes one rollout, or with @group_reward all "
-            f"rollouts of a group, or ({', '.join(TOKEN_PARAMETERS)}); other parameters need a default"
+            f"reward {name} takes {inspect.signature(function)}; a reward takes one rollout, or with @group_reward all "
+            f"rollouts of a group, or (prompts, completions, **columns) as in TRL, or ({', '.join(TOKEN_PARAMETERS)}); "
+            "other parameters need a default"
         )
     of_group = getattr(_innermost(function), "of_group", False) or first.name == "rollouts"
     if of_group or _MANY_ROLLOUTS.search(str(first.annotation)):
         return Reward(name, partial(_grade_together, name, function), check)
     return Reward(name, partial(_grade_each, name, function), check)
+
+
+def _text_reward(name: str, function: Callable[..., Any], required: Sequence[str]) -> Reward:
+    """A reward function of TRL: called with keywords, once for the rollouts of a prompt, it returns a list."""
+    columns = [each for each in required if each not in TEXT_PARAMETERS]
+    parameters = inspect.signature(function).parameters
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+    def check(sample: Sample) -> None:
+        known = _columns_of(sample)
+        if missing := [each for each in columns if each not in known]:
+            raise ValueError(
+                f"reward {name}{inspect.signature(function)} takes the column {missing[0]}, and {sample.id} has "
+                f"{', '.join(known) or 'no columns besides its prompt'}"
+            )
+
+    def call(rollouts: Sequence[Rollout]) -> Any:
+        given = _text_arguments(rollouts)
+        return function(**{each: value for each, value in given.items() if takes_all or each in parameters})
+
+    async def outcomes(rollouts: Sequence[Rollout], time_limit: float) -> list[Score | Ungraded]:
+        result = await _call(name, call, rollouts, time_limit)
+        return _outcomes_of(name, result, rollouts)
+
+    return Reward(name, outcomes, check)
+
+
+def _columns_of(sample: Sample) -> dict[str, Any]:
+    """The columns of a row besides its prompt."""
+    return {**sample.metadata, **({} if sample.answer is None else {"answer": sample.answer})}
+
+
+def _text_arguments(rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
+    """Lists with an entry per rollout. As in TRL, a row with a list of messages has them as prompt and completion."""
+    samples = [rollout.sample for rollout in rollouts]
+    columns = [_columns_of(sample) for sample in samples]
+    named = dict.fromkeys(each for own in columns for each in own)
+    return {
+        **{each: [own.get(each) for own in columns] for each in named},
+        "prompts": [
+            [each.to_dict() for each in rollout.prompt_messages or rollout.sample.messages]
+            if rollout.sample.conversational
+            else rollout.prompt
+            for rollout in rollouts
+        ],
+        "completions": [
+            [each.to_dict() for turn in rollout.turns for each in turn.messages]
+            if rollout.sample.conversational
+            else rollout.response
+            for rollout in rollouts
+        ],
+        "completion_ids": [[token for turn in each.turns for token in turn.generation.token_ids] for each in rollouts],
+    }
 
 
 def _innermost(function: Any) -> Any:
@@ -186,7 +246,11 @@ async def _grade_each(
 async def _grade_together(
     name: str, function: Callable[..., Any], rollouts: Sequence[Rollout], time_limit: float
 ) -> list[Score | Ungraded]:
-    result = await _call(name, function, rollouts, time_limit)
+    return _outcomes_of(name, await _call(name, function, rollouts, time_limit), rollouts)
+
+
+def _outcomes_of(name: str, result: Any, rollouts: Sequence[Rollout]) -> list[Score | Ungraded]:
+    """An outcome per rollout from the list that a function returned for all of them."""
     if isinstance(result, Ungraded):
         return [result] * len(rollouts)
     scores = result.tolist() if hasattr(result, "tolist") else result
@@ -194,7 +258,12 @@ async def _grade_together(
         return [_failed(name, f"it returned {_kind(result)} and not a list of scores")] * len(rollouts)
     if len(scores) != len(rollouts):
         return [_failed(name, f"it returned {len(scores)} scores for {len(rollouts)} rollouts")] * len(rollouts)
-    return [_outcome(name, score, rollout) for score, rollout in zip(scores, rollouts, strict=True)]
+    return [
+        Ungraded(f"reward {name} returned None: it does not apply to {rollout.sample.id}", applies=False)
+        if score is None
+        else _outcome(name, score, rollout)
+        for score, rollout in zip(scores, rollouts, strict=True)
+    ]
 
 
 async def _call(name: str, function: Callable[..., Any], argument: Any, time_limit: float) -> Any | Ungraded:

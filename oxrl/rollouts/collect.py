@@ -30,6 +30,7 @@ from oxrl.seeds import mixed_seed
 from oxrl.types import (
     DataSource,
     EnvFn,
+    Episode,
     FilterFn,
     Generation,
     GenerationConfig,
@@ -364,6 +365,10 @@ async def _resolved(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
+def _name_of(env: EnvFn) -> str:
+    return str(getattr(env, "__qualname__", type(env).__name__))
+
+
 class RolloutSampler:
     """Samples rollouts with a generator in an environment: the default `generate_fn`, with its `abort`.
 
@@ -402,13 +407,19 @@ class RolloutSampler:
         media = rollout.sample.media
         policy = GeneratorClient(generator, self.render, sampling, seed, recorded=rollout.turns, media=media)
         try:
-            episode = await self.env(rollout.sample, policy)
+            episode = await _resolved(self.env(rollout.sample, policy))
         except (RuntimeError, OSError) as error:  # the engine failed after all retries: an error, never a reward
             return replace(rollout, error=_generation_failed(error))
+        if not isinstance(episode, Episode):
+            raise ValueError(
+                f"the environment {_name_of(self.env)} returned {episode!r:.100}; return an Episode(turns)"
+            )
         turns = episode.turns
         if len(turns) == 1 and turns[0].generation.finish_reason == "aborted" and not turns[0].generation.token_ids:
             turns = ()  # aborted before it was scheduled
-        sampled = replace(rollout, turns=turns, metadata=dict(episode.metadata))
+        sampled = replace(
+            rollout, turns=turns, metadata=dict(episode.metadata), prompt_messages=episode.prompt_messages
+        )
         return sampled if episode.score is None else with_outcome("of the environment", sampled, episode.score)
 
     async def abort(self) -> None:

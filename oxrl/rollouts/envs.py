@@ -7,6 +7,7 @@ game environments compute scores; otherwise grading is left to rewards.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 import zlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -53,8 +54,9 @@ from oxrl.types import (
 )
 
 StopCondition: TypeAlias = Callable[[Conversation], bool]
-ReplyFn: TypeAlias = Callable[[Conversation], Any]
-"""The conversation so far -> the user's reply: a text, a message, several, or None to end it; sync or async."""
+ReplyFn: TypeAlias = Callable[..., Any]
+"""The conversation so far, and the sample if it takes two arguments -> the user's reply: a text, a message, several, or
+None to end it; sync or async."""
 
 PAUSES = (0.1, 0.2, 0.4)  # seconds before each retry of a failed generation
 
@@ -215,7 +217,7 @@ def with_tools(
         episode = await _converse(begin(policy.render, prompt.messages, tools=prompt.tools), policy, react, max_turns)
         return episode._replace(metadata={**tool_tracker(all_results), **episode.metadata})
 
-    return env
+    return _named(env, f"with_tools({','.join(known)})")
 
 
 def assistant_message(text: str, calls: Sequence[ToolCall], before: Transcript) -> Message:
@@ -230,27 +232,50 @@ def assistant_message(text: str, calls: Sequence[ToolCall], before: Transcript) 
 def dialogue(reply: ReplyFn, *, max_turns: int = 8, stop_condition: StopCondition = never) -> EnvFn:
     """Return an environment in which the model and a simulated user alternate; `reply` returns None to end it.
 
-    `stop_condition` is checked after each message. A truncated turn ends the dialogue without a reply.
+    `reply` is a function of the conversation, or of (conversation, sample). `stop_condition` is checked after each
+    message. A truncated turn ends the dialogue without a reply.
     """
     _at_least_one(max_turns, "max_turns")
+    takes_sample = _takes_sample(reply)
 
-    async def react(text: str, before: Transcript, last: bool) -> _Reaction:
+    async def react(sample: Sample, text: str, before: Transcript, last: bool) -> _Reaction:
         message = Message("assistant", before.plain(text))
         conversation = Conversation((*before.messages, message))
         if stop_condition(conversation):
             return _Reaction(message, ended="stop_condition")
         if last:
             return _Reaction(message, ended="max_turns")
-        replies = _as_messages(await called(reply, conversation))
+        replies = _as_messages(await called(reply, conversation, *([sample] if takes_sample else [])))
         if not replies:
             return _Reaction(message, ended="user left")
         done = stop_condition(Conversation((*conversation.messages, *replies)))
         return _Reaction(message, replies, "stop_condition" if done else "")
 
     async def env(sample: Sample, policy: PolicyClient) -> Episode:
-        return await _converse(begin(policy.render, _prompt_of(sample), tools=sample.tools), policy, react, max_turns)
+        start = begin(policy.render, _prompt_of(sample), tools=sample.tools)
+        return await _converse(start, policy, partial(react, sample), max_turns)
 
+    return _named(env, f"dialogue({_name_of(reply)})")
+
+
+def _takes_sample(reply: ReplyFn) -> bool:
+    """Whether `reply` takes (conversation, sample): a second argument without a default, or one called sample."""
+    try:
+        parameters = list(inspect.signature(reply).parameters.values())
+    except ValueError:  # not a Python function
+        return False
+    positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    return len(positional) > 1 and (positional[1].default is inspect.Parameter.empty or positional[1].name == "sample")
+
+
+def _named(env: EnvFn, name: str) -> EnvFn:
+    """The environment under a name that says what it was built from, for the config of a run."""
+    env.__qualname__ = name
     return env
+
+
+def _name_of(function: Any) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def _as_messages(replied: Any) -> list[Message]:
@@ -272,9 +297,10 @@ def gym_env(
     """Return an environment that runs an object with Gymnasium's `reset` and `step`; rewards are scored per turn.
 
     All rollouts of one sample start in the same state: `reset` gets `sample.metadata["seed"]`, or a hash of the
-    sample's id. Observations become user messages by `to_text`. The text of a ValueError of `to_action` is the reply to
-    the model, and the step earns `illegal_reward`. The score is the sum of the game's rewards: the reward function is
-    not called. A truncated turn ends the episode without a step: raise `max_new_tokens`, or set a stop text.
+    sample's id. Observations become user messages by `to_text`; `Rollout.messages` has the first one, too. The text of
+    a ValueError of `to_action` is the reply to the model, and the step earns `illegal_reward`. The score is the sum of
+    the game's rewards: the reward function is not called. A truncated turn ends the episode without a step: raise
+    `max_new_tokens`, or set a stop text.
     """
     _at_least_one(max_steps, "max_steps")
 
@@ -298,18 +324,19 @@ def gym_env(
             seed = sample.metadata.get("seed", zlib.crc32(sample.id.encode()))
             observation, _ = await called(game.reset, seed=seed)
             first = to_text(observation)
-            start = begin(policy.render, _with_user(sample.messages, first))
+            shown = _with_user(sample.messages, first)
+            start = begin(policy.render, shown)
             episode = await _converse(start, policy, react, max_steps)
         finally:
             if hasattr(game, "close"):
                 game.close()
         metadata = {**episode.metadata, "first_observation": first}
         if episode.metadata["ended"] == "aborted":
-            return episode._replace(metadata=metadata)
+            return episode._replace(metadata=metadata, prompt_messages=shown)
         per_turn = (*rewards, *[0.0] * (len(episode.turns) - len(rewards)))  # a truncated turn takes no step
-        return Episode(episode.turns, Score(sum(per_turn), per_turn=per_turn), metadata)
+        return Episode(episode.turns, Score(sum(per_turn), per_turn=per_turn), metadata, shown)
 
-    return env
+    return _named(env, f"gym_env({_name_of(make_env)})")
 
 
 def _with_user(messages: Sequence[Message], text: str) -> tuple[Message, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from oxrl.names import did_you_mean
+from oxrl.names import did_you_mean, import_object
 from oxrl.rewards.length import sampled_tokens
 from oxrl.types import FilterFn, Rollout
 
@@ -63,14 +63,21 @@ FILTERS: Mapping[str, Callable[..., bool]] = {
 
 
 def named_filter(name: str, **parameters: Any) -> FilterFn:
-    """`named_filter("check_min_reward", min_reward=0.2)`."""
-    if name not in FILTERS:
+    """`named_filter("check_min_reward", min_reward=0.2)`; a custom function is `FILE.py:FUNCTION`."""
+    if ":" not in name and name not in FILTERS:
         hint = did_you_mean(name, FILTERS, ".")
-        raise ValueError(f"unknown filter {name!r}{hint} Available: {', '.join(FILTERS)}")
-    known = [each for each in inspect.signature(FILTERS[name]).parameters if each != "rollouts"]
+        raise ValueError(
+            f"unknown filter {name!r}{hint} Available: {', '.join(FILTERS)}; a custom filter is FILE.py:FUNCTION"
+        )
+    function = FILTERS[name] if name in FILTERS else import_object(name)
+    if not callable(function):
+        raise ValueError(f"{name} is {function!r:.200}, which is not a filter: a function of the rollouts of a prompt")
+    positional, *known = inspect.signature(function).parameters or [""]
+    if not positional:
+        raise ValueError(f"{name} takes no argument; a filter takes the rollouts of a prompt")
     if wrong := [each for each in parameters if each not in known]:
         raise ValueError(f"{name} has no parameter {wrong[0]}; it takes: {', '.join(known) or 'none'}")
-    return partial(FILTERS[name], **parameters)
+    return partial(function, **parameters)
 
 
 def _rewards(rollouts: Sequence[Rollout]) -> list[float]:

@@ -25,6 +25,7 @@ def rollout_to_json(rollout: Rollout) -> dict[str, Any]:
         "greedy": rollout.greedy,
         "kl_divergence": rollout.kl_divergence,
         "metadata": dict(rollout.metadata),
+        **({"prompt_messages": _dicts(rollout.prompt_messages)} if rollout.prompt_messages else {}),
     }
 
 
@@ -35,6 +36,7 @@ def rollout_from_json(raw: Mapping[str, Any]) -> Rollout:
         sample=_sample_from_json(raw["sample"]),
         turns=tuple(_turn_from_json(turn) for turn in raw["turns"]),
         score=None if score is None else Score(**{**score, **_tuples(score, "per_turn", "per_token")}),
+        prompt_messages=_messages(raw.get("prompt_messages", ())),
         **plain,
     )
 
@@ -98,6 +100,7 @@ def _sample_to_json(sample: Sample) -> dict[str, Any]:
         "rewards": list(sample.rewards),
         "tools": [dict(tool) for tool in sample.tools],
         "metadata": dict(sample.metadata),
+        **({"conversational": True} if sample.conversational else {}),
         **({"media": [_media_to_json(media) for media in sample.media]} if sample.media else {}),
     }
 
@@ -112,6 +115,7 @@ def _sample_from_json(raw: Mapping[str, Any]) -> Sample:
         tools=tuple(raw["tools"]),
         metadata=raw["metadata"],
         media=tuple(_media_from_json(media) for media in raw.get("media", ())),
+        conversational=raw.get("conversational", False),
     )
 
 

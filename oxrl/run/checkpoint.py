@@ -172,7 +172,7 @@ def advice_on_full_disk(folder: Path) -> Iterator[None]:
 
 def _make_room(what: str, error: BaseException, root: Path) -> RuntimeError:
     return RuntimeError(
-        f"{what} could not be written: {error}; {_what_is_left(root)}. Free disk space, then use --resume"
+        f"{what} could not be written: {error}; {_what_is_left(root)}. Free disk space, then resume the run"
     )
 
 

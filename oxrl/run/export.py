@@ -39,10 +39,10 @@ def export_model(source: str, output: str | Path, *, adapter: bool = False, dtyp
 
     weights, folder = resolve_weights(source), Path(output)
     if folder.exists() and any(folder.iterdir() if folder.is_dir() else [folder]):
-        raise ValueError(f"{folder} is not empty: choose another --output")
+        raise ValueError(f"{folder} is not empty: choose another folder")
     kind = find_model(weights).kind
     if adapter and kind != "adapter":
-        raise ValueError(f"{source} has no adapter: leave --adapter out to export its weights")
+        raise ValueError(f"{source} has no adapter: export its weights, without adapter")
     _check_links(Path(weights))
     settings = ModelConfig(weights, dtype=_stored_dtype(weights) if dtype == "auto" else dtype, device="cpu")
     check_model(settings)

@@ -18,7 +18,7 @@ import yaml
 from oxrl.config import STAGES, Config, ConfigError, check_config, load_stages
 from oxrl.data.buffer import DataBuffer
 from oxrl.models.catalog import catalogued
-from oxrl.names import source_file
+from oxrl.names import source_file, without_digest
 from oxrl.parsing import ParseError, read_json, read_yaml
 from oxrl.rollouts.buffer import Group
 from oxrl.rollouts.record import digest_of
@@ -128,7 +128,8 @@ def check_resumable(config: Config, path: Path) -> None:
         if key not in before.get(section, {}):
             raise _damaged(path)
         was, wanted = before[section][key], now[section][key]
-        if was != wanted and not (key == "name" and _same_model(str(was), wanted)):
+        same = was == wanted or (key == "name" and _same_model(str(was), wanted))
+        if not same and (key != "alg_name" or without_digest(str(was)) != without_digest(wanted)):
             raise ConfigError(
                 f"this run has {section}.{key} {was!r} and cannot be resumed with {wanted!r}: "
                 "start a new run from its checkpoint instead"
@@ -145,8 +146,8 @@ def _same_model(one: str, other: str) -> bool:
 
 def _damaged(file: Path) -> ConfigError:
     return ConfigError(
-        f"{file} is damaged: remove it, then resume with the config that the run was started with: oxrl train CONFIG "
-        f"--output {file.parent} --resume"
+        f"{file} is damaged: remove it, then resume the run in {file.parent} with the config or arguments that it was "
+        "started with"
     )
 
 
@@ -156,11 +157,17 @@ def record_config(config: Config, path: Path, *, resuming: bool) -> None:
     if resuming and path.exists():
         before = read_recorded(path)
         for key, (old, value) in changes(before, now).items():
-            logger.warning("resuming with another %s: %r instead of %r", key, value, old)
+            logger.warning("resuming with another %s: %r instead of %r%s", key, value, old, _why_changed(old, value))
         with suppress(ConfigError):  # written by a version with other keys
             if (rows := check_config(before).batch_size) != config.batch_size:
                 logger.warning("resuming with %d rows in a step instead of %d", config.batch_size, rows)
     write_atomically(path, yaml.safe_dump(now, sort_keys=False))
+
+
+def _why_changed(old: Any, new: Any) -> str:
+    """For a function with the same name and another digest, which is hard to see in a long path."""
+    before, now = (sorted(map(without_digest, _texts(each))) for each in (old, new))
+    return " (the source of the function has changed)" if before == now else ""
 
 
 def record_inputs(config: Config, held_out: Sequence[Any], path: Path, *, resuming: bool) -> None:

@@ -207,8 +207,8 @@ def _announce_algorithm(config: Config, samples: Sequence[Sample]) -> None:
         else "to change it"
     )
     logger.warning(
-        "no algorithm is set, so %s is used, which learns from the model's own responses; %s: --algorithm sft, or "
-        "train.alg_name", config.train.alg_name, hint,
+        "no algorithm is set, so %s is used, which learns from the model's own responses; %s, set algorithm "
+        "to sft (train.alg_name in a config)", config.train.alg_name, hint,
     )  # fmt: skip
 
 

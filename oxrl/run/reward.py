@@ -15,7 +15,7 @@ from oxrl.data.sources import load_samples
 from oxrl.models.load import check_model, load_model, load_tokenizer
 from oxrl.parsing import parse_yaml
 from oxrl.rewards import Reward, as_reward, clamp, judge_reward, reward, weighted
-from oxrl.rewards.grade import AnyReward, defaults_of
+from oxrl.rewards.grade import AnyReward, Ungraded, defaults_of
 from oxrl.rewards.judge import RUBRIC
 from oxrl.rewards.numbers import numbers_in
 from oxrl.rewards.references import compare_references
@@ -23,20 +23,20 @@ from oxrl.rewards.table import describe_rewards, find_builder, find_reward
 from oxrl.rewards.trial import PaysFor, TrialReport, try_reward
 from oxrl.run.folder import resolve_weights
 from oxrl.run.spec import first_algorithm, frozen_model_config, model_config
-from oxrl.types import GenerationConfig, Message, Request, Sample
+from oxrl.types import GenerationConfig, Message, Request, Rollout, Sample, Score
 
 logger = logging.getLogger(__name__)
 
 
 def with_default_reward(config: Config, samples: Sequence[Sample]) -> Config:
     """The same config with a reward, where it names none: the dataset's, the task's, or one that fits all rows."""
-    if not lacks_reward(config):
+    if not lacks_reward(config) or config.has_custom_env:
         return config
     found = default_reward(config) or _reward_for_rows(samples)
     if found is None:
         return config  # `check_reward` reports what is missing
     name, reason = found
-    logger.info("reward: %s, %s; to change it: --reward NAME, or reward.reward_func", name, reason)
+    logger.info("reward: %s, %s; to change it, set reward (reward.reward_func in a config)", name, reason)
     return config.model_copy(update={"reward": config.reward.model_copy(update={"reward_func": name})})
 
 
@@ -246,10 +246,12 @@ def check_reward_source(config: Config) -> str | None:
         raise ConfigError(
             f"{config.train.alg_name} is graded by a {online.reward_source}: set reward.{keys[online.reward_source]}"
         )
+    if not given and config.has_custom_env:
+        return None
     if not given:
         raise ConfigError(
-            f"{config.train.alg_name} learns from rewards: set reward.reward_func (`oxrl rewards list` shows them; "
-            "FILE.py:FUNCTION for a custom one), reward.model or reward.judge"
+            f"{config.train.alg_name} learns from rewards: set reward to a name (`oxrl rewards list` shows them) or a "
+            "function (in a config reward.reward_func, with FILE.py:FUNCTION), or set reward.model or reward.judge"
         )
     return given[0]
 
@@ -267,7 +269,19 @@ def load_reward(config: Config) -> Reward | None:
     if config.reward.reward_func is not None:
         return configured_reward(config)
     reward_model = _load_reward_model(config)
+    if reward_model is None and config.has_custom_env:
+        reward_model = _scored_by_environment()
     return None if reward_model is None else compose_reward(config, {reward_model: 1.0})
+
+
+def _scored_by_environment() -> Reward:
+    """The reward of a run whose environment scores its episodes; it is called for those without a score."""
+    reason = "the environment gave no score, and no reward is set: return Episode(turns, Score(...)), or set a reward"
+
+    async def outcomes(rollouts: Sequence[Rollout], _: float) -> list[Score | Ungraded]:
+        return [Ungraded(reason) for _ in rollouts]
+
+    return Reward("of the environment", outcomes)
 
 
 def _load_reward_model(config: Config) -> Reward | None:

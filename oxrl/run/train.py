@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from oxrl.concurrency import Finished, run_until_interrupted
+from oxrl.concurrency import Finished, run_blocking, run_until_interrupted
 from oxrl.config import Config, ConfigError
 from oxrl.config.registry import find_engine
 from oxrl.data.render import Renderer
+from oxrl.loops.callbacks import Callbacks, as_logger
 from oxrl.loops.memory_limits import MemoryLimits, resumed_limits
 from oxrl.loops.memory_warmup import advice_on_memory, warm_up_memory
 from oxrl.models.load import check_model, load_model, load_tokenizer
@@ -34,16 +35,24 @@ from oxrl.run.reward import load_reward
 from oxrl.run.spec import RunSpec, environment, first_algorithm, rollout_config, sampling_config
 from oxrl.seeds import seed_everything
 from oxrl.tracking.metrics import JSONLLogger, LiveConsole, Sink, all_of
+from oxrl.tracking.notebook import live_output
 from oxrl.tracking.trackers import tracked
 from oxrl.types import ModelConfig, TrainingState
 from oxrl.weights.checkpoint_names import source_of
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 LESS_MEMORY = (
     "lower train.micro_batch_tokens (rows are never split: data.max_seq_len bounds them) or rollout.slots, set "
     "model.gradient_checkpointing: true or lora.enabled: true; `oxrl plan` shows what each of them would need"
 )
+
+
+class _Observers(NamedTuple):
+    """What the user passed to follow a run."""
+
+    callbacks: Callbacks
+    log: Sink
 
 
 class _RunFields(NamedTuple):
@@ -58,9 +67,16 @@ class RunResult(_RunFields, Finished):
     __slots__ = ()
 
 
-def train_run(config: Config, output: str | Path | None = None, *, resume: bool = False) -> RunResult:
-    """Prepare and train in one call."""
-    return train_spec(prepare_run(config, output, resume=resume))
+def train_run(
+    config: Config,
+    output: str | Path | None = None,
+    *,
+    resume: bool = False,
+    callbacks: Iterable[Any] = (),
+    logger: Any = None,
+) -> RunResult:
+    """Prepare and train in one call; `callbacks` and `logger` as in `Trainer.train`."""
+    return train_spec(prepare_run(config, output, resume=resume), callbacks=callbacks, logger=logger)
 
 
 def run_sft(config: Config | Mapping[str, Config], output_dir: str | Path, *, resume: bool = False) -> RunResult:
@@ -95,21 +111,21 @@ def _stage(config: Config | Mapping[str, Config], name: str) -> Config:
     if name == "rl" and algorithm.online is None:
         raise ConfigError(f"run_rl samples completions, and train.alg_name {algorithm.name} does not: use run_sft")
     if name == "sft" and algorithm.online is not None:
-        logger.warning("run_sft trains with %s, which samples unless the rows have responses", algorithm.name)
+        _log.warning("run_sft trains with %s, which samples unless the rows have responses", algorithm.name)
     return config
 
 
-def train_spec(spec: RunSpec) -> RunResult:
+def train_spec(spec: RunSpec, *, callbacks: Iterable[Any] = (), logger: Any = None) -> RunResult:
     """Train to the end. A run that lost Ray actors resumes from its last checkpoint; `launch` restarts other ranks."""
-    run = spec.config.run
+    run, observers = spec.config.run, _Observers(Callbacks(callbacks), as_logger(logger))
     for restarts_left in range(run.max_restarts, -1, -1):
         try:
-            return _train_once(spec)
+            return _train_once(spec, observers)
         except RuntimeError as error:
             started = (spec.folder / "config.yaml").exists()
             if spec.config.processes != "actors" or not restarts_left or not started or not _is_lost_rank(error):
                 raise
-            logger.warning("%s: resuming from the last checkpoint (%d restarts left)", error, restarts_left - 1)
+            _log.warning("%s: resuming from the last checkpoint (%d restarts left)", error, restarts_left - 1)
             spec = prepare_run(spec.config, spec.folder, resume=True)
     raise AssertionError("the last attempt returns or raises")
 
@@ -120,7 +136,7 @@ def _is_lost_rank(error: BaseException | None) -> bool:
     return error is not None and (isinstance(error, LostRankError) or _is_lost_rank(error.__cause__))
 
 
-def _train_once(spec: RunSpec) -> RunResult:
+def _train_once(spec: RunSpec, observers: _Observers) -> RunResult:
     from transformers.utils.logging import disable_progress_bar
 
     run, plain = spec.config.run, spec.config.model_dump(mode="json")
@@ -133,11 +149,14 @@ def _train_once(spec: RunSpec) -> RunResult:
         done = 0 if spec.resume_from is None else read_state(spec.resume_from).step
         backend = stack.enter_context(open_backend(spec))
         disable_progress_bar()  # two live displays would overwrite each other
-        console = stack.enter_context(LiveConsole(spec.num_steps, first_step=done))
-        history = run_until_interrupted(_run_loop, spec, backend, console, track)
+        console = stack.enter_context(live_output(spec.num_steps, first_step=done))
+        log = all_of(console, track, observers.log)
+        history = run_until_interrupted(_run_loop, spec, backend, console, log, observers.callbacks)
     checkpoint = best_checkpoint(spec.folder / "checkpoints")
     assert checkpoint is not None, "a finished run has at least its last checkpoint"
-    return RunResult(spec.folder, checkpoint, history)
+    result = RunResult(spec.folder, checkpoint, history)
+    run_blocking(observers.callbacks, "on_end", result)
+    return result
 
 
 @contextmanager
@@ -157,24 +176,28 @@ def _locked(spec: RunSpec) -> Iterator[None]:
         yield
 
 
-async def _run_loop(spec: RunSpec, backend: Any, console: LiveConsole, track: Sink) -> list[dict[str, float]]:
+async def _run_loop(
+    spec: RunSpec, backend: Any, console: LiveConsole, sinks: Sink, callbacks: Callbacks
+) -> list[dict[str, float]]:
     state = TrainingState(seed=spec.config.run.seed)
     if spec.resume_from is not None:
         state = await load_checkpoint(spec.resume_from, backend)
-        logger.info("resuming at step %d from %s", state.step, spec.resume_from)
+        _log.info("resuming at step %d from %s", state.step, spec.resume_from)
     resuming = spec.resume_from is not None
     record_inputs(spec.config, spec.held_out, spec.folder / "inputs.json", resuming=resuming)
     record_config(spec.config, spec.folder / "config.yaml", resuming=resuming)
     keep = {"tokenizer": spec.tokenizer, "keep_last": spec.config.train.keep_last}
 
     async def save(reached: TrainingState, best_step: int | None) -> None:
-        await save_checkpoint(spec.folder / "checkpoints", backend, reached, keep=best_step, **keep)
+        folder = await save_checkpoint(spec.folder / "checkpoints", backend, reached, keep=best_step, **keep)
+        await callbacks("on_save", reached.step, folder)
 
-    log = all_of(JSONLLogger(spec.folder / "metrics.jsonl", keep_until=state.step), console, track)
+    log = all_of(JSONLLogger(spec.folder / "metrics.jsonl", keep_until=state.step), sinks)
+    await callbacks("on_start", spec)
     with advice_on_memory(LESS_MEMORY):
         limits = resumed_limits(spec.config.train.micro_batch_tokens, state, backend)
         await _warm_up(spec, backend, limits)
-        rest: dict[str, Any] = {"state": state, "limits": limits, "log": log, "save": save}
+        rest: dict[str, Any] = {"state": state, "limits": limits, "log": log, "save": save, "callbacks": callbacks}
         if spec.online:
             return await _run_online(spec, backend, show=console.print_line, **rest)
         return await _run_offline(spec, backend, **rest)

@@ -15,7 +15,9 @@ from oxrl.algorithms.describe import document, explain
 from oxrl.algorithms.parameters import PARAMETERS, parameter_of
 from oxrl.cli import app
 from oxrl.config import ConfigError, check_config
-from oxrl.types import Batch, Outputs, Row
+from oxrl.data.render import Renderer
+from oxrl.models.load import load_tokenizer
+from oxrl.types import Batch, Outputs, Row, Sample
 from tests.rows import write_jsonl
 
 REQUIRED = """
@@ -159,6 +161,21 @@ def test_a_custom_loss_works_where_a_name_works(tmp_path):
     arguments = ["train", "--model", "tiny", "--data", str(data), "--output", str(tmp_path / "out"), "--algorithm"]
     done = CliRunner().invoke(app, [*arguments, f"{file}:shifted", "--set", "train.alg_params={shift: 2.0}"])
     assert done.exit_code == 0, done.output
+
+
+def test_a_custom_loss_over_tokens_is_summed_over_the_trained_tokens():
+    def focal(tokens, *, gamma=2.0):  # the view is that of its argument's name
+        return -((1 - tokens.logprob.exp()) ** gamma) * tokens.logprob + 1
+
+    logprob = np.array([0.0, -1.0, -0.5, 0.0, -2.0, -3.0])
+    trained = np.flatnonzero(pair_batch().mask.numpy())
+    p = np.exp(logprob[trained])
+    expected = (-((1 - p) ** 3.0) * np.log(p) + 1).sum()
+    built = algorithm(focal, gamma=3.0)
+    total, unit = built.loss(Outputs(torch.from_numpy(logprob)), pair_batch()).terms["supervised"]
+    assert (float(total), unit) == (pytest.approx(expected, rel=1e-12), "token")
+    text = built.assemble(Sample("t", text="plain text"), Renderer(load_tokenizer("tiny")))
+    assert text[0][0].mask.any(), "plain text can be trained on, too"
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -103,7 +103,7 @@ def test_a_missing_file_suggests_an_existing_one(tmp_path):
         ("model", "name", "", "model.name: String should have at least 1 character"),
         ("data", "train_ratios", {"rows": -1.0}, "data: train_ratios must be 0 or more"),
         ("data", "train_ratios", {"rows": 0.0}, "data: train_ratios must be 0 or more"),
-        ("rollout", "env", "x" * 10_000, "rollout.env: Input should be 'single_turn' or 'tools', got 'xxx"),
+        ("rollout", "env", "x" * 10_000, "rollout.env: 'xxx"),
     ],
 )
 def test_a_value_outside_its_range_is_refused_with_its_key(section, key, value, message):
@@ -297,7 +297,7 @@ def test_without_a_reward_it_is_inferred_from_the_rows_and_logged(rows, reward, 
     data = str(write_jsonl(tmp_path / "rows.jsonl", ROWS[rows]))
     inputs = resolve(config_of(data={"train_files_path": data}, reward={"allow_unsandboxed": True}))
     assert inputs.config.reward.reward_func == reward
-    assert f"reward: {reward}, because" in caplog.text and "to change it: --reward" in caplog.text
+    assert f"reward: {reward}, because" in caplog.text and "to change it, set reward" in caplog.text
     assert "so sgrpo is used" in caplog.text
     assert ("as reference answers" in caplog.text) == (rows == "replies")
 
@@ -305,7 +305,7 @@ def test_without_a_reward_it_is_inferred_from_the_rows_and_logged(rows, reward, 
 @pytest.mark.parametrize("row", [{"prompt": "hi"}, {"prompt": "hi", "response": "a long reply, " * 20}])
 def test_a_reward_that_cannot_be_inferred_is_required(row, tmp_path):
     data = str(write_jsonl(tmp_path / "rows.jsonl", [row]))
-    with pytest.raises(ConfigError, match="sgrpo learns from rewards: set reward.reward_func"):
+    with pytest.raises(ConfigError, match="sgrpo learns from rewards: set reward to a name"):
         resolve(config_of(data={"train_files_path": data}))
 
 

@@ -216,7 +216,7 @@ def test_after_a_full_disk_and_a_damaged_checkpoint_a_resumed_run_is_the_same(tm
     assert codes == [0, 1, 0], log
     assert left == ["step_0002", "step_0003"], "old checkpoints, and no half of a new one"
     assert "could not be written" in log and "File too large" in log
-    assert "step_0003 is intact. Free disk space, then use --resume" in log
+    assert "step_0003 is intact. Free disk space, then resume the run" in log
     assert "step_0003/optimizer.safetensors is damaged" in log and "step_0002 is used instead" in log
     assert facts(tmp_path / "broken", 6) == facts(tmp_path / "whole", 6)
     assert [line["step"] for line in facts(tmp_path / "broken", 6)[1]] == list(range(1, 7))

@@ -53,7 +53,7 @@ def test_a_damaged_config_of_a_run_is_reported(tmp_path, content):
     file.write_text(content)
     with pytest.raises(ConfigError):
         recorded_stages(tmp_path)
-    with pytest.raises(ConfigError, match="config.yaml is damaged: remove it, then resume with"):
+    with pytest.raises(ConfigError, match="config.yaml is damaged: remove it, then resume the run"):
         check_resumable(load_config(None, OVERRIDES), file)
 
 
@@ -111,7 +111,7 @@ def metrics_do_not_fit(folder: Path) -> int:
 def test_metrics_that_cannot_be_written_end_the_run_with_advice(tmp_path, forks):
     code, log = forks.run(metrics_do_not_fit, tmp_path), (tmp_path / "log").read_text()
     assert code == 1 and "Traceback" not in log, log
-    assert "could not be written: [Errno 27] File too large; step_0002 is intact. Free disk space, then use --r" in log
+    assert "could not be written: [Errno 27] File too large; step_0002 is intact. Free disk space, then resume" in log
     resumed = CliRunner().invoke(app, ["train", "--output", str(tmp_path / "out"), "--resume"])
     assert resumed.exit_code == 0, resumed.output
     assert [line.partition(",")[0] for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()] == [

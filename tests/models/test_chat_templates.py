@@ -9,8 +9,8 @@ from oxrl.config import load_config
 from oxrl.data.render import Renderer
 from oxrl.models.chat_templates import TEMPLATES, read_template, set_template
 from oxrl.models.load import load_model, load_tokenizer
+from oxrl.run.arguments import sections_of
 from oxrl.run.train import open_model
-from oxrl.trainer import sections_of
 from oxrl.types import Message, ModelConfig
 from tests.data.chat_templates import Style, byte_level
 from tests.rows import sums

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 
 import anyio
@@ -399,12 +400,59 @@ async def test_one_bad_score_of_a_group_is_one_ungraded_rollout_and_a_bad_list_i
     assert all("no result within" in rollout.error for rollout in graded)
 
 
+def in_chats(rows):
+    """The same rollouts, of rows with lists of messages."""
+    return [replace(each, sample=replace(each.sample, conversational=True)) for each in rows]
+
+
+def strings_of_trl(prompts, completions, level, **columns):
+    assert columns.keys() == {"completion_ids", "answer"} and columns["completion_ids"] == [[7, 8, 9]] * 3
+    assert prompts == ["What?"] * 3 and columns["answer"] == ["4"] * 3
+    return [int(text) * each for text, each in zip(completions, level, strict=True)]
+
+
+def chats_of_trl(completions, **_):
+    return [float(messages[0]["content"]) if messages[0]["role"] == "assistant" else -1.0 for messages in completions]
+
+
+async def chats_of_trl_later(prompts, completions):
+    await anyio.sleep(0)
+    assert prompts[0] == [{"role": "user", "content": "What?"}]
+    return chats_of_trl(completions)
+
+
+async def test_a_reward_function_of_trl_is_called_as_trl_calls_it():
+    rollouts = [a_rollout(str(i), "4", index=i, level=2) for i in range(3)]
+    assert [each.reward for each in await grade(rollouts, strings_of_trl)] == [0.0, 2.0, 4.0]
+    for reward in (chats_of_trl, chats_of_trl_later):
+        assert [each.reward for each in await grade(in_chats(rollouts), reward)] == [0.0, 1.0, 2.0]
+    check_samples(strings_of_trl, [rollouts[0].sample])
+    with pytest.raises(
+        ValueError, match=r"\(prompts, completions, level, \*\*columns\) takes the column level, and s1 has a"
+    ):
+        check_samples(strings_of_trl, [a_sample("4")])
+    (short,) = await grade(rollouts[:1], lambda completions: [1.0, 2.0])
+    assert "it returned 2 scores for 1 rollouts" in short.error
+
+
+async def test_a_reward_that_returns_none_for_a_row_does_not_apply_to_it():
+    def easy(completions, **_):
+        return [1.0, None, None]
+
+    def hard(completions, **_):
+        return [None, 3.0, None]
+
+    graded = await grade(group(), weighted({easy: 1.0, hard: 0.5}))
+    assert [each.reward for each in graded] == [1.0, 1.5, None]
+    assert "reward easy returned None: it does not apply to s1" in graded[2].error
+
+
 @pytest.mark.parametrize(
     ("thing", "message"),
     [
         (lambda a, b: 0.0, "takes (a, b)"),
         (lambda: 0.0, "takes ()"),
-        (lambda rollout, *, needed: 0.0, "takes (rollout, needed)"),
+        (lambda rollout, *, needed: 0.0, "takes (rollout, *, needed)"),
         (3, "not callable"),
     ],
 )

@@ -348,6 +348,20 @@ async def test_a_dialogue_alternates_until_the_user_leaves(tiny):
     assert episode.metadata == {"ended": "user left", "rewritten": 0}
 
 
+@pytest.mark.parametrize(
+    "reply",
+    [
+        lambda conversation, sample: sample.answer,
+        lambda conversation, sample=None: sample.answer,
+        lambda conversation, times=4: "4" * (times // 4),
+    ],
+)
+async def test_a_reply_that_takes_the_sample_gets_it(tiny, reply):
+    sample = Sample("a", messages=ASK.messages, answer="4")
+    episode = await dialogue(reply, max_turns=2)(sample, client(tiny[1], ["hello", "bye"]))
+    assert episode.turns[0].messages[1:] == (Message("user", "4"),)
+
+
 async def test_a_dialogue_ends_by_turns_or_by_its_condition(tiny):
     env = dialogue(lambda conversation: Message("user", "more"), max_turns=2)
     assert (await env(ASK, client(tiny[1], "abc"))).metadata["ended"] == "max_turns"
@@ -392,6 +406,8 @@ async def test_a_game_is_played_and_scored_per_turn(tiny):
     assert episode.score == (0.5, {}, (-0.25, 0.0, -0.25, 1.0), None)
     assert episode.metadata["ended"] == "terminated"
     assert "Let us play.\n\nGuess a number" in read(tiny[1], episode.turns[0].prompt_ids)
+    (first,) = episode.prompt_messages
+    assert first.role == "user" and first.content.startswith("Let us play.\n\nGuess a number")
     assert continues(episode.turns) == [True, True, True]
     assert Guess.closed == closed + 1
 

@@ -23,6 +23,7 @@ def rich(number=0):
         rewards=(0.1,),
         tools=({"type": "function", "function": {"name": "f"}},),
         metadata={"level": [1, {"x": None}]},
+        conversational=True,
     )
     message = Message("assistant", "", {"tool_calls": [{"function": {"name": "f", "arguments": {}}}]})
     turns = (
@@ -34,7 +35,9 @@ def rich(number=0):
         ),
     )
     score = Score(1 / 3, {"right": 1 / 3}, per_turn=(1 / 3, 0.0), per_token=(1 / 3, 0.0, 0.0))
-    return Rollout(sample, turns, number, 2, score, greedy=True, kl_divergence=0.125, metadata={"ended": "stop"})
+    shown = (Message("user", "An observation."),)
+    more = {"greedy": True, "kl_divergence": 0.125, "metadata": {"ended": "stop"}, "prompt_messages": shown}
+    return Rollout(sample, turns, number, 2, score, **more)
 
 
 def test_what_is_written_is_read_back_without_loss(tmp_path):
@@ -44,6 +47,8 @@ def test_what_is_written_is_read_back_without_loss(tmp_path):
     oxrl.write_rollouts(file, [rich(1)])
     back = oxrl.read_rollouts(file)
     assert back == [rich(), failed, rich(1)]
+    assert [each.sample.conversational for each in back] == [True, False, True]
+    assert back[0].messages[0] == Message("user", "An observation.") and back[0].prompt == "An observation."
     assert digest_of(back) == digest_of([rich(), failed, rich(1)])
     assert len(file.read_text().split("\n")) == 4
 

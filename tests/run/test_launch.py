@@ -17,11 +17,12 @@ from safetensors.torch import load_file
 
 from oxrl.config import ConfigError, check_config, load_config
 from oxrl.machine.ray_cluster import Bundles
+from oxrl.run.arguments import sections_of
 from oxrl.run.engines import rollout_devices, sleeps_beside
 from oxrl.run.launch import run_ranks
 from oxrl.run.placement import placed, ranks_to_start
 from oxrl.run.prepare import resolve
-from oxrl.trainer import Trainer, choose_backend, sections_of
+from oxrl.trainer import Trainer, choose_backend
 from tests.engines import need
 from tests.forks import Forked
 from tests.rows import sums, write_jsonl
@@ -287,7 +288,10 @@ def test_a_function_of_a_script_keeps_its_run_in_one_process():
     assert choice.value == "local"
     assert choose_backend(sections_of({"reward": "contains"})) == ()
     assert choose_backend(sections_of({"reward": brief, "backend": "ray"})) == (), "the driver is this process"
-    with pytest.raises(ConfigError, match=r"fsdp starts processes.*FILE.py:FUNCTION"):
+    assert choose_backend({}, one_process=True)[0].value == "local", "callbacks are called in this process"
+    with pytest.raises(ConfigError, match="cannot import a loss of a script"):
+        choose_backend(sections_of({"algorithm": brief, "backend": "ray"}))
+    with pytest.raises(ConfigError, match=r"'fsdp' starts processes.*FILE.py:FUNCTION"):
         choose_backend(sections_of({"reward": brief, "backend": "fsdp"}))
 
 

@@ -244,7 +244,7 @@ LENGTH = {"reward": {"reward_func": "length_target", "params": {"target": 3}}}
 @pytest.mark.parametrize(
     ("name", "sections", "message"),
     [
-        ("grpo", {}, "grpo learns from rewards: set reward.reward_func"),
+        ("grpo", {}, "grpo learns from rewards: set reward to a name"),
         ("rlhf", {"reward": {"reward_func": "contains"}}, "graded by a reward model: set reward.model"),
         ("rlaif", {}, "graded by a judge: set reward.judge"),
         ("grpo", {"reward": {"reward_func": "contains", "judge": "tiny"}}, "reward_func and judge are set"),
