@@ -38,7 +38,8 @@ from oxrl.config import check_config
 from oxrl.loops.evaluate import confidence_interval, sample_and_grade
 from oxrl.rewards.numbers import numbers_in
 from oxrl.run.train import train_run
-from oxrl.tracking.metrics import read_metrics, sparkline
+from oxrl.tracking.console import sparkline
+from oxrl.tracking.metrics import read_metrics
 
 FOLDER, MODEL = Path("runs/demo"), "smollm2-135m"
 SEEN = "lamp kettle chair bike clock tent drum rug desk coat mug scarf vase kite stool".split()

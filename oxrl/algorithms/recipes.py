@@ -319,9 +319,7 @@ def labelled_loss(loss: Loss, credit: CreditFn, arrange: ArrangeFn = list) -> Re
                 for name, side in (("chosen_reward", good), ("rejected_reward", ~good))
                 if side.any()
             }
-            return Losses(
-                {"judged": Term(losses.sum(), "sequence")}, {"accuracy": Term(right, "sequence"), **metrics}
-            )
+            return Losses({"judged": Term(losses.sum(), "sequence")}, {"accuracy": Term(right, "sequence"), **metrics})
 
         needs = ("policy", "ref")
         return Algorithm(name, labelled_items, loss_fn, needs, credit=credit, arrange=arrange, parameters=parameters)

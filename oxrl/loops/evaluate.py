@@ -59,7 +59,9 @@ async def evaluate_online(
 
     Responses that could not be graded are counted and left out.
     """
+    sampler.activity.start("held-out answers", len(samples))
     rollouts = await sample_and_grade(sampler, samples, reward, time_limit=time_limit)
+    sampler.activity.end()
     graded = [rollout for rollout in rollouts if rollout.score is not None]
     if not graded:
         raise RuntimeError(f"none of {len(samples)} held-out responses could be graded: {rollouts[0].error}")
