@@ -17,6 +17,7 @@ from oxrl.tracking.metrics import short_number
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.live import Live
 
 LONG = 600.0  # seconds; the expected time of a longer run is printed after its first step
 SILENT = 60.0  # seconds without a line in a log, after which progress inside a step is printed
@@ -48,15 +49,16 @@ class LiveConsole:
         self.step, self.shown, self.curve = first_step, dict[str, float](), list[float]()
         self.printed = clock()
         self._stack = ExitStack()
-        self._live = self._announced = False
+        self._live: Live | None = None
+        self._announced = False
 
     def __enter__(self) -> LiveConsole:
         if self.console.is_terminal:
             from rich.live import Live
 
-            self._stack.enter_context(Live(get_renderable=self._renderable, console=self.console, refresh_per_second=4))
+            self._live = Live(get_renderable=self._renderable, console=self.console, refresh_per_second=4)
+            self._stack.enter_context(self._live)
             self._stack.enter_context(_handlers_follow())
-            self._live = True
         return self
 
     def __exit__(
@@ -64,7 +66,7 @@ class LiveConsole:
     ) -> None:
         self.activity.end()
         self._stack.close()
-        self._live = False
+        self._live = None
 
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
         self.activity.end()
@@ -73,9 +75,10 @@ class LiveConsole:
         evaluated = any(name.startswith(EVAL) for name in metrics)
         if "loss" in metrics:
             self.curve.append(metrics.get("reward", metrics["loss"]))
-        if self._live:
+        if self._live is not None:
             if evaluated:  # stays above the live line
                 self._print(self._line(), None)
+            self._live.refresh()
         elif evaluated or step % self.plain_every == 0 or step in (self.first + 1, self.total):
             self._print(self._line(), None)
         if self.pace.known and not self._announced:
@@ -101,7 +104,7 @@ class LiveConsole:
 
     def _changed(self) -> None:
         """In a log, a step that takes long prints its progress; a live line is redrawn anyway."""
-        if not self._live and str(self.activity) and self.clock() - self.printed >= SILENT:
+        if self._live is None and str(self.activity) and self.clock() - self.printed >= SILENT:
             self._print(f"step {self.step + 1}/{self.total}: {self.activity}", None)
 
     def _line(self) -> str:

@@ -59,4 +59,3 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_has_one_baseline_when
     steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert steps == [0, 1, 2] == [line["step"] for line in resumed.history]
     assert whole.history[0] == resumed.history[0]
-

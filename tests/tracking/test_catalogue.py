@@ -46,7 +46,9 @@ def test_the_table_has_every_metric_that_a_run_logs_and_no_other(name, files, tm
     logged = {metric for line in history for metric in line} - {"step"}
     assert not [metric for metric in logged if not is_known(metric, families)]
     expected = {metric.name for metric in of_family(families[0], rare=False)}
-    assert expected - logged == ({"chosen_reward", "rejected_reward"} if name == "cpo" else set()), "it has no reference"
+    assert expected - logged == ({"chosen_reward", "rejected_reward"} if name == "cpo" else set()), (
+        "it has no reference"
+    )
     assert list(history[-1])[1:] == most_informative_first(logged & set(history[-1]))
 
 
@@ -62,4 +64,8 @@ def test_the_console_shows_results_before_speed_and_evaluations_before_all():
     ]  # fmt: skip
     pairs = ["grad_norm", "lr", "rejected_reward", "chosen_reward", "margin", "accuracy", "loss", "memory_gib"]
     assert results(pairs) == ["loss", "accuracy", "margin", "chosen_reward", "rejected_reward"]
-    assert results(["token_accuracy", "nll", "tokens", "perplexity", "loss"]) == ["loss", "perplexity", "token_accuracy"]
+    assert results(["token_accuracy", "nll", "tokens", "perplexity", "loss"]) == [
+        "loss",
+        "perplexity",
+        "token_accuracy",
+    ]
