@@ -54,7 +54,7 @@ def evaluate(
         if (data is None) == (harness is None):
             raise ValueError("give --data FILE or NAME, or --harness TASKS, one of the two")
         if harness is not None:
-            options = {"reward": reward, "by": by, "param": param, "samples": samples > 1, "k": k}
+            options: dict[str, Any] = {"reward": reward, "by": by, "param": param, "samples": samples > 1, "k": k}
             options |= {"temperature": temperature, "against": against, "output": output}
             _refuse(options, "has no effect with --harness: its tasks define it")
             _harness(model, harness, limit, include_path, seed, json_)

@@ -22,7 +22,7 @@ from oxrl.data.prompts import as_prompt
 from oxrl.data.render import Renderer
 from oxrl.data.sources import Source, load_samples
 from oxrl.evaluation.likelihood import evaluate_rows, kind_of
-from oxrl.evaluation.result import Evaluation
+from oxrl.evaluation.result import Evaluation as Evaluation  # part of this module's interface
 from oxrl.loops.evaluate import sample_and_grade
 from oxrl.loops.statistics import Comparison, Estimate, compare, estimate, pass_at_k
 from oxrl.models.load import check_model, load_model, load_tokenizer
