@@ -16,6 +16,7 @@ from oxrl.names import renamed_keywords
 from oxrl.rewards.grade import AnyReward, grade
 from oxrl.rewards.length import sampled_tokens
 from oxrl.rollouts.collect import RolloutSampler
+from oxrl.tracking.activity import Activity
 from oxrl.types import Algorithm, Backend, Item, Memory, Rollout, Sample, Status, Term, merge_metrics
 
 _GRADED_AT_ONCE = 8  # prompts: programs under test that wait for a core would exceed their time limit
@@ -53,15 +54,21 @@ async def _evaluate_offline(
 
 @renamed_keywords(answers="sampler")
 async def evaluate_online(
-    sampler: RolloutSampler, samples: Sequence[Sample], reward: AnyReward | None, *, time_limit: float = 30.0
+    sampler: RolloutSampler,
+    samples: Sequence[Sample],
+    reward: AnyReward | None,
+    *,
+    time_limit: float = 30.0,
+    activity: Activity | None = None,
 ) -> dict[str, float]:
     """The mean reward of one response per held-out prompt, with its 95 % confidence interval: `eval_reward`, ...
 
     Responses that could not be graded are counted and left out.
     """
-    sampler.activity.start("held-out answers", len(samples))
+    activity = activity or Activity()
+    activity.start("held-out answers", len(samples))  # the sampler advances it
     rollouts = await sample_and_grade(sampler, samples, reward, time_limit=time_limit)
-    sampler.activity.end()
+    activity.end()
     graded = [rollout for rollout in rollouts if rollout.score is not None]
     if not graded:
         raise RuntimeError(f"none of {len(samples)} held-out responses could be graded: {rollouts[0].error}")

@@ -455,7 +455,9 @@ class AbortableGenerator:
 
 
 @renamed_keywords(answers="sampler")
-def sampling_manager(source: DataSource[Sample], sampler: RolloutSampler, config: RolloutConfig) -> AsyncRolloutManager:
-    """Return a manager that collects rollouts of `source`'s prompts with `sampler`."""
+def sampling_manager(
+    source: DataSource[Sample], sampler: RolloutSampler, config: RolloutConfig, activity: Activity | None = None
+) -> AsyncRolloutManager:
+    """Return a manager that collects rollouts of `source`'s prompts with `sampler`, which advances `activity`."""
     config = replace(config, generate_fn=sampler)
-    return AsyncRolloutManager(source, config, abort=sampler.abort, activity=sampler.activity)
+    return AsyncRolloutManager(source, config, abort=sampler.abort, activity=activity or Activity())

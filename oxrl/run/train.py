@@ -247,17 +247,16 @@ async def _run_online(
     config, rollout, train = spec.config, spec.config.rollout, spec.config.train
     render, sampling, env = Renderer(spec.tokenizer), sampling_config(config), environment(config)
     async with open_engine(config, spec.tokenizer, spec.folder, backend) as engine:
-        sampler = RolloutSampler(
-            engine.generator, render, sampling, env=env, seed=config.run.seed, activity=console.activity
-        )
+        activity = console.activity
+        sampler = RolloutSampler(engine.generator, render, sampling, env=env, seed=config.run.seed, activity=activity)
         evaluation = sampling._replace(temperature=rollout.eval_temperature)
-        eval_sampler = RolloutSampler(engine.generator, render, evaluation, env=env, activity=console.activity)
+        eval_sampler = RolloutSampler(engine.generator, render, evaluation, env=env, activity=activity)
         reward = load_reward(config)
         itemsize = source_of(await backend.get_weights()).dtype.itemsize
         return await run_online(
             backend,
             scheduled(spec.schedule),
-            sampling_manager(spec.source, sampler, rollout_config(config, reward)),
+            sampling_manager(spec.source, sampler, rollout_config(config, reward), activity),
             [engine.generator],
             render,
             OnlineConfig(
@@ -270,7 +269,14 @@ async def _run_online(
             ),
             state=state,
             shares_weights=find_engine(config.engine).shares_weights,
-            evaluate=partial(evaluate_online, eval_sampler, spec.held_out, reward, time_limit=config.reward.time_limit),
+            evaluate=partial(
+                evaluate_online,
+                eval_sampler,
+                spec.held_out,
+                reward,
+                time_limit=config.reward.time_limit,
+                activity=activity,
+            ),
             shape=normalised if config.reward.normalize == "batch" else unchanged_rewards,
             move_reference=partial(_update_reference, spec, backend),
             offload_engine=engine.offload,
