@@ -120,9 +120,13 @@ class LiveConsole:
         return Text(self.live_line(self.console.width), no_wrap=True, overflow="crop")
 
     def live_line(self, width: int) -> str:
-        """As much as fits into `width` characters; step and time left always come first."""
+        """As much as fits into `width` characters; step and time left always come first, evaluations last.
+
+        The latter are printed above it.
+        """
         pieces = [f"{self.step}/{self.total}", self._left(), str(self.activity), sparkline(self.curve, CURVE)]
-        pieces += [f"{name} {short_number(value)}" for name, value in self.shown.items()]
+        shown = sorted(self.shown, key=lambda name: name.startswith(EVAL))
+        pieces += [f"{name} {short_number(self.shown[name])}" for name in shown]
         line = ""
         for piece in filter(None, pieces):
             longer = f"{line}  {piece}" if line else piece

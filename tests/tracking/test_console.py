@@ -66,7 +66,8 @@ def test_the_live_line_fits_and_keeps_step_and_time_left(width):
     assert line.startswith("39/20000  11:05 h left")
     assert ("37 of 64 answers" in line) == (width >= 80)
     if width >= 140:
-        assert line.index("eval_reward 0.5") < line.index("reward 0.1235") < line.index("reward_format 0.5")
+        assert line.index("reward 0.1235") < line.index("reward_format 0.5") < line.index("truncated 0.25")
+    assert "eval_reward" not in line, "it was printed above"
 
 
 def test_progress_inside_a_step_has_an_estimate():
