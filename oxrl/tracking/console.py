@@ -71,7 +71,7 @@ class LiveConsole:
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
         self.activity.end()
         self.step, self.shown = step, headlines(metrics)
-        self.pace.reached(step)
+        self.pace.reached(step, _seconds(metrics))
         evaluated = any(name.startswith(EVAL) for name in metrics)
         if "loss" in metrics:
             self.curve.append(metrics.get("reward", metrics["loss"]))
@@ -137,18 +137,23 @@ class LiveConsole:
 
 
 class Pace:
-    """Seconds per step, from what was measured so far; the first step counts only until there is another."""
+    """Seconds per step, from what was measured so far; the first step counts only until there is another.
+
+    Before it, models are loaded and memory is tested: its own `seconds` are used if they are known.
+    """
 
     def __init__(self, first_step: int, total: int, clock: Callable[[], float]) -> None:
         self.total, self.clock = total, clock
         self.origin = self.last = (first_step, clock())
         self.known, self._first = False, True
 
-    def reached(self, step: int) -> None:
+    def reached(self, step: int, seconds: float = 0.0) -> None:
         now = (step, self.clock())
         if step <= self.origin[0]:  # an evaluation before the first step
             self.origin = self.last = now
             return
+        if not self.known and seconds:
+            self.origin = (step - 1, now[1] - seconds)
         if self.known and self._first:
             self.origin, self._first = self.last, False
         self.last, self.known = now, True
@@ -157,6 +162,11 @@ class Pace:
         (step, since), (at, then) = self.origin, self.last
         per_step = (then - since) / max(1, at - step)
         return max(0.0, per_step * (self.total - at) - (self.clock() - then))
+
+
+def _seconds(metrics: Mapping[str, float]) -> float:
+    """Of the step itself, as far as it was measured."""
+    return metrics.get("step_seconds", metrics.get("generate_seconds", 0.0) + metrics.get("train_seconds", 0.0))
 
 
 @contextmanager

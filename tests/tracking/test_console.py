@@ -51,6 +51,18 @@ def test_the_time_left_is_measured_without_the_first_step_and_the_first_evaluati
     assert "52 s left" in console.live_line(80)
 
 
+def test_loading_before_the_first_step_is_not_counted():
+    clock = Clock()
+    console = LiveConsole(11, console=Console(file=io.StringIO()), clock=clock)
+    clock.now = 900.0  # models are loaded, and the first step took 3 seconds of it
+    console(1, {"loss": 1.0, "step_seconds": 3.0})
+    assert "30 s left" in console.live_line(80)
+    online = LiveConsole(11, console=Console(file=io.StringIO()), clock=clock)
+    clock.now = 1800.0
+    online(1, {"loss": 1.0, "generate_seconds": 3.0, "train_seconds": 1.0})
+    assert "40 s left" in online.live_line(80)
+
+
 @pytest.mark.parametrize("width", [24, 40, 80, 100, 140, 200])
 def test_the_live_line_fits_and_keeps_step_and_time_left(width):
     clock = Clock()
