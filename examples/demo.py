@@ -160,7 +160,7 @@ def show(console: Console, before: list[Rollout], after: list[Rollout]) -> None:
 def summarize(
     console: Console, before: list[Rollout], after: list[Rollout], seconds: float, arguments: argparse.Namespace
 ) -> None:
-    history = read_metrics(FOLDER / "run" / "metrics.jsonl")
+    history = [line for line in read_metrics(FOLDER / "run" / "metrics.jsonl") if line["step"]]  # 0: an evaluation
     scores = [[rollout.reward or 0.0 for rollout in side] for side in (before, after)]
     intervals = [confidence_interval(side) for side in scores]
     means = [sum(side) / len(side) for side in scores]

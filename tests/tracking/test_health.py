@@ -81,11 +81,12 @@ def test_a_resumed_run_repeats_no_warning_and_remembers_its_start(caplog):
 
 @pytest.mark.trains
 @pytest.mark.parametrize(("lr", "names"), [(1.0, ["diverged"]), (1e-3, [])])
-def test_a_run_with_a_learning_rate_of_1_does_not_end_like_a_success(tmp_path, lr, names):
+def test_a_run_with_a_learning_rate_of_1_does_not_end_like_a_success(tmp_path, caplog, lr, names):
     data = write_jsonl(tmp_path / "rows.jsonl", sums(24))
     command = ["train", "--model", "tiny", "--algorithm", "sft", "--data", data, "--lr", lr, "--steps", 6, "--output"]
     done = CliRunner().invoke(app, [*map(str, command), str(tmp_path / "run")])
     assert done.exit_code == 0, done.output
+    assert caplog.text.count("the run diverges") == len(names), "once, while it trains"
     assert ("warning: step" in done.stdout) == bool(names)
     assert ("(see the warnings)" in done.stdout) == bool(names)
     assert ("the run diverges; lower train.lr" in done.stdout) == bool(names)
