@@ -18,7 +18,8 @@ from tempfile import TemporaryDirectory
 
 import yaml
 
-from oxrl.tracking.metrics import read_metrics, sparkline
+from oxrl.tracking.console import sparkline
+from oxrl.tracking.metrics import read_metrics
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from demo import SEEN, make_lists

@@ -38,7 +38,8 @@ from oxrl.config import check_config
 from oxrl.loops.evaluate import confidence_interval, sample_and_grade
 from oxrl.rewards.numbers import numbers_in
 from oxrl.run.train import train_run
-from oxrl.tracking.metrics import read_metrics, sparkline
+from oxrl.tracking.console import sparkline
+from oxrl.tracking.metrics import read_metrics
 
 FOLDER, MODEL = Path("runs/demo"), "smollm2-135m"
 SEEN = "lamp kettle chair bike clock tent drum rug desk coat mug scarf vase kite stool".split()
@@ -159,7 +160,7 @@ def show(console: Console, before: list[Rollout], after: list[Rollout]) -> None:
 def summarize(
     console: Console, before: list[Rollout], after: list[Rollout], seconds: float, arguments: argparse.Namespace
 ) -> None:
-    history = read_metrics(FOLDER / "run" / "metrics.jsonl")
+    history = [line for line in read_metrics(FOLDER / "run" / "metrics.jsonl") if line["step"]]  # 0: an evaluation
     scores = [[rollout.reward or 0.0 for rollout in side] for side in (before, after)]
     intervals = [confidence_interval(side) for side in scores]
     means = [sum(side) / len(side) for side in scores]

@@ -51,6 +51,10 @@ def correct(logits: Tensor, targets: Tensor, _other: Tensor | None = None) -> Te
     return (logits.argmax(-1) == targets).float()
 
 
+WITHOUT_GRADIENT: frozenset[Statistic] = frozenset({correct})
+"""Statistics that are constant almost everywhere: the backward pass leaves them out."""
+
+
 def log_sum_squares(logits: Tensor, _targets: Tensor, _other: Tensor | None = None) -> Tensor:
     """log of the sum over the vocabulary of p^2: the certainty of the distribution, independent of the target."""
     return (2 * logits).logsumexp(-1) - 2 * logits.logsumexp(-1)
@@ -177,9 +181,9 @@ class _Plan(NamedTuple):
         for start, piece, other in zip(starts, pieces, others, strict=True):
             yield _Block(slice(start, start + len(piece)), piece, other)
 
-    def values(self, logits: Tensor, block: _Block) -> list[Tensor]:
-        capped = _capped(logits, self.softcap)
-        return [statistic(capped, self.targets[block.positions], block.other) for statistic in self.statistics]
+    def values(self, logits: Tensor, block: _Block, which: Sequence[Statistic] | None = None) -> list[Tensor]:
+        capped, targets = _capped(logits, self.softcap), self.targets[block.positions]
+        return [statistic(capped, targets, block.other) for statistic in which or self.statistics]
 
 
 class _Block(NamedTuple):
@@ -239,17 +243,22 @@ class _Projection(torch.autograd.Function):
 
 def _overwrite_with_gradient(block: _Block, plan: _Plan, values: Tensor, grads: Tensor) -> None:
     """Overwrite the block's logits with d(sum of statistics weighted by `grads [S, C]`) / d(those logits)."""
-    if plan.statistics == (logprob,) and plan.softcap is None:
-        logprob_gradient(block.logits, plan.targets[block.positions], values[0], grads[0])
+    wanted = [index for index, statistic in enumerate(plan.statistics) if statistic not in WITHOUT_GRADIENT]
+    chosen = [plan.statistics[index] for index in wanted]
+    if chosen == [logprob] and plan.softcap is None:
+        logprob_gradient(block.logits, plan.targets[block.positions], values[wanted[0]], grads[wanted[0]])
         return
+    gradient = torch.zeros(())
     with torch.enable_grad():
         leaf = block.logits.detach().requires_grad_()
         pairs = [
-            (value, grad) for value, grad in zip(plan.values(leaf, block), grads, strict=True) if value.requires_grad
+            (value, grad)
+            for value, grad in zip(plan.values(leaf, block, chosen) if chosen else [], grads[wanted], strict=True)
+            if value.requires_grad
         ]
         if pairs:
             (gradient,) = torch.autograd.grad([v for v, _ in pairs], leaf, [g for _, g in pairs])
-    block.logits.copy_(gradient if pairs else torch.zeros(()))
+    block.logits.copy_(gradient)
 
 
 def _capped(logits: Tensor, softcap: float | None) -> Tensor:

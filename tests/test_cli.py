@@ -41,7 +41,7 @@ def test_train_writes_a_run_folder_and_prints_its_path(trained):
     assert result["last"]["step"] == 4
     assert result["last"]["eval_loss"] > 0
     assert (folder / "out" / "config.yaml").exists()
-    assert len((folder / "out" / "metrics.jsonl").read_text().splitlines()) == 4
+    assert len((folder / "out" / "metrics.jsonl").read_text().splitlines()) == 5
     assert (folder / "out" / "checkpoints" / "step_0004" / "model.safetensors").exists()
 
 

@@ -155,9 +155,9 @@ def test_three_steps_from_a_parquet_file_to_a_run(folder, reward):
     (folder / "config.yaml").write_text(adapted(QUICK_START) + reward + SHORT)
     assert main("main_rl.py", "--config-file", "config.yaml") == 0
     steps = read_metrics(folder / "checkpoints" / "my-run" / "metrics.jsonl")
-    assert [row["step"] for row in steps] == [1, 2]
+    assert [row["step"] for row in steps] == [0, 1, 2], "step 0 is the evaluation before training"
     if reward:
-        assert steps[0]["reward"] == 1.0
+        assert steps[1]["reward"] == 1.0
 
 
 @pytest.mark.trains

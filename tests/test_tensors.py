@@ -101,6 +101,30 @@ def test_each_statistic_has_the_gradient_of_its_formula(name, chunk):
             assert float(leaf.grad[index_in_leaf]) == pytest.approx(slope, abs=2e-4)
 
 
+def test_the_accuracy_does_not_change_a_bit_of_the_gradient_and_costs_no_second_pass():
+    def gradients(statistics):
+        (hidden, weight, bias), _ = tensors()
+        head = Head(weight, bias, SCALE)
+        values = token_logprobs(hidden, torch.tensor(TOKENS), torch.tensor(MASK), head, statistics, chunk=4)
+        calls.clear()
+        values["logprob"].sum().backward()
+        return [leaf.grad for leaf in (hidden, weight, bias)]
+
+    calls = []
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            calls.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    with Calls():
+        plain, wanted = gradients({}), list(calls)
+        with_accuracy = gradients({"correct": t.correct})
+    assert all(map(torch.equal, plain, with_accuracy))
+    assert not [each for each in calls if "argmax" in each or "softmax" in each]
+    assert "aten.exp_.default" in wanted and calls.count("aten.mm.default") == wanted.count("aten.mm.default")
+
+
 def test_two_uniform_tokens_have_log_half_each():
     head = Head(torch.zeros(2, 3))
     values = token_logprobs(torch.randn(3, 3), torch.tensor([0, 1, 0]), torch.tensor([False, True, True]), head)

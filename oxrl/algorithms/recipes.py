@@ -92,7 +92,7 @@ class Recipe(NamedTuple):
 
 def supervised_loss(name: str, assemble: AssembleFn) -> Recipe:
     loss = supervised.negative_log_likelihood
-    return Recipe(name, loss, lambda n, p: Algorithm(n, assemble, loss, parameters=p))
+    return Recipe(name, loss, lambda n, p: Algorithm(n, assemble, loss, reads=supervised.ACCURACY, parameters=p))
 
 
 def token_loss(loss: Loss) -> Recipe:
@@ -116,7 +116,7 @@ def distillation(name: str) -> Recipe:
     def build(name: str, parameters: Parameters) -> Algorithm:
         divergence = supervised.teacher_divergence(**accepted(supervised.teacher_divergence, parameters))
         mixed = partial(supervised.distilled, **accepted(supervised.distilled, parameters))
-        reads = {"teacher_kl": Read(divergence, of="teacher")}
+        reads = {"teacher_kl": Read(divergence, of="teacher"), **supervised.ACCURACY}
         return Algorithm(name, conversation_items, mixed, reads=reads, parameters=parameters)
 
     return Recipe(name, supervised.distilled, build, also=(supervised.teacher_divergence,))
@@ -127,9 +127,8 @@ def reward_model(name: str) -> Recipe:
         def loss(outputs: Outputs, batch: Batch) -> Losses:
             assert outputs.score is not None, "the score head is missing"
             scores = supervised.Scores(outputs.score[0::2], outputs.score[1::2], batch.scalars["margin"][0::2])
-            correct = (scores.chosen > scores.rejected).float().sum()
             losses = supervised.bradley_terry(scores, **parameters)
-            return Losses({"ranking": Term(losses.sum(), "pair")}, {"accuracy": Term(correct, "pair")})
+            return Losses({"ranking": Term(losses.sum(), "pair")}, _reward_metrics(scores.chosen, scores.rejected))
 
         return Algorithm(name, pair_items, loss, heads=("score",), parameters=parameters)
 
@@ -141,7 +140,8 @@ def rejection_sampling(name: str) -> Recipe:
     def build(name: str, parameters: Parameters) -> Algorithm:
         assemble = partial(good_items, **parameters)
         online = Online(partial(good_rollouts, **parameters), min_group_size=1)
-        return Algorithm(name, assemble, supervised.negative_log_likelihood, parameters=parameters, online=online)
+        loss, reads = supervised.negative_log_likelihood, supervised.ACCURACY
+        return Algorithm(name, assemble, loss, reads=reads, parameters=parameters, online=online)
 
     return Recipe(name, good_items, build)
 
@@ -169,9 +169,33 @@ def pair_view(outputs: Outputs, batch: Batch) -> Pairs:
     return Pairs(chosen, rejected, ref_chosen, ref_rejected, len_chosen, len_rejected, **more)
 
 
-def _pair_metrics(pairs: Pairs) -> dict[str, Term]:
-    margin = ((pairs.chosen - pairs.ref_chosen) - (pairs.rejected - pairs.ref_rejected)).detach()
-    return {"accuracy": Term((margin > 0).float().sum(), "pair"), "margin": Term(margin.sum(), "pair")}
+def _pair_metrics(pairs: Pairs, beta: float | None) -> dict[str, Term]:
+    """Metrics of implicit rewards, beta (log p - log ref); without a reference (`beta` None), of log-probs."""
+    logprobs = {
+        "chosen_logprob": Term(pairs.chosen.detach().sum(), "pair"),
+        "rejected_logprob": Term(pairs.rejected.detach().sum(), "pair"),
+    }
+    if beta is None:
+        compared = _reward_metrics(pairs.chosen, pairs.rejected)
+        return {"accuracy": compared["accuracy"], "margin": compared["margin"], **logprobs}
+    rewards = beta * (pairs.chosen - pairs.ref_chosen), beta * (pairs.rejected - pairs.ref_rejected)
+    return {**_reward_metrics(*rewards), **logprobs}
+
+
+def _beta(parameters: Parameters) -> float:
+    """Factor of the implicit reward; losses without one, or with 0, compare log-ratios."""
+    return float(parameters.get("beta") or 1.0)
+
+
+def _reward_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Term]:
+    """Share of pairs whose chosen response has the higher reward, mean difference, and the mean of each."""
+    chosen, rejected = chosen.detach(), rejected.detach()
+    return {
+        "accuracy": Term((chosen > rejected).float().sum(), "pair"),
+        "margin": Term((chosen - rejected).sum(), "pair"),
+        "chosen_reward": Term(chosen.sum(), "pair"),
+        "rejected_reward": Term(rejected.sum(), "pair"),
+    }
 
 
 def preference(
@@ -196,7 +220,7 @@ def preference(
             terms = {"preference": Term(loss(pairs, **own).sum(), "pair")}
             if nll_weight:
                 terms["nll_chosen"] = Term(-nll_weight * pairs.chosen.sum(), "chosen_token")
-            return Losses(terms, _pair_metrics(pairs))
+            return Losses(terms, _pair_metrics(pairs, _beta(parameters) if reference else None))
 
         needs = ("ref",) if reference else ()
         return Algorithm(name, assemble, loss_fn, needs, reads, arrange, credit, parameters=parameters, online=online)
@@ -241,7 +265,8 @@ def coupled_preference(loss: Loss, remember: Callable[[Pairs, Memory], dict[str,
             slopes = batch.scalars["slope"]
             weighted = (slopes[0::2] * pairs.chosen + slopes[1::2] * pairs.rejected).sum()
             objective = Term(batch.scalars["objective"].sum(), "pair")
-            return Losses({"weighted": Term(weighted, "constant")}, {"objective": objective, **_pair_metrics(pairs)})
+            metrics = {"objective": objective, **_pair_metrics(pairs, _beta(parameters))}
+            return Losses({"weighted": Term(weighted, "constant")}, metrics)
 
         needs = ("policy", "ref")
         return Algorithm(
@@ -306,7 +331,13 @@ def labelled_loss(loss: Loss, credit: CreditFn, arrange: ArrangeFn = list) -> Re
             good = batch.scalars["label"] > 0.5
             losses = loss(Labelled(sums, good, batch.scalars["baseline"]), **parameters)
             right = ((sums.detach() > batch.scalars["baseline"]) == good).float().sum()
-            return Losses({"judged": Term(losses.sum(), "sequence")}, {"accuracy": Term(right, "sequence")})
+            rewards = _beta(parameters) * sums.detach() * batch.scalars["per_label"]
+            metrics = {
+                name: Term(rewards[side].sum(), "sequence")
+                for name, side in (("chosen_reward", good), ("rejected_reward", ~good))
+                if side.any()
+            }
+            return Losses({"judged": Term(losses.sum(), "sequence")}, {"accuracy": Term(right, "sequence"), **metrics})
 
         needs = ("policy", "ref")
         return Algorithm(name, labelled_items, loss_fn, needs, credit=credit, arrange=arrange, parameters=parameters)
@@ -319,7 +350,16 @@ def _log_ratio(row: Row) -> float:
 
 
 def _with_baseline(items: Sequence[Item], baseline: float) -> list[Item]:
-    return [tuple(replace(row, scalars={**row.scalars, "baseline": baseline}) for row in item) for item in items]
+    """`per_label` turns a mean over all sequences of the step into one over those with the row's label."""
+    label_of = {row.sequence or row.id: bool(row.scalars["label"]) for item in items for row in item}
+    share = {label: len(label_of) / max(1, list(label_of.values()).count(label)) for label in (True, False)}
+
+    def with_scalars(row: Row) -> Row:
+        return replace(
+            row, scalars={**row.scalars, "baseline": baseline, "per_label": share[bool(row.scalars["label"])]}
+        )
+
+    return [tuple(map(with_scalars, item)) for item in items]
 
 
 def _warn_if_one_label(rows: Sequence[Row], memory: Memory) -> None:

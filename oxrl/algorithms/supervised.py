@@ -7,8 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from oxrl.names import lookup
-from oxrl.tensors import Statistic, forward_kl, jensen_shannon, reverse_kl
-from oxrl.types import Batch, Losses, Outputs, Term
+from oxrl.tensors import Statistic, correct, forward_kl, jensen_shannon, reverse_kl
+from oxrl.types import Batch, Losses, Outputs, Read, Term
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,10 +29,14 @@ def negative_log_likelihood(outputs: Outputs, batch: Batch) -> Losses:
     return Losses({"nll": nll}, _accuracy(outputs))
 
 
+ACCURACY: Mapping[str, Read] = {"correct": Read(correct)}
+"""What supervised algorithms read for their metrics, besides what their loss needs."""
+
+
 def _accuracy(outputs: Outputs) -> dict[str, Term]:
-    """The token accuracy, if the statistic `correct` was computed, as in evaluations."""
-    correct = outputs.statistics.get("correct")
-    return {} if correct is None else {"token_accuracy": Term(correct.sum(), "token")}
+    """The share of tokens that were the most likely ones; a pass for gradients alone does not compute it."""
+    hits = outputs.statistics.get("correct")
+    return {} if hits is None else {"token_accuracy": Term(hits.sum(), "token")}
 
 
 TEACHER_DIVERGENCES: Mapping[str, Callable[[float], Callable[..., Tensor]]] = {
@@ -58,8 +62,9 @@ def distilled(outputs: Outputs, batch: Batch, *, kd_weight: float = 0.5) -> Loss
     """
     nll = -(outputs.logprob * batch.mask).sum()
     divergence = outputs.statistics["teacher_kl"].sum()
-    terms = {"nll": Term((1 - kd_weight) * nll, "token"), "kd": Term(kd_weight * divergence, "token")}
-    return Losses(terms, {"teacher_kl": Term(divergence.detach(), "token"), **_accuracy(outputs)})
+    terms = {"data": Term((1 - kd_weight) * nll, "token"), "kd": Term(kd_weight * divergence, "token")}
+    unweighted = {"nll": Term(nll.detach(), "token"), "teacher_kl": Term(divergence.detach(), "token")}
+    return Losses(terms, {**unweighted, **_accuracy(outputs)})
 
 
 class Scores(NamedTuple):

@@ -121,6 +121,8 @@ class PyTorchTrainingBackend:
         self.layout = probed.layout
         self._unstepped: list[Batch] = []
         self._random_states: dict[str, Tensor] = {}  # before the first `forward_backward` since an optimizer step
+        self.micro_batches_started: Callable[[int], None] = lambda _: None  # for a progress display
+        self.micro_batch_done: Callable[[], None] = lambda: None
         logger.info("%s", probed.reason)
         if compile_layers(self.module, compiles, expected_tokens):
             for other in self.others.values():
@@ -191,9 +193,17 @@ class PyTorchTrainingBackend:
             micro_batches, algorithm, counts = plain_step(micro_batches)
         if not self._unstepped:
             self._random_states = self._read_random_states()
-        parts = [self.backward(batch, algorithm, counts) for batch in micro_batches]
+        parts = self._backward_all(micro_batches, algorithm, counts)
         self.stop_unless_finite(parts, micro_batches)
         return ImmediateTrainFuture(sum_parts(parts, counts))
+
+    def _backward_all(self, batches: Sequence[Batch], algorithm: Algorithm, counts: Counts) -> list[Part]:
+        parts = []
+        self.micro_batches_started(len(batches))
+        for batch in batches:
+            parts.append(self.backward(batch, algorithm, counts))
+            self.micro_batch_done()
+        return parts
 
     def backward(self, batch: Batch, algorithm: Algorithm, counts: Counts, weight: float = 1.0) -> Part:
         """Accumulate `weight` times the gradient of one micro-batch."""

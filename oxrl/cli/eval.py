@@ -1,4 +1,4 @@
-"""`oxrl eval`: reward of a model on held-out rows with confidence intervals, and comparison with another model."""
+"""`oxrl eval`: reward, perplexity or preference of a model on held-out rows, and comparison with another model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,12 @@ def evaluate(
         str | None, typer.Option(help="A file, a hub id, or a name from `oxrl data list`: gsm8k, mbpp:validation.")
     ] = None,
     reward: Annotated[
-        str | None, typer.Option(help="A name from `oxrl rewards list` or FILE.py:FUNCTION; default the dataset's.")
+        str | None,
+        typer.Option(help="A name from `oxrl rewards list` or FILE.py:FUNCTION; default the dataset's or the run's."),
+    ] = None,
+    by: Annotated[
+        str | None,
+        typer.Option(help="reward, perplexity or pairs; default by the rows, if there is no reward."),
     ] = None,
     param: RewardParameter = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first rows.")] = None,
@@ -56,10 +61,9 @@ def evaluate(
         if (data is None) == (harness is None):
             raise ValueError("give --data FILE or NAME, or --harness TASKS, one of the two")
         if harness is not None:
-            options = {"reward": reward, "param": param, "samples": samples > 1, "k": k, "temperature": temperature}
-            _refuse(
-                {**options, "against": against, "output": output}, "has no effect with --harness: its tasks define it"
-            )
+            options: dict[str, Any] = {"reward": reward, "by": by, "param": param, "samples": samples > 1, "k": k}
+            options |= {"temperature": temperature, "against": against, "output": output}
+            _refuse(options, "has no effect with --harness: its tasks define it")
             _harness(model, harness, limit, include_path, seed, json_)
             return
         _refuse({"include-path": include_path}, "is for --harness")
@@ -80,12 +84,19 @@ def evaluate(
             against=against,
             full=full,
             seed=seed,
+            by=_method(by),
             progress=_progress,
         )
         if output is not None:
             lines = "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in result.answers())
             output.write_text(lines, encoding="utf-8")
     typer.echo(json.dumps(result.to_dict()) if json_ else str(result))
+
+
+def _method(by: str | None) -> Any:
+    if by not in (None, "reward", "perplexity", "pairs"):
+        raise ValueError(f"--by is reward, perplexity or pairs, not {by!r}")
+    return by
 
 
 def _refuse(options: dict[str, Any], reason: str) -> None:

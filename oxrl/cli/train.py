@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -194,19 +194,46 @@ def _stages(path: Path | None, output: Path | None, resume: bool, overrides: lis
     return stages
 
 
+def _first_and_last(rows: Sequence[Mapping[str, Any]], most: int = 8) -> Iterator[str]:
+    """The main metrics of a run, each at its first and its last step."""
+    from oxrl.tracking.catalogue import results
+    from oxrl.tracking.metrics import short_number
+
+    seen: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if value is not None:  # not finite
+                seen.setdefault(name, []).append((row["step"], value))
+    ends = [(name, *seen[name][0], *seen[name][-1]) for name in results(seen)[:most]]
+    lines = [
+        (name, f"{start}", short_number(first), f"{end}", short_number(last)) for name, start, first, end, last in ends
+    ]
+    table = [("", "step", "first", "step", "last"), *lines]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for name, *cells in table:
+        yield f"{name:{widths[0]}}" + "".join(f"  {cell:>{size}}" for cell, size in zip(cells, widths[1:], strict=True))
+
+
 def _how_to_resume(folder: Path) -> str:
     started = (folder / "config.yaml").exists()
     return f"; resume with: oxrl train --output {folder} --resume" if started else " before its first step"
 
 
 def _report(result: RunResult, config: Config, *, as_json: bool) -> None:
+    from oxrl.tracking.health import find_warnings
+    from oxrl.tracking.metrics import read_metrics
+
     last = result.history[-1] if result.history else {}
+    logged = read_metrics(result.folder / "metrics.jsonl")
+    warnings = find_warnings(logged)
     if as_json:
-        typer.echo(json.dumps({"folder": str(result.folder), "checkpoint": str(result.checkpoint), "last": last}))
+        found = {"folder": str(result.folder), "checkpoint": str(result.checkpoint), "last": last}
+        typer.echo(json.dumps({**found, "warnings": [each._asdict() for each in warnings]}))
         return
-    keys = ("step", "reward", "loss", "eval_reward", "eval_loss", "eval_token_accuracy")
-    shown = {key: last[key] for key in keys if key in last}
-    typer.echo("  ".join(f"{key} {value:.4g}" for key, value in shown.items()) or "nothing was left to do")
-    typer.echo(f"model: {result.checkpoint}")
+    for line in _first_and_last(logged) if last else ["nothing was left to do"]:
+        typer.echo(line)
+    for warning in warnings:
+        typer.secho(f"warning: {warning}", fg="yellow")
+    typer.echo(f"model: {result.checkpoint}{' (see the warnings)' if warnings else ''}")
     if config.train.alg_name != "rm":  # a reward model generates no text
         typer.echo(f"to chat: oxrl chat {result.folder}")

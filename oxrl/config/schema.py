@@ -185,6 +185,9 @@ class Train(_Section):
     gradient_accumulation_steps: int = Field(1, ge=1, description="accumulation steps per optimizer step")
     micro_batch_tokens: int = Field(1024, ge=1, description="tokens per micro-batch; affects memory, not the result")
     eval_every: int = Field(0, ge=0, description="steps between evaluations; 0 with val_files_path: ten per run")
+    eval_at_start: bool = Field(
+        True, description="evaluate before the first step too, logged as step 0; needs val_files_path"
+    )
     patience: int = Field(0, ge=0, description="early stopping: evaluations without improvement; 0 disables it")
     checkpoint_every: int = Field(
         0, ge=0, description="steps between checkpoints; 0: only at the end and at a new best evaluation"

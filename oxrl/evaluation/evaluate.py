@@ -1,6 +1,7 @@
 """Evaluate a model on held-out rows: accuracy and pass@k with confidence intervals, and comparison with another model.
 
-Generators and rewards are those of training, statistics are in `loops.statistics`.
+Rows with responses or pairs are scored without sampling, in `likelihood`. Generators and rewards are those of training,
+statistics are in `loops.statistics`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from oxrl.concurrency import run_until_interrupted
 from oxrl.config import load_config
@@ -20,6 +21,8 @@ from oxrl.data.prepare import DATASETS, find_dataset, read_card, split_file
 from oxrl.data.prompts import as_prompt
 from oxrl.data.render import Renderer
 from oxrl.data.sources import Source, load_samples
+from oxrl.evaluation.likelihood import evaluate_rows, kind_of
+from oxrl.evaluation.result import Evaluation as Evaluation  # part of this module's interface
 from oxrl.loops.evaluate import sample_and_grade
 from oxrl.loops.statistics import Comparison, Estimate, compare, estimate, pass_at_k
 from oxrl.models.load import check_model, load_model, load_tokenizer
@@ -28,8 +31,8 @@ from oxrl.rewards import Reward, as_reward, check_samples
 from oxrl.rewards.grade import AnyReward, grade
 from oxrl.rewards.length import sampled_tokens
 from oxrl.rollouts.collect import RolloutSampler
-from oxrl.run.folder import resolve_weights
-from oxrl.run.reward import reward_variants
+from oxrl.run.folder import last_stage, resolve_weights
+from oxrl.run.reward import load_reward, reward_variants
 from oxrl.types import GenerationConfig, Rollout, Sample, Status
 
 logger = logging.getLogger(__name__)
@@ -38,6 +41,8 @@ Scores: TypeAlias = tuple[tuple[float | None, ...], ...]
 """Reward of each answer to each prompt; None if it could not be graded."""
 Progress: TypeAlias = Callable[[str, int], AbstractContextManager[Callable[[], None]]]
 """(title, number of prompts) -> a context with a function to call after each prompt."""
+
+Method: TypeAlias = Literal["reward", "perplexity", "pairs"]
 
 EXAMPLES_SHOWN = 3
 SAMPLING_TEMPERATURE = 0.8  # default for several answers to a prompt
@@ -100,28 +105,19 @@ class Result:
         return {"model": self.model, "marks": marks, **rest}
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """Result of `evaluate`: `str(evaluation)` is a printable report, `results[0].marks` holds the numbers.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledEvaluation(Evaluation):
+    """An evaluation by a reward: `results[0].marks` has the numbers by variant of the reward, as `comparisons` has."""
 
-    `comparisons` compares the model with `against`, by variant of the reward; empty without `against`.
-    """
-
-    data: str
     reward: str
-    rows: int
     samples: int
     sampling: GenerationConfig
     results: tuple[Result, ...]
-    comparisons: Mapping[str, Comparison]
 
     def to_dict(self) -> dict[str, Any]:
         compared = {
-            name or "reward": {
-                **each._asdict(), "gain": each.gain._asdict(), "is_noise": each.is_noise, "sentence": str(each),
-            }
-            for name, each in self.comparisons.items()
-        }  # fmt: skip
+            name or "reward": {**each.to_dict(), "sentence": str(each)} for name, each in self.comparisons.items()
+        }
         return {
             "data": self.data, "reward": self.reward, "rows": self.rows, "samples": self.samples,
             "temperature": self.sampling.temperature, "max_tokens": self.sampling.max_new_tokens,
@@ -129,7 +125,6 @@ class Evaluation:
         }  # fmt: skip
 
     def answers(self) -> Iterator[dict[str, Any]]:
-        """Yield one record per answer, for a JSONL file."""
         for result in self.results:
             for number, rollout in enumerate(result.rollouts):
                 row, index = divmod(number, self.samples)
@@ -197,8 +192,9 @@ def _end_of(text: str, most: int) -> str:
 
 
 class EvalData(NamedTuple):
-    """Prompts to answer, the name of their dataset, and its default reward."""
+    """Rows as they are and as prompts to answer, the name of their dataset, and its default reward."""
 
+    rows: list[Sample]
     samples: list[Sample]
     name: str
     reward: str | None
@@ -219,14 +215,16 @@ def evaluate(
     full: float = 1.0,
     seed: int = 0,
     time_limit: float = 120.0,
+    by: Method | None = None,
     progress: Progress = silent,
 ) -> Evaluation:
     """`evaluate("runs/grpo", "gsm8k", limit=200, against="smollm2-135m")`: accuracy, pass@k, significance of a gain.
 
     `data` is a dataset name (its test split; `"mbpp:validation"` for another) or anything that `load_samples` reads.
-    `reward` is a name with its `params`, or a function; by default that of the dataset. With several `samples` per
-    prompt, pass@k is reported for each of `k`; an answer with a reward of at least `full` counts as solved. Wrong input
-    raises a ValueError before weights are loaded; the same seed gives the same answers.
+    `reward` is a name with its `params`, or a function; by default that of the dataset or of the run. Without any, the
+    rows themselves are scored: pairs by accuracy and margin, responses by perplexity; `by` chooses. With several
+    `samples` per prompt, pass@k is reported for each of `k`; an answer with a reward of at least `full` counts as
+    solved. Wrong input raises a ValueError before weights are loaded; the same seed gives the same answers.
     """
     from oxrl.generators.embedded.engine import check_sampling
 
@@ -235,7 +233,12 @@ def evaluate(
     sampling = GenerationConfig(max_tokens, default_temperature if temperature is None else temperature, seed=seed)
     check_sampling(sampling)
     rows = read_eval_data(data, limit)
-    variants = _variants(reward or rows.reward, params or {})
+    variants = _choose(by, reward, params or {}, rows, str(model))
+    if not variants:
+        _refuse_sampling(samples, temperature)
+        return evaluate_rows(str(model), rows.rows, by or kind_of(rows.rows), rows.name, against, seed)
+    if empty := next((sample for sample in rows.samples if not sample.messages), None):
+        raise ValueError(f"{empty.id}: the row has no prompt")
     for variant in variants.values():
         check_samples(variant, rows.samples)
     models = [EvalModel.find(str(name), rows.samples) for name in (model, against) if name is not None]
@@ -248,7 +251,54 @@ def evaluate(
         results.append(Result(each.name, rollouts, scores, marks))
     compared = {} if against is None else {name: _compare(results, name, seed) for name in variants}
     reward_name = next(iter(variants.values())).name
-    return Evaluation(rows.name, reward_name, len(rows.samples), samples, sampling, tuple(results), compared)
+    return SampledEvaluation(
+        data=rows.name,
+        rows=len(rows.samples),
+        results=tuple(results),
+        comparisons=compared,
+        reward=reward_name,
+        samples=samples,
+        sampling=sampling,
+    )
+
+
+def _choose(
+    by: Method | None, reward: str | AnyReward | None, params: Mapping[str, Any], rows: EvalData, model: str
+) -> dict[str, Reward]:
+    """The reward with its variants; {} where the responses or pairs of the rows are scored."""
+    kind = kind_of(rows.rows)
+    if by in ("perplexity", "pairs"):
+        if reward is not None:
+            raise ValueError(f"a reward has no effect on an evaluation by {by}: leave one of them out")
+        if kind != by:
+            needed = "chosen and rejected responses" if by == "pairs" else "a response (or a text) and no pair"
+            raise ValueError(f"an evaluation by {by} needs rows with {needed}; see docs/datasets.md")
+        return {}
+    given = reward or rows.reward
+    if given is None and (kind != "pairs" or by == "reward") and (own := _own_reward(model)):
+        return own
+    return {} if given is None and by is None and kind is not None else _variants(given, params)
+
+
+def _own_reward(model: str) -> dict[str, Reward]:
+    """The reward that a run was trained with; {} for any other model, and for runs without one."""
+    file = last_stage(Path(model)) / "config.yaml"
+    if not file.is_file():
+        return {}
+    config = load_config(file)
+    section = config.reward
+    if isinstance(section.reward_func, str):
+        return reward_variants(section.reward_func, section.params)
+    loaded = load_reward(config)
+    return {} if loaded is None else {"": loaded}
+
+
+def _refuse_sampling(samples: int, temperature: float | None) -> None:
+    if samples > 1 or temperature is not None:
+        raise ValueError(
+            "samples and temperature have no effect: without a reward nothing is sampled, the rows' own responses are "
+            "scored; set a reward, or leave them out"
+        )
 
 
 def _check_choices(
@@ -273,7 +323,8 @@ def _check_choices(
 def _variants(reward: str | AnyReward | None, params: Mapping[str, Any]) -> dict[str, Reward]:
     if reward is None:
         raise ValueError(
-            "no reward is set: use --reward NAME (`oxrl rewards list` lists the names) or --reward FILE.py:FUNCTION"
+            "no reward is set: use --reward NAME (`oxrl rewards list` lists the names) or --reward FILE.py:FUNCTION; "
+            "rows with responses or pairs need none"
         )
     if isinstance(reward, str):
         return reward_variants(reward, params)
@@ -283,7 +334,8 @@ def _variants(reward: str | AnyReward | None, params: Mapping[str, Any]) -> dict
 def read_eval_data(data: Source | Sequence[Sample], limit: int | None = None) -> EvalData:
     """Read the test split of a dataset by name, samples in memory, or rows of anything that `load_samples` reads."""
     if isinstance(data, Sequence) and not isinstance(data, str) and data and isinstance(data[0], Sample):
-        return EvalData([as_prompt(each) for each in list(data)[:limit]], "samples in memory", None)
+        rows = list(data)[:limit]
+        return EvalData(rows, [as_prompt(each) for each in rows], "samples in memory", None)
     source, reward, name = data, None, "rows in memory"
     if isinstance(data, str | Path):
         name = str(data)
@@ -292,10 +344,7 @@ def read_eval_data(data: Source | Sequence[Sample], limit: int | None = None) ->
         elif (Path(data).parent / "card.json").is_file():
             reward = read_card(Path(data).parent).get("reward")
     loaded = load_samples(source, split="test", limit=limit).samples  # type: ignore[arg-type]
-    prompts = [as_prompt(sample) for sample in loaded]
-    if empty := next((sample for sample in prompts if not sample.messages), None):
-        raise ValueError(f"{empty.id}: the row has no prompt")
-    return EvalData(prompts, name, reward)
+    return EvalData(loaded, [as_prompt(sample) for sample in loaded], name, reward)
 
 
 def _dataset_named(data: str) -> tuple[str, str] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -12,13 +11,13 @@ from oxrl.concurrency import task_group
 from oxrl.data.pack import collate, count_units, pack
 from oxrl.loops.memory_limits import Budget, MemoryLimits, limits_of, sized
 from oxrl.loops.statistics import confidence_interval
-from oxrl.loops.step import credit_step
+from oxrl.loops.step import credit_step, with_perplexity
 from oxrl.names import renamed_keywords
 from oxrl.rewards.grade import AnyReward, grade
 from oxrl.rewards.length import sampled_tokens
 from oxrl.rollouts.collect import RolloutSampler
-from oxrl.tensors import correct
-from oxrl.types import Algorithm, Backend, Item, Memory, Read, Rollout, Sample, Status, Term, merge_metrics
+from oxrl.tracking.activity import Activity
+from oxrl.types import Algorithm, Backend, Item, Memory, Rollout, Sample, Status, Term, merge_metrics
 
 _GRADED_AT_ONCE = 8  # prompts: programs under test that wait for a core would exceed their time limit
 
@@ -42,28 +41,34 @@ async def _evaluate_offline(
     parts = pack(credited, limits.micro_batch_tokens, layout=backend.layout, parallel=backend.parallel)
     batches = [collate(part) for part in parts]
     with sized(parts, backend.layout):
-        passes = await backend.logprobs(batches, reads={**algorithm.reads, "correct": Read(correct)})
+        passes = await backend.logprobs(batches, reads=algorithm.reads)
     for batch, outputs in zip(batches, passes, strict=True):
         losses = algorithm.loss(outputs, batch)
         shares = {name: float(term.total) / counts[term.unit] for name, term in losses.terms.items()}
         for name, share in {"loss": sum(shares.values()), **shares}.items():
             sums[name] = sums.get(name, 0.0) + share
         reported.append(losses.metrics)
-    sums |= merge_metrics(reported, counts)
-    if "nll" in sums:
-        sums["perplexity"] = math.exp(min(sums["nll"], 700.0))
-    return {f"eval_{name}": value for name, value in sums.items()}
+    measured = with_perplexity(sums | merge_metrics(reported, counts))
+    return {f"eval_{name}": value for name, value in measured.items()}
 
 
 @renamed_keywords(answers="sampler")
 async def evaluate_online(
-    sampler: RolloutSampler, samples: Sequence[Sample], reward: AnyReward | None, *, time_limit: float = 30.0
+    sampler: RolloutSampler,
+    samples: Sequence[Sample],
+    reward: AnyReward | None,
+    *,
+    time_limit: float = 30.0,
+    activity: Activity | None = None,
 ) -> dict[str, float]:
     """The mean reward of one response per held-out prompt, with its 95 % confidence interval: `eval_reward`, ...
 
     Responses that could not be graded are counted and left out.
     """
+    activity = activity or Activity()
+    activity.start("held-out answers", len(samples))  # the sampler advances it
     rollouts = await sample_and_grade(sampler, samples, reward, time_limit=time_limit)
+    activity.end()
     graded = [rollout for rollout in rollouts if rollout.score is not None]
     if not graded:
         raise RuntimeError(f"none of {len(samples)} held-out responses could be graded: {rollouts[0].error}")

@@ -11,7 +11,7 @@ import anyio
 
 from oxrl.loops.callbacks import Callbacks
 from oxrl.loops.memory_limits import MemoryLimits, resumed_limits
-from oxrl.loops.progress import AlgorithmAt, Progress, SaveFn, no_checkpoint, step_warnings
+from oxrl.loops.progress import AlgorithmAt, Progress, SaveFn, algorithm_switch, no_checkpoint
 from oxrl.loops.step import train_step
 from oxrl.tracking.metrics import Sink, log_to_console
 from oxrl.types import Algorithm, Backend, DataSource, Item, Memory, TrainingState
@@ -28,6 +28,7 @@ class OfflineConfig:
     log_every: int = 1
     checkpoint_every: int = 0
     eval_every: int = 0
+    eval_at_start: bool = False  # before the first step, logged as step 0
     patience: int = 0  # evaluations without a new best before the run stops; 0: never
     micro_batch_tokens: int = 1024
 
@@ -62,13 +63,14 @@ async def run_offline(
     if state.cursor:
         source.restore(state.cursor["data"])
     async with progress.failures_annotated():
+        await progress.evaluate_at_start(partial(evaluate, progress.memory))
         for step in range(state.step + 1, config.num_steps + 1):
             async with progress.saved_if_interrupted():
                 pass
             with anyio.CancelScope(shield=True):  # a cancelled call to a remote backend would leave a step half done
                 current, items = algorithm_at(step), source.get_prompts(config.batch_size)
                 metrics = await train_step(backend, current, items, limits, progress.memory)
-                metrics |= step_warnings(step, algorithm_at, metrics)
+                metrics |= algorithm_switch(step, algorithm_at)
                 metrics |= await progress.evaluate(
                     step, partial(evaluate, progress.memory), partial(_eval_loss, current)
                 )

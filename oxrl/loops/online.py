@@ -20,7 +20,7 @@ from oxrl.algorithms import algorithm as named_algorithm
 from oxrl.concurrency import task_group
 from oxrl.loops.callbacks import Callbacks
 from oxrl.loops.memory_limits import MemoryLimits, resumed_limits
-from oxrl.loops.progress import AlgorithmAt, Progress, SaveFn, due, no_checkpoint, step_warnings
+from oxrl.loops.progress import AlgorithmAt, Progress, SaveFn, algorithm_switch, due, no_checkpoint
 from oxrl.loops.rollout_queue import RolloutQueue, prefetching
 from oxrl.loops.step import optimizer_steps
 from oxrl.names import renamed_keywords
@@ -69,6 +69,7 @@ class OnlineConfig:
     log_every: int = 1
     checkpoint_every: int = 0
     eval_every: int = 0
+    eval_at_start: bool = False  # before the first step, logged as step 0
     patience: int = 0
     micro_batch_tokens: int = 1024
     max_logprob_gap: float = 0.05  # between sampler and trainer, on the same weights
@@ -191,6 +192,8 @@ async def run_online(
     progress = Progress(config, state, log, save, limits, callbacks)
     queue = await _opened_queue(manager, generators[0], config, state, shares_weights=shares_weights)
     await _sync(backend, generators)
+    async with progress.failures_annotated():
+        await progress.evaluate_at_start(evaluate)
     async with progress.failures_annotated(), prefetching(queue, config.num_steps - state.step):
         for step in range(state.step + 1, config.num_steps + 1):
             current = algorithm_at(step)
@@ -208,7 +211,7 @@ async def run_online(
                     metrics |= await _sync(backend, generators)
                 metrics |= await progress.evaluate(step, evaluate, lambda found: -found["eval_reward"])
                 queue.trained(synced=synced)
-                metrics |= step_warnings(step, algorithm_at, metrics)
+                metrics |= algorithm_switch(step, algorithm_at)
                 observe(step, batch.groups)
                 version = (await backend.get_weights()).version
                 limits.note_slots(generators)

@@ -13,6 +13,7 @@ import anyio.lowlevel
 from oxrl.loops.callbacks import Callbacks
 from oxrl.loops.memory_limits import CURSOR, MemoryLimits
 from oxrl.loops.step import annotate
+from oxrl.tracking.catalogue import ordered
 from oxrl.tracking.metrics import Sink
 from oxrl.types import Algorithm, Memory, TrainingState
 
@@ -33,6 +34,8 @@ class Intervals(Protocol):
     def log_every(self) -> int: ...
     @property
     def eval_every(self) -> int: ...
+    @property
+    def eval_at_start(self) -> bool: ...
     @property
     def checkpoint_every(self) -> int: ...
     @property
@@ -76,6 +79,7 @@ class Progress:
         self.history: list[dict[str, float]] = []
         self.finished = False
         self._logged_limits = limits.metrics
+        self._warned_of_gradient = False
 
     @asynccontextmanager
     async def failures_annotated(self) -> AsyncIterator[None]:
@@ -97,6 +101,13 @@ class Progress:
                 with anyio.CancelScope(shield=True):
                     await self.save(self.reached, self.best.best_step)
             raise
+
+    async def evaluate_at_start(self, evaluate: Callable[[], Awaitable[Mapping[str, float]]]) -> None:
+        """Log an evaluation as step 0, the baseline of all curves. It never decides on the best step: no checkpoint
+        has these weights. A resumed run has logged it.
+        """
+        if self.config.eval_at_start and not self.start.step:
+            self._log(0, await evaluate())
 
     async def evaluate(
         self,
@@ -121,9 +132,9 @@ class Progress:
         lowered = self.limits.metrics
         notable = "algorithm_switched" in metrics or any(name.startswith("eval_") for name in metrics)
         if self.finished or notable or lowered != self._logged_limits or due(step, self.config.log_every):
-            self.log(step, {**metrics, **lowered})
-            self.history.append({"step": step, **metrics, **lowered})
+            self._log(step, {**metrics, **lowered})
             self._logged_limits = lowered
+        self._warn_of_gradient(step, metrics["grad_norm"])
         full = {**cursor, "memory": self.memory, "finished": self.finished, **self.best._asdict()}
         if self.limits.lowered:
             full[CURSOR] = {key: list(values) for key, values in self.limits.lowered.items()}
@@ -131,17 +142,26 @@ class Progress:
         if self.finished or due(step, self.config.checkpoint_every) or self.best.best_step == step:
             await self.save(self.reached, self.best.best_step)
 
+    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+        shown = ordered(metrics)
+        self.log(step, shown)
+        self.history.append({"step": step, **shown})
+
+    def _warn_of_gradient(self, step: int, norm: float) -> None:
+        """Once per run; `tracking.health` finds out whether it stays so."""
+        if norm == 0 and not self._warned_of_gradient:
+            self._warned_of_gradient = True
+            logger.warning(
+                "step %d: the gradient is zero, so nothing was learned (are all rewards of a group equal?)", step
+            )
+
 
 def due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def step_warnings(step: int, algorithm_at: AlgorithmAt, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Log a zero gradient and a switch of algorithms; the latter is also a metric."""
-    if metrics["grad_norm"] == 0:
-        logger.warning(
-            "step %d: the gradient is zero, so nothing was learned (are all rewards of a group equal?)", step
-        )
+def algorithm_switch(step: int, algorithm_at: AlgorithmAt) -> dict[str, float]:
+    """Log a switch of algorithms, and return it as a metric."""
     current, before = algorithm_at(step), algorithm_at(max(1, step - 1))
     if (current.name, current.parameters) == (before.name, before.parameters):
         return {}

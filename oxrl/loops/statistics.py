@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +47,16 @@ def confidence_interval(rewards: Sequence[float]) -> tuple[float, float]:
     return max(lowest, float(centre - half)), min(highest, float(centre + half))
 
 
+def ratio_estimate(totals: Sequence[float], counts: Sequence[float]) -> Estimate:
+    """sum(totals) / sum(counts) over rows, as of a mean per token, with its 95 % interval over rows (linearised)."""
+    total, count = np.asarray(totals, dtype=float), np.asarray(counts, dtype=float)
+    mean = float(total.sum() / count.sum())
+    rows = len(total)
+    spread = float(np.square(total - mean * count).sum()) * rows / max(1, rows - 1)
+    half = Z95 * math.sqrt(spread) / float(count.sum()) if rows > 1 else math.inf
+    return Estimate(mean, mean - half, mean + half)
+
+
 def pass_at_k(answers: int, solved: int, k: int) -> float:
     """The probability that at least one of `k` drawn from `answers`, of which `solved` are correct, is correct.
 
@@ -73,6 +83,9 @@ class Comparison(NamedTuple):
     @property
     def is_noise(self) -> bool:
         return self.p >= NOISE or self.gain.low <= 0.0 <= self.gain.high
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**self._asdict(), "gain": self.gain._asdict(), "is_noise": self.is_noise}
 
     def __str__(self) -> str:
         if not self.better and not self.worse:

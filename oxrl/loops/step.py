@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -92,11 +93,16 @@ async def update(
         with sized(parts, backend.layout, trains=True):
             metrics = await backend.forward_backward(batches, algorithm, counts)
         metrics |= await optimizer_step(backend)
-    return metrics | {
+    return with_perplexity(metrics) | {
         "tokens": float(sum(batch.num_tokens for batch in batches)),
         "trained_tokens": counts["token"],
         "memory_gib": memory_gib(),
     }
+
+
+def with_perplexity(metrics: dict[str, float]) -> dict[str, float]:
+    """Add the perplexity where the metrics have the mean negative log-likelihood of the tokens."""
+    return metrics | ({"perplexity": math.exp(min(metrics["nll"], 700.0))} if "nll" in metrics else {})
 
 
 async def credit_step(

@@ -21,7 +21,7 @@ from oxrl.backends.local import PyTorchTrainingBackend
 from oxrl.concurrency import run_blocking
 from oxrl.data.pack import collate, count_units
 from oxrl.loops.step import credit_step
-from oxrl.tensors import label_logprobs
+from oxrl.tensors import WITHOUT_GRADIENT, label_logprobs
 from oxrl.types import Algorithm, Batch, Counts, Item, Outputs
 
 
@@ -44,7 +44,8 @@ def per_sample_gradients(
     credited = run_blocking(partial(credit_step, backend, algorithm, items, 4096, {}))
     counts = count_units(credited)
     backend.module.eval()
-    if not vectorized or algorithm.reads or algorithm.heads:
+    with_gradient = [read for read in algorithm.reads.values() if read.statistic not in WITHOUT_GRADIENT]
+    if not vectorized or with_gradient or algorithm.heads:
         yield from zip(credited, _one_by_one(backend, credited, algorithm, counts), strict=True)
         return
     for start in range(0, len(credited), at_once):

@@ -27,6 +27,7 @@ from oxrl.rollouts.envs import PAUSES, GeneratorClient, single_turn
 from oxrl.rollouts.filters import keep_all
 from oxrl.rollouts.record import rollout_from_json, rollout_to_json
 from oxrl.seeds import mixed_seed
+from oxrl.tracking.activity import Activity
 from oxrl.types import (
     DataSource,
     EnvFn,
@@ -133,6 +134,7 @@ class AsyncRolloutManager:
     partial_samples: list[Group] = field(default_factory=list)
     abort: Callable[[], Awaitable[None]] = nothing_to_abort
     drawn: int = 0  # prompts so far; the next one gets this number
+    activity: Activity = field(default_factory=Activity, repr=False, compare=False)
     _warned_of_scores: bool = field(default=False, repr=False)
 
     async def collect(self, version: int = 0, max_age: int | None = None) -> Collected:
@@ -187,9 +189,11 @@ class AsyncRolloutManager:
                 await self.abort()
             results[index] = tuple(await self._grade(generated))
 
+        self.activity.start("answers", sum(map(_count_unfinished, groups)))
         async with task_group() as tasks:
             for index, group in enumerate(groups):
                 tasks.start_soon(run_group, index, group)
+        self.activity.end()
         return [results[index] for index in range(len(groups))]
 
     async def _generate(self, group: Group, version: int) -> Group:
@@ -354,7 +358,11 @@ def _as_group(asked: Group, returned: Sequence[Rollout], version: int) -> Group:
 
 
 def _unfinished(group: Group) -> bool:
-    return any(rollout.status in (Status.PENDING, Status.ABORTED) for rollout in group)
+    return _count_unfinished(group) > 0
+
+
+def _count_unfinished(group: Group) -> int:
+    return sum(rollout.status in (Status.PENDING, Status.ABORTED) for rollout in group)
 
 
 def _generation_failed(error: Exception) -> str:
@@ -373,6 +381,7 @@ class RolloutSampler:
     """Samples rollouts with a generator in an environment: the default `generate_fn`, with its `abort`.
 
     `RolloutSampler(generator, render, GenerationConfig(max_new_tokens=64), env=single_turn, seed=42)`
+    Each sampled answer advances `activity`.
     """
 
     def __init__(
@@ -383,8 +392,10 @@ class RolloutSampler:
         *,
         env: EnvFn = single_turn,
         seed: int = 0,
+        activity: Activity | None = None,
     ) -> None:
         self.generator, self.render, self.sampling, self.env, self.seed = generator, render, sampling, env, seed
+        self.activity = activity or Activity()
         self._generator = AbortableGenerator(generator)
 
     async def __call__(self, group: Group) -> Group:
@@ -394,6 +405,7 @@ class RolloutSampler:
 
         async def fill(index: int) -> None:
             rollouts[index] = await self._sample(rollouts[index], generator)
+            self.activity.advance()
 
         async with task_group() as tasks:
             for index, rollout in enumerate(group):
@@ -454,6 +466,9 @@ class AbortableGenerator:
 
 
 @renamed_keywords(answers="sampler")
-def sampling_manager(source: DataSource[Sample], sampler: RolloutSampler, config: RolloutConfig) -> AsyncRolloutManager:
-    """Return a manager that collects rollouts of `source`'s prompts with `sampler`."""
-    return AsyncRolloutManager(source, replace(config, generate_fn=sampler), abort=sampler.abort)
+def sampling_manager(
+    source: DataSource[Sample], sampler: RolloutSampler, config: RolloutConfig, activity: Activity | None = None
+) -> AsyncRolloutManager:
+    """Return a manager that collects rollouts of `source`'s prompts with `sampler`, which advances `activity`."""
+    config = replace(config, generate_fn=sampler)
+    return AsyncRolloutManager(source, config, abort=sampler.abort, activity=activity or Activity())

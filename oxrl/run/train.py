@@ -34,7 +34,10 @@ from oxrl.run.prepare import prepare_run, starting_from
 from oxrl.run.reward import load_reward
 from oxrl.run.spec import RunSpec, environment, first_algorithm, rollout_config, sampling_config
 from oxrl.seeds import seed_everything
-from oxrl.tracking.metrics import JSONLLogger, LiveConsole, Sink, all_of
+from oxrl.tracking.activity import Activity
+from oxrl.tracking.console import LiveConsole
+from oxrl.tracking.health import HealthMonitor
+from oxrl.tracking.metrics import JSONLLogger, Sink, all_of, read_metrics
 from oxrl.tracking.notebook import live_output
 from oxrl.tracking.trackers import tracked
 from oxrl.types import ModelConfig, TrainingState
@@ -192,15 +195,27 @@ async def _run_loop(
         folder = await save_checkpoint(spec.folder / "checkpoints", backend, reached, keep=best_step, **keep)
         await callbacks("on_save", reached.step, folder)
 
-    log = all_of(JSONLLogger(spec.folder / "metrics.jsonl", keep_until=state.step), sinks)
+    file = spec.folder / "metrics.jsonl"
+    write = JSONLLogger(file, keep_until=state.step if resuming else -1)  # of a run without a checkpoint: nothing
+    log = all_of(write, sinks, HealthMonitor(read_metrics(file) if file.exists() else ()))
     await callbacks("on_start", spec)
     with advice_on_memory(LESS_MEMORY):
         limits = resumed_limits(spec.config.train.micro_batch_tokens, state, backend)
         await _warm_up(spec, backend, limits)
         rest: dict[str, Any] = {"state": state, "limits": limits, "log": log, "save": save, "callbacks": callbacks}
+        _report_micro_batches(backend, console.activity)
         if spec.online:
-            return await _run_online(spec, backend, show=console.print_line, **rest)
+            return await _run_online(spec, backend, console=console, **rest)
         return await _run_offline(spec, backend, **rest)
+
+
+def _report_micro_batches(backend: Any, activity: Activity) -> None:
+    """Where the backend trains in this process; others report nothing before a step is done."""
+    from oxrl.backends.local import PyTorchTrainingBackend
+
+    if isinstance(backend, PyTorchTrainingBackend):
+        backend.micro_batches_started = partial(activity.start, "micro-batches")
+        backend.micro_batch_done = activity.advance
 
 
 async def _warm_up(spec: RunSpec, backend: Any, limits: MemoryLimits) -> None:
@@ -212,7 +227,7 @@ async def _warm_up(spec: RunSpec, backend: Any, limits: MemoryLimits) -> None:
     await warm_up_memory(backend, spec.algorithm, items, limits)
 
 
-def loop_intervals(spec: RunSpec) -> dict[str, int]:
+def loop_intervals(spec: RunSpec) -> dict[str, Any]:
     """How often a loop logs, evaluates and saves, in steps; ten evaluations in a run by default."""
     train = spec.config.train
     eval_every = train.eval_every or max(1, spec.num_steps // 10)
@@ -221,6 +236,7 @@ def loop_intervals(spec: RunSpec) -> dict[str, int]:
         "log_every": train.log_every,
         "checkpoint_every": train.checkpoint_every,
         "eval_every": eval_every if spec.held_out else 0,
+        "eval_at_start": train.eval_at_start and bool(spec.held_out),
         "patience": train.patience,
         "micro_batch_tokens": train.micro_batch_tokens,
     }
@@ -244,7 +260,7 @@ async def _run_offline(spec: RunSpec, backend: Any, *, limits: MemoryLimits, **r
 
 
 async def _run_online(
-    spec: RunSpec, backend: Any, *, state: TrainingState, show: Callable[[str], None], **rest: Any
+    spec: RunSpec, backend: Any, *, state: TrainingState, console: LiveConsole, **rest: Any
 ) -> list[dict[str, float]]:
     from oxrl.loops.evaluate import evaluate_online
     from oxrl.loops.online import OnlineConfig, normalised, run_online, unchanged_rewards
@@ -254,15 +270,16 @@ async def _run_online(
     config, rollout, train = spec.config, spec.config.rollout, spec.config.train
     render, sampling, env = Renderer(spec.tokenizer), sampling_config(config), environment(config)
     async with open_engine(config, spec.tokenizer, spec.folder, backend) as engine:
-        sampler = RolloutSampler(engine.generator, render, sampling, env=env, seed=config.run.seed)
+        activity = console.activity
+        sampler = RolloutSampler(engine.generator, render, sampling, env=env, seed=config.run.seed, activity=activity)
         evaluation = sampling._replace(temperature=rollout.eval_temperature)
-        eval_sampler = RolloutSampler(engine.generator, render, evaluation, env=env)
+        eval_sampler = RolloutSampler(engine.generator, render, evaluation, env=env, activity=activity)
         reward = load_reward(config)
         itemsize = source_of(await backend.get_weights()).dtype.itemsize
         return await run_online(
             backend,
             scheduled(spec.schedule),
-            sampling_manager(spec.source, sampler, rollout_config(config, reward)),
+            sampling_manager(spec.source, sampler, rollout_config(config, reward), activity),
             [engine.generator],
             render,
             OnlineConfig(
@@ -275,11 +292,18 @@ async def _run_online(
             ),
             state=state,
             shares_weights=find_engine(config.engine).shares_weights,
-            evaluate=partial(evaluate_online, eval_sampler, spec.held_out, reward, time_limit=config.reward.time_limit),
+            evaluate=partial(
+                evaluate_online,
+                eval_sampler,
+                spec.held_out,
+                reward,
+                time_limit=config.reward.time_limit,
+                activity=activity,
+            ),
             shape=normalised if config.reward.normalize == "batch" else unchanged_rewards,
             move_reference=partial(_update_reference, spec, backend),
             offload_engine=engine.offload,
-            observe=_observer(spec, state.step, show),
+            observe=_observer(spec, state.step, console.print_line),
             **rest,
         )
 

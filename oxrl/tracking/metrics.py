@@ -1,4 +1,4 @@
-"""Write the metrics of a step to the console and to a JSONL file.
+"""Write the metrics of a step as a plain line and to a JSONL file; the live display is in `console`.
 
 A sink is any callable of (step, metrics). Metrics are written as measured: nothing is averaged here.
 """
@@ -10,17 +10,12 @@ import logging
 import math
 import os
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from oxrl.parsing import parse_json
 from oxrl.tracking.files import write_atomically
-
-if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
 
 logger = logging.getLogger(__name__)
 
@@ -85,10 +80,13 @@ def log_to_console(step: int, metrics: Mapping[str, float]) -> None:
 
 
 def _line(step: int, metrics: Mapping[str, float]) -> str:
-    return "  ".join([f"step {step}", *(f"{name} {_short(value)}" for name, value in metrics.items())])
+    return "  ".join([f"step {step}", *(f"{name} {short_number(value)}" for name, value in metrics.items())])
 
 
-def _short(value: float) -> str:
+def short_number(value: float) -> str:
+    """`short_number(0.00012) == "1.20e-04"`: at most four digits."""
+    if not math.isfinite(value):
+        return str(value)
     if value == int(value) and abs(value) < 1e6:
         return str(int(value))
     return f"{value:.2e}" if abs(value) < 1e-3 or abs(value) >= 1e6 else f"{value:.4g}"
@@ -116,88 +114,6 @@ def all_of(*sinks: Sink) -> Sink:
             sink(step, metrics)
 
     return log
-
-
-class LiveConsole:
-    """Progress bar with loss, speed, memory and remaining time on a terminal; plain lines otherwise."""
-
-    def __init__(self, total_steps: int, *, first_step: int = 0, plain_every: int = 10) -> None:
-        from rich.console import Console
-
-        self.console = Console(stderr=True)
-        self.total, self.first, self.plain_every = total_steps, first_step, plain_every
-        self.started = time.monotonic()
-        self.curve: list[float] = []
-        self.progress: Progress | None = None
-        self.task: TaskID | None = None
-
-    def __enter__(self) -> LiveConsole:
-        if self.console.is_terminal:
-            self.progress = _progress(self.console)
-            self.progress.start()
-            self.task = self.progress.add_task("training", total=self.total, completed=self.first, numbers="")
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.progress is not None:
-            self.progress.stop()
-
-    def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
-        shown = {name: metrics[name] for name in _HEADLINES if name in metrics}
-        evaluated = {name: value for name, value in metrics.items() if name.startswith("eval_")}
-        shown |= evaluated
-        self.curve.append(metrics.get("reward", metrics.get("loss", math.nan)))
-        if self.progress is not None and self.task is not None:
-            self.progress.update(self.task, completed=step, numbers=f"{sparkline(self.curve)}  {_line(step, shown)}")
-            if evaluated:  # stays above the bar
-                self.progress.console.print(_line(step, shown), highlight=False)
-        elif step % self.plain_every == 0 or step in (self.first + 1, self.total) or evaluated:
-            done = max(1, step - self.first)
-            left = (time.monotonic() - self.started) / done * (self.total - step)
-            log_to_console(step, {**shown, "seconds_left": round(left)})
-
-    log = __call__
-
-    def print_line(self, line: str) -> None:
-        """Print a line above the progress bar."""
-        self.console.print(line, highlight=False, markup=False, style="dim")
-
-
-_HEADLINES = (
-    "reward",
-    "loss",
-    "length",
-    "entropy",
-    "lr",
-    "tokens_per_second",
-    "generated_per_second",
-    "memory_gib",
-)
-_BARS = "▁▂▃▄▅▆▇█"
-
-
-def sparkline(values: Sequence[float], width: int = 32) -> str:
-    """`sparkline([0, 1, 2]) == "▁▅█"`: the last values as a small curve, scaled from minimum to maximum."""
-    shown = [value for value in values if math.isfinite(value)][-width:]
-    if not shown:
-        return ""
-    low, span = min(shown), max(shown) - min(shown)
-    return "".join(_BARS[round((value - low) / span * (len(_BARS) - 1)) if span else 0] for value in shown)
-
-
-def _progress(console: Any) -> Progress:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[numbers]}"),
-        console=console,
-    )
 
 
 def memory_gib() -> float:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import html
 import sys
-import time
 from collections import deque
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
-from oxrl.tracking.metrics import LiveConsole
+from oxrl.tracking.catalogue import headlines
+from oxrl.tracking.console import LiveConsole, seconds_of
 
 ROWS = 8  # of the table: the latest steps
-COLUMNS = ("reward", "loss", "eval_reward", "eval_loss", "length", "entropy", "lr")
 
 
 def live_output(total_steps: int, *, first_step: int = 0) -> LiveConsole:
@@ -42,14 +41,17 @@ class NotebookTable(LiveConsole):
         """The table stays as it is."""
 
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.rows.append({"step": step, **{name: metrics[name] for name in COLUMNS if name in metrics}})
+        self.activity.end()
+        self.step = step
+        self.pace.reached(step, seconds_of(metrics))
+        self.rows.append({"step": step, **headlines(metrics)})
         self._show()
 
     log = __call__
 
-    def print_line(self, line: str) -> None:
+    def _print(self, line: str, style: str | None) -> None:  # noqa: ARG002 - of the console
         """Show a line below the table, instead of the previous one."""
-        self.sample = line.strip()
+        self.printed, self.sample = self.clock(), line.strip()
         if self.handle is not None:
             self._show()
 
@@ -63,13 +65,11 @@ class NotebookTable(LiveConsole):
             self.handle.update(shown, raw=True)
 
     def title(self) -> str:
-        step = int(self.rows[-1]["step"])
-        left = (time.monotonic() - self.started) / max(1, step - self.first) * (self.total - step)
-        return f"step {step} of {self.total}" + (f", {left:.0f} s left" if step < self.total else "")
+        return f"step {self.step} of {self.total}" + (f", {self._left()}" if self.step < self.total else "")
 
     def cells(self) -> list[list[str]]:
         """The header and the rows; a metric that was not measured in a step is left empty."""
-        header = [name for name in ("step", *COLUMNS) if any(name in row for row in self.rows)]
+        header = list(dict.fromkeys(name for row in reversed(self.rows) for name in row))
         return [header, *([f"{row[name]:.4g}" if name in row else "" for name in header] for row in self.rows)]
 
     def as_text(self) -> str:

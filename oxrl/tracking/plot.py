@@ -18,6 +18,7 @@ from rich.text import Text
 
 from oxrl.machine.packages import missing_message
 from oxrl.names import did_you_mean
+from oxrl.tracking.catalogue import EVAL, results
 from oxrl.tracking.metrics import read_metrics
 
 logger = logging.getLogger(__name__)
@@ -25,8 +26,8 @@ logger = logging.getLogger(__name__)
 Series: TypeAlias = list[tuple[float, float]]
 Range: TypeAlias = tuple[float, float]
 
-DEFAULT_METRICS = ("loss", "eval_loss", "eval_token_accuracy", "grad_norm", "lr", "tokens_per_second")
-DEFAULT_RL_METRICS = ("reward", "eval_reward", "length", "entropy", "flat_groups", "grad_norm")
+MOST_PANELS = 8  # by default
+ALSO = ("grad_norm", "lr", "tokens_per_second")  # plotted after the main results, the first of them always
 COLOURS = (("cyan", "tab:blue"), ("yellow", "tab:orange"))  # of a panel's first and second curve: terminal, image
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # the bits of a Braille cell, four rows of two
 MARK = "●"
@@ -136,8 +137,14 @@ def _chosen(rows: Sequence[Mapping[str, float]], metrics: Sequence[str]) -> list
     if unknown := [name for name in metrics if name not in names]:
         hint = did_you_mean(unknown[0], names, ".")
         raise ValueError(f"the run has no metric {unknown[0]!r}{hint} It has: {', '.join(names)}")
-    default = DEFAULT_RL_METRICS if "reward" in names else DEFAULT_METRICS
-    return list(dict.fromkeys(metrics)) or [name for name in default if name in names] or names
+    return list(dict.fromkeys(metrics)) or _default(names) or names
+
+
+def _default(names: Sequence[str]) -> list[str]:
+    chosen = results(names)
+    shown = list(dict.fromkeys(name.removeprefix(EVAL) for name in chosen))[: MOST_PANELS - 1]
+    rest = [name for name in ALSO if name in names][: MOST_PANELS - len(shown)]
+    return [name for name in chosen if name.removeprefix(EVAL) in shown] + rest
 
 
 def _panels(rows: Sequence[Mapping[str, float]], metrics: Sequence[str]) -> list[Panel]:

@@ -72,8 +72,8 @@ def tracked(names: Sequence[str], folder: Path, config: Mapping[str, Any], *, ur
     with ExitStack() as stack:
         sinks = []
         for name in chosen:
-            before = known.get(name, {"id": None, "seen": 0})
-            seen = max(before["seen"], _last_step(folder)) if name in known else 0
+            before = known.get(name, {"id": None, "seen": -1})
+            seen = max(before["seen"], _last_step(folder)) if name in known else -1
             tracker = _opened(name, RunInfo(folder, flattened(config), uri, before["id"]))
             known[name] = {"id": tracker.id, "seen": seen}
             sinks.append(stack.enter_context(_ended(_SafeTracker(name, tracker, seen))))
@@ -94,7 +94,7 @@ def _opened(name: str, run_info: RunInfo) -> Tracker:
 def _last_step(folder: Path) -> int:
     file = folder / "metrics.jsonl"
     rows = read_metrics(file) if file.exists() else []
-    return int(rows[-1]["step"]) if rows else 0
+    return int(rows[-1]["step"]) if rows else -1  # an evaluation before the first step is step 0
 
 
 class _SafeTracker:

@@ -383,3 +383,13 @@ async def test_the_policy_adapter_is_active_again_after_an_error_in_a_pass_of_th
     assert not torch.equal(await logprob(backend, "ref"), before)
     trained = {name for name, weight in backend.model.named_parameters() if weight.requires_grad}
     assert trained == adapter_of(backend.model).keys()
+
+
+async def test_a_step_reports_each_of_its_micro_batches():
+    backend = create_pytorch_backend(load_model("tiny"), lr=1e-3)
+    seen = []
+    backend.micro_batches_started = lambda total: seen.append(f"of {total}")
+    backend.micro_batch_done = lambda: seen.append("done")
+    items = some_items((4, 5, 6))
+    await backend.forward_backward([collate([item]) for item in items], SFT, count_units(items))
+    assert seen == ["of 3", "done", "done", "done"]

@@ -16,6 +16,7 @@ from oxrl.rollouts.collect import (
 )
 from oxrl.rollouts.envs import single_turn
 from oxrl.rollouts.filters import check_reward_nonzero_std
+from oxrl.tracking.activity import Activity
 from oxrl.types import Generation, GenerationConfig, Rollout, Score, Status, Turn
 from tests.rollouts.scripted import PlainRender, Scripted, question
 
@@ -361,3 +362,14 @@ def test_an_invalid_score_of_an_environment_is_an_error_and_never_trained_on():
     sampler = RolloutSampler(Scripted(lambda request: [7]), PlainRender(), GREEDY, env=scored)
     (rollout,) = anyio.run(sampler, (Rollout(question(1)),))
     assert rollout.score is None and "reward of the environment failed: the score is nan" in rollout.error
+
+
+def test_each_answer_of_a_batch_advances_the_progress_inside_the_step():
+    seen = []
+    activity = Activity(lambda: seen.append((activity.done, activity.total, activity.what)))
+    sampler = RolloutSampler(Scripted(lambda request: [7]), PlainRender(), GREEDY, activity=activity)
+    source = DataBuffer([question(number) for number in range(4)], shuffle=False)
+    config = RolloutConfig(batch_size=2, n_samples_per_prompt=3, reward_fn=lambda rollout: 0.0)
+    anyio.run(sampling_manager(source, sampler, config, activity).collect)
+    assert seen == [(done, 6, "answers") for done in range(7)]
+    assert str(activity) == "", "grading and training are not sampling"

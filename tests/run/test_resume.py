@@ -136,8 +136,8 @@ def test_a_killed_run_ends_with_the_same_bits_as_an_uninterrupted_one(tmp_path, 
     assert len(files) == 3 + ("model" in config), "weights, optimizer and random states; a reference that has moved"
     assert files == expected_files
     assert lines == expected_lines
-    assert [line["step"] for line in lines] == list(range(1, last + 1))
+    assert [line["step"] for line in lines] == list(range(last + 1)), "step 0 is the evaluation before training"
     assert rollouts == expected_rollouts and len(rollouts) == (last if "rollout" in config else 0)
     assert not list((tmp_path / "broken").glob("checkpoints/.unfinished-*"))
     if mode == "online":
-        assert any(line["carried"] for line in lines), "nothing was carried over: the test proves too little"
+        assert any(line.get("carried") for line in lines), "nothing was carried over: the test proves too little"

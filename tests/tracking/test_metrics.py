@@ -3,7 +3,8 @@ import math
 
 import pytest
 
-from oxrl.tracking.metrics import JSONLLogger, LiveConsole, all_of, log_to_console, memory_gib, read_metrics
+from oxrl.tracking.console import LiveConsole
+from oxrl.tracking.metrics import JSONLLogger, all_of, log_to_console, memory_gib, read_metrics
 
 
 def test_call_and_log_write_one_line_per_step(tmp_path):
@@ -50,9 +51,9 @@ def test_the_console_prints_plain_lines_without_a_terminal(capsys):
         for step in range(1, 21):
             console(step, {"loss": 1.5, "tokens_per_second": 100.0, "grad_norm": 3.0})
     lines = capsys.readouterr().err.splitlines()
-    assert [line.split()[1] for line in lines] == ["1", "10", "20"]
+    assert [line.split()[1] for line in lines] == ["1/20", "10/20", "20/20"]
     assert "loss 1.5" in lines[0]
-    assert "seconds_left" in lines[0]
+    assert lines[0].endswith(" left")
     assert "\x1b" not in "".join(lines)
 
 

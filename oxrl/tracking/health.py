@@ -1,0 +1,183 @@
+"""Checks of a run while it trains: does it diverge, collapse, or learn nothing? Pure functions of its logged metrics.
+
+A check compares the last rows of metrics with the first one. It is reported once, at the step at which it first holds.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+logger = logging.getLogger(__name__)
+
+Row: TypeAlias = Mapping[str, Any]
+Test: TypeAlias = Callable[[Row, Sequence[Row]], str | None]
+"""(the first row, the last rows) -> what is wrong, with numbers; None if nothing is."""
+
+FAR_ABOVE = 2.0  # a loss has diverged above this factor of its first value, and by this much
+LITTLE_ENTROPY = 0.01  # nats per token
+FAST_FALL = 20.0  # nats by which the log-prob of chosen responses has at least fallen, and by its first value again
+
+
+class Check(NamedTuple):
+    """One check: what holds over the last `steps` rows, and the remedy."""
+
+    name: str
+    test: Test
+    steps: int
+    when: str
+    remedy: str
+
+
+class HealthWarning(NamedTuple):
+    """`HealthWarning(12, "diverged", "the loss is 41, ...", "lower train.lr ...")`."""
+
+    step: int
+    name: str
+    problem: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.problem}; {self.remedy}"
+
+
+def _diverged(first: Row, last: Sequence[Row]) -> str | None:
+    """Only of losses that measure quality: the surrogate of a policy gradient may have any value."""
+    name = next((name for name in ("objective", "nll", "preference", "judged", "ranking") if name in first), None)
+    if name is None or "reward" in first or not _numbers([first, *last], name):
+        return None
+    start = first[name]
+    if all(row[name] > max(FAR_ABOVE * start, start + FAR_ABOVE) for row in last):
+        return f"{name} is {last[-1][name]:.4g}, far above the {start:.4g} of the first step: the run diverges"
+    return None
+
+
+def _no_entropy(first: Row, last: Sequence[Row]) -> str | None:
+    if not _numbers([first, *last], "entropy") or first["entropy"] < 10 * LITTLE_ENTROPY:
+        return None
+    if all(row["entropy"] < LITTLE_ENTROPY for row in last):
+        return f"the entropy fell from {first['entropy']:.3g} to {last[-1]['entropy']:.2g}: the policy has collapsed"
+    return None
+
+
+def _all_truncated(_: Row, last: Sequence[Row]) -> str | None:
+    if all(row.get("truncated") == 1.0 for row in last):
+        return f"all responses of {len(last)} steps are cut off at the token limit"
+    return None
+
+
+def _all_empty(_: Row, last: Sequence[Row]) -> str | None:
+    if all(row.get("longest", math.inf) <= 1 for row in last):
+        return f"all responses of {len(last)} steps are empty"
+    return None
+
+
+def _constant_reward(_: Row, last: Sequence[Row]) -> str | None:
+    flat = _numbers(last, "reward_std") and all(row["reward_std"] == 0 for row in last)
+    if flat and len({row["reward"] for row in last}) == 1:
+        return f"every reward of {len(last)} steps is {last[-1]['reward']:.4g}: there is nothing to learn from"
+    return None
+
+
+def _no_gradient(_: Row, last: Sequence[Row]) -> str | None:
+    if all(row.get("grad_norm") == 0 for row in last):
+        return f"the gradient of {len(last)} steps is zero: nothing was learned"
+    return None
+
+
+def _chosen_falls(first: Row, last: Sequence[Row]) -> str | None:
+    if not _numbers([first, *last], "chosen_logprob"):
+        return None
+    start = first["chosen_logprob"]
+    if all(row["chosen_logprob"] < start - max(FAST_FALL, abs(start)) for row in last):
+        return f"the log-prob of chosen responses fell from {start:.4g} to {last[-1]['chosen_logprob']:.4g}"
+    return None
+
+
+def _numbers(rows: Sequence[Row], name: str) -> bool:
+    """Whether every row has a finite value; a value that is not finite is null in a file."""
+    return all(row.get(name) is not None and math.isfinite(row[name]) for row in rows)
+
+
+CHECKS: tuple[Check, ...] = (
+    Check(
+        "diverged",
+        _diverged,
+        3,
+        "the loss of 3 steps is more than twice its first value, and more than 2 above it",
+        "lower train.lr, raise train.warmup_steps_ratio, or look at the rows (`oxrl data show`)",
+    ),
+    Check(
+        "chosen_falls",
+        _chosen_falls,
+        3,
+        "the log-prob of chosen responses fell by its first value and by at least 20, for 3 steps",
+        "lower train.lr, raise beta, or choose a loss with an NLL term (dpnll, cpo)",
+    ),
+    Check(
+        "entropy",
+        _no_entropy,
+        5,
+        "the entropy of 5 steps is below 0.01, and was above 0.1",
+        "lower train.lr, or set kl_coef or entropy_coef in train.alg_params",
+    ),
+    Check(
+        "truncated",
+        _all_truncated,
+        5,
+        "every response of 5 steps is cut off",
+        "raise rollout.max_tokens, or reward responses that end",
+    ),
+    Check("empty", _all_empty, 3, "every response of 3 steps is empty", "check the chat template and the reward"),
+    Check(
+        "constant_reward",
+        _constant_reward,
+        5,
+        "all rewards of 5 steps are equal",
+        "check the reward (`oxrl rewards test`), use easier or harder prompts, or a higher rollout.temperature",
+    ),
+    Check(
+        "no_gradient",
+        _no_gradient,
+        3,
+        "the gradient of 3 steps is zero",
+        "RL: responses to a prompt need different rewards; else check which tokens are trained (`oxrl data show`)",
+    ),
+)
+
+
+class HealthMonitor:
+    """A sink that logs each warning once. `past` are the rows of a resumed run, whose warnings were logged before."""
+
+    def __init__(self, past: Sequence[Row] = ()) -> None:
+        self.first: Row | None = None
+        self.recent: list[Row] = []
+        self.warnings: list[HealthWarning] = []
+        for row in past:
+            self._note(row)
+
+    def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
+        for warning in self._note({"step": step, **metrics}):
+            logger.warning("%s", warning)
+
+    def _note(self, row: Row) -> list[HealthWarning]:
+        if "loss" not in row:  # an evaluation alone
+            return []
+        first = self.first = self.first or row
+        self.recent = [*self.recent, row][-max(check.steps for check in CHECKS) :]
+        known = {warning.name for warning in self.warnings}
+        found = [
+            HealthWarning(int(row["step"]), check.name, problem, check.remedy)
+            for check in CHECKS
+            if check.name not in known and len(self.recent) >= check.steps
+            if (problem := check.test(first, self.recent[-check.steps :])) is not None
+        ]
+        self.warnings += found
+        return found
+
+
+def find_warnings(rows: Sequence[Row]) -> list[HealthWarning]:
+    """The warnings of a run, from its history or its `metrics.jsonl`."""
+    return HealthMonitor(rows).warnings
