@@ -10,7 +10,7 @@ from typing import TypeAlias
 import anyio
 
 from oxrl.loops.memory_limits import MemoryLimits, resumed_limits
-from oxrl.loops.progress import AlgorithmAt, Progress, SaveFn, no_checkpoint, step_warnings
+from oxrl.loops.progress import AlgorithmAt, Progress, SaveFn, no_checkpoint, reading, step_warnings
 from oxrl.loops.step import train_step
 from oxrl.tracking.metrics import Sink, log_to_console
 from oxrl.types import Algorithm, Backend, DataSource, Item, Memory, TrainingState
@@ -55,10 +55,11 @@ async def run_offline(
     `limits` are those of `state` if a memory warm-up or an evaluation shares them, else they are created here.
     """
     algorithm_at: AlgorithmAt = (lambda _: algorithm) if isinstance(algorithm, Algorithm) else algorithm
-    limits = limits or resumed_limits(config.micro_batch_tokens, state, backend)
-    progress = Progress(config, state, log, save, limits)
-    if state.cursor:
-        source.restore(state.cursor["data"])
+    with reading(state):
+        limits = limits or resumed_limits(config.micro_batch_tokens, state, backend)
+        progress = Progress(config, state, log, save, limits)
+        if state.cursor:
+            source.restore(state.cursor["data"])
     async with progress.failures_annotated():
         for step in range(state.step + 1, config.num_steps + 1):
             async with progress.saved_if_interrupted():

@@ -15,6 +15,7 @@ from oxrl.config.registry import find_engine
 from oxrl.data.render import Renderer
 from oxrl.loops.memory_limits import MemoryLimits, resumed_limits
 from oxrl.loops.memory_warmup import advice_on_memory, warm_up_memory
+from oxrl.loops.progress import reading
 from oxrl.models.load import check_model, load_model, load_tokenizer
 from oxrl.rollouts.buffer import Group
 from oxrl.run.build import open_backend, open_engine
@@ -172,7 +173,8 @@ async def _run_loop(spec: RunSpec, backend: Any, console: LiveConsole, track: Si
 
     log = all_of(JSONLLogger(spec.folder / "metrics.jsonl", keep_until=state.step), console, track)
     with advice_on_memory(LESS_MEMORY):
-        limits = resumed_limits(spec.config.train.micro_batch_tokens, state, backend)
+        with reading(state):
+            limits = resumed_limits(spec.config.train.micro_batch_tokens, state, backend)
         await _warm_up(spec, backend, limits)
         rest: dict[str, Any] = {"state": state, "limits": limits, "log": log, "save": save}
         if spec.online:
