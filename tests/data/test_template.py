@@ -49,8 +49,8 @@ def test_stars_in_the_text_of_a_template_are_no_powers():
         "{{ messages[0].content.x.y }}",
         "{{ messages['x'] | int + 'a' }}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-        "{{ 'x' * (10 ** 18) }}",
-        "{{ range(10 ** 9) | list }}",
+        "{{ 'x' * 1000000000000000000 }}",
+        "{{ range(1000000000) | list }}",
         "{% if %}",
     ],
 )
