@@ -552,7 +552,14 @@ def _saved_weights(model: Any, path: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     if not hasattr(model, "peft_config"):
-        return dict(type(model).from_pretrained(path, dtype=model.dtype, use_safetensors=True).named_parameters())
-    # PEFT omits the adapter's name ("default") in its files.
-    names = {name.replace(".default", ""): name for name, _ in model.named_parameters()}
-    return {names[key]: tensor for key, tensor in load_file(path / "adapter_model.safetensors").items()}
+        options = {"dtype": model.dtype, "use_safetensors": True, "output_loading_info": True}
+        loaded, report = type(model).from_pretrained(path, **options)
+        found, missing = dict(loaded.named_parameters()), set(report["missing_keys"])
+    else:
+        # PEFT omits the adapter's name ("default") in its files.
+        names = {name.replace(".default", ""): name for name, _ in model.named_parameters()}
+        found = {names[key]: tensor for key, tensor in load_file(path / "adapter_model.safetensors").items()}
+        missing = {name for name in names.values() if ".default." in name} - found.keys()
+    if missing:
+        raise ValueError(f"the checkpoint {path} lacks {len(missing)} tensors of the model, such as {min(missing)}")
+    return found

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,7 @@ def apply_template(
     from jinja2.exceptions import TemplateError as JinjaError
 
     failures = (JinjaError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError)
+    _refuse_powers(tokenizer.chat_template)
     try:
         with _cpu_limit(cpu_seconds):
             text: str = tokenizer.apply_chat_template(
@@ -58,6 +60,26 @@ def apply_template(
             f"the chat template does not accept these messages ({roles}): {error}; change the messages or the template"
         ) from error
     return text
+
+
+def _refuse_powers(template: Any) -> None:
+    """A signal does not interrupt one operation on numbers, and no template needs `9 ** 9 ** 9`."""
+    for each in template.values() if isinstance(template, dict) else [template]:
+        if "**" in str(each) and _has_powers(str(each)):
+            raise EndlessTemplateError(
+                "the chat template computes powers (**), which may not end: do not use this model, or set another "
+                "template"
+            )
+
+
+@cache
+def _has_powers(template: str) -> bool:
+    from jinja2 import Environment, TemplateSyntaxError
+
+    try:
+        return any((kind, value) == ("operator", "**") for _, kind, value in Environment().lex(template))  # noqa: S701
+    except TemplateSyntaxError:  # reported when it is rendered
+        return False
 
 
 @contextmanager

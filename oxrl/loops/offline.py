@@ -11,7 +11,7 @@ import anyio
 
 from oxrl.loops.callbacks import Callbacks
 from oxrl.loops.memory_limits import MemoryLimits, resumed_limits
-from oxrl.loops.progress import AlgorithmAt, Progress, SaveFn, algorithm_switch, no_checkpoint
+from oxrl.loops.progress import AlgorithmAt, Progress, SaveFn, algorithm_switch, no_checkpoint, reading
 from oxrl.loops.step import train_step
 from oxrl.tracking.metrics import Sink, log_to_console
 from oxrl.types import Algorithm, Backend, DataSource, Item, Memory, TrainingState
@@ -58,10 +58,11 @@ async def run_offline(
     `limits` are those of `state` if a memory warm-up or an evaluation shares them, else they are created here.
     """
     algorithm_at: AlgorithmAt = (lambda _: algorithm) if isinstance(algorithm, Algorithm) else algorithm
-    limits = limits or resumed_limits(config.micro_batch_tokens, state, backend)
-    progress = Progress(config, state, log, save, limits, callbacks)
-    if state.cursor:
-        source.restore(state.cursor["data"])
+    with reading(state):
+        limits = limits or resumed_limits(config.micro_batch_tokens, state, backend)
+        progress = Progress(config, state, log, save, limits, callbacks)
+        if state.cursor:
+            source.restore(state.cursor["data"])
     async with progress.failures_annotated():
         await progress.evaluate_at_start(partial(evaluate, progress.memory))
         for step in range(state.step + 1, config.num_steps + 1):

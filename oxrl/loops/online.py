@@ -20,7 +20,7 @@ from oxrl.algorithms import algorithm as named_algorithm
 from oxrl.concurrency import task_group
 from oxrl.loops.callbacks import Callbacks
 from oxrl.loops.memory_limits import MemoryLimits, resumed_limits
-from oxrl.loops.progress import AlgorithmAt, Progress, SaveFn, algorithm_switch, due, no_checkpoint
+from oxrl.loops.progress import AlgorithmAt, Progress, SaveFn, algorithm_switch, due, no_checkpoint, reading
 from oxrl.loops.rollout_queue import RolloutQueue, prefetching
 from oxrl.loops.step import optimizer_steps
 from oxrl.names import renamed_keywords
@@ -187,10 +187,11 @@ async def run_online(
     if shares_weights and config.sync_every > 1:
         raise ValueError("an engine that samples from the trainer's own module is always in sync: set sync_every to 1")
     algorithm_at: AlgorithmAt = (lambda _: algorithm) if isinstance(algorithm, Algorithm) else algorithm
-    limits = limits or resumed_limits(config.micro_batch_tokens, state, backend)
-    limits.restore_slots(state, generators)
-    progress = Progress(config, state, log, save, limits, callbacks)
-    queue = await _opened_queue(manager, generators[0], config, state, shares_weights=shares_weights)
+    with reading(state):
+        limits = limits or resumed_limits(config.micro_batch_tokens, state, backend)
+        limits.restore_slots(state, generators)
+        progress = Progress(config, state, log, save, limits, callbacks)
+        queue = await _opened_queue(manager, generators[0], config, state, shares_weights=shares_weights)
     await _sync(backend, generators)
     async with progress.failures_annotated():
         await progress.evaluate_at_start(evaluate)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import anyio
@@ -58,6 +58,20 @@ class Best(NamedTuple):
         if self.best_loss is None or loss < self.best_loss:
             return Best(loss, step)
         return self._replace(evaluations_since=self.evaluations_since + 1)
+
+
+@contextmanager
+def reading(state: TrainingState) -> Iterator[None]:
+    """A state that was read from a file may contain anything: raise a ValueError where it cannot be used."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        if not state.cursor:
+            raise
+        raise ValueError(
+            f"the training state of step {state.step} is not what a run writes ({type(error).__name__} {error}): "
+            "resume from another checkpoint, or start a new run with this one as the model"
+        ) from error
 
 
 class Progress:

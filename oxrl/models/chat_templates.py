@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 KEY = "model.chat_template"
+_MAX_CHARACTERS = 1_000_000  # of a file
 
 
 class ChatTemplate(NamedTuple):
@@ -81,15 +82,22 @@ def read_template(given: str) -> str:
     if "{{" in given or "{%" in given:
         return given
     try:
-        return Path(given).expanduser().read_text(encoding="utf-8")
+        file = Path(given).expanduser()
+        if file.exists() and not file.is_file():
+            raise OSError("it is not a file")
+        with file.open(encoding="utf-8") as opened:
+            text = opened.read(_MAX_CHARACTERS + 1)
     except FileNotFoundError:
         known = ", ".join(TEMPLATES)
         raise ValueError(
             f"{KEY}: no template is called {given!r:.80}{did_you_mean(given.lower(), TEMPLATES)}, and there is no such "
             f"file; use one of {known}, a file, or the template itself"
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # also no UTF-8, a null byte, `~` of an unknown user
         raise ValueError(f"{KEY}: {given!r:.80} cannot be read: {error}") from None
+    if len(text) > _MAX_CHARACTERS:
+        raise ValueError(f"{KEY}: {given!r:.80} has more than {_MAX_CHARACTERS:,} characters, which no template has")
+    return text
 
 
 def set_template(tokenizer: PreTrainedTokenizerBase, given: str) -> None:

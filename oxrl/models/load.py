@@ -186,16 +186,21 @@ def load_model(
 
     `is_trainable=False` freezes it; the base of a trainable LoRA adapter is always frozen.
     """
+    from safetensors import SafetensorError
+
     config = _as_config(config)
-    model = model_loader(
-        config.name,
-        config.dtype,
-        config.device,
-        config.attn_implementation,
-        trust_remote_code=config.trust_remote_code,
-        revision=config.revision,
-        is_trainable=is_trainable,
-    )
+    try:
+        model = model_loader(
+            config.name,
+            config.dtype,
+            config.device,
+            config.attn_implementation,
+            trust_remote_code=config.trust_remote_code,
+            revision=config.revision,
+            is_trainable=is_trainable,
+        )
+    except SafetensorError as error:
+        raise ValueError(f"the weights of {config.name} cannot be read: {error}") from error
     if not is_trainable:
         return freeze(model)
     if config.gradient_checkpointing:

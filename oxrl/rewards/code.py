@@ -72,8 +72,9 @@ def _task_of(sample: Sample) -> _Task:
     context = f"{prefix.rstrip()}\n    pass\n" if prefix else ""
     try:
         names = names_in(tests, f"{context}\n{setup}", entry_point)
-    except SyntaxError as error:
-        raise ValueError(f"sample {sample.id}: its tests or their setup are not Python: {error.msg}") from None
+    except (SyntaxError, RecursionError) as error:
+        reason = getattr(error, "msg", "nested too deeply")
+        raise ValueError(f"sample {sample.id}: its tests or their setup are not Python: {reason}") from None
     # a task may also name its function like a built-in one
     remote = {name: name for name in names.program or ([] if entry_point else [_first_called(tests[0])])}
     if entry_point:

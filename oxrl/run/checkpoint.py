@@ -103,11 +103,35 @@ async def load_checkpoint(path: str | Path, backend: Backend) -> TrainingState:
 
     path = Path(path)
     check_files(path)
+    _check_content(path)
     state, then = _read_record(path)
     _warn_of_differences(then)
-    await backend.load(path)
-    _restore_random_states(load_file(path / _RANDOM))
+    try:
+        await backend.load(path)
+        _restore_random_states(load_file(path / _RANDOM))
+    except (KeyError, TypeError) as error:
+        raise CorruptCheckpointError(f"{path} is not what was written: {type(error).__name__} {error}") from error
     return state
+
+
+def _check_content(path: Path) -> None:
+    """Raise if the files are not safetensors; digests do not show who wrote them."""
+    from safetensors import SafetensorError, safe_open
+
+    if not (path / _RANDOM).is_file():
+        raise CorruptCheckpointError(f"{path / _RANDOM} is missing from the checkpoint")
+    files = sorted(path.glob("*.safetensors"))
+    if (pickled := sorted(path.glob("*.bin"))) and not {file.name for file in files} - _NOT_WEIGHTS:
+        raise CorruptCheckpointError(
+            f"{pickled[0]} has pickled weights, which can run code when they are loaded and are refused: a checkpoint "
+            "has safetensors"
+        )
+    for file in files:
+        try:
+            with safe_open(file, framework="np"):
+                pass
+        except SafetensorError as error:
+            raise CorruptCheckpointError(f"{file} is damaged: it is not safetensors ({error})") from None
 
 
 def read_state(path: str | Path) -> TrainingState:
@@ -201,6 +225,7 @@ def intact_checkpoint(root: str | Path) -> Path | None:
     for path in reversed(checkpoints(root)):
         try:
             check_files(path)
+            _check_content(path)
         except CorruptCheckpointError as error:
             damaged[path] = str(error)
             continue

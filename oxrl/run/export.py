@@ -56,9 +56,7 @@ def export_model(source: str, output: str | Path, *, adapter: bool = False, dtyp
         if folder.exists():
             folder.rmdir()
         draft.rename(folder)
-    except SafetensorError as error:
-        if "os error" not in str(error):  # else it is a full disk, for which safetensors raises no OSError
-            raise ValueError(f"the weights of {source} cannot be read: {error}") from error
+    except SafetensorError as error:  # of a full disk: safetensors raises no OSError
         raise RuntimeError(f"{folder} could not be written: {error}; free disk space, then export again") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)

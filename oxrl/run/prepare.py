@@ -58,10 +58,30 @@ def prepare_run(config: Config, output: str | Path | None = None, *, resume: boo
     check_installed(spec.config, online=spec.online)
     if spec.online:
         check_servers(spec.config)
-    if resume_from is not None:  # rows that changed since are detected here
-        cursor = read_state(resume_from).cursor
-        spec.source.restore(cursor["collector"]["data"] if spec.online else cursor["data"])
+    if resume_from is not None:
+        _restore_rows(spec, resume_from)
     return spec
+
+
+def _restore_rows(spec: RunSpec, checkpoint: Path) -> None:
+    """Detect rows that changed since the checkpoint, and one of another kind of run."""
+    from oxrl.loops.progress import reading
+
+    state = read_state(checkpoint)
+    sampled = "collector" in state.cursor
+    if not sampled and "data" not in state.cursor:
+        raise ConfigError(
+            f"{checkpoint} is not of a run: it has no position in its rows; start a new run with it as model.name"
+        )
+    if sampled != spec.online:
+        kinds = {True: "samples completions", False: "trains on dataset rows"}
+        raise ConfigError(
+            f"{checkpoint} is of a run that {kinds[sampled]}, but {spec.config.train.alg_name} {kinds[spec.online]}: "
+            f"set train.alg_name in {spec.folder / 'config.yaml'} to what it was, or start a new run with the "
+            "checkpoint as model.name"
+        )
+    with reading(state):
+        spec.source.restore(state.cursor["collector"]["data"] if sampled else state.cursor["data"])
 
 
 def prepare_stages(

@@ -16,6 +16,7 @@ from oxrl.data.render import Renderer
 from oxrl.loops.callbacks import Callbacks, as_logger
 from oxrl.loops.memory_limits import MemoryLimits, resumed_limits
 from oxrl.loops.memory_warmup import advice_on_memory, warm_up_memory
+from oxrl.loops.progress import reading
 from oxrl.models.load import check_model, load_model, load_tokenizer
 from oxrl.rollouts.buffer import Group
 from oxrl.run.build import open_backend, open_engine
@@ -200,7 +201,8 @@ async def _run_loop(
     log = all_of(write, sinks, HealthMonitor(read_metrics(file) if file.exists() else ()))
     await callbacks("on_start", spec)
     with advice_on_memory(LESS_MEMORY):
-        limits = resumed_limits(spec.config.train.micro_batch_tokens, state, backend)
+        with reading(state):
+            limits = resumed_limits(spec.config.train.micro_batch_tokens, state, backend)
         await _warm_up(spec, backend, limits)
         rest: dict[str, Any] = {"state": state, "limits": limits, "log": log, "save": save, "callbacks": callbacks}
         _report_micro_batches(backend, console.activity)

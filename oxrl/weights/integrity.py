@@ -72,12 +72,22 @@ def read_sealed(path: Path) -> dict[str, Any]:
         sealed = read_json(file)
         record = {name: sealed[name] for name in (*TrainingState._fields, "files") if name in sealed}
         unsealed = not {"seal", "files"} & sealed.keys()  # by an older version of oxRL
-        intact = "environment" in sealed and (unsealed or sealed.get("seal") == seal(record))
+        intact = _is_state(sealed) and (unsealed or sealed.get("seal") == seal(record))
     except (ValueError, TypeError, AttributeError):
         intact = False
     if not intact:
         raise CorruptCheckpointError(f"{file} is damaged: it is not what was written")
     return sealed
+
+
+def _is_state(sealed: Mapping[str, Any]) -> bool:
+    """Whether the fields have their types: a seal has no key, so anyone can write one."""
+    numbers = [sealed.get(name) for name in ("step", "version", "seed")]
+    parts = [sealed.get("cursor"), sealed.get("environment"), sealed.get("files", {})]
+    if not all(isinstance(part, dict) for part in parts) or any(type(each) is not int for each in numbers):
+        return False
+    counts = (sealed["step"], sealed["version"], sealed["cursor"].get("best_step") or 0)
+    return all(type(count) is int and count >= 0 for count in counts)
 
 
 def seal(record: Mapping[str, Any]) -> str:

@@ -30,6 +30,17 @@ def test_a_template_that_does_not_end_is_ended(template):
         apply_template(tokenizer_with(template), CHAT, generation_prompt=True, cpu_seconds=0.1)
 
 
+@pytest.mark.parametrize("template", ["{{ 9 ** (9 ** 9) }}", {"default": "{% set n = 9 %}{{ n**(n**n) }}"}])
+def test_powers_are_refused_because_no_signal_interrupts_one(template):
+    with pytest.raises(EndlessTemplateError, match="computes powers"):
+        apply_template(tokenizer_with(template), CHAT, generation_prompt=True)
+
+
+def test_stars_in_the_text_of_a_template_are_no_powers():
+    bold = "**{{ messages[0].content }}**{{ '**' }}{# ** #}"
+    assert apply_template(tokenizer_with(bold), CHAT, generation_prompt=True) == "**Hi****"
+
+
 @pytest.mark.parametrize(
     "template",
     [
@@ -38,8 +49,8 @@ def test_a_template_that_does_not_end_is_ended(template):
         "{{ messages[0].content.x.y }}",
         "{{ messages['x'] | int + 'a' }}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-        "{{ 'x' * (10 ** 18) }}",
-        "{{ range(10 ** 9) | list }}",
+        "{{ 'x' * 1000000000000000000 }}",
+        "{{ range(1000000000) | list }}",
         "{% if %}",
     ],
 )

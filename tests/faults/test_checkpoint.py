@@ -4,16 +4,25 @@ import json
 import logging
 import math
 import os
+import pickle
 import resource
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
+from oxrl.algorithms import algorithm
 from oxrl.backends.local import create_pytorch_backend
 from oxrl.cli import app
 from oxrl.concurrency import run_blocking
+from oxrl.config import Config
+from oxrl.data.buffer import DataBuffer
+from oxrl.loops.offline import OfflineConfig, run_offline
 from oxrl.models.load import load_model
 from oxrl.run.checkpoint import (
     CorruptCheckpointError,
@@ -25,7 +34,9 @@ from oxrl.run.checkpoint import (
     save_checkpoint,
 )
 from oxrl.run.failure import kind_of
+from oxrl.run.folder import record_config
 from oxrl.types import TrainingState
+from oxrl.weights.integrity import digests, seal
 from tests.engines import need
 from tests.rows import sums, write_jsonl
 from tests.run.test_resume import facts, train_in_fork
@@ -116,6 +127,99 @@ def test_every_command_that_loads_a_run_refuses_a_damaged_checkpoint(root, tmp_p
         assert f"{name}isdamaged" in "".join(done.output.split()), (command, done.output)
         assert "useanothercheckpoint" in "".join(done.output.split())
     assert not (tmp_path / "exported").exists()
+
+
+def forge(path: Path, **changes: object) -> None:
+    """A record with digests of the files as they are now, which anyone can write."""
+    file = path / "training_state.json"
+    before = json.loads(file.read_text())
+    file.unlink()
+    record = {name: before[name] for name in TrainingState._fields} | {"files": digests(path)} | changes
+    file.write_text(json.dumps({**record, "seal": seal(record), "environment": before["environment"]}))
+
+
+class RunsCode:
+    def __reduce__(self):
+        return Path.touch, (Path("/var/tmp/oxrl-unpickled"),)
+
+
+def pickled_weights(path: Path) -> None:
+    for file in path.glob("model.safetensors*"):
+        file.unlink()
+    (path / "pytorch_model.bin").write_bytes(pickle.dumps(RunsCode()))
+
+
+def pickled(name: str) -> Callable[[Path], object]:
+    return lambda path: (path / name).write_bytes(pickle.dumps(RunsCode()))
+
+
+def a_run(folder: Path, name: str, **more: object) -> None:
+    rows = write_jsonl(folder / "rows.jsonl", sums(8))
+    common = {"run": {"experiment_id": "x"}, "model": {"name": "tiny"}, "data": {"train_files_path": str(rows)}}
+    config = Config.model_validate({**common, "train": {"alg_name": name}, **more})
+    record_config(config, folder / "config.yaml", resuming=False)
+
+
+FORGED_FILES = {
+    "pickled weights": (pickled_weights, "pickledweights"),
+    "a pickle that is called safetensors": (pickled("model.safetensors"), "headertoolarge"),
+}
+FORGED_STATES = [{"step": "x"}, {"step": -5}, {"seed": None}, {"cursor": [1]}, {"cursor": {"best_step": "../../x"}}]
+
+
+@pytest.mark.parametrize("forged", [*FORGED_FILES, *FORGED_STATES], ids=str)
+def test_a_forged_checkpoint_is_refused_by_every_command_and_never_unpickled(root, tmp_path, forged):
+    if isinstance(forged, str):
+        change, expected = FORGED_FILES[forged]
+        change(root / "step_0003")
+        forge(root / "step_0003")
+    else:
+        forge(root / "step_0003", **forged)
+        expected = "training_state.jsonisdamaged"
+    shutil.rmtree(root / "step_0002")
+    a_run(root.parent, "sft")
+    for command in (
+        ["train", "--output", root.parent, "--resume"],
+        ["eval", root.parent, "--data", root.parent / "rows.jsonl", "--reward", "exact_match", "--max-tokens", 1],
+        ["export", root.parent, "--output", tmp_path / "exported"],
+    ):
+        done = CliRunner().invoke(app, [str(part) for part in command])
+        assert done.exit_code == 2, (command, done.output)
+        assert expected in "".join(done.output.split()), (command, done.output)
+    assert not Path("/var/tmp/oxrl-unpickled").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "cursor", "expected"),
+    [
+        ("grpo", STATE.cursor, "run that trains on dataset rows, but grpo samples completions: set train.alg_name"),
+        ("sft", {"collector": {}}, "run that samples completions, but sft trains on dataset rows: set train.alg_name"),
+        ("sft", {}, "has no position in its rows"),
+    ],
+)
+def test_a_config_that_names_another_kind_of_algorithm_is_refused(root, name, cursor, expected):
+    forge(root / "step_0003", cursor=cursor)
+    a_run(root.parent, name, **({"reward": {"reward_func": "exact_match"}} if name == "grpo" else {}))
+    done = CliRunner().invoke(app, ["train", "--output", str(root.parent), "--resume"])
+    assert done.exit_code == 2 and "".join(expected.split()) in "".join(done.output.split()), done.output
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "rng.safetensors"])
+def test_a_checkpoint_without_the_tensors_of_the_run_is_refused(written, root, name):
+    """Otherwise transformers initialises missing weights at random."""
+    save_file({"other": np.zeros(1)}, root / "step_0003" / name)
+    forge(root / "step_0003")
+    with pytest.raises(
+        ValueError, match="lacks 21 tensors" if name == "model.safetensors" else "is not what was written"
+    ):
+        run_blocking(load_checkpoint, root / "step_0003", written[1])
+
+
+def test_a_state_that_no_run_wrote_is_refused_by_the_loop(written):
+    rows = OfflineConfig(num_steps=4, batch_size=1)
+    run = partial(run_offline, written[1], algorithm("sft"), DataBuffer(["a"]), rows, state=STATE)
+    with pytest.raises(ValueError, match="the training state of step 3 is not what a run writes"):
+        run_blocking(run)
 
 
 def test_a_state_that_is_nested_too_deeply_is_damaged(root):

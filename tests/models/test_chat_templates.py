@@ -1,6 +1,7 @@
 """Chat templates that a config sets: by name, file or text, proven and saved with the run."""
 
 import json
+import os
 
 import pytest
 
@@ -71,8 +72,14 @@ def test_a_template_is_a_name_a_file_or_a_text(tmp_path):
     assert [read_template(given) for given in ("Plain", str(file), TEMPLATES["plain"].text)] == [
         "plain", *[TEMPLATES["plain"].text] * 2,
     ]  # fmt: skip
-    with pytest.raises(ValueError, match="model.chat_template: .* cannot be read"):
-        read_template(str(tmp_path))
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    for given in (tmp_path, tmp_path / "pipe", tmp_path / "bytes", "a\0b", "~no-such-user/x", "x" * 5000):
+        with pytest.raises(ValueError, match="model.chat_template: .* cannot be read"):
+            read_template(str(given))
+    file.write_text("x" * 1_000_001)
+    with pytest.raises(ValueError, match="more than 1,000,000 characters"):
+        read_template(str(file))
     assert sections_of({"chat_template": file}) == {"model": {"chat_template": str(file)}}
 
 

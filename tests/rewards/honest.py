@@ -68,6 +68,29 @@ for kind in (EmptyError, ValueError):
     else:
         raise AssertionError
 """,
+    "own exception with attributes": """
+class FundsError(ValueError):
+    def __init__(self, missing, owner):
+        super().__init__(f'{owner} lacks {missing}')
+        self.missing, self.owner = missing, {'name': owner}
+    @property
+    def is_large(self):
+        return self.missing > 100
+    def doubled(self):
+        return 2 * self.missing
+
+def withdraw(amount):
+    raise FundsError(amount, 'eve')
+# test
+for kind in (FundsError, ValueError, Exception):
+    try:
+        withdraw(5)
+    except kind as error:
+        assert error.missing == 5 and error.owner == {'name': 'eve'} and not error.is_large and error.doubled() == 10
+        assert str(error) == 'eve lacks 5' and error.args == ('eve lacks 5',) and not hasattr(error, 'other')
+    else:
+        raise AssertionError
+""",
     "postponed annotations with a dataclass": """
 from __future__ import annotations
 from dataclasses import dataclass, field
@@ -530,6 +553,35 @@ from itertools import islice
 numbers = naturals()
 assert [next(numbers) for _ in range(3)] == [0, 1, 2] and list(islice(naturals(), 4)) == [0, 1, 2, 3]
 """,
+    "generator that is sent values": """
+def running_mean():
+    total, count, mean = 0.0, 0, None
+    while True:
+        x = yield mean
+        if x is None:
+            return count
+        total, count = total + x, count + 1
+        mean = total / count
+
+def guarded():
+    try:
+        yield 'open'
+    except ValueError:
+        yield 'caught'
+# test
+mean = running_mean()
+assert next(mean) is None
+assert mean.send(1) == 1.0 and mean.send(3) == 2.0 and [mean.send(x) for x in (2, 6)] == [2.0, 3.0]
+try:
+    mean.send(None)
+except StopIteration as end:
+    assert end.value == 4
+else:
+    raise AssertionError
+door = guarded()
+assert next(door) == 'open' and door.throw(ValueError) == 'caught' and list(door) == []
+door.close()
+""",
     "own iterator": """
 class Countdown:
     def __init__(self, n):
@@ -639,6 +691,18 @@ def tour(text):
             list(itertools.accumulate([1, 2])), re.findall(r'\d+', text), statistics.median([1, 2, 9])]
 # test
 assert tour('a1b22') == [b'YTFiMjI=', 1, 'b766', 1, [1, 3], ['1', '22'], 2]
+""",
+    "large results": """
+def squares_below(n):
+    return [x * x for x in range(n)]
+
+def halves(n):
+    return tuple(x / 2 for x in range(n)), ['ab'] * n, {x: str(x) for x in range(n)}
+# test
+many = 150_000
+assert squares_below(many) == [x * x for x in range(many)] and squares_below(2) == [0, 1]
+numbers, texts, table = halves(many)
+assert numbers == tuple(x / 2 for x in range(many)) and texts == ['ab'] * many and table[7] == '7'
 """,
     "large numbers and text": r"""
 def factorial(n):

@@ -158,6 +158,22 @@ def test_exceptions_that_tests_expect_arrive():
     assert reward_of(own, [test]) == 0.0
 
 
+def test_attributes_of_an_exception_cannot_agree_with_the_tests():
+    liar = (
+        f"{ALWAYS_EQUAL}\nclass Mine(ValueError):\n    def __getattr__(self, name): return Any()\ndef f(n): raise Mine"
+    )
+    tests = [
+        f"try:\n    f(1)\nexcept ValueError as error:\n    assert error.{test}" for test in ("code == 5", "a in [5]")
+    ]
+    assert reward_of(liar, tests, partial=True) == 0.0
+    assert reward_of(liar.replace("Any()", "5"), tests) == 1.0
+
+
+def test_a_program_that_ends_while_the_tests_describe_a_failure_earns_nothing():
+    ends = "import os\nclass Mine:\n    def __str__(self): os._exit(0)\n    __repr__ = __str__\ndef f(x): return Mine()"
+    assert reward_of(ends, ["assert f(1) == 2, f(1)"]) == 0.0
+
+
 @pytest.mark.parametrize(
     "program",
     [
@@ -225,12 +241,16 @@ def test_a_program_does_not_define_what_its_result_is_checked_with():
         "assert nearly(f(1), 2)",
         "assert not differs(f(1), 2)",
         "assert normal(f(1)) == normal(2)",
+        "r = f(1)\nassert nearly(r, 2)",
+        "if differs(f(1), 2):\n    raise AssertionError",
+        "assert all(nearly(a, 2) for a in [f(1)])",
+        "assert_equals(f(1), 2)",
     ]
     cheat = """
 class Checks:
     def __getattr__(self, name): return lambda *_: True
 math = cmath = Checks()
-isclose = nearly = Counter = normal = lambda *_: True
+isclose = nearly = Counter = normal = assert_equals = lambda *_: True
 differs = lambda *_: False
 def f(x): return 7"""
     assert reward_of(cheat, tests, partial=True) == 0.0
@@ -352,7 +372,14 @@ def test_a_group_is_graded_by_name_and_ungraded_rollouts_have_a_reason():
 def test_samples_without_tests_are_refused_before_a_run():
     good = a_sample(tests=TESTS, setup="", entry_point=None)
     check_samples(reward("code_reward_func"), [good])
-    for metadata in ({}, {"tests": []}, {"tests": "assert f(1)"}, {"tests": ["assert f("]}, {"tests": ["assert True"]}):
+    for metadata in (
+        {},
+        {"tests": []},
+        {"tests": "assert f(1)"},
+        {"tests": ["assert f("]},
+        {"tests": ["assert True"]},
+        {"tests": [f"assert f(1) == {'+'.join('1' * 9999)}"]},
+    ):
         with pytest.raises(ValueError, match="cannot grade 1 of 2"):
             check_samples(reward("code_reward_func"), [good, a_sample(**metadata)])
 

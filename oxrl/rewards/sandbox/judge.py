@@ -66,5 +66,13 @@ def _run(source: str, namespace: dict[str, Any]) -> str | None:
     except ProgramGoneError:
         return "the program has ended"
     except BaseException as error:  # noqa: BLE001 - a test that raises anything fails
-        return f"{type(error).__name__}: {error}"[:200]
+        return f"{type(error).__name__}: {_text(error)}"[:200]
     return None
+
+
+def _text(error: BaseException) -> str:
+    """It may contain objects of the program, which raise what they like, or have ended."""
+    try:
+        return str(error)
+    except BaseException:  # noqa: BLE001
+        return ""

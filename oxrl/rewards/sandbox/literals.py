@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     Resolve = Callable[[Any], Any]  # and back
 
 MAX_DEPTH = 100
-_MAX_ITEMS = 100_000
+_MAX_ITEMS = 1_000_000
+_MANY = 1000  # more numbers of one type are written as one text, which is faster
 
 
 class NotSerializableError(Exception):
@@ -92,10 +93,14 @@ class Encoder:
                 return [tag, [[self.encode(part, depth + 1) for part in pair] for pair in value.items()]]
         return None
 
-    def _all(self, values: Any, depth: int) -> list[Any]:
+    def _all(self, values: Any, depth: int) -> Any:
         items = list(islice(values, _MAX_ITEMS + 1))
         if len(items) > _MAX_ITEMS:
             raise NotSerializableError(f"a {type(values).__name__} of more than {_MAX_ITEMS} items")
+        kinds = {*map(type, items)} if len(items) > _MANY else set()
+        for tag, kind, write, _ in _NUMBERS:
+            if kinds == {kind}:
+                return {tag: " ".join(map(write, items))}
         return [self.encode(item, depth + 1) for item in items]
 
     def _iterator(self, values: Iterator[Any], depth: int) -> Any:
@@ -135,6 +140,9 @@ def decode(coded: Any, resolve: Resolve | None = None, depth: int = 0) -> Any:
         return resolve(content)
     if tag in _TO_SCALAR:
         return _TO_SCALAR[tag](content)
+    if isinstance(content, dict) and tag in _TO_CONTAINER:
+        ((numbers, text),) = content.items()
+        return _TO_CONTAINER[tag]([*map(_TO_NUMBERS[numbers], text.split(" "))])
     if not isinstance(content, list):
         raise ValueError("not a literal")
     if tag in _TO_MAPPING:
@@ -210,6 +218,10 @@ _SCALARS: tuple[tuple[str, type, Callable[[Any], Any]], ...] = (
     ("bytearray", bytearray, bytearray.hex),
     ("range", range, lambda value: [hex(value.start), hex(value.stop), hex(value.step)]),
 )
+_NUMBERS: tuple[tuple[str, type, Callable[[Any], str], Callable[[str], Any]], ...] = (
+    ("ints", int, hex, lambda text: int(text, 16)),
+    ("floats", float, float.hex, float.fromhex),
+)
 _CONTAINERS: tuple[tuple[str, tuple[type, ...], Callable[[list[Any]], Any]], ...] = (
     ("list", (list,), list),
     ("tuple", (tuple,), tuple),
@@ -249,5 +261,6 @@ _TO_SCALAR: dict[str, Callable[[Any], Any]] = {
     "range": lambda parts: range(*(int(part, 16) for part in parts)),
     "type": _TYPES.__getitem__,
 }
+_TO_NUMBERS = {tag: read for tag, _, _, read in _NUMBERS}
 _TO_CONTAINER = {tag: make for tag, _, make in _CONTAINERS}
 _TO_MAPPING = {tag: make for tag, _, make in _MAPPINGS}

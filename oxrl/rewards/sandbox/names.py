@@ -10,6 +10,8 @@ import builtins
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from oxrl.rewards.sandbox.checks import checking_names
+
 _MODULES = {
     name: name
     for name in (
@@ -52,8 +54,8 @@ def names_in(tests: Sequence[str], trusted: str, entry_point: str | None = None)
     raised = {name for name in free if name.endswith(("Error", "Exception"))} | _caught(trees)
     exceptions = (raised & free) - imports.keys() - {entry_point}
     program = free - imports.keys() - exceptions
-    checks = _checks(trees, program) - {entry_point}
-    return Names(tuple(sorted(program - checks)), tuple(sorted(exceptions)), "\n".join(sorted(imports.values())))
+    own = program - checking_names(trees, program, entry_point)
+    return Names(tuple(sorted(own)), tuple(sorted(exceptions)), "\n".join(sorted(imports.values())))
 
 
 def undefined_names(tests: Sequence[str], trusted: str) -> set[str]:
@@ -96,38 +98,3 @@ def _is_module(trees: Sequence[ast.AST], name: str) -> bool:
 def _caught(trees: Sequence[ast.AST]) -> set[str]:
     kinds = [node.type for node in _nodes(trees) if isinstance(node, ast.ExceptHandler) and node.type is not None]
     return {node.id for node in _nodes(kinds) if isinstance(node, ast.Name)}
-
-
-def _checks(trees: Sequence[ast.AST], names: set[str]) -> set[str]:
-    """Names that only ever judge a result of the program, as `close` in `assert close(area(2), 12.6)`.
-
-    A name that is tested itself is not one of them: `assert even(2)`, or `assert decode(encode("a")) == "a"`.
-    """
-    judging: set[str] = set()
-    tested: set[str] = set()
-    for condition in _conditions(node.test for node in _nodes(trees) if isinstance(node, ast.Assert)):
-        sides = [condition.left, *condition.comparators] if isinstance(condition, ast.Compare) else [condition]
-        has_value = any(not _used([side], names) for side in sides)  # of the tests
-        for call in _nodes(sides):
-            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in names:
-                of_result = bool(_used([*call.args, *call.keywords], names) - {call.func.id})
-                if has_value or (len(sides) == 1 and not of_result):
-                    tested.add(call.func.id)
-                elif of_result:
-                    judging.add(call.func.id)
-    return judging - tested
-
-
-def _used(trees: Iterable[ast.AST], names: set[str]) -> set[str]:
-    return {node.id for node in _nodes(trees) if isinstance(node, ast.Name)} & names
-
-
-def _conditions(tests: Iterable[ast.expr]) -> Iterator[ast.expr]:
-    """The parts between `and`, `or` and `not`."""
-    for test in tests:
-        if isinstance(test, ast.BoolOp):
-            yield from _conditions(test.values)
-        elif isinstance(test, ast.UnaryOp):
-            yield from _conditions([test.operand])
-        else:
-            yield test

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any
 
-_MAX_REPLY_BYTES = 8 << 20
+_MAX_REPLY_BYTES = 64 << 20
 # An object that a function returned in place of a value must not answer as that value would.
 _METHODS_OF_VALUES = frozenset(
     name for kind in (str, bytes, list, tuple, dict, set, int, float, complex) for name in dir(kind)
@@ -160,16 +160,23 @@ class ProgramConnection:
 
         A StopIteration would end the loop of the tests around the call, as if there were nothing left to test.
         """
-        names, arguments, text = content
+        names, arguments, text, own = content
         known = [self.exceptions[name] for name in names if name in self.exceptions]
         kind = next((kind for name in names if (kind := _builtin_exception(name))), ProgramError)
         try:
-            if known:
-                combined: type[Exception] = type(known[0].__name__, (*dict.fromkeys(known), kind), {})
-                return combined(text)
-            return kind(*arguments) if kind is not ProgramError else ProgramError(f"{names[0]}: {text}")
+            if own is None:
+                return kind(*arguments)
+            members = {"__str__": lambda _: text, "__getattr__": lambda _, name: _attribute(own, name)}
+            combined: type[Exception] = type(names[0], (*dict.fromkeys(known), kind), members)
+            return combined(*arguments)
         except (TypeError, ValueError):
             return ProgramError(text)
+
+
+def _attribute(error: RemoteObject, name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _operate(error, ".getattr", name)
 
 
 def _builtin_exception(name: str) -> type[Exception] | None:
@@ -216,6 +223,8 @@ class RemoteObject:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or (name in _METHODS_OF_VALUES and not self._is_own):
             raise AttributeError(f"an object of the program has no {name}")
+        if self._is_iterator and name in ("send", "throw"):
+            return lambda *arguments: _resume(self, name, *arguments)
         return _operate(self, ".getattr", name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -240,10 +249,7 @@ class RemoteObject:
         return self if self._is_iterator else iter(_operate(self, ".iter"))
 
     def __next__(self) -> Any:
-        status = _operate(self, ".next")
-        if not status:
-            raise StopIteration
-        return status[0]
+        return _resume(self, "next")
 
     def __contains__(self, value: Any) -> bool:
         if self._is_own:
@@ -270,6 +276,13 @@ def reference_of(value: RemoteObject) -> Any:
 
 def _operate(operand: RemoteObject, operation: str, *arguments: Any, **keywords: Any) -> Any:
     return operand._connection.call(operation, (operand, *arguments), keywords)
+
+
+def _resume(iterator: RemoteObject, method: str, *arguments: Any) -> Any:
+    has_item, value = _operate(iterator, ".resume", method, *arguments)
+    if not has_item:
+        raise StopIteration(value)
+    return value
 
 
 def _owned(value: Any, *, is_own: bool) -> Any:

@@ -44,7 +44,8 @@ class _Server:
         self.program, self.incoming, self.outgoing = program, incoming, outgoing
         self.objects: list[Any] = []  # that the tests refer to; kept, so that an id stays theirs
         self.numbers: dict[int, int] = {}
-        self.encoder = Encoder(self.refer, iterator_items=_ITERATOR_ITEMS)
+        # A generator is not copied: the tests may send values to it.
+        self.encoder = Encoder(self.refer, (types.GeneratorType,), iterator_items=_ITERATOR_ITEMS)
         self.loop: Any = None
 
     def send(self, kind: str, text: str) -> None:
@@ -107,9 +108,9 @@ class _Server:
         return self.loop.run_until_complete(awaitable)
 
     def _described(self, error: BaseException) -> list[Any]:
-        """Names of its classes, its arguments, its text."""
-        arguments = [each if isinstance(each, str | int | float) else str(each) for each in error.args]
-        return [[kind.__name__ for kind in type(error).__mro__], arguments, str(error)]
+        """Names of its classes, its arguments, its text, and itself if it may have attributes of its own."""
+        own = None if type(error).__module__ == "builtins" else error.with_traceback(None)
+        return [[kind.__name__ for kind in type(error).__mro__], list(error.args), str(error), own]
 
 
 class _Callback:
@@ -127,11 +128,12 @@ class _Callback:
         raise getattr(builtins, text, RuntimeError)
 
 
-def _next(iterator: Any) -> list[Any]:
-    """The next item in a list, which is empty at the end."""
-    for item in iterator:
-        return [item]
-    return []
+def _resume(iterator: Any, method: str, *arguments: Any) -> list[Any]:
+    """Whether there is another item, and this item, or what the generator returned."""
+    try:
+        return [True, next(iterator) if method == "next" else getattr(iterator, method)(*arguments)]
+    except StopIteration as end:
+        return [False, end.value]
 
 
 def _copy(value: Any) -> Any:
@@ -164,7 +166,7 @@ _OPERATIONS: dict[str, Any] = {
     ".format": format,
     ".iter": iter,
     ".reversed": reversed,
-    ".next": _next,
+    ".resume": _resume,
     ".enter": lambda manager: type(manager).__enter__(manager),
     ".exit": lambda manager: type(manager).__exit__(manager, None, None, None),
     ".deepcopy": _copy,
