@@ -13,6 +13,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from functools import wraps
 from pathlib import Path
@@ -116,6 +117,26 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
     """`did_you_mean("gpro", ["grpo", "dpo"]) == "; did you mean grpo?"`; `otherwise` if no known name is similar."""
     nearest = nearest_name(name, known)
     return otherwise if nearest is None else f"; did you mean {nearest}?"
+
+
+def kind_of(value: Any) -> str:
+    """`kind_of([1.5]) == "a list of float"`, for messages."""
+    name = type(value).__name__
+    if type(value) in (list, tuple):
+        return f"a {name} of {type(value[0]).__name__}" if value else f"an empty {name}"
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+
+
+def as_record(kind: type[T], given: Any, name: str) -> T:
+    """Return `given` as a `kind`: another dataclass is accepted if it has no other fields."""
+    known = inspect.signature(kind).parameters
+    if isinstance(given, kind):
+        return given
+    values = {each.name: getattr(given, each.name) for each in fields(given)} if is_dataclass(given) else {}
+    if values and not set(values) - set(known):
+        return kind(**values)
+    unknown = f" with the field {min(set(values) - set(known))}" if values else ""
+    raise ValueError(f"{name} is {kind_of(given)}{unknown}; give {kind.__name__}({', '.join(known)})")
 
 
 def plain_name(name: str) -> str:

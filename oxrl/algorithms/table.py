@@ -10,6 +10,7 @@ from oxrl.algorithms import credit, policy
 from oxrl.algorithms import preference as p
 from oxrl.algorithms.advantages import step_credit
 from oxrl.algorithms.assemble import conversation_items, group_against_greedy_items, text_items, with_mismatched
+from oxrl.algorithms.custom import checked_loss
 from oxrl.algorithms.online import group_against_greedy, group_of_rollouts
 from oxrl.algorithms.policy import Policy
 from oxrl.algorithms.policy_recipes import SINGLE_ROLLOUTS, actor_critic, distilled_policy, policy_gradient
@@ -148,9 +149,9 @@ def recipe_of(function: Any) -> Recipe:
     hints = typing.get_type_hints(function)
     first = next((hint for name, hint in hints.items() if name != "return"), None)
     if first is Pairs:
-        return preference(function)
+        return preference(checked_loss(function))
     if first is Policy:
-        return policy_gradient(function, credit.zscore, "token")
+        return policy_gradient(checked_loss(function), credit.zscore, "token")
     raise ValueError(
         f"{getattr(function, '__name__', function)}: annotate its first argument with Pairs (a loss per pair) or "
         "Policy (a loss per token), which selects the view that it is called with"

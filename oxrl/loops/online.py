@@ -24,7 +24,7 @@ from oxrl.loops.rollout_queue import RolloutQueue, prefetching
 from oxrl.loops.step import optimizer_steps
 from oxrl.names import renamed_keywords
 from oxrl.rewards.primitives import normalize_rewards
-from oxrl.rollouts.batches import group_rollouts
+from oxrl.rollouts.batches import as_rollout, group_rollouts
 from oxrl.rollouts.buffer import Group
 from oxrl.rollouts.collect import AsyncRolloutManager
 from oxrl.rollouts.report import rollout_metrics
@@ -338,6 +338,7 @@ def prepare_grpo_batch(
         if len(rewards) != len(rollouts):
             raise ValueError(f"{len(rewards)} rewards for {len(rollouts)} rollouts; give one for each")
         rollouts = [
-            replace(rollout, score=Score(float(reward))) for rollout, reward in zip(rollouts, rewards, strict=True)
+            replace(as_rollout(each), score=Score(float(reward)))
+            for each, reward in zip(rollouts, rewards, strict=True)
         ]
     return algorithm.credit(rollout_items(algorithm, group_rollouts(rollouts), NO_TEXT), {})
