@@ -21,7 +21,7 @@ from oxrl.concurrency import task_group
 from oxrl.loops.memory_limits import MemoryLimits, resumed_limits
 from oxrl.loops.progress import AlgorithmAt, Progress, SaveFn, due, no_checkpoint, step_warnings
 from oxrl.loops.rollout_queue import RolloutQueue, prefetching
-from oxrl.loops.step import optimizer_steps
+from oxrl.loops.step import check_backend, needed_methods, optimizer_steps
 from oxrl.names import renamed_keywords
 from oxrl.rewards.primitives import normalize_rewards
 from oxrl.rollouts.batches import as_rollout, group_rollouts
@@ -184,6 +184,7 @@ async def run_online(
     if shares_weights and config.sync_every > 1:
         raise ValueError("an engine that samples from the trainer's own module is always in sync: set sync_every to 1")
     algorithm_at: AlgorithmAt = (lambda _: algorithm) if isinstance(algorithm, Algorithm) else algorithm
+    check_backend(backend, needed_methods(algorithm_at(state.step + 1)) | {"get_weights"})
     limits = limits or resumed_limits(config.micro_batch_tokens, state, backend)
     limits.restore_slots(state, generators)
     progress = Progress(config, state, log, save, limits)

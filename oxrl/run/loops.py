@@ -16,6 +16,7 @@ from oxrl.generators.pool import WeightSync
 from oxrl.loops.offline import SFTTrainingConfig, run_offline
 from oxrl.loops.online import NO_TEXT, OnlineConfig, RLTrainingConfig, against_baseline, run_online
 from oxrl.loops.progress import SaveFn, no_checkpoint
+from oxrl.loops.step import check_backend
 from oxrl.names import as_record, renamed_keywords
 from oxrl.rollouts.batches import as_rollout, compute_reward
 from oxrl.rollouts.collect import AsyncRolloutManager, Prompt
@@ -137,6 +138,7 @@ def _saver(every: int, backend: Backend, output_dir: str | Path | None, save: Sa
         )
     if output_dir is None:
         return save or no_checkpoint
+    check_backend(backend, {"save"})
     root = Path(output_dir) / "checkpoints"
 
     async def write(state: TrainingState, best_step: int | None) -> None:  # noqa: ARG001 - all are kept

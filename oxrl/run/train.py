@@ -184,6 +184,9 @@ async def _warm_up(spec: RunSpec, backend: Any, limits: MemoryLimits) -> None:
     """Run out of memory now rather than later. A first step with every row in it does so by itself."""
     if not spec.online and len(spec.rows) <= spec.config.batch_size:
         return
+    if not hasattr(getattr(backend, "backend", backend), "memory_warm_up"):  # a backend from outside, perhaps queued
+        logger.info("no memory warm-up: the backend has no memory_warm_up")
+        return
     vocabulary = source_of(await backend.get_weights()).vocabulary
     items = longest_possible_items(spec, vocabulary)
     await warm_up_memory(backend, spec.algorithm, items, limits)
