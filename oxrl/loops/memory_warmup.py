@@ -18,7 +18,7 @@ import numpy as np
 from oxrl.data.pack import collate, computed_tokens, count_units, pack
 from oxrl.loops.memory_limits import Budget, MemoryLimits, limits_of, sized
 from oxrl.loops.step import credit_step, layout_of
-from oxrl.machine.out_of_memory import ran_out_of_memory
+from oxrl.machine.out_of_memory import MemoryAdviceError, ran_out_of_memory
 from oxrl.types import (
     Algorithm,
     Backend,
@@ -136,10 +136,10 @@ def _random_generation(tokens: Sequence[int]) -> Generation:
 
 @contextmanager
 def advice_on_memory(advice: str) -> Iterator[None]:
-    """Raise an out-of-memory error again with `advice`; other errors pass unchanged."""
+    """Raise an out-of-memory error again with `advice`; other errors, and one with advice, pass unchanged."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if not ran_out_of_memory(error):
+        if isinstance(error, MemoryAdviceError) or not ran_out_of_memory(error):
             raise
-        raise RuntimeError(f"memory ran out: {advice}") from error
+        raise MemoryAdviceError(f"memory ran out: {advice}") from error
