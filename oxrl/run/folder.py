@@ -65,9 +65,20 @@ def choose_folder(config: Config, output: str | Path | None, *, resume: bool) ->
     else:
         last = max(started, default=0)
         chosen = first.with_name(f"{first.name}-{last + 1}") if last else first
-    if chosen != first:
-        logger.info("%s: %s", "resuming the latest run" if resume else f"{first} has a run; the new one is in", chosen)
+    if resume and chosen != first:
+        logger.info("resuming the latest run: %s", chosen)
     return chosen
+
+
+def create_folder(config: Config, folder: Path) -> None:
+    """Create the folder of a run or of its stage, and log it if an earlier run has the folder of this name."""
+    first = run_folder(config, None)
+    numbered = re.compile(re.escape(first.name) + r"-\d+")
+    homes = [each for each in (folder, folder.parent) if each.parent == first.parent and numbered.fullmatch(each.name)]
+    new = [home for home in homes if not home.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    if new and _is_started(first):
+        logger.info("%s has a run; the new one is in: %s", first, new[0])
 
 
 def _numbered(first: Path) -> Iterator[tuple[int, Path]]:

@@ -28,7 +28,7 @@ from oxrl.run.checkpoint import (
 )
 from oxrl.run.data import longest_possible_items
 from oxrl.run.failure import failures_recorded
-from oxrl.run.folder import RolloutLog, record_config, record_inputs, resolve_weights
+from oxrl.run.folder import RolloutLog, create_folder, record_config, record_inputs, resolve_weights
 from oxrl.run.prepare import prepare_run, starting_from
 from oxrl.run.reward import load_reward
 from oxrl.run.spec import RunSpec, environment, first_algorithm, rollout_config, sampling_config
@@ -146,7 +146,7 @@ def _locked(spec: RunSpec) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
     folder = spec.folder
-    folder.mkdir(parents=True, exist_ok=True)
+    create_folder(spec.config, folder)
     try:
         held = FileLock(folder / ".lock", blocking=False).acquire()
     except Timeout:
