@@ -109,8 +109,26 @@ def _module_of_file(path: Path) -> ModuleType:
 
 
 def nearest_name(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """Return the known name most similar to `name`, or None if no similarity reaches `cutoff`."""
-    return next(iter(get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
+    """Return the known name with the fewest edits from `name`, or None if no similarity reaches `cutoff`.
+
+    Among names with equally many edits it is one of the same length, then the most similar one.
+    """
+    names = list(known)
+    similar = get_close_matches(name, names, n=max(1, len(names)), cutoff=cutoff)  # the most similar first
+    return min(similar, key=lambda each: (_edits(name, each), abs(len(name) - len(each))), default=None)
+
+
+def _edits(one: str, other: str) -> int:
+    """Insertions, deletions, replacements, and exchanges of neighbours: `_edits("gpro", "grpo") == 1`."""
+    before: list[int] = []
+    row = list(range(len(other) + 1))
+    for i, letter in enumerate(one):
+        above, before, row = before, row, [i + 1]
+        for j, theirs in enumerate(other):
+            row.append(min(before[j + 1] + 1, row[j] + 1, before[j] + (letter != theirs)))
+            if i and j and letter == other[j - 1] and one[i - 1] == theirs:
+                row[-1] = min(row[-1], above[j - 1] + 1)
+    return row[-1]
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:

@@ -58,7 +58,7 @@ def choose_folder(config: Config, output: str | Path | None, *, resume: bool) ->
     first = run_folder(config, output)
     if output is not None:
         return first
-    started = dict(sorted((number, folder) for number, folder in _numbered(first) if _is_started(folder)))
+    started = dict(sorted((number, folder) for number, folder in _numbered(first) if has_run(folder)))
     if resume:
         own = [folder for folder in started.values() if _is_run_of(config.run.experiment_id, folder)]
         chosen = own[-1] if own else first
@@ -77,7 +77,7 @@ def create_folder(config: Config, folder: Path) -> None:
     homes = [each for each in (folder, folder.parent) if each.parent == first.parent and numbered.fullmatch(each.name)]
     new = [home for home in homes if not home.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    if new and _is_started(first):
+    if new and has_run(first):
         logger.info("%s has a run; the new one is in: %s", first, new[0])
 
 
@@ -90,7 +90,8 @@ def _numbered(first: Path) -> Iterator[tuple[int, Path]]:
             yield int(digits), folder
 
 
-def _is_started(folder: Path) -> bool:
+def has_run(folder: Path) -> bool:
+    """Whether a run was started in a folder."""
     return any((folder / name).exists() for name in STARTED)
 
 
