@@ -175,9 +175,9 @@ def _report(result: RunResult, config: Config, *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps({"folder": str(result.folder), "checkpoint": str(result.checkpoint), "last": last}))
         return
-    keys = ("step", "reward", "loss", "eval_reward", "eval_loss", "eval_token_accuracy")
-    shown = {key: last[key] for key in keys if key in last}
-    typer.echo("  ".join(f"{key} {value:.4g}" for key, value in shown.items()) or "nothing was left to do")
+    from oxrl.run.train import last_metrics
+
+    typer.echo(last_metrics(result.history) if result.history else "nothing was left to do")
     typer.echo(f"model: {result.checkpoint}")
     if config.train.alg_name != "rm":  # a reward model generates no text
         typer.echo(f"to chat: oxrl chat {result.folder}")

@@ -57,6 +57,16 @@ class RunResult(_RunFields, Finished):
 
     __slots__ = ()
 
+    def __repr__(self) -> str:
+        return f"RunResult({last_metrics(self.history)}; folder={str(self.folder)!r})"
+
+
+def last_metrics(history: Sequence[Mapping[str, float]]) -> str:
+    """`"step 40  loss 1.305"`: the main metrics of the last step."""
+    last = history[-1] if history else {}
+    keys = ("step", "reward", "loss", "eval_reward", "eval_loss", "eval_token_accuracy")
+    return "  ".join(f"{key} {last[key]:.4g}" for key in keys if key in last) or "no step"
+
 
 def train_run(config: Config, output: str | Path | None = None, *, resume: bool = False) -> RunResult:
     """Prepare and train in one call."""
