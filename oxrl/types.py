@@ -202,7 +202,8 @@ Generation.__new__ = _checked_generation  # type: ignore[method-assign,assignmen
 class Request(NamedTuple):
     """`Request((1, 50, 51), seed=7)`: tokens to continue.
 
-    Its random numbers are a function of (sampling seed, `seed`, position) and of nothing else.
+    Its random numbers are a function of (sampling seed, `seed`, position) and of nothing else. docs/extending.md has
+    what an engine must do with each field.
     """
 
     tokens: tuple[int, ...]
