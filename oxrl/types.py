@@ -188,8 +188,9 @@ def _checked_generation(cls: type[Generation], *values: Any, **fields: Any) -> G
         made = _unchecked_generation(cls, *values, **fields)
     except TypeError as error:
         raise TypeError(f"{error}; {_HOW_TO_GENERATE}") from error
-    if isinstance(made.token_ids, str):
-        raise ValueError(f"token_ids is the text {made.token_ids[:40]!r}; {_HOW_TO_GENERATE}")
+    token_ids: Any = made.token_ids
+    if isinstance(token_ids, str):
+        raise ValueError(f"token_ids is the text {token_ids[:40]!r}; {_HOW_TO_GENERATE}")
     if made.finish_reason not in ("stop", "length", "aborted"):
         raise ValueError(f"finish_reason is {made.finish_reason!r}; it is stop, length or aborted. {_HOW_TO_GENERATE}")
     return made

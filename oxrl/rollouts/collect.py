@@ -336,7 +336,7 @@ def _takes_prompts(generate: GenerateFn) -> bool:
 
 def _as_group(asked: Group, returned: Sequence[Rollout], version: int) -> Group:
     """What `generate_fn` returned; samples recorded by it get the prompt, number and version of what was asked for."""
-    given = tuple(returned) if isinstance(returned, Iterable) else (returned,)
+    given: tuple[Any, ...] = tuple(returned) if isinstance(returned, Iterable) else (returned,)
     if wrong := next((each for each in given if isinstance(each, Sample) or not is_dataclass(each)), None):
         raise ValueError(
             f"generate_fn returned {kind_of(wrong)}; return the rollouts with their turns, or for each of them a "
