@@ -16,6 +16,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from functools import partial, wraps
 from pathlib import Path
@@ -182,14 +183,52 @@ def _module_of_file(path: Path) -> ModuleType:
 
 
 def nearest_name(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """Return the known name most similar to `name`, or None if no similarity reaches `cutoff`."""
-    return next(iter(get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
+    """Return the known name with the fewest edits from `name`, or None if no similarity reaches `cutoff`.
+
+    Among names with equally many edits it is one of the same length, then the most similar one.
+    """
+    names = list(known)
+    similar = get_close_matches(name, names, n=max(1, len(names)), cutoff=cutoff)  # the most similar first
+    return min(similar, key=lambda each: (_edits(name, each), abs(len(name) - len(each))), default=None)
+
+
+def _edits(one: str, other: str) -> int:
+    """Insertions, deletions, replacements, and exchanges of neighbours: `_edits("gpro", "grpo") == 1`."""
+    before: list[int] = []
+    row = list(range(len(other) + 1))
+    for i, letter in enumerate(one):
+        above, before, row = before, row, [i + 1]
+        for j, theirs in enumerate(other):
+            row.append(min(before[j + 1] + 1, row[j] + 1, before[j] + (letter != theirs)))
+            if i and j and letter == other[j - 1] and one[i - 1] == theirs:
+                row[-1] = min(row[-1], above[j - 1] + 1)
+    return row[-1]
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
     """`did_you_mean("gpro", ["grpo", "dpo"]) == "; did you mean grpo?"`; `otherwise` if no known name is similar."""
     nearest = nearest_name(name, known)
     return otherwise if nearest is None else f"; did you mean {nearest}?"
+
+
+def kind_of(value: Any) -> str:
+    """`kind_of([1.5]) == "a list of float"`, for messages."""
+    name = type(value).__name__
+    if type(value) in (list, tuple):
+        return f"a {name} of {type(value[0]).__name__}" if value else f"an empty {name}"
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+
+
+def as_record(kind: type[T], given: Any, name: str) -> T:
+    """Return `given` as a `kind`: another dataclass is accepted if it has no other fields."""
+    known = inspect.signature(kind).parameters
+    if isinstance(given, kind):
+        return given
+    values = {each.name: getattr(given, each.name) for each in fields(given)} if is_dataclass(given) else {}
+    if values and not set(values) - set(known):
+        return kind(**values)
+    unknown = f" with the field {min(set(values) - set(known))}" if values else ""
+    raise ValueError(f"{name} is {kind_of(given)}{unknown}; give {kind.__name__}({', '.join(known)})")
 
 
 def plain_name(name: str) -> str:

@@ -35,13 +35,13 @@ from oxrl.rewards.grade import AnyReward
 from oxrl.run.arguments import RewardsLike, Rows, Sections, by_argument, check_available, log_names, sections_of
 from oxrl.run.checkpoint import best_checkpoint
 from oxrl.run.export import export_model, push_model
-from oxrl.run.folder import read_recorded
+from oxrl.run.folder import create_folder, read_recorded
 from oxrl.run.launch import join_others, run_ranks
 from oxrl.run.placement import ranks_to_start
 from oxrl.run.prepare import prepare_run, resolve
 from oxrl.run.reward import configured_reward
 from oxrl.run.spec import Choice, RunSpec
-from oxrl.run.train import RunResult, open_model, train_spec
+from oxrl.run.train import RunResult, last_metrics, open_model, train_spec
 from oxrl.tracking.logs import set_up_logging
 from oxrl.tracking.metrics import read_metrics
 from oxrl.types import EnvFn, FilterFn, GenerationConfig, Message, MetricsLogger
@@ -59,6 +59,9 @@ class TrainingResult(NamedTuple):
     history: list[dict[str, float]]
     config: Config
     choices: tuple[Choice, ...]
+
+    def __repr__(self) -> str:
+        return f"TrainingResult({last_metrics(self.history)}; folder={str(self.folder)!r})"
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -273,12 +276,23 @@ def _where(config: Config, hardware: Hardware) -> Choice:
 
 
 def _trained(spec: RunSpec, watch: Mapping[str, Any]) -> RunResult:
+    """Train; an interrupt has the call that resumes the run as its message."""
+    try:
+        return _trained_somewhere(spec, watch)
+    except KeyboardInterrupt:
+        if not (spec.folder / "config.yaml").exists():
+            raise KeyboardInterrupt("interrupted before the first step; no run was written") from None
+        call = f"Trainer({spec.config.model.name!r}).train(output={str(spec.folder)!r}, resume=True)"
+        raise KeyboardInterrupt(f"interrupted; resume with: {call}") from None
+
+
+def _trained_somewhere(spec: RunSpec, watch: Mapping[str, Any]) -> RunResult:
     """In this process; or, with several ranks, by `oxrl train` of the same config in each of them."""
     ranks = ranks_to_start(spec.config)
     if not ranks:
         return train_spec(spec, **watch)
     folder = spec.folder
-    folder.mkdir(parents=True, exist_ok=True)
+    create_folder(spec.config, folder)
     file = folder / "ranks.yaml"
     file.write_text(yaml.safe_dump(spec.config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
     command = ["train", str(file), "--output", str(folder)]

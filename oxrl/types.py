@@ -8,6 +8,7 @@ Nothing here does I/O or needs torch at run time.
 from __future__ import annotations
 
 import collections.abc
+import functools
 import inspect
 import itertools
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -178,10 +179,33 @@ class Generation(NamedTuple):
         return self._replace(version=min(versions), versions=tuple(versions) if differ else ())
 
 
+_unchecked_generation = Generation.__new__
+
+
+@functools.wraps(_unchecked_generation)
+def _checked_generation(cls: type[Generation], *values: Any, **fields: Any) -> Generation:
+    """A text in the position of the token ids would be trained on as its letters."""
+    try:
+        made = _unchecked_generation(cls, *values, **fields)
+    except TypeError as error:
+        raise TypeError(f"{error}; {_HOW_TO_GENERATE}") from error
+    token_ids: Any = made.token_ids
+    if isinstance(token_ids, str):
+        raise ValueError(f"token_ids is the text {token_ids[:40]!r}; {_HOW_TO_GENERATE}")
+    if made.finish_reason not in ("stop", "length", "aborted"):
+        raise ValueError(f"finish_reason is {made.finish_reason!r}; it is stop, length or aborted. {_HOW_TO_GENERATE}")
+    return made
+
+
+_HOW_TO_GENERATE = "write Generation(token_ids, logprobs, finish_reason, text=text)"
+Generation.__new__ = _checked_generation  # type: ignore[method-assign,assignment]
+
+
 class Request(NamedTuple):
     """`Request((1, 50, 51), seed=7)`: tokens to continue.
 
-    Its random numbers are a function of (sampling seed, `seed`, position) and of nothing else.
+    Its random numbers are a function of (sampling seed, `seed`, position) and of nothing else. docs/extending.md has
+    what an engine must do with each field.
     """
 
     tokens: tuple[int, ...]

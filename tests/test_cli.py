@@ -50,6 +50,9 @@ def test_a_finished_run_is_not_overwritten(trained):
     again = run("train", "--model", "tiny", "--data", folder / "rows.jsonl", "--output", folder / "out")
     assert again.exit_code == 2
     assert "--resume" in again.output
+    alone = run("train", "--output", folder / "out", "--steps", 3)
+    assert alone.exit_code == 2 and "model is missing" not in alone.output
+    assert f"has a run. To resume it: oxrl train --output {folder / 'out'} --resume" in alone.output
 
 
 def test_resuming_a_finished_run_has_nothing_to_do(trained):
@@ -119,6 +122,7 @@ def test_the_same_seed_generates_the_same_text():
     [
         (["train"], "model is missing"),
         (["train", "nowhere.yaml"], "no config file"),
+        (["train", "configs/sl_args.yaml"], "config/examples/sl_args.yaml"),
         (["train", "--model", "tinny", "--data", "ROWS"], "tiny"),
         (["train", "--model", "tiny", "--data", "nowhere.jsonl"], "nowhere.jsonl"),
         (["train", "--model", "tiny", "--data", "ROWS", "--algorithm", "stf"], "did you mean sft?"),

@@ -8,7 +8,7 @@ import pytest
 
 import oxrl
 from oxrl.loops.online import OnlineConfig, RLTrainingConfig, run_online
-from oxrl.names import import_object, renamed_keywords, source_file
+from oxrl.names import import_object, nearest_name, renamed_keywords, source_file
 from oxrl.rollouts.collect import RolloutConfig, sampling_manager
 from oxrl.run.loops import run_rl_training
 
@@ -151,3 +151,21 @@ def test_a_function_that_exits_during_a_command_is_a_failure(capsys):
         sys.exit(0)
     assert caught.value.exit_code == 1
     assert "training failed: a function that it called exits, with 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("gpro", "grpo"),  # an exchange of neighbours, as few edits as for gpo
+        ("grp", "grpo"),
+        ("remx", "remax"),
+        ("dr_gpro", "dr_grpo"),
+        ("dapo_pair", "dapo_pairs"),
+        ("simpol", "simpo"),
+        ("reinforce++", "reinforce"),
+        ("zzz", None),
+    ],
+)
+def test_the_nearest_name_is_the_one_with_the_fewest_edits(typed, meant):
+    names = ["gpo", "dpo", "grpo", "dr_grpo", "dapo", "dapo_pairs", "simpo", "remax", "reinforce", "reinforce_pp"]
+    assert nearest_name(typed, names) == meant

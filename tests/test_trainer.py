@@ -3,7 +3,9 @@
 import inspect
 import json
 import logging
+import os
 import re
+import signal
 from functools import partial
 from pathlib import Path
 
@@ -53,6 +55,9 @@ def test_it_trains_by_supervised_preference_and_reinforcement_learning(algorithm
     assert (result.best_checkpoint / "model.safetensors").exists()
     recorded = load_config("run/config.yaml")
     assert recorded == result.config and recorded.train.alg_name == algorithm and recorded.train.lr == 1e-3
+    shown = repr(result)
+    assert shown.startswith("TrainingResult(step 2  ") and shown.endswith(f"folder={str(result.folder)!r})")
+    assert len(shown) < 100 + len(str(result.folder))
 
 
 @pytest.mark.trains
@@ -505,3 +510,17 @@ def test_the_same_keywords_plan_and_train():
     trainer = Trainer("tiny")
     plan = trainer.plan(algorithm="sft", data=sums(8), steps=3)
     assert plan.steps == 3 and plan.fits and plan.rows.items == 8
+
+
+@pytest.mark.trains
+def test_an_interrupt_has_the_call_that_resumes_the_run(tmp_path):
+    def interrupting(rollout):
+        if (tmp_path / "run" / "config.yaml").exists():  # it is also tried before the run
+            os.kill(os.getpid(), signal.SIGINT)
+        return by_length(rollout)
+
+    with pytest.raises(KeyboardInterrupt) as interrupted:
+        Trainer("tiny").train(algorithm="grpo", data=QUESTIONS, reward=interrupting, output="run", steps=3, **SMALL)
+    call = f"Trainer('tiny').train(output='{tmp_path / 'run'}', resume=True)"
+    assert str(interrupted.value) == f"interrupted; resume with: {call}"
+    assert len(Trainer("tiny").train(output="run", resume=True, reward=by_length).history) == 3

@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 import typing
 from collections.abc import Callable, Mapping
-from functools import wraps
 from typing import Any, Literal
 
 from oxrl.algorithms import credit, policy
 from oxrl.algorithms import preference as p
 from oxrl.algorithms.advantages import step_credit
 from oxrl.algorithms.assemble import conversation_items, group_against_greedy_items, text_items, with_mismatched
+from oxrl.algorithms.custom import checked_loss
 from oxrl.algorithms.online import group_against_greedy, group_of_rollouts
 from oxrl.algorithms.policy import Policy
 from oxrl.algorithms.policy_recipes import SINGLE_ROLLOUTS, actor_critic, distilled_policy, policy_gradient
@@ -172,29 +172,9 @@ def recipe_of(function: Any) -> Recipe:
         hint = None
     for argument, (view, recipe) in VIEWS.items():
         if hint is view or (hint is None and first == argument):
-            return recipe(_one_number_each(function, name))
+            return recipe(checked_loss(function))
     raise ValueError(
         f"{name}{inspect.signature(function)}: annotate its first argument with Pairs (a loss per pair), Policy (per "
         "sampled token) or Tokens (per token of the data), or call it pairs, policy or tokens: that selects the view "
         "that it is called with"
     )
-
-
-def _one_number_each(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The loss, with a check of its shape, because a mean would be divided a second time; 0 for untrained tokens."""
-
-    @wraps(function)
-    def checked(view: Any, **parameters: Any) -> Any:
-        losses = function(view, **parameters)
-        expected = view[0].shape
-        if (shape := getattr(losses, "shape", None)) != expected:
-            given = f"a tensor of shape {list(shape)}" if shape is not None else f"a {type(losses).__name__}"
-            raise ValueError(
-                f"{name} returned {given}; return one number per pair or token, here {list(expected)}: the trainer "
-                "takes the mean over the whole step"
-            )
-        mask = getattr(view, "mask", None)
-        return losses if mask is None else losses.masked_fill(~mask, 0.0)
-
-    checked.__name__ = name
-    return checked

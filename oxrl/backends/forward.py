@@ -419,13 +419,13 @@ def prepare_layout(model: LanguageModel) -> Probed:
             inner.set_attn_implementation(attention)
         unshared = reason or _why_not_shared(inner, batch, single, attention)
     model.train(was_training)
-    packed = f"rows run packed ({attention} attention, row by row)"
+    packed = f"rows are packed without padding ({attention} attention); a prompt that rows share is computed"
     if reason is not None:
         probed = Probed("padded", f"rows run with padding: {reason}")
     elif unshared is not None:
-        probed = Probed("packed", f"{packed}, shared prompts in each of their rows: {unshared}")
+        probed = Probed("packed", f"{packed} in each of them: {unshared}")
     else:
-        probed = Probed("shared", f"{packed}, shared prompts once")
+        probed = Probed("shared", f"{packed} once")
     model.layout, model.probed = probed.layout, probed
     return probed
 

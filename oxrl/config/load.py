@@ -33,6 +33,8 @@ STAGES: Mapping[str, Mapping[str, Any]] = {
     "rl": {"train": {"alg_name": "sgrpo"}},
 }
 """Sections that define the stages of a run -> the defaults of each stage."""
+EXAMPLES = Path(__file__).parent / "examples"
+"""Complete configs that come with the package."""
 REWARD_FILES = ("rewards/compute_score.py", "rewards.py")
 """Files next to the config that are searched for a reward function given by its bare name."""
 
@@ -183,7 +185,9 @@ def _read(path: Path) -> str:
             raise ConfigError(f"{path} is a folder: pass the YAML file in it, such as {path / 'config.yaml'}")
         if not path.is_file():
             near = did_you_mean(path.name, (other.name for other in path.parent.glob("*.y*ml")))
-            raise ConfigError(f"there is no config file {path}{near}")
+            packaged = EXAMPLES / path.name
+            there = f"; the file of that name is {packaged}" if packaged.is_file() else near
+            raise ConfigError(f"there is no config file {path}{there}")
         return read_yaml_text(path)
     except ParseError as error:
         raise ConfigError(str(error)) from None

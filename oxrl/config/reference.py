@@ -16,11 +16,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from oxrl.algorithms.describe import families
-from oxrl.config.load import STAGES
+from oxrl.config.load import EXAMPLES, STAGES
 from oxrl.config.schema import Choices, Config
 
 ROOT = Path(__file__).parents[2]
-ARGS = Path(__file__).parent / "examples"
 SECTIONS = (
     "run",
     "train",
@@ -182,8 +181,8 @@ def generated() -> dict[Path, str]:
     """Return the content of each generated file."""
     return {
         ROOT / "docs" / "configuration.md": document(),
-        ARGS / "rl_args.yaml": rl_args(),
-        ARGS / "sl_args.yaml": sl_args(),
+        EXAMPLES / "rl_args.yaml": rl_args(),
+        EXAMPLES / "sl_args.yaml": sl_args(),
         ROOT / "registry" / "schema.json": json.dumps(json_schema(), indent=1) + "\n",
         ROOT / "oxrl" / "algorithms" / "summaries.toml": _summaries(),
     }

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, TypeAlias
 
 from oxrl.data.formats import BadRow, RawRow, recognise, to_sample
+from oxrl.machine.hub import offline_if_unreachable
 from oxrl.names import did_you_mean
 from oxrl.parsing import ParseError, parse_json
 from oxrl.types import Sample
@@ -281,7 +282,8 @@ def _load_from_hub(source: str, split: str) -> Iterable[Any]:
 
     name, _, subset = source.partition(":")
     try:
-        rows: Iterable[Any] = datasets.load_dataset(name, subset or None, split=split)
+        with offline_if_unreachable():
+            rows: Iterable[Any] = datasets.load_dataset(name, subset or None, split=split)
     except ConnectionError:
         raise ValueError(
             f"there is no file {source}{_nearest_file(Path(source))}, and the hub cannot be reached to look for "

@@ -15,6 +15,8 @@ USABLE = 0.85  # share of a device's memory to plan with: estimates have errors,
 CHUNK = MappingProxyType({"cpu": 2**26, "cuda": 2**28})  # logits per chunk, as in the projection of `tensors`
 HEAP = (0.3, 0.3)  # shares of weights and activations that glibc's heap holds beyond live blocks: fitted
 HEAP_OF_ADAPTERS = (0.5, 0.75)  # larger, perhaps because no large gradients fill the gaps left by activations
+HEAP_OF_GATHERED = 4.0  # share of all weights, where layers of less than HEAP_BLOCK are gathered and freed: fitted
+HEAP_BLOCK = 32 * 2**20  # larger blocks are returned to the system when they are freed
 CACHE_STEP = 64  # tokens by which a KV cache grows, as in `generators`
 BATCH_SIZES = tuple(size for power in range(8, 17) for size in (2**power, 3 * 2 ** (power - 1)))  # 256, 384, 512, ...
 
@@ -264,7 +266,20 @@ def sharded_memory(memory: Memory, facts: ModelFacts, *, gpus: int, stage: Stage
         layers=facts.layers,
     )
     optimizer = states.optimizer if width < 4 else states.optimizer * 8 / 12  # float32 weights are their own masters
-    return memory._replace(weights=int(states.weights), gradients=int(states.gradients), optimizer=int(optimizer))
+    return memory._replace(
+        weights=int(states.weights),
+        gradients=int(states.gradients),
+        optimizer=int(optimizer),
+        allocator=memory.allocator + (gathered_heap(facts) if memory.allocator and stage == 3 else 0),
+    )
+
+
+def gathered_heap(facts: ModelFacts) -> int:
+    """Estimate what gathering the weights of each layer, twice per micro-batch, adds to the heap on a CPU.
+
+    They and the layer's full gradients are freed between activations that stay, and the holes are not reused.
+    """
+    return int(HEAP_OF_GATHERED * facts.weight_bytes) if facts.weight_bytes < HEAP_BLOCK * facts.layers else 0
 
 
 def gradient_traffic(trained: int, *, gpus: int, stage: Stage, gradient_bytes: int = 2, parameters: int = 0) -> float:

@@ -11,7 +11,7 @@ from oxrl.concurrency import task_group
 from oxrl.data.pack import collate, count_units, pack
 from oxrl.loops.memory_limits import Budget, MemoryLimits, limits_of, sized
 from oxrl.loops.statistics import confidence_interval
-from oxrl.loops.step import credit_step, with_perplexity
+from oxrl.loops.step import credit_step, layout_of, parallel_of, with_perplexity
 from oxrl.names import renamed_keywords
 from oxrl.rewards.grade import AnyReward, grade
 from oxrl.rewards.length import sampled_tokens
@@ -38,9 +38,9 @@ async def _evaluate_offline(
     counts = count_units(credited)
     sums: dict[str, float] = {}
     reported: list[Mapping[str, Term]] = []
-    parts = pack(credited, limits.micro_batch_tokens, layout=backend.layout, parallel=backend.parallel)
+    parts = pack(credited, limits.micro_batch_tokens, layout=layout_of(backend), parallel=parallel_of(backend))
     batches = [collate(part) for part in parts]
-    with sized(parts, backend.layout):
+    with sized(parts, layout_of(backend)):
         passes = await backend.logprobs(batches, reads=algorithm.reads)
     for batch, outputs in zip(batches, passes, strict=True):
         losses = algorithm.loss(outputs, batch)

@@ -17,8 +17,8 @@ import numpy as np
 
 from oxrl.data.pack import collate, computed_tokens, count_units, pack
 from oxrl.loops.memory_limits import Budget, MemoryLimits, limits_of, sized
-from oxrl.loops.step import credit_step
-from oxrl.machine.out_of_memory import ran_out_of_memory
+from oxrl.loops.step import credit_step, layout_of
+from oxrl.machine.out_of_memory import MemoryAdviceError, ran_out_of_memory
 from oxrl.types import (
     Algorithm,
     Backend,
@@ -64,8 +64,8 @@ async def _run_heaviest(
         except ValueError as reason:
             logger.debug("no memory warm-up: %s", reason)
             return []
-        part = heaviest(credited, budget, backend.layout)
-        with sized([part], backend.layout, trains=True):
+        part = heaviest(credited, budget, layout_of(backend))
+        with sized([part], layout_of(backend), trains=True):
             # As one batch that every rank runs: each of them can get one as large in training.
             await backend.forward_backward([collate(part)], algorithm, count_units(part))
     return part
@@ -136,10 +136,10 @@ def _random_generation(tokens: Sequence[int]) -> Generation:
 
 @contextmanager
 def advice_on_memory(advice: str) -> Iterator[None]:
-    """Raise an out-of-memory error again with `advice`; other errors pass unchanged."""
+    """Raise an out-of-memory error again with `advice`; other errors, and one with advice, pass unchanged."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if not ran_out_of_memory(error):
+        if isinstance(error, MemoryAdviceError) or not ran_out_of_memory(error):
             raise
-        raise RuntimeError(f"memory ran out: {advice}") from error
+        raise MemoryAdviceError(f"memory ran out: {advice}") from error

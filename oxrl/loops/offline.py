@@ -12,7 +12,7 @@ import anyio
 from oxrl.loops.callbacks import Callbacks
 from oxrl.loops.memory_limits import MemoryLimits, resumed_limits
 from oxrl.loops.progress import AlgorithmAt, Progress, SaveFn, algorithm_switch, no_checkpoint, reading
-from oxrl.loops.step import train_step
+from oxrl.loops.step import check_backend, needed_methods, train_step
 from oxrl.tracking.metrics import Sink, log_to_console
 from oxrl.types import Algorithm, Backend, DataSource, Item, Memory, TrainingState
 
@@ -58,6 +58,7 @@ async def run_offline(
     `limits` are those of `state` if a memory warm-up or an evaluation shares them, else they are created here.
     """
     algorithm_at: AlgorithmAt = (lambda _: algorithm) if isinstance(algorithm, Algorithm) else algorithm
+    check_backend(backend, needed_methods(algorithm_at(state.step + 1)))
     with reading(state):
         limits = limits or resumed_limits(config.micro_batch_tokens, state, backend)
         progress = Progress(config, state, log, save, limits, callbacks)

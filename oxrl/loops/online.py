@@ -22,10 +22,10 @@ from oxrl.loops.callbacks import Callbacks
 from oxrl.loops.memory_limits import MemoryLimits, resumed_limits
 from oxrl.loops.progress import AlgorithmAt, Progress, SaveFn, algorithm_switch, due, no_checkpoint, reading
 from oxrl.loops.rollout_queue import RolloutQueue, prefetching
-from oxrl.loops.step import optimizer_steps
+from oxrl.loops.step import check_backend, needed_methods, optimizer_steps
 from oxrl.names import renamed_keywords
 from oxrl.rewards.primitives import normalize_rewards
-from oxrl.rollouts.batches import group_rollouts
+from oxrl.rollouts.batches import as_rollout, group_rollouts
 from oxrl.rollouts.buffer import Group
 from oxrl.rollouts.collect import AsyncRolloutManager
 from oxrl.rollouts.report import rollout_metrics
@@ -187,6 +187,7 @@ async def run_online(
     if shares_weights and config.sync_every > 1:
         raise ValueError("an engine that samples from the trainer's own module is always in sync: set sync_every to 1")
     algorithm_at: AlgorithmAt = (lambda _: algorithm) if isinstance(algorithm, Algorithm) else algorithm
+    check_backend(backend, needed_methods(algorithm_at(state.step + 1)) | {"get_weights"})
     with reading(state):
         limits = limits or resumed_limits(config.micro_batch_tokens, state, backend)
         limits.restore_slots(state, generators)
@@ -344,6 +345,7 @@ def prepare_grpo_batch(
         if len(rewards) != len(rollouts):
             raise ValueError(f"{len(rewards)} rewards for {len(rollouts)} rollouts; give one for each")
         rollouts = [
-            replace(rollout, score=Score(float(reward))) for rollout, reward in zip(rollouts, rewards, strict=True)
+            replace(as_rollout(each), score=Score(float(reward)))
+            for each, reward in zip(rollouts, rewards, strict=True)
         ]
     return algorithm.credit(rollout_items(algorithm, group_rollouts(rollouts), NO_TEXT), {})

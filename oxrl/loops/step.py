@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from oxrl.data.pack import collate, count_units, pack
 from oxrl.loops.memory_limits import Budget, MemoryLimits, limits_of, sized
 from oxrl.tracking.metrics import memory_gib
-from oxrl.types import Algorithm, Backend, Batch, Item, Memory, Outputs, Row, TrainFuture
+from oxrl.types import Algorithm, Backend, Batch, Item, Layout, Memory, Outputs, Row, TrainFuture
 
 
 def annotate(error: Exception, **facts: object) -> None:
@@ -31,6 +32,40 @@ def annotated(**facts: object) -> Iterator[None]:
     except Exception as error:
         annotate(error, **facts)
         raise
+
+
+def layout_of(backend: Backend) -> Layout:
+    """How the backend runs rows; one without `layout` is taken to compute every token of every row."""
+    return getattr(backend, "layout", "packed")
+
+
+def parallel_of(backend: Backend) -> int:
+    """How many micro-batches run in parallel: 1 for a backend without `parallel`."""
+    return getattr(backend, "parallel", 1)
+
+
+def check_backend(backend: Any, needed: Iterable[str]) -> None:
+    """Raise if methods of the `Backend` protocol that a run needs are missing, before its first step."""
+    missing = sorted(name for name in needed if not callable(getattr(backend, name, None)))
+    if missing:
+        raise ValueError(
+            f"the backend {type(backend).__name__} has no {', '.join(missing)}, and this run needs "
+            f"{'it' if len(missing) == 1 else 'them'}; oxrl.types.Backend describes the methods, docs/extending.md has "
+            "an example"
+        )
+    try:
+        signature = inspect.signature(backend.forward_backward)
+        signature.bind([], None, {})
+    except TypeError as error:
+        raise ValueError(
+            f"{type(backend).__name__}.forward_backward{signature} must take (batches, algorithm, counts): {error}, "
+            "as described in oxrl.types.Backend"
+        ) from error
+
+
+def needed_methods(algorithm: Algorithm) -> set[str]:
+    """The methods of a backend that a step of this algorithm calls."""
+    return {"forward_backward", "optim_step"} | ({"logprobs"} if algorithm.needs else set())
 
 
 async def train_step(
@@ -87,10 +122,10 @@ async def update(
     counts = count_units(credited)
     if not counts["token"]:
         raise ValueError(f"none of the {len(credited)} items of this step has a trained token: the loss mask is empty")
-    parts = pack(credited, budget, layout=backend.layout, parallel=backend.parallel)
+    parts = pack(credited, budget, layout=layout_of(backend), parallel=parallel_of(backend))
     batches = [collate(part) for part in parts]
     with annotated(batches=batches):
-        with sized(parts, backend.layout, trains=True):
+        with sized(parts, layout_of(backend), trains=True):
             metrics = await backend.forward_backward(batches, algorithm, counts)
         metrics |= await optimizer_step(backend)
     return with_perplexity(metrics) | {
@@ -122,9 +157,9 @@ async def stamp(backend: Backend, items: Sequence[Item], which: str, limits: Mem
     """Add the log-probs of one model to every row, as the stream `ref_logprob` or similar; the order stays."""
     units = [(row,) for item in items for row in item] if limits.by_row else list(items)
     stamped: dict[int, list[Row]] = {}
-    parts = pack(units, limits.micro_batch_tokens, layout=backend.layout, parallel=backend.parallel)
+    parts = pack(units, limits.micro_batch_tokens, layout=layout_of(backend), parallel=parallel_of(backend))
     batches = [collate(part) for part in parts]
-    with sized(parts, backend.layout, by_row=True):
+    with sized(parts, layout_of(backend), by_row=True):
         passes = await backend.logprobs(batches, "policy" if which == "sampler" else which)
     for part, batch, outputs in zip(parts, batches, passes, strict=True):
         rows = iter(_stamp_rows([row for unit in part for row in unit], batch, outputs, which))

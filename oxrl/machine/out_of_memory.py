@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import traceback
 
 
+class MemoryAdviceError(RuntimeError):
+    """Memory ran out, and the message has advice for where that happened."""
+
+
 def ran_out_of_memory(error: BaseException) -> bool:
     """torch has an error class for it on a GPU; on a CPU it is a RuntimeError of the allocator."""
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
     # By name: the error of another process may arrive as a class of the same name.
     if any(each.__name__ == "OutOfMemoryError" for each in type(error).__mro__):

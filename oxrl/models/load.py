@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
+from oxrl.machine.hub import offline_if_unreachable
 from oxrl.models.builtin import BUILTIN_MODELS, builtin_named_by, prepare_builtin
 from oxrl.models.catalog import catalog, catalogued
 from oxrl.models.chat_templates import set_template
@@ -509,7 +510,8 @@ def _hub_config_file(name: str, revision: str | None) -> Path:
     near = _nearest(name.rpartition("/")[2], catalog()) if entry is None else _nearest(entry.name, BUILTIN_MODELS)
     known = f"the built-in names are {', '.join(BUILTIN_MODELS)}{near}"
     try:
-        return Path(hf_hub_download(name, "config.json", revision=revision))
+        with offline_if_unreachable():
+            return Path(hf_hub_download(name, "config.json", revision=revision))
     except errors.HFValidationError as error:
         raise ValueError(f"{name!r} is neither a local folder nor a valid hub id; {known}") from error
     except errors.GatedRepoError as error:

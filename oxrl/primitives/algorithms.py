@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from oxrl.algorithms import algorithm, find, kl, policy, preference
 from oxrl.algorithms import credit as crediting
 from oxrl.algorithms.advantages import accepted
 from oxrl.algorithms.assemble import best_and_worst
+from oxrl.algorithms.custom import as_loss, call_loss
 from oxrl.algorithms.kl import KLFn
 from oxrl.algorithms.online import one_row_each
 from oxrl.algorithms.policy import Distilled, Policy
@@ -28,8 +29,17 @@ from oxrl.algorithms.unpaired import Labelled
 from oxrl.backends.forward import LanguageModel, prepare_layout
 from oxrl.backends.local import shares_of
 from oxrl.data.pack import collate
-from oxrl.loops.online import NO_TEXT
-from oxrl.rollouts.batches import group_rollouts
+from oxrl.loops.online import NO_TEXT, prepare_grpo_batch
+from oxrl.names import kind_of
+from oxrl.primitives.stages import (
+    as_advantages,
+    as_items,
+    check_view,
+    rewards_by_group,
+    rollouts_of,
+    rows_by_entry,
+)
+from oxrl.rollouts.batches import compute_reward, group_rollouts
 from oxrl.rollouts.buffer import Group
 from oxrl.tensors import label_logprobs
 from oxrl.types import Batch, Counts, Item, Outputs, Rollout, Row, Unit
@@ -75,6 +85,12 @@ def kl_of(logprobs: LogProbs, ref_logprobs: LogProbs, kl_fn: KLFn) -> Tensor:
 
 
 def _as_tensors(logprobs: LogProbs, ref_logprobs: LogProbs) -> tuple[Tensor, Tensor]:
+    for given in (logprobs, ref_logprobs):
+        if not isinstance(given, Tensor | Sequence) or rollouts_of(given):
+            raise ValueError(
+                f"log-probs are a tensor or numbers, not {kind_of(given)}; those of a rollout by its sampler are "
+                "rollout.generation.logprobs, those of a model get_reference_logprobs(model, [rollout])[0]"
+            )
     own, ref = torch.as_tensor(logprobs), torch.as_tensor(ref_logprobs)
     if own.shape != ref.shape:
         raise ValueError(
@@ -99,28 +115,42 @@ def _frozen_logprobs(model: PreTrainedModel, batch: Batch, temperature: float = 
     return logprob
 
 
-def create_policy_batch(model: PreTrainedModel, items: Sequence[Item], *, temperature: float = 1.0) -> Policy:
+def create_policy_batch(
+    model: PreTrainedModel,
+    items: Sequence[Item] | Sequence[Row] | Sequence[Rollout] | Sequence[Group],
+    *,
+    temperature: float = 1.0,
+) -> Policy:
     """`create_policy_batch(model, prepare_grpo_batch(rollouts))`: log-probs with gradient, for a custom loss.
 
-    A single pass, so that memory limits the number of items; `temperature` is the sampler's.
+    Graded rollouts are converted by `prepare_grpo_batch`. A single pass, so that memory limits the number of items;
+    `temperature` is the sampler's.
     """
-    batch = collate(items, model.device)
+    batch = collate(_policy_items(items), model.device)
     module = LanguageModel(model, temperature=temperature)
     prepare_layout(module)
     return policy_view(module(batch), batch)
 
 
+def _policy_items(data: Any) -> list[Item]:
+    if isinstance(data, list | tuple) and data and all(isinstance(each, Row) for each in data):
+        data = [(row,) for row in data]  # how rows are grouped makes no difference here
+    return as_items(data, "create_policy_batch", prepare_grpo_batch)
+
+
 def create_pair_batch(
     model: PreTrainedModel,
-    pairs: Sequence[Item],
+    pairs: Sequence[Item] | Sequence[Rollout] | Sequence[Group],
     *,
     ref_model: PreTrainedModel | None = None,
     temperature: float = 1.0,
 ) -> Pairs:
     """`create_pair_batch(model, compute_dapo_pairs(rollouts), ref_model=ref_model)`: rows to summed log-probs of pairs.
 
-    Each item is (chosen, rejected). Without a reference model its log-probs are 0. A single pass, with gradient.
+    Each item is (chosen, rejected); graded rollouts are converted by `compute_dapo_pairs`. Without a reference model
+    its log-probs are 0. A single pass, with gradient.
     """
+    pairs = as_items(pairs, "create_pair_batch", compute_dapo_pairs)
     if wrong := next((item for item in pairs if len(item) != 2), None):
         raise ValueError(f"an item with {len(wrong)} rows ({wrong[0].id}); each item is a pair: (chosen, rejected)")
     batch = collate(pairs, model.device)
@@ -134,33 +164,49 @@ def create_pair_batch(
 
 def get_reference_logprobs(
     ref_model: PreTrainedModel,
-    rows: Sequence[Row],
+    rows: Sequence[Row] | Sequence[Rollout],
     *,
     logprob_extractor: Callable[[PreTrainedModel, Sequence[Row]], list[Tensor]] = token_logprobs_of,
 ) -> list[Tensor]:
-    """Return the reference's log-probs of each row's trained tokens."""
-    return logprob_extractor(ref_model, rows)
+    """Return the reference's log-probs of the trained tokens of each row, or of the sampled tokens of each rollout."""
+    if not callable(ref_model):
+        raise ValueError(f"ref_model is {kind_of(ref_model)}; the order is get_reference_logprobs(ref_model, rows)")
+    entries = rows_by_entry(rows, "get_reference_logprobs")
+    flat = [row for entry in entries for row in entry]
+    found = iter(logprob_extractor(ref_model, flat) if flat else [])
+    return [
+        torch.cat([torch.zeros(0), *parts]) if len(parts) != 1 else parts[0]
+        for parts in [[next(found) for _ in entry] for entry in entries]
+    ]
 
 
 def compute_grpo_advantages(
-    rewards: Sequence[Tensor | Sequence[float]], *, advantage_fn: Callable[[Tensor], Tensor] = crediting.zscore
+    rewards: Sequence[Tensor | Sequence[float]] | Sequence[Rollout] | Sequence[Group],
+    *,
+    advantage_fn: Callable[[Tensor], Tensor] = crediting.zscore,
 ) -> list[Tensor]:
-    """Return the advantages of each group from its rewards."""
-    return [advantage_fn(torch.as_tensor(group)) for group in rewards]
+    """Return the advantages of each group from its rewards, or from graded rollouts, grouped by prompt."""
+    return [advantage_fn(group) for group in rewards_by_group(rewards)]
 
 
 def compute_grpo_loss(
-    batch: Policy, advantages: Tensor | None = None, *, loss_fn: Callable[..., Tensor] = policy.grpo, **parameters: Any
+    batch: Policy,
+    advantages: Tensor | Sequence[Tensor] | None = None,
+    *,
+    loss_fn: Callable[..., Tensor] = policy.grpo,
+    **parameters: Any,
 ) -> Tensor:
     """Return the mean of `loss_fn` over sequences; `advantages` are per token or per sequence.
 
-    A loss that is one number is returned as it is, here and by the other losses.
+    `loss_fn` is a function of the batch, or of the batch and the advantages per token. A loss that is one number is
+    returned as it is, here and by the other losses.
     """
-    return _mean(loss_fn(_with_advantages(batch, advantages), **parameters), batch, "sequence")
+    view = _with_advantages(batch, advantages, "compute_grpo_loss")
+    return _mean(call_loss(loss_fn, view, parameters), batch, "sequence")
 
 
 def compute_ppo_advantages(
-    rewards: Tensor,
+    rewards: Tensor | Sequence[float],
     values: Tensor | None = None,
     dones: Tensor | None = None,
     gamma: float = 1.0,
@@ -176,6 +222,12 @@ def compute_ppo_advantages(
     `dones` marks the last token of each response, and padding. `values` may have one column more: `last_value`, the
     value after the last token. `gae_lambda` is another name of `lam`.
     """
+    if rollouts_of(rewards):
+        raise ValueError(
+            "compute_ppo_advantages takes the rewards of each token, [T] or [B, T], not rollouts; the algorithm ppo "
+            "makes them of rollouts: create_loss_batch(state, rollouts, create_algorithm_config('ppo'))"
+        )
+    rewards = torch.as_tensor(rewards)
     known = value_fn(rewards) if values is None else values
     if known.shape[-1] == rewards.shape[-1] + 1:
         known, last_value, ended = known[..., :-1], known[..., -1], False
@@ -185,14 +237,15 @@ def compute_ppo_advantages(
 
 def compute_ppo_loss(
     batch: Policy,
-    advantages: Tensor | None = None,
+    advantages: Tensor | Sequence[Tensor] | None = None,
     *,
     clip_range: float = 0.2,
     loss_fn: Callable[..., Tensor] = policy.clipped,
 ) -> Tensor:
     """Return the mean of the clipped surrogate over trained tokens."""
     clips = _taken_by(loss_fn, {"clip_low": clip_range, "clip_high": clip_range})
-    return _mean(loss_fn(_with_advantages(batch, advantages), **clips), batch, "token")
+    view = _with_advantages(batch, advantages, "compute_ppo_loss")
+    return _mean(call_loss(loss_fn, view, clips), batch, "token")
 
 
 def compute_value_loss(
@@ -208,22 +261,19 @@ def compute_dapo_pairs(
     pair_selector: Callable[[list[Item]], list[Item]] = best_and_worst,
 ) -> list[Item]:
     """Return (chosen, rejected) pairs from graded rollouts, or from groups of scored rows."""
-    if rollouts := rollouts_of(groups):
-        return pair_selector([item for group in group_rollouts(rollouts) for item in one_row_each(group, NO_TEXT)])
-    return pair_selector(cast("list[Item]", list(groups)))
+    return pair_selector(as_items(groups, "compute_dapo_pairs", _scored_rows))
 
 
-def rollouts_of(data: Sequence[Any]) -> list[Rollout]:
-    """Return the rollouts in a list of rollouts or of groups of them; none if it holds rows."""
-    groups = [[each] if isinstance(each, Rollout) else each for each in data]
-    return [each for group in groups for each in group if isinstance(each, Rollout)]
+def _scored_rows(rollouts: Sequence[Rollout]) -> list[Item]:
+    return [item for group in group_rollouts(rollouts) for item in one_row_each(group, NO_TEXT)]
 
 
 def compute_dapo_loss(
     pairs: Pairs, *, beta: float = 0.1, loss_fn: Callable[..., Tensor] = preference.dapo_pairs
 ) -> Tensor:
     """Return the mean loss over pairs; by default that of `dapo_pairs`."""
-    return _mean(loss_fn(pairs, **_taken_by(loss_fn, {"beta": beta})), pairs, "pair")
+    check_view(pairs, Pairs, "compute_dapo_loss")
+    return _mean(call_loss(loss_fn, pairs, _taken_by(loss_fn, {"beta": beta})), pairs, "pair")
 
 
 class AlgorithmConfig(NamedTuple):
@@ -262,6 +312,17 @@ def create_algorithm_config(
     return AlgorithmConfig(name if ":" in name else built.name, given)
 
 
+def as_algorithm_config(given: AlgorithmConfig | str) -> AlgorithmConfig:
+    """Return a config as it is, and a name as a config with default parameters."""
+    if isinstance(given, AlgorithmConfig):
+        return given
+    if isinstance(given, str):
+        return create_algorithm_config(given)
+    raise ValueError(
+        f"the algorithm config is {kind_of(given)}; give create_algorithm_config(NAME, parameters), or a name"
+    )
+
+
 class LossBatch(NamedTuple):
     """A forward pass with gradient over rows with all that the loss of one algorithm needs: of `create_loss_batch`."""
 
@@ -274,22 +335,24 @@ class LossBatch(NamedTuple):
 View: TypeAlias = Policy | Pairs | Labelled | Distilled | Scores | Tokens
 
 
-def compute_loss_by_algorithm(batch: LossBatch | View, config: AlgorithmConfig) -> Tensor:
+def compute_loss_by_algorithm(batch: LossBatch | View, config: AlgorithmConfig | str) -> Tensor:
     """Return the loss of any algorithm on a `LossBatch`, or the mean of its loss on the view that it takes.
 
     On a view (`Policy`, `Pairs`, `Labelled`, `Distilled`, `Scores`, `Tokens`) that is the named loss alone, without
     terms for KL, entropy, value and NLL.
     """
+    config = as_algorithm_config(config)
     if isinstance(batch, LossBatch):
         return _loss_of(batch, config)
     on_view = find(config.source).on_view
     if on_view is None or not isinstance(batch, on_view.view):
         takes = "a LossBatch" if on_view is None else f"{on_view.view.__name__} or a LossBatch"
         raise ValueError(
-            f"the batch is {type(batch).__name__}, and {config.name} takes {takes}; "
+            f"the batch is {kind_of(batch)}, and {config.name} takes {takes}; "
             "create_loss_batch(state, samples or rollouts, config) makes one for any algorithm"
         )
-    return _mean(on_view.loss(batch, **accepted(on_view.loss, config.parameters)), batch, on_view.unit)
+    found = on_view.loss(batch, **accepted(on_view.loss, config.parameters))
+    return _mean(as_loss(found, config.name), batch, on_view.unit)
 
 
 def _loss_of(batch: LossBatch, config: AlgorithmConfig) -> Tensor:
@@ -315,16 +378,15 @@ def _taken_by(function: Callable[..., Any], parameters: Mapping[str, Any]) -> di
     return dict(parameters) if takes_any else accepted(function, parameters)
 
 
-def _with_advantages(batch: Policy, advantages: Tensor | None) -> Policy:
-    if advantages is None:
-        return batch
-    if len(advantages) == batch.num_sequences != len(batch.logprob):
-        advantages = advantages[batch.segment]
-    return batch._replace(advantage=advantages)
+def _with_advantages(batch: Policy, advantages: Tensor | Sequence[Tensor] | None, owner: str) -> Policy:
+    check_view(batch, Policy, owner)
+    return batch if advantages is None else batch._replace(advantage=as_advantages(advantages, batch))
 
 
-def compute_advantages(rewards: Tensor | Sequence[float], baseline: float | Tensor = 0.0) -> Tensor:
-    """Return reward minus baseline."""
+def compute_advantages(rewards: Tensor | Sequence[float] | Sequence[Rollout], baseline: float | Tensor = 0.0) -> Tensor:
+    """Return reward minus baseline, of rewards or of graded rollouts."""
+    if rollouts := rollouts_of(rewards):
+        rewards = [compute_reward(rollout) for rollout in rollouts]
     return torch.as_tensor(rewards) - baseline
 
 

@@ -21,13 +21,15 @@ from oxrl.backends.local import PyTorchTrainingBackend
 from oxrl.concurrency import run_blocking
 from oxrl.data.pack import collate, count_units
 from oxrl.loops.step import credit_step
+from oxrl.names import kind_of
+from oxrl.primitives.training import PolicyState, items_of
 from oxrl.tensors import WITHOUT_GRADIENT, label_logprobs
-from oxrl.types import Algorithm, Batch, Counts, Item, Outputs
+from oxrl.types import Algorithm, Batch, Counts, Item, Outputs, Rollout, Sample
 
 
 def per_sample_gradients(
-    backend: PyTorchTrainingBackend,
-    items: Sequence[Item],
+    backend: PyTorchTrainingBackend | PolicyState,
+    items: Sequence[Item] | Sequence[Rollout] | Sequence[Sample],
     algorithm: Algorithm | str,
     *,
     at_once: int = 8,
@@ -35,12 +37,26 @@ def per_sample_gradients(
 ) -> Iterator[tuple[Item, dict[str, Tensor]]]:
     """Yield each item with its gradient by the name of the trained parameter, in order; dropout is off.
 
-    The groups of an RL algorithm are yielded as single rollouts, with their advantages. Memory is needed for `at_once`
-    gradients and the logits of their tokens. A loss that reads more than log-probs (a divergence, an entropy, a head)
+    With a `PolicyState`, samples are rendered by its tokenizer; with a backend, give items or rollouts. The groups of
+    an RL algorithm are yielded as single rollouts, with their advantages. Memory is needed for `at_once` gradients and
+    the logits of their tokens. A loss that reads more than log-probs (a divergence, an entropy, a head)
     takes one backward pass per item, as does every loss with `vectorized=False`, for models whose operations torch
     cannot vectorize.
     """
     algorithm = named_algorithm(algorithm) if isinstance(algorithm, str) else algorithm
+    if isinstance(backend, PolicyState):
+        items, backend = items_of(items, algorithm, backend.render, "per_sample_gradients"), backend.backend
+    if not isinstance(backend, PyTorchTrainingBackend):
+        raise ValueError(
+            f"per_sample_gradients takes a backend of one process, not {kind_of(backend)}; make one: "
+            "create_pytorch_backend(model)"
+        )
+    return _gradients(backend, items_of(items, algorithm, None, "per_sample_gradients"), algorithm, at_once, vectorized)
+
+
+def _gradients(
+    backend: PyTorchTrainingBackend, items: Sequence[Item], algorithm: Algorithm, at_once: int, vectorized: bool
+) -> Iterator[tuple[Item, dict[str, Tensor]]]:
     credited = run_blocking(partial(credit_step, backend, algorithm, items, 4096, {}))
     counts = count_units(credited)
     backend.module.eval()
@@ -59,8 +75,8 @@ def per_sample_gradients(
 
 
 def per_sample_grad_norms(
-    backend: PyTorchTrainingBackend,
-    items: Sequence[Item],
+    backend: PyTorchTrainingBackend | PolicyState,
+    items: Sequence[Item] | Sequence[Rollout] | Sequence[Sample],
     algorithm: Algorithm | str,
     *,
     at_once: int = 8,

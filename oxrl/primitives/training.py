@@ -19,11 +19,12 @@ from oxrl.data.buffer import DataBuffer
 from oxrl.data.pack import collate, count_units
 from oxrl.data.render import Renderer
 from oxrl.generators.embedded.generator import EmbeddedGenerator
-from oxrl.loops.online import NO_UPDATE, rollout_items
+from oxrl.loops.online import NO_TEXT, NO_UPDATE, rollout_items
 from oxrl.loops.step import credit_step, optimizer_steps, step_optimizer
 from oxrl.models.load import load_model, load_tokenizer
 from oxrl.models.reference import UpdateFn, frozen_copy, keep_reference
-from oxrl.primitives.algorithms import AlgorithmConfig, LossBatch, create_algorithm_config, rollouts_of
+from oxrl.primitives.algorithms import AlgorithmConfig, LossBatch, as_algorithm_config, create_algorithm_config
+from oxrl.primitives.stages import as_groups, as_items
 from oxrl.rewards.grade import AnyReward, Reward, as_reward, check_samples
 from oxrl.rewards.table import reward as named_reward
 from oxrl.rollouts.batches import group_rollouts
@@ -114,20 +115,22 @@ def create_training_state(
 
 def training_step(
     state: PolicyState,
-    groups: Sequence[Group],
-    algorithm_config: AlgorithmConfig,
+    groups: Sequence[Group] | Sequence[Rollout],
+    algorithm_config: AlgorithmConfig | str,
     *,
     optimizer_step_fn: OptimizerStepFn = step_optimizer,
     micro_batch_tokens: int = 1024,
 ) -> tuple[PolicyState, TrainingStats]:
-    """Train one step on graded groups of rollouts.
+    """Train one step on graded rollouts, grouped by prompt; `algorithm_config` may be the name of an algorithm.
 
     Algorithms that need variance skip groups whose rewards are all equal; if all groups are skipped, weights do not
     change.
     """
+    algorithm_config = as_algorithm_config(algorithm_config)
     chosen = _built(algorithm_config)
     _check_state(state, algorithm_config, chosen)
-    return run_blocking(_training_step, state, groups, chosen, optimizer_step_fn, micro_batch_tokens)
+    given = as_groups(groups, "training_step")
+    return run_blocking(_training_step, state, given, chosen, optimizer_step_fn, micro_batch_tokens)
 
 
 async def _training_step(
@@ -151,7 +154,7 @@ def training_iteration(
     state: PolicyState,
     prompts: Prompts,
     gen_config: GenerationConfig,
-    algorithm_config: AlgorithmConfig,
+    algorithm_config: AlgorithmConfig | str,
     reward_fn: AnyReward | str,
     *,
     n_samples_per_prompt: int = 8,
@@ -161,6 +164,7 @@ def training_iteration(
     micro_batch_tokens: int = 1024,
 ) -> tuple[PolicyState, TrainingStats]:
     """Sample `n_samples_per_prompt` rollouts per prompt in `env`, grade, train, and update the reference."""
+    algorithm_config = as_algorithm_config(algorithm_config)
     chosen = _built(algorithm_config)
     assert chosen.online is not None, "_built refuses offline algorithms"
     _check_state(state, algorithm_config, chosen)
@@ -197,7 +201,7 @@ def train(
     prompt_loader: PromptLoader,
     num_iterations: int,
     gen_config: GenerationConfig,
-    algorithm_config: AlgorithmConfig | AlgorithmAt,
+    algorithm_config: AlgorithmConfig | AlgorithmAt | str,
     reward_fn: AnyReward | str,
     *,
     n_samples_per_prompt: int = 8,
@@ -220,7 +224,7 @@ def train(
         )
     state, prompts_of = initial_state, _prompts_by_iteration(prompt_loader)
     for iteration in range(1, num_iterations + 1):
-        config = algorithm_config if isinstance(algorithm_config, AlgorithmConfig) else algorithm_config(iteration)
+        config = algorithm_config(iteration) if callable(algorithm_config) else algorithm_config
         state, stats = training_iteration(
             state,
             prompts_of(iteration),
@@ -322,7 +326,7 @@ def _checkpoint_root(path: str | Path | None) -> Path:
 def create_loss_batch(
     state: PolicyState,
     data: Sequence[Sample] | Sequence[Rollout] | Sequence[Group] | Sequence[Item],
-    algorithm_config: AlgorithmConfig,
+    algorithm_config: AlgorithmConfig | str,
     *,
     micro_batch_tokens: int = 1024,
 ) -> LossBatch:
@@ -330,10 +334,11 @@ def create_loss_batch(
 
     Log-probs of other models and advantages are computed as in a training step, then one forward pass with gradient.
     """
+    algorithm_config = as_algorithm_config(algorithm_config)
     chosen = algorithm(algorithm_config.source, **algorithm_config.parameters)
     _check_state(state, algorithm_config, chosen)
     memory = dict(state.state.cursor.get("memory", {}))
-    items = _items(data, chosen, state.render)
+    items = items_of(data, chosen, state.render, "create_loss_batch")
     credited = run_blocking(credit_step, state.backend, chosen, items, micro_batch_tokens, memory)
     batch = on_device(collate(credited), state.backend.device)
     set_training_mode(state.policy, dropout=not chosen.compares_logprobs)
@@ -341,13 +346,12 @@ def create_loss_batch(
     return LossBatch(algorithm_config, outputs, batch, count_units(credited))
 
 
-def _items(data: Sequence[Any], chosen: Algorithm, render: Renderer) -> list[Item]:
-    if not len(data):
-        raise ValueError("there is no data; give samples, graded rollouts, or items of rows")
-    if isinstance(data[0], Sample):
+def items_of(data: Any, chosen: Algorithm, render: Renderer | None, owner: str) -> list[Item]:
+    """Return items of rows for an algorithm, from items, from graded rollouts, or from samples if they are rendered."""
+    if render is not None and isinstance(data, Sequence) and data and isinstance(data[0], Sample):
         return [item for sample in data for item in chosen.assemble(sample, render)]
-    rollouts = rollouts_of(data)
-    return rollout_items(chosen, group_rollouts(rollouts), render) if rollouts else list(data)
+    text = NO_TEXT if render is None else render
+    return as_items(data, owner, lambda given: rollout_items(chosen, group_rollouts(given), text))
 
 
 def quick_start_training(
@@ -356,7 +360,7 @@ def quick_start_training(
     reward_fn: AnyReward | str,
     num_iterations: int,
     *,
-    algorithm_config: AlgorithmConfig | AlgorithmAt | None = None,
+    algorithm_config: AlgorithmConfig | AlgorithmAt | str | None = None,
     gen_config: GenerationConfig = GenerationConfig(max_new_tokens=64),  # noqa: B008 - immutable
     prompts_per_iteration: int = 8,
     lr: float = 1e-5,
@@ -368,11 +372,11 @@ def quick_start_training(
     `reward_fn` is a function, or a name from `oxrl rewards list`.
     """
     chosen = algorithm_config or create_algorithm_config("grpo")
-    built = _built(chosen if isinstance(chosen, AlgorithmConfig) else chosen(1))
+    built = _built(as_algorithm_config(chosen(1) if callable(chosen) else chosen))
     graded, samples = _reward(reward_fn), _samples(prompts)
     check_samples(graded, samples)
     model, tokenizer = load_model(model_name), load_tokenizer(model_name)
-    may_switch = not isinstance(chosen, AlgorithmConfig)  # perhaps to one that needs a reference
+    may_switch = callable(chosen)  # perhaps to one that needs a reference
     ref_model = frozen_copy(model) if may_switch or "ref" in built.others else None
     state = create_training_state(model, tokenizer, lr=lr, ref_model=ref_model, seed=seed, heads=built.heads)
     source = DataBuffer(samples, seed=seed)

@@ -6,23 +6,50 @@ other and must stay together. Convert to a `RolloutBatch` last.
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 from oxrl.concurrency import run_blocking
+from oxrl.names import kind_of
 from oxrl.rewards.grade import AnyReward, grade
 from oxrl.rewards.primitives import compute_scalar_reward
 from oxrl.rollouts.buffer import Group
-from oxrl.types import RewardFn, Rollout
+from oxrl.types import RewardFn, Rollout, Status
 
 
-def group_rollouts(rollouts: Sequence[Rollout]) -> list[Group]:
+def as_rollout(given: Any) -> Rollout:
+    """Return a rollout as it is, and another dataclass with `prompt`, `tokens` and `loss_mask` as a rollout.
+
+    There, a reward that equals the default of its field is not a grade. Fields that a rollout does not have are kept
+    in its metadata.
+    """
+    if isinstance(given, Rollout):
+        return given
+    values = {each.name: getattr(given, each.name) for each in fields(given)} if is_dataclass(given) else {}
+    if "prompt" not in values:
+        raise ValueError(
+            f"{kind_of(given)} is not a rollout; give rollouts of create_batch_rollouts, or for completions of other "
+            "code Sample(prompt=..., tokens=..., loss_mask=...)"
+        )
+    if any(each.name == "reward" and each.default == values["reward"] for each in fields(given)):
+        values["reward"] = None
+    names = [getattr(status, "value", status) for status in (values.pop("status", None),)]
+    known = inspect.signature(Rollout.from_fields).parameters
+    others = {name: values.pop(name) for name in list(values) if name not in known}
+    values["metadata"] = {**others, **(values.get("metadata") or {})}
+    return Rollout.from_fields(**values, status=next((each for each in Status if each.value == names[0]), None))
+
+
+def group_rollouts(rollouts: Sequence[Rollout] | Sequence[Group]) -> list[Group]:
     """Return the rollouts of each prompt as one group, groups in the order of their first rollout."""
     groups: dict[int, list[Rollout]] = {}
-    for rollout in rollouts:
-        groups.setdefault(rollout.group, []).append(rollout)
+    for each in rollouts:
+        for rollout in each if isinstance(each, list | tuple) else [each]:
+            found = as_rollout(rollout)
+            groups.setdefault(found.group, []).append(found)
     return [tuple(group) for group in groups.values()]
 
 
@@ -62,6 +89,7 @@ def compute_reward(rollout: Rollout, reward_fn: RewardFn | None = None) -> float
     """Return the reward by `reward_fn`; without one its score, or 1 or 0 from `correct` in its metadata."""
     if reward_fn is not None:
         return compute_scalar_reward(rollout, reward_fn)
+    rollout = as_rollout(rollout)
     if rollout.score is not None:
         return rollout.score.value
     if "correct" in rollout.metadata:
@@ -76,6 +104,7 @@ def extract_sample_fields(
     rollouts: Sequence[Rollout],
 ) -> tuple[list[list[int]], list[list[float]], list[float]]:
     """Return tokens, loss masks and rewards."""
+    rollouts = [as_rollout(each) for each in rollouts]
     return (
         [rollout.tokens for rollout in rollouts],
         [rollout.loss_mask for rollout in rollouts],
@@ -85,12 +114,13 @@ def extract_sample_fields(
 
 def compute_response_lengths(loss_masks: Sequence[Sequence[float] | Rollout]) -> list[int]:
     """Return the number of sampled tokens of each mask or rollout."""
-    masks = [each.loss_mask if isinstance(each, Rollout) else each for each in loss_masks]
+    masks = [each if isinstance(each, Sequence) else as_rollout(each).loss_mask for each in loss_masks]
     return [sum(1 for each in mask if each) for mask in masks]
 
 
 def build_batch_metadata(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     """Return groups, log-probs, versions, status and metadata of the rollouts, one entry each."""
+    rollouts = [as_rollout(each) for each in rollouts]
     return {
         "group_indices": [rollout.group_index for rollout in rollouts],
         "rollout_log_probs": [rollout.rollout_log_probs for rollout in rollouts],
@@ -103,7 +133,7 @@ def build_batch_metadata(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 
 def convert_to_batch(rollouts: Sequence[Rollout]) -> RolloutBatch:
     """Convert graded rollouts to lists; greedy baselines are left out."""
-    trained = [rollout for rollout in rollouts if not rollout.greedy]
+    trained = [rollout for rollout in map(as_rollout, rollouts) if not rollout.greedy]
     tokens, masks, rewards = extract_sample_fields(trained)
     return RolloutBatch(tokens, masks, rewards, compute_response_lengths(masks), build_batch_metadata(trained))
 
@@ -117,6 +147,7 @@ def apply_sample_transforms(
 
     Ungraded rollouts have an `error`.
     """
+    rollouts = [as_rollout(each) for each in rollouts]
     unscored = [replace(rollout, score=None) for rollout in rollouts]
-    graded = list(rollouts) if reward_fn is None else run_blocking(grade, unscored, reward_fn)
+    graded = rollouts if reward_fn is None else run_blocking(grade, unscored, reward_fn)
     return [rollout for rollout in graded if filter_fn is None or filter_fn(rollout)]

@@ -11,17 +11,17 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import anyio
 
 from oxrl.concurrency import run_blocking, task_group
-from oxrl.names import renamed_keywords
+from oxrl.names import as_record, kind_of, renamed_keywords
 from oxrl.rewards.grade import AnyReward, grade, with_outcome
-from oxrl.rollouts.batches import RolloutBatch, convert_to_batch
+from oxrl.rollouts.batches import RolloutBatch, as_rollout, convert_to_batch
 from oxrl.rollouts.buffer import Group, age_of
 from oxrl.rollouts.envs import PAUSES, GeneratorClient, single_turn
 from oxrl.rollouts.filters import keep_all
@@ -48,6 +48,11 @@ from oxrl.types import (
 
 logger = logging.getLogger(__name__)
 
+_OTHER_LIBRARY = ("Task got bad yield", "must be called from async context", "no running event loop")
+_WRONG_LIBRARY = (
+    "generate_fn awaits trio where asyncio runs, or the other way round. generate_rollout_batches runs on asyncio; "
+    "under trio.run, await AsyncRolloutManager(data_buffer, config).generate_batch(). With anyio, it runs on both."
+)
 _UNGRADED_ROUNDS = 3  # without a single graded group, after which a run ends
 
 GenerateFn: TypeAlias = Callable[[Any], Any]
@@ -137,6 +142,9 @@ class AsyncRolloutManager:
     activity: Activity = field(default_factory=Activity, repr=False, compare=False)
     _warned_of_scores: bool = field(default=False, repr=False)
 
+    def __post_init__(self) -> None:
+        self.config = as_record(RolloutConfig, self.config, "config")
+
     async def collect(self, version: int = 0, max_age: int | None = None) -> Collected:
         """Return the next batch, for weights of this version; `max_age` overrides the config's if it is lower."""
         config = self.config
@@ -212,6 +220,8 @@ class AsyncRolloutManager:
                 self._warn_of_scores(generated)
                 return generated
             except (RuntimeError, OSError) as error:
+                if any(text in str(error) for text in _OTHER_LIBRARY):
+                    raise ValueError(f"{_WRONG_LIBRARY} The error was: {error}") from error
                 if pause is None:
                     return tuple(replace(rollout, error=_generation_failed(error)) for rollout in group)
             await anyio.sleep(pause)
@@ -305,6 +315,7 @@ def generate_rollout_batches(
     data_buffer: DataSource[Prompt], config: RolloutConfig, **rollout_kwargs: Any
 ) -> Iterator[RolloutBatch]:
     """Yield batches endlessly; `rollout_kwargs` are passed to `config.generate_fn`."""
+    config = as_record(RolloutConfig, config, "config")
     generate = config.generate_fn
     bound = replace(config, generate_fn=partial(generate, **rollout_kwargs)) if generate and rollout_kwargs else config
     manager = AsyncRolloutManager(data_buffer, bound)
@@ -313,7 +324,9 @@ def generate_rollout_batches(
 
 
 def _as_sample(prompt: Any, number: int) -> Sample:
-    return prompt.sample if isinstance(prompt, Rollout) else Sample(f"prompt:{number}", as_messages(prompt))
+    if isinstance(prompt, Rollout) or is_dataclass(prompt):
+        return as_rollout(prompt).sample
+    return Sample(f"prompt:{number}", as_messages(prompt))
 
 
 def _prompt_of(sample: Sample) -> str | list[dict[str, Any]]:
@@ -328,12 +341,13 @@ def _takes_prompts(generate: GenerateFn) -> bool:
 
 def _as_group(asked: Group, returned: Sequence[Rollout], version: int) -> Group:
     """What `generate_fn` returned; samples recorded by it get the prompt, number and version of what was asked for."""
-    generated = tuple(returned)
-    if wrong := [type(each).__name__ for each in generated if not isinstance(each, Rollout)]:
+    given: tuple[Any, ...] = tuple(returned) if isinstance(returned, Iterable) else (returned,)
+    if wrong := next((each for each in given if isinstance(each, Sample) or not is_dataclass(each)), None):
         raise ValueError(
-            f"generate_fn returned a {wrong[0]}; return the rollouts with their turns, or for each of them a "
+            f"generate_fn returned {kind_of(wrong)}; return the rollouts with their turns, or for each of them a "
             "Sample(prompt=..., tokens=..., loss_mask=...)"
         )
+    generated = tuple(as_rollout(each) for each in given)
     own = {rollout.sample.id for rollout in asked}
     if all(rollout.sample.id in own for rollout in generated):
         return generated

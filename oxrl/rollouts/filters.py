@@ -81,4 +81,4 @@ def named_filter(name: str, **parameters: Any) -> FilterFn:
 
 
 def _rewards(rollouts: Sequence[Rollout]) -> list[float]:
-    return [rollout.score.value for rollout in rollouts if rollout.score is not None]
+    return [rollout.reward for rollout in rollouts if rollout.reward is not None]

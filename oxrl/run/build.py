@@ -15,6 +15,7 @@ from oxrl.concurrency import run_blocking
 from oxrl.config import Config, ConfigError
 from oxrl.config.registry import find_backend, find_engine, resolved
 from oxrl.loops.online import OffloadFn, no_offload
+from oxrl.loops.step import check_backend, needed_methods
 from oxrl.run.spec import RunSpec
 from oxrl.types import Generator
 
@@ -35,6 +36,7 @@ def open_backend(spec: RunSpec) -> Iterator[Any]:
 
     config = spec.config
     with resolved(find_backend(config.run.backend).open)(spec) as backend:
+        check_backend(backend, needed_methods(spec.algorithm) | {"get_weights", "save", "load"})
         weights = Path(spec.model.name)
         if (weights / HEADS).exists():  # a value or reward head that was trained before
             backend.load_heads(weights)

@@ -26,6 +26,7 @@ import numpy as np
 
 from oxrl.concurrency import in_thread
 from oxrl.machine.hardware import processor_name
+from oxrl.machine.out_of_memory import MemoryAdviceError, ran_out_of_memory
 from oxrl.tracking.files import is_full_disk
 from oxrl.types import Backend, TrainingState
 from oxrl.weights.checkpoint_names import index_weights
@@ -175,6 +176,13 @@ def _all_or_nothing(draft: Path, final: Path) -> Iterator[None]:
     except BaseException as error:
         shutil.rmtree(draft, ignore_errors=True)
         root = _root(error)
+        if ran_out_of_memory(root):
+            raise MemoryAdviceError(
+                f"memory ran out while the checkpoint {final} was written: {error}; {_what_is_left(final.parent)}. "
+                "Weights and optimizer state are copied in host memory, one file after the other, whatever "
+                "train.micro_batch_tokens is. End other programs or raise the memory limit of this one, then use "
+                "--resume; a run with lora.enabled: true writes the adapter only"
+            ) from error
         if not isinstance(root, OSError | SafetensorError):
             raise
         if isinstance(root, OSError) and root.errno is None:  # of a library that is imported to write, not of a disk

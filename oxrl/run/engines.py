@@ -29,6 +29,11 @@ USUAL_STEPS = 100  # of an epoch whose length the config does not have
 async def open_embedded(config: Config, tokenizer: Any, folder: Path, trainer: Any) -> AsyncIterator[Engine]:  # noqa: ARG001
     from oxrl.generators.embedded.generator import EmbeddedGenerator
 
+    if not hasattr(trainer, "model"):
+        raise ConfigError(
+            f"run.backend: {config.run.backend} has no attribute `model`, from which the embedded engine samples: add "
+            "it, or choose an engine with its own weights (inference_engine.name)"
+        )
     rollout = config.rollout
     own = {"slots": rollout.slots, "mode": rollout.mode, "capture": capture_options(config, trainer.model.device.type)}
     yield Engine(EmbeddedGenerator(trainer.model, tokenizer, **own))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import oxrl
+from oxrl.machine.hub import offline_if_unreachable
 from oxrl.models.builtin import prepare_builtin
 from oxrl.models.catalog import find_entry
 from oxrl.models.load import check_model, find_model, load_model, load_tokenizer, name_public_base
@@ -98,8 +99,10 @@ def push_model(folder: str | Path, repository: str, *, private: bool = True) -> 
         raise ValueError("to push a model, set HF_TOKEN to a token that may write (or run `hf auth login`)")
     api = HfApi()
     try:
-        api.create_repo(repository, private=private, exist_ok=True)
-        return str(api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Upload by oxrl export"))
+        with offline_if_unreachable():
+            api.create_repo(repository, private=private, exist_ok=True)
+            message = "Upload by oxrl export"
+            return str(api.upload_folder(repo_id=repository, folder_path=folder, commit_message=message))
     except errors.HFValidationError as error:
         raise ValueError(f"{repository!r} is not a repository name: use owner/name") from error
     except (errors.HfHubHTTPError, errors.OfflineModeIsEnabled, httpx.HTTPError) as error:

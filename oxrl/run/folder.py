@@ -58,16 +58,27 @@ def choose_folder(config: Config, output: str | Path | None, *, resume: bool) ->
     first = run_folder(config, output)
     if output is not None:
         return first
-    started = dict(sorted((number, folder) for number, folder in _numbered(first) if _is_started(folder)))
+    started = dict(sorted((number, folder) for number, folder in _numbered(first) if has_run(folder)))
     if resume:
         own = [folder for folder in started.values() if _is_run_of(config.run.experiment_id, folder)]
         chosen = own[-1] if own else first
     else:
         last = max(started, default=0)
         chosen = first.with_name(f"{first.name}-{last + 1}") if last else first
-    if chosen != first:
-        logger.info("%s: %s", "resuming the latest run" if resume else f"{first} has a run; the new one is in", chosen)
+    if resume and chosen != first:
+        logger.info("resuming the latest run: %s", chosen)
     return chosen
+
+
+def create_folder(config: Config, folder: Path) -> None:
+    """Create the folder of a run or of its stage, and log it if an earlier run has the folder of this name."""
+    first = run_folder(config, None)
+    numbered = re.compile(re.escape(first.name) + r"-\d+")
+    homes = [each for each in (folder, folder.parent) if each.parent == first.parent and numbered.fullmatch(each.name)]
+    new = [home for home in homes if not home.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    if new and has_run(first):
+        logger.info("%s has a run; the new one is in: %s", first, new[0])
 
 
 def _numbered(first: Path) -> Iterator[tuple[int, Path]]:
@@ -79,7 +90,8 @@ def _numbered(first: Path) -> Iterator[tuple[int, Path]]:
             yield int(digits), folder
 
 
-def _is_started(folder: Path) -> bool:
+def has_run(folder: Path) -> bool:
+    """Whether a run was started in a folder."""
     return any((folder / name).exists() for name in STARTED)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ from oxrl.generators.pool import WeightSync
 from oxrl.loops.offline import SFTTrainingConfig, run_offline
 from oxrl.loops.online import NO_TEXT, OnlineConfig, RLTrainingConfig, against_baseline, run_online
 from oxrl.loops.progress import SaveFn, no_checkpoint
-from oxrl.names import renamed_keywords
-from oxrl.rollouts.batches import compute_reward
+from oxrl.loops.step import check_backend
+from oxrl.names import as_record, renamed_keywords
+from oxrl.rollouts.batches import as_rollout, compute_reward
 from oxrl.rollouts.collect import AsyncRolloutManager, Prompt
 from oxrl.run.checkpoint import save_checkpoint
 from oxrl.tracking.metrics import Sink, as_sink, log_to_console
@@ -53,6 +54,7 @@ async def run_sft_training(
     Checkpoints go to `output_dir/checkpoints/step_NNNN`, every `config.checkpoint_every` steps and at the end, with the
     tokenizer if there is one; all are kept. `metrics_logger` None logs nothing.
     """
+    config = as_record(SFTTrainingConfig, config, "config")
     keep = _saver(config.checkpoint_every, backend, output_dir, save, tokenizer)
     algorithm = named_algorithm("sft")
     items = [item for index, sample in enumerate(samples) for item in _items(index, sample, algorithm, tokenizer)]
@@ -63,7 +65,8 @@ async def run_sft_training(
 def _items(index: int, sample: Sample | Rollout | Row, algorithm: Algorithm, tokenizer: Any) -> list[Item]:
     if isinstance(sample, Row):
         return [(sample,)]
-    if isinstance(sample, Rollout):
+    if is_dataclass(sample) and not isinstance(sample, Sample):
+        sample = as_rollout(sample)
         if sample.tokens:
             return [(Row(f"samples:{index}", sample.tokens, sample.loss_mask, media=sample.sample.media),)]  # type: ignore[arg-type]
         response = (*sample.sample.messages, Message("assistant", sample.response))
@@ -97,6 +100,7 @@ async def run_rl_training(
     manager, completions are graded by `compute_reward`. Checkpoints and `metrics_logger` are those of
     `run_sft_training`.
     """
+    config = as_record(RLTrainingConfig, config, "config")
     keep = _saver(config.checkpoint_every, backend, output_dir, save, tokenizer)
     generators: list[Any] = [engine for engine in inference_engines if hasattr(engine, "update_weights")]
     loaders: list[Any] = [engine for engine in inference_engines if not hasattr(engine, "update_weights")]
@@ -134,6 +138,7 @@ def _saver(every: int, backend: Backend, output_dir: str | Path | None, save: Sa
         )
     if output_dir is None:
         return save or no_checkpoint
+    check_backend(backend, {"save"})
     root = Path(output_dir) / "checkpoints"
 
     async def write(state: TrainingState, best_step: int | None) -> None:  # noqa: ARG001 - all are kept

@@ -10,6 +10,7 @@ from typing import Any
 
 from oxrl.config import Config, ConfigError
 from oxrl.config.checks import contradictions, remarks
+from oxrl.machine.packages import refuse_broken
 from oxrl.models.chat_templates import read_template
 from oxrl.models.load import check_model, context_length, load_tokenizer
 from oxrl.run.build import check_servers
@@ -56,6 +57,7 @@ def prepare_run(config: Config, output: str | Path | None = None, *, resume: boo
     check_trackers(config.run.trackers)
     spec = resolve(config, folder, resume_from=resume_from)
     check_installed(spec.config, online=spec.online)
+    refuse_broken("deepspeed")  # transformers imports it when it saves a model
     if spec.online:
         check_servers(spec.config)
     if resume_from is not None:

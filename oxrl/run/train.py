@@ -30,7 +30,7 @@ from oxrl.run.checkpoint import (
 )
 from oxrl.run.data import longest_possible_items
 from oxrl.run.failure import failures_recorded
-from oxrl.run.folder import RolloutLog, record_config, record_inputs, resolve_weights
+from oxrl.run.folder import RolloutLog, create_folder, record_config, record_inputs, resolve_weights
 from oxrl.run.prepare import prepare_run, starting_from
 from oxrl.run.reward import load_reward
 from oxrl.run.spec import RunSpec, environment, first_algorithm, rollout_config, sampling_config
@@ -69,6 +69,16 @@ class RunResult(_RunFields, Finished):
     """A finished run: its `folder`, its best `checkpoint`, and the `history` of metrics that were logged."""
 
     __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"RunResult({last_metrics(self.history)}; folder={str(self.folder)!r})"
+
+
+def last_metrics(history: Sequence[Mapping[str, float]]) -> str:
+    """`"step 40  loss 1.305"`: the main metrics of the last step."""
+    last = history[-1] if history else {}
+    keys = ("step", "reward", "loss", "eval_reward", "eval_loss", "eval_token_accuracy")
+    return "  ".join(f"{key} {last[key]:.4g}" for key in keys if key in last) or "no step"
 
 
 def train_run(
@@ -169,7 +179,7 @@ def _locked(spec: RunSpec) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
     folder = spec.folder
-    folder.mkdir(parents=True, exist_ok=True)
+    create_folder(spec.config, folder)
     try:
         held = FileLock(folder / ".lock", blocking=False).acquire()
     except Timeout:
@@ -223,6 +233,9 @@ def _report_micro_batches(backend: Any, activity: Activity) -> None:
 async def _warm_up(spec: RunSpec, backend: Any, limits: MemoryLimits) -> None:
     """Run out of memory now rather than later. A first step with every row in it does so by itself."""
     if not spec.online and len(spec.rows) <= spec.config.batch_size:
+        return
+    if not hasattr(getattr(backend, "backend", backend), "memory_warm_up"):  # a backend from outside, perhaps queued
+        _log.info("no memory warm-up: the backend has no memory_warm_up")
         return
     vocabulary = source_of(await backend.get_weights()).vocabulary
     items = longest_possible_items(spec, vocabulary)

@@ -241,7 +241,7 @@ def relative_gap(one, other):
 )
 def test_a_shared_prefix_is_computed_once_and_changes_nothing(shape, attention, checkpointing):
     module = LanguageModel(build(shape, attention))
-    assert "shared prompts once" in prepare_layout(module).reason
+    assert "a prompt that rows share is computed once" in prepare_layout(module).reason
     if checkpointing:
         module.model.gradient_checkpointing_enable({"use_reentrant": False})
     module.train()
@@ -287,7 +287,7 @@ def test_a_model_that_counts_positions_itself_computes_every_prompt_in_each_row(
     module = LanguageModel(model)
     probed = prepare_layout(module)
     assert probed.layout == "packed"
-    assert "in each of their rows: packed rows differ" in probed.reason
+    assert "in each of them: packed rows differ" in probed.reason
     rows = families()
     values = by_row(module, rows)
     for row in rows:
@@ -335,7 +335,7 @@ def test_the_gpu_kernel_supports_shared_prefixes(shape):
         parameter.data = parameter.data.bfloat16().float()
     module = LanguageModel(build(shape, hidden_size=64).bfloat16().cuda())
     probed = prepare_layout(module)
-    assert "shared prompts once" in probed.reason, probed.reason
+    assert "a prompt that rows share is computed once" in probed.reason, probed.reason
     rows = families()
     reference = LanguageModel(exact)  # padded, float32, transformers' own attention
     expected, expected_gradients, _ = run(reference, rows, "padded")

@@ -20,13 +20,13 @@ from oxrl.types import Generation
 
 
 class Echo:
-    \"\"\"Returns the last tokens of each prompt.\"\"\"
+    \"\"\"Returns the last tokens of each prompt, without log-probs: the trainer compares none.\"\"\"
 
     version = 0
 
     async def generate(self, requests, sampling):
         tokens = [request.tokens[-sampling.max_new_tokens :] for request in requests]
-        return [Generation(each, (0.0,) * len(each), "stop", self.version, "echo") for each in tokens]
+        return [Generation(each, (), "stop", self.version, "echo") for each in tokens]
 
     async def update_weights(self, weights):
         self.version = weights.version
@@ -88,7 +88,6 @@ def test_a_run_trains_with_records_from_files(tmp_path, records):
         "train.alg_name": "grpo",
         "train.train_steps_per_epoch": 2,
         "train.train_batch_size_per_gpu": 2,
-        "train.max_logprob_gap": 1e9,
         "rollout.n_samples": 2,
         "rollout.max_tokens": 4,
         "reward.reward_func": "length_target",

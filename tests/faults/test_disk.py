@@ -6,13 +6,17 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
+import anyio
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from oxrl.cli import app, main
 from oxrl.config import ConfigError, load_config, load_stages
-from oxrl.run.checkpoint import _all_or_nothing
+from oxrl.loops.memory_warmup import advice_on_memory
+from oxrl.run.checkpoint import _all_or_nothing, save_checkpoint
 from oxrl.run.folder import check_resumable, record_config, record_stages, recorded_stages
+from oxrl.types import TrainingState
 from tests.rows import sums, write_jsonl
 
 OVERRIDES = ["model.name=tiny", "data.train_files_path=rows.jsonl", "train.alg_name=sft"]
@@ -161,3 +165,16 @@ def test_only_an_error_of_the_disk_advises_to_free_space(tmp_path, error, advise
     ):
         raise error
     assert ("Free disk space" in str(raised.value)) == advised
+
+
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), OSError(12, "none")])
+def test_memory_that_runs_out_in_a_checkpoint_is_not_that_of_a_micro_batch(tmp_path, error):
+    class FullMemory:
+        def save(self, path):
+            raise error
+
+    wanted = r"while the checkpoint .*step_0002 was written.*raise the memory limit"
+    with pytest.raises(RuntimeError, match=wanted) as raised, advice_on_memory("lower train.micro_batch_tokens"):
+        anyio.run(save_checkpoint, tmp_path, FullMemory(), TrainingState(step=2))
+    assert "lower train.micro_batch_tokens" not in str(raised.value) and "disk" not in str(raised.value)
+    assert not list(tmp_path.iterdir())

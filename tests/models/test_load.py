@@ -600,6 +600,39 @@ print(json.dumps(results))
     assert ("/old/model/resolve/v1/config.json", "Bearer hf_of_a_test") in hub.requested
 
 
+class SilentHub(Quiet):
+    """Closes every connection without a response."""
+
+    def do_HEAD(self) -> None:
+        self.server.requested.append(self.path)  # type: ignore[attr-defined]
+        self.close_connection = True
+
+    do_GET = do_HEAD
+
+
+@pytest.mark.engine
+def test_a_hub_that_does_not_respond_is_asked_once_and_reported_once(tmp_path: Path) -> None:
+    arguments = ["train", "--model", "someone/model", "--algorithm", "sft", "--set", "run.experiment_id=first"]
+    rows = ROOT / "registry" / "examples" / "data" / "chats.jsonl"
+    (tmp_path / "checkpoints" / "first").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "first" / "metrics.jsonl").touch()
+    with serving(SilentHub, requested=[]) as hub:
+        environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+        ran = subprocess.run(
+            [sys.executable, "-m", "oxrl", *arguments, "--data", str(rows)],
+            cwd=tmp_path,
+            env=environment | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=HANG,
+        )
+    assert ran.returncode == 2
+    (message,) = ran.stderr.splitlines()
+    assert message.startswith("error: there is no local model someone/model, and the hub cannot be reached")
+    assert len(hub.requested) == 1
+    assert [each.name for each in (tmp_path / "checkpoints").iterdir()] == ["first"]
+
+
 def test_load_hf_model_takes_plain_arguments() -> None:
     model = load_hf_model("tiny", "bfloat16", "cpu", "eager")
     assert (model.dtype, model.config._attn_implementation) == (torch.bfloat16, "eager")

@@ -227,7 +227,7 @@ def test_losses_of_views_are_means_over_their_units():
     )
     assert loss(student, "opd") == pytest.approx((2.0 + np.exp(-0.5) * -1.0) / 2)
     with pytest.raises(
-        ValueError, match="the batch is Policy, and kto takes Labelled or a LossBatch; create_loss_batch"
+        ValueError, match="the batch is a Policy, and kto takes Labelled or a LossBatch; create_loss_batch"
     ):
         loss(a_policy(), "kto")
 

@@ -14,6 +14,7 @@ from oxrl.data.prepare import DATASETS, prepare_samples
 from oxrl.data.render import Renderer
 from oxrl.models.load import load_tokenizer
 from oxrl.models.reward_model import load_reward_model, score_tokens
+from oxrl.names import import_object
 from oxrl.rewards import BUILDERS, REWARDS, clamp, describe_rewards, grade, reward
 from oxrl.rewards.choice import chosen_letter
 from oxrl.rewards.named import (
@@ -25,7 +26,6 @@ from oxrl.rewards.named import (
     soft_math,
 )
 from oxrl.rewards.numbers import claimed_number
-from oxrl.rewards.table import document
 from oxrl.rewards.trial import final_answer, try_reward
 from oxrl.run.checkpoint import best_checkpoint
 from oxrl.run.reward import configured_reward, named_reward
@@ -36,6 +36,7 @@ from tests.rewards.rollouts import a_rollout
 from tests.rows import write_jsonl
 
 DOCS = Path(__file__).parents[2] / "docs" / "rewards.md"
+with_table = import_object(f"{DOCS.parent}/rewards_table.py:with_table")
 WORKED = "She buys 3 boxes of 6, so 3 * 6 = <<3*6=18>>18 eggs.\n#### 18"
 
 OWN = [
@@ -191,7 +192,8 @@ def test_the_table_is_complete_and_shown_in_the_docs():
     assert {*names.split()} <= REWARDS.keys()
     assert BUILDERS.keys() == {"rm_reward_func", "llm_judge"}
     assert describe_rewards()["rm_reward_func"].parameters["model"] is ...
-    assert document() in DOCS.read_text(), 'run: python -c "from oxrl.rewards.table import document; print(document())"'
+    assert DOCS.read_text() == with_table(DOCS.read_text()), "run: python docs/rewards_table.py"
+    assert "| `exact_match` |" in with_table(DOCS.read_text().replace("| `exact_match` |", "| `old` |", 1))
 
 
 TRIALS = [

@@ -1,11 +1,15 @@
 """Samples recorded by other code, as keywords: their fields, their batches, and functions that generate them."""
 
 import asyncio
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from inspect import signature
+from typing import Any
 
 import anyio
 import pytest
+import trio
 
 import oxrl
 from oxrl import Sample, Status
@@ -165,3 +169,79 @@ def test_over_sampling_keeps_the_first_groups_that_pass_and_a_selection_can_keep
 
     assert kept(first) == ["a", "bb"]
     assert kept(replace(first, select_fn=best)) == ["dddd", "ccc"]
+
+
+class OwnStatus(Enum):
+    PENDING = "pending"
+    TRUNCATED = "truncated"
+
+
+@dataclass
+class OwnSample:
+    """A user's record with the fields of a sample and its completion."""
+
+    prompt: str | list[dict[str, str]]
+    response: str = ""
+    tokens: list[int] = field(default_factory=list)
+    loss_mask: list[float] = field(default_factory=list)
+    reward: float = 0.0
+    group_index: int | None = None
+    rollout_log_probs: list[float] | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    status: OwnStatus = OwnStatus.PENDING
+
+
+@dataclass(frozen=True)
+class OwnConfig:
+    batch_size: int
+    n_samples_per_prompt: int = 1
+    over_sampling_factor: float = 1.0
+    generate_fn: Callable[..., Any] | None = None
+    reward_fn: Callable[..., Any] | None = None
+    filter_fn: Callable[..., Any] | None = None
+
+
+def own_samples(prompts):
+    return [OwnSample(prompt, "4", [1, 2, 3], [0, 0, 1]) for prompt in prompts]
+
+
+def test_dataclasses_with_the_same_fields_are_accepted():
+    config = OwnConfig(1, 2, generate_fn=own_samples, reward_fn=lambda sample: float(len(sample.tokens)))
+    batch = next(generate_rollout_batches(oxrl.DataBuffer([OwnSample("2+2?")]), config))
+    assert batch.rewards == [3.0, 3.0], "a reward that is the field's default is not a grade"
+    recorded = OwnSample("2+2?", "4", [1, 2], [0, 1], reward=0.5, group_index=3, status=OwnStatus.TRUNCATED)
+    ((row,),) = oxrl.group_rollouts([recorded])
+    assert (row.reward, row.group, row.status) == (0.5, 3, Status.TRUNCATED)
+    assert convert_to_batch([recorded]).rewards == [0.5] and compute_response_lengths([recorded]) == [1]
+    assert oxrl.check_reward_nonzero_std([recorded, *own_samples("a")])
+    assert len(oxrl.prepare_grpo_batch(own_samples("ab"), [1.0, 0.0])) == 2
+    with pytest.raises(ValueError, match="was not graded; a missing grade is not a reward of 0"):
+        compute_reward(OwnSample("2+2?", "4", [1, 2], [0, 1]))
+
+
+def test_a_config_with_another_field_is_refused_with_the_fields_that_there_are():
+    @dataclass
+    class Other:
+        batch_size: int
+        temperature: float = 1.0
+
+    with pytest.raises(ValueError, match=r"an Other with the field temperature; give RolloutConfig\(batch_size, n_sam"):
+        AsyncRolloutManager(oxrl.DataBuffer(["2+2?"]), Other(1))
+    with pytest.raises(ValueError, match=r"config is a dict; give RolloutConfig\(batch_size"):
+        next(generate_rollout_batches(oxrl.DataBuffer(["2+2?"]), {"batch_size": 1}))
+
+
+@pytest.mark.parametrize("wait", [trio.lowlevel.checkpoint, trio.lowlevel.current_task])
+def test_a_generate_fn_of_another_async_library_is_an_error_at_the_first_call(wait):
+    calls = []
+
+    async def of_trio(prompts):
+        calls.append(prompts)
+        result = wait()
+        await result
+        return scored([True] * len(prompts))
+
+    batches = generate_rollout_batches(oxrl.DataBuffer(["2+2?"]), RolloutConfig(1, generate_fn=of_trio))
+    with pytest.raises(ValueError, match=r"under trio.run, await AsyncRolloutManager\(data_buffer, config\)"):
+        next(batches)
+    assert len(calls) == 1, "it is not retried"

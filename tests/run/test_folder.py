@@ -3,7 +3,15 @@
 import pytest
 
 from oxrl.config import ConfigError, check_config
-from oxrl.run.folder import check_resumable, choose_folder, record_config, record_inputs, record_stages, recorded_stages
+from oxrl.run.folder import (
+    check_resumable,
+    choose_folder,
+    create_folder,
+    record_config,
+    record_inputs,
+    record_stages,
+    recorded_stages,
+)
 from oxrl.run.reward import load_reward
 from oxrl.types import Message, Sample
 
@@ -113,7 +121,10 @@ def test_a_new_run_without_output_goes_to_the_next_numbered_folder_and_a_resume_
     (tmp_path / "math-11").mkdir()
     (tmp_path / "math-11" / ".lock").touch()  # of a run that failed before its first step
     assert choose_folder(config, None, resume=False) == tmp_path / "math-12"
-    assert f"{tmp_path}/math has a run; the new one is in: {tmp_path}/math-12" in caplog.text
+    assert not caplog.records, "the folder does not exist yet"
+    create_folder(config, tmp_path / "math-12" / "sft")
+    create_folder(config, tmp_path / "math-12" / "rl")
+    assert caplog.text.count(f"{tmp_path}/math has a run; the new one is in: {tmp_path}/math-12\n") == 1
     assert choose_folder(config, None, resume=True) == tmp_path / "math-10", "by number, not by name"
     assert f"resuming the latest run: {tmp_path}/math-10" in caplog.text
     assert choose_folder(config, tmp_path / "math", resume=False) == tmp_path / "math", "an output is used as given"

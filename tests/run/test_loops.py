@@ -163,3 +163,29 @@ def test_engines_with_one_argument_and_with_a_version_are_synced_together(tmp_pa
 
     assert trio.run(sync) == [{"version": None}, {"path": str(tmp_path)}]
     assert trio.run(sync, 3) == [{"version": 3}, {"path": str(tmp_path)}]
+
+
+class Wrapped:
+    """The methods of a backend that these names select, and no properties."""
+
+    def __init__(self, *names):
+        inner = fresh()
+        for name in names:
+            setattr(self, name, getattr(inner, name))
+
+
+def test_a_backend_needs_only_the_methods_that_its_run_calls():
+    history = sft(Wrapped("forward_backward", "optim_step"))
+    assert history[-1]["trained_tokens"] == sft(fresh())[-1]["trained_tokens"]
+    assert len(rl(Wrapped("forward_backward", "optim_step", "get_weights", "logprobs"), [], steps=1)) == 1
+
+
+def test_missing_methods_of_a_backend_are_listed_before_the_first_step(tmp_path):
+    with pytest.raises(ValueError, match=r"backend Wrapped has no get_weights, logprobs, and this run needs them"):
+        rl(Wrapped("forward_backward", "optim_step"), [])
+    with pytest.raises(ValueError, match="backend Wrapped has no save, and this run needs it"):
+        sft(Wrapped("forward_backward", "optim_step"), output_dir=tmp_path)
+    other = Wrapped("forward_backward", "optim_step")
+    other.forward_backward = lambda batch: batch
+    with pytest.raises(ValueError, match=r"forward_backward\(batch\) must take \(batches, algorithm, counts\)"):
+        sft(other)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from oxrl.data.formats import RawRow
 from oxrl.data.prepare.recipe import Dataset
 from oxrl.data.sources import read_rows
+from oxrl.machine.hub import offline_if_unreachable
 
 
 class Part(NamedTuple):
@@ -69,10 +70,11 @@ def _from_hub(dataset: Dataset, hub: str) -> tuple[list[Part], str]:
 
     name, _, subset = hub.partition(":")
     try:
-        if all(each.endswith(".jsonl.gz") for each in dataset.splits.values()):
-            return _files_from_hub(name, dataset.splits)
-        builder = datasets.load_dataset_builder(name, subset or None)
-        builder.download_and_prepare()
+        with offline_if_unreachable():
+            if all(each.endswith(".jsonl.gz") for each in dataset.splits.values()):
+                return _files_from_hub(name, dataset.splits)
+            builder = datasets.load_dataset_builder(name, subset or None)
+            builder.download_and_prepare()
         loaded = {ours: (theirs, builder.as_dataset(split=theirs)) for ours, theirs in dataset.splits.items()}
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         reason = " ".join(str(error).split())
