@@ -339,7 +339,7 @@ class CapturedDecoder:
         host = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
         host.copy_(out, non_blocking=True)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record()  # type: ignore[no-untyped-call]
+        done.record()
         return Started(self._started, rows, steps, host, done)
 
     def finish(self, started: Started) -> Span:

@@ -151,7 +151,7 @@ def _exponential_blocks(scaled: Tensor) -> tuple[Tensor, Tensor]:
     Each block has its own maximum, so that one pass over `[B, V]` suffices.
     """
     full = scaled.shape[1] - scaled.shape[1] % BLOCK
-    parts = [scaled[:, :full].unflatten(1, (full // BLOCK, BLOCK)), scaled[:, None, full:]]
+    parts = [scaled[:, :full].reshape(len(scaled), full // BLOCK, BLOCK), scaled[:, None, full:]]
     largest, sums = zip(*(_exponentials(part) for part in parts if part.numel()), strict=True)
     largest_of, sum_of = torch.cat(largest, dim=1), torch.cat(sums, dim=1)
     top = largest_of.amax(-1, keepdim=True)
