@@ -42,6 +42,7 @@ from oxrl.run.prepare import prepare_run, resolve
 from oxrl.run.reward import configured_reward
 from oxrl.run.spec import Choice, RunSpec
 from oxrl.run.train import RunResult, last_metrics, open_model, train_spec
+from oxrl.tracking.health import HealthWarning, find_warnings
 from oxrl.tracking.logs import set_up_logging
 from oxrl.tracking.metrics import read_metrics
 from oxrl.types import EnvFn, FilterFn, GenerationConfig, Message, MetricsLogger
@@ -61,12 +62,18 @@ class TrainingResult(NamedTuple):
     choices: tuple[Choice, ...]
 
     def __repr__(self) -> str:
-        return f"TrainingResult({last_metrics(self.history)}; folder={str(self.folder)!r})"
+        warned = f"; {len(self.warnings)} warnings, see .warnings" if self.warnings else ""
+        return f"TrainingResult({last_metrics(self.history)}; folder={str(self.folder)!r}{warned})"
 
     @property
     def metrics(self) -> dict[str, float]:
         """The last value of each metric that was logged."""
         return {name: value for row in self.history for name, value in row.items()}
+
+    @property
+    def warnings(self) -> list[HealthWarning]:
+        """What went wrong in training, by its metrics: the loss diverged, all rewards were equal, and so on."""
+        return find_warnings(read_metrics(self.folder / "metrics.jsonl"))
 
     @renamed_keywords(max_new_tokens="max_tokens")
     def generate(

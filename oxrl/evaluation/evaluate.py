@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from oxrl.concurrency import run_until_interrupted
-from oxrl.config import load_config
+from oxrl.config import Config, load_config
 from oxrl.data.prepare import DATASETS, find_dataset, read_card, split_file
 from oxrl.data.prompts import as_prompt
 from oxrl.data.render import Renderer
@@ -232,8 +232,9 @@ def evaluate(
     default_temperature = 0.0 if samples == 1 else SAMPLING_TEMPERATURE
     sampling = GenerationConfig(max_tokens, default_temperature if temperature is None else temperature, seed=seed)
     check_sampling(sampling)
-    rows = read_eval_data(data, limit)
-    variants = _choose(by, reward, params or {}, rows, str(model))
+    run = _run_config(str(model))
+    rows = read_eval_data(data, limit, run)
+    variants = _choose(by, reward, params or {}, rows, run)
     if not variants:
         _refuse_sampling(samples, temperature)
         return evaluate_rows(str(model), rows.rows, by or kind_of(rows.rows), rows.name, against, seed)
@@ -263,7 +264,7 @@ def evaluate(
 
 
 def _choose(
-    by: Method | None, reward: str | AnyReward | None, params: Mapping[str, Any], rows: EvalData, model: str
+    by: Method | None, reward: str | AnyReward | None, params: Mapping[str, Any], rows: EvalData, run: Config | None
 ) -> dict[str, Reward]:
     """The reward with its variants; {} where the responses or pairs of the rows are scored."""
     kind = kind_of(rows.rows)
@@ -275,21 +276,23 @@ def _choose(
             raise ValueError(f"an evaluation by {by} needs rows with {needed}; see docs/datasets.md")
         return {}
     given = reward or rows.reward
-    if given is None and (kind != "pairs" or by == "reward") and (own := _own_reward(model)):
+    if given is None and (kind != "pairs" or by == "reward") and run and (own := _own_reward(run)):
         return own
     return {} if given is None and by is None and kind is not None else _variants(given, params)
 
 
-def _own_reward(model: str) -> dict[str, Reward]:
-    """The reward that a run was trained with; {} for any other model, and for runs without one."""
+def _run_config(model: str) -> Config | None:
+    """The config of a run; None for any other model."""
     file = last_stage(Path(model)) / "config.yaml"
-    if not file.is_file():
-        return {}
-    config = load_config(file)
-    section = config.reward
+    return load_config(file) if file.is_file() else None
+
+
+def _own_reward(run: Config) -> dict[str, Reward]:
+    """The reward that a run was trained with; {} for runs without one."""
+    section = run.reward
     if isinstance(section.reward_func, str):
         return reward_variants(section.reward_func, section.params)
-    loaded = load_reward(config)
+    loaded = load_reward(run)
     return {} if loaded is None else {"": loaded}
 
 
@@ -323,16 +326,19 @@ def _check_choices(
 def _variants(reward: str | AnyReward | None, params: Mapping[str, Any]) -> dict[str, Reward]:
     if reward is None:
         raise ValueError(
-            "no reward is set: use --reward NAME (`oxrl rewards list` lists the names) or --reward FILE.py:FUNCTION; "
-            "rows with responses or pairs need none"
+            "no reward is set: name one (`oxrl rewards list` lists them), or a function as FILE.py:FUNCTION; rows with "
+            "responses or pairs need none"
         )
     if isinstance(reward, str):
         return reward_variants(reward, params)
     return {"": as_reward(partial(reward, **params) if params and not isinstance(reward, Reward) else reward)}
 
 
-def read_eval_data(data: Source | Sequence[Sample], limit: int | None = None) -> EvalData:
-    """Read the test split of a dataset by name, samples in memory, or rows of anything that `load_samples` reads."""
+def read_eval_data(data: Source | Sequence[Sample], limit: int | None = None, run: Config | None = None) -> EvalData:
+    """Read the test split of a dataset by name, samples in memory, or rows of anything that `load_samples` reads.
+
+    Other rows than those of datasets are read with the columns and templates of `run`, if they have them.
+    """
     if isinstance(data, Sequence) and not isinstance(data, str) and data and isinstance(data[0], Sample):
         rows = list(data)[:limit]
         return EvalData(rows, [as_prompt(each) for each in rows], "samples in memory", None)
@@ -343,8 +349,18 @@ def read_eval_data(data: Source | Sequence[Sample], limit: int | None = None) ->
             name, source, reward = f"{known[0]}:{known[1]}", split_file(*known), find_dataset(known[0]).reward
         elif (Path(data).parent / "card.json").is_file():
             reward = read_card(Path(data).parent).get("reward")
-    loaded = load_samples(source, split="test", limit=limit).samples  # type: ignore[arg-type]
+    loaded = _load_rows(source, limit, run if reward is None else None)
     return EvalData(loaded, [as_prompt(sample) for sample in loaded], name, reward)
+
+
+def _load_rows(source: Any, limit: int | None, run: Config | None) -> list[Sample]:
+    load = partial(load_samples, source, split="test", limit=limit)
+    if run is not None and (run.data.columns or run.data.template):
+        try:
+            return list(load(columns=run.data.columns, template=run.data.template).samples)
+        except ValueError as error:
+            logger.info("the rows are read as they are, not with the columns of the run: %s", error)
+    return list(load().samples)
 
 
 def _dataset_named(data: str) -> tuple[str, str] | None:

@@ -9,7 +9,9 @@ from typer.testing import CliRunner
 
 from oxrl import evaluate
 from oxrl.cli import app
+from oxrl.config import load_config
 from oxrl.data.prepare import prepare
+from oxrl.evaluation.evaluate import read_eval_data
 from oxrl.loops.statistics import confidence_interval
 from oxrl.run.reward import reward_variants
 from oxrl.types import Message, Sample
@@ -156,6 +158,16 @@ def test_samples_in_memory_and_a_reward_function_are_accepted():
     assert evaluation.results[0].rollouts[0].sample.answer == "x"  # the reply is not shown to the model
     assert evaluation.results[0].marks[""].reward.mean <= 0.5
     assert json.loads(json.dumps(evaluation.to_dict()))["rows"] == 3
+
+
+def test_rows_are_read_with_the_columns_of_the_run_if_they_have_them():
+    templates = ["data.prompt={Body} {Question}", "data.answer=Answer"]
+    run = load_config(None, ["model.name=tiny", "data.train_files_path=rows.jsonl", *templates])
+    rows = [{"Body": "Two and two.", "Question": "How many?", "Answer": "4"}]
+    (sample,) = read_eval_data(rows, run=run).samples
+    assert (sample.messages[-1].text, sample.answer) == ("Two and two. How many?", "4")
+    (plain,) = read_eval_data([{"prompt": "3?", "answer": "3"}], run=run).samples
+    assert (plain.messages[-1].text, plain.answer) == ("3?", "3")
 
 
 def test_a_prompt_longer_than_the_context_is_named(tmp_path):
