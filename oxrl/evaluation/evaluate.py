@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from oxrl.concurrency import run_until_interrupted
-from oxrl.config import load_config
 from oxrl.data.prepare import DATASETS, find_dataset, read_card, split_file
 from oxrl.data.prompts import as_prompt
 from oxrl.data.render import Renderer
@@ -28,7 +27,7 @@ from oxrl.rewards import Reward, as_reward, check_samples
 from oxrl.rewards.grade import AnyReward, grade
 from oxrl.rewards.length import sampled_tokens
 from oxrl.rollouts.collect import RolloutSampler
-from oxrl.run.folder import resolve_weights
+from oxrl.run.folder import read_recorded, resolve_weights
 from oxrl.run.reward import reward_variants
 from oxrl.types import GenerationConfig, Rollout, Sample, Status
 
@@ -341,7 +340,9 @@ class EvalModel(NamedTuple):
 
 
 def _warn_of_tools(config: Path) -> None:
-    if config.is_file() and (env := load_config(config).rollout.env) != "single_turn":
+    """Not validated as a config: that would import Python files which it names, and the run may be a stranger's."""
+    rollout = read_recorded(config).get("rollout", {}) if config.is_file() else {}
+    if (env := rollout.get("env", "single_turn")) != "single_turn":
         logger.warning("this run was trained with rollout.env %s; it is evaluated with a single turn, without it", env)
 
 
