@@ -92,11 +92,9 @@ class TrainingResult(NamedTuple):
             data = next(iter(self.config.data.val_files.values()), None)
             if data is None:
                 raise ValueError("the run has no held-out rows: pass data, as in result.evaluate('gsm8k')")
-            own = self.config.reward
-            if reward is None and isinstance(own.reward_func, str):
-                reward, rest = own.reward_func, {"params": own.params, **rest}
-            elif reward is None and own.reward_func is not None:
-                reward = configured_reward(self.config)
+        own = self.config.reward.reward_func
+        if reward is None and "by" not in rest and own is not None and (not isinstance(own, str) or ":" in own):
+            reward = configured_reward(self.config)  # `evaluate` does not import what a run names
         return evaluate(self.folder, data, reward, **rest)
 
     def save(self, folder: str | Path, **rest: Any) -> Path:

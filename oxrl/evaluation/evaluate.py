@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from oxrl.concurrency import run_until_interrupted
-from oxrl.config import Config, load_config
+from oxrl.data.fill import TEMPLATED
 from oxrl.data.prepare import DATASETS, find_dataset, read_card, split_file
 from oxrl.data.prompts import as_prompt
 from oxrl.data.render import Renderer
@@ -27,12 +27,12 @@ from oxrl.loops.evaluate import sample_and_grade
 from oxrl.loops.statistics import Comparison, Estimate, compare, estimate, pass_at_k
 from oxrl.models.load import check_model, load_model, load_tokenizer
 from oxrl.names import did_you_mean
-from oxrl.rewards import Reward, as_reward, check_samples
+from oxrl.rewards import Reward, as_reward, check_samples, weighted
 from oxrl.rewards.grade import AnyReward, grade
 from oxrl.rewards.length import sampled_tokens
 from oxrl.rollouts.collect import RolloutSampler
-from oxrl.run.folder import last_stage, resolve_weights
-from oxrl.run.reward import load_reward, reward_variants
+from oxrl.run.folder import last_stage, read_recorded, resolve_weights
+from oxrl.run.reward import named_reward, reward_variants
 from oxrl.types import GenerationConfig, Rollout, Sample, Status
 
 logger = logging.getLogger(__name__)
@@ -264,7 +264,7 @@ def evaluate(
 
 
 def _choose(
-    by: Method | None, reward: str | AnyReward | None, params: Mapping[str, Any], rows: EvalData, run: Config | None
+    by: Method | None, reward: str | AnyReward | None, params: Mapping[str, Any], rows: EvalData, run: Mapping[str, Any]
 ) -> dict[str, Reward]:
     """The reward with its variants; {} where the responses or pairs of the rows are scored."""
     kind = kind_of(rows.rows)
@@ -276,24 +276,34 @@ def _choose(
             raise ValueError(f"an evaluation by {by} needs rows with {needed}; see docs/datasets.md")
         return {}
     given = reward or rows.reward
-    if given is None and (kind != "pairs" or by == "reward") and run and (own := _own_reward(run)):
+    if given is None and (kind != "pairs" or by == "reward") and (own := _own_reward(run)):
         return own
     return {} if given is None and by is None and kind is not None else _variants(given, params)
 
 
-def _run_config(model: str) -> Config | None:
-    """The config of a run; None for any other model."""
+def _run_config(model: str) -> dict[str, Any]:
+    """What a run recorded; {} for any other model.
+
+    Not validated as a config: that would import Python files which it names, and the run may be a stranger's.
+    """
     file = last_stage(Path(model)) / "config.yaml"
-    return load_config(file) if file.is_file() else None
+    return read_recorded(file) if file.is_file() else {}
 
 
-def _own_reward(run: Config) -> dict[str, Reward]:
-    """The reward that a run was trained with; {} for runs without one."""
-    section = run.reward
-    if isinstance(section.reward_func, str):
-        return reward_variants(section.reward_func, section.params)
-    loaded = load_reward(run)
-    return {} if loaded is None else {"": loaded}
+def _own_reward(run: Mapping[str, Any]) -> dict[str, Reward]:
+    """The reward that a run was trained with; {} for other models, and for runs without one."""
+    section = run.get("reward", {})
+    named, params = section.get("reward_func"), section.get("params", {})
+    names = [named] if isinstance(named, str) else list(named or {})
+    if outside := next((name for name in names if ":" in name), None):
+        raise ValueError(
+            f"the run was trained with the reward {outside}, and evaluations do not import Python files of a run by "
+            "themselves: pass it as reward; or choose by perplexity or pairs"
+        )
+    if isinstance(named, str):
+        return reward_variants(named, params)
+    members: dict[AnyReward, float] = {named_reward(name, params.get(name, {})): named[name] for name in names}
+    return {"": weighted(members)} if members else {}
 
 
 def _refuse_sampling(samples: int, temperature: float | None) -> None:
@@ -334,7 +344,9 @@ def _variants(reward: str | AnyReward | None, params: Mapping[str, Any]) -> dict
     return {"": as_reward(partial(reward, **params) if params and not isinstance(reward, Reward) else reward)}
 
 
-def read_eval_data(data: Source | Sequence[Sample], limit: int | None = None, run: Config | None = None) -> EvalData:
+def read_eval_data(
+    data: Source | Sequence[Sample], limit: int | None = None, run: Mapping[str, Any] = MappingProxyType({})
+) -> EvalData:
     """Read the test split of a dataset by name, samples in memory, or rows of anything that `load_samples` reads.
 
     Other rows than those of datasets are read with the columns and templates of `run`, if they have them.
@@ -349,15 +361,16 @@ def read_eval_data(data: Source | Sequence[Sample], limit: int | None = None, ru
             name, source, reward = f"{known[0]}:{known[1]}", split_file(*known), find_dataset(known[0]).reward
         elif (Path(data).parent / "card.json").is_file():
             reward = read_card(Path(data).parent).get("reward")
-    loaded = _load_rows(source, limit, run if reward is None else None)
+    loaded = _load_rows(source, limit, run.get("data", {}) if reward is None else {})
     return EvalData(loaded, [as_prompt(sample) for sample in loaded], name, reward)
 
 
-def _load_rows(source: Any, limit: int | None, run: Config | None) -> list[Sample]:
+def _load_rows(source: Any, limit: int | None, section: Mapping[str, Any]) -> list[Sample]:
     load = partial(load_samples, source, split="test", limit=limit)
-    if run is not None and (run.data.columns or run.data.template):
+    columns, template = section.get("columns"), {name: section[name] for name in TEMPLATED if section.get(name)}
+    if columns or template:
         try:
-            return list(load(columns=run.data.columns, template=run.data.template).samples)
+            return list(load(columns=columns, template=template).samples)
         except ValueError as error:
             logger.info("the rows are read as they are, not with the columns of the run: %s", error)
     return list(load().samples)
@@ -406,7 +419,8 @@ class EvalModel(NamedTuple):
 
 
 def _warn_of_tools(config: Path) -> None:
-    if config.is_file() and (env := load_config(config).rollout.env) != "single_turn":
+    rollout = read_recorded(config).get("rollout", {}) if config.is_file() else {}
+    if (env := rollout.get("env", "single_turn")) != "single_turn":
         logger.warning("this run was trained with rollout.env %s; it is evaluated with a single turn, without it", env)
 
 

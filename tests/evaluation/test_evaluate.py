@@ -9,7 +9,6 @@ from typer.testing import CliRunner
 
 from oxrl import evaluate
 from oxrl.cli import app
-from oxrl.config import load_config
 from oxrl.data.prepare import prepare
 from oxrl.evaluation.evaluate import read_eval_data
 from oxrl.loops.statistics import confidence_interval
@@ -161,8 +160,7 @@ def test_samples_in_memory_and_a_reward_function_are_accepted():
 
 
 def test_rows_are_read_with_the_columns_of_the_run_if_they_have_them():
-    templates = ["data.prompt={Body} {Question}", "data.answer=Answer"]
-    run = load_config(None, ["model.name=tiny", "data.train_files_path=rows.jsonl", *templates])
+    run = {"data": {"prompt": "{Body} {Question}", "answer": "Answer", "system": None, "columns": {}}}
     rows = [{"Body": "Two and two.", "Question": "How many?", "Answer": "4"}]
     (sample,) = read_eval_data(rows, run=run).samples
     assert (sample.messages[-1].text, sample.answer) == ("Two and two. How many?", "4")
@@ -190,7 +188,7 @@ def test_a_reward_has_its_other_variant_behind_it():
         (["--data", "nowhere.jsonl", "--reward", "contains"], "nowhere.jsonl"),
         (["--data", "gsm8", "--reward", "contains"], "did you mean gsm8k?"),
         (["--data", "gsm8k:dev", "--reward", "contains"], "no split 'dev'"),
-        (["--data", "ROWS"], "no reward is set: use --reward"),
+        (["--data", "ROWS"], "no reward is set: name one"),
         (["--data", "ROWS", "--reward", "containz"], "did you mean contains?"),
         (["--data", "ROWS", "--reward", "contains", "--param", "x=1"], "no parameter x"),
         (["--data", "BARE", "--reward", "number_match"], "cannot grade 2 of 2"),

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
@@ -202,6 +203,26 @@ def test_a_config_that_names_another_kind_of_algorithm_is_refused(root, name, cu
     a_run(root.parent, name, **({"reward": {"reward_func": "exact_match"}} if name == "grpo" else {}))
     done = CliRunner().invoke(app, ["train", "--output", str(root.parent), "--resume"])
     assert done.exit_code == 2 and "".join(expected.split()) in "".join(done.output.split()), done.output
+
+
+def test_commands_that_read_a_run_import_no_python_file_that_its_config_names(root, tmp_path, caplog):
+    a_run(root.parent, "sft")
+    marker, code = tmp_path / "imported", tmp_path / "named.py"
+    code.write_text(f"import pathlib\npathlib.Path({str(marker)!r}).touch()\ndef thing(*_): return 1.0\n")
+    config = yaml.safe_load((root.parent / "config.yaml").read_text())
+    for section, key in (("run", "backend"), ("inference_engine", "name"), ("train", "alg_name"), ("rollout", "env")):
+        config[section][key] = f"{code}:thing"
+    (root.parent / "config.yaml").write_text(yaml.safe_dump(config))
+    write_jsonl(root.parent / "metrics.jsonl", [{"step": 3, "loss": 1.0}])
+    for command in (
+        ["eval", root.parent, "--data", root.parent / "rows.jsonl", "--reward", "exact_match", "--max-tokens", 1],
+        ["generate", root.parent, "--prompt", "a", "--max-new-tokens", 1],
+        ["export", root.parent, "--output", tmp_path / "exported"],
+    ):
+        done = CliRunner().invoke(app, [str(part) for part in command])
+        assert done.exit_code == 0, (command, done.output)
+    assert not marker.exists()
+    assert f"this run was trained with rollout.env {code}:thing" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "rng.safetensors"])
