@@ -30,6 +30,7 @@ LIVE = "live"
 _MOST_HELD = 1000  # values of a list or dict that a digest covers
 _LIVE: dict[str, Any] = {}
 _FOUND: dict[Path, Path] = {}  # absolute paths of files by name: a reward may change the working directory
+_MODULES: dict[Path, tuple[tuple[int, int], ModuleType]] = {}  # file -> (time and size, module)
 
 
 def import_path_of(given: Any) -> str:
@@ -166,9 +167,12 @@ def _found(path: Path) -> Path:
 
 
 def _module_of_file(path: Path) -> ModuleType:
-    """Load a module by its file path, since another module may have the same name."""
+    """Load a module by its file path, since another module may have the same name; once, while the file is the same."""
     if not path.is_file():
         raise ImportError(f"there is no file {path.absolute()}")
+    version = (path.stat().st_mtime_ns, path.stat().st_size)
+    if (loaded := _MODULES.get(path.absolute())) is not None and loaded[0] == version:
+        return loaded[1]
     spec = importlib.util.spec_from_file_location(f"oxrl_user_{path.stem}", path)
     assert spec is not None, f"{path} ends with .py"
     assert spec.loader is not None, f"{path} ends with .py"
@@ -179,17 +183,18 @@ def _module_of_file(path: Path) -> ModuleType:
     except BaseException:
         del sys.modules[spec.name]
         raise
+    _MODULES[path.absolute()] = (version, module)
     return module
 
 
 def nearest_name(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """Return the known name with the fewest edits from `name`, or None if no similarity reaches `cutoff`.
 
-    Among names with equally many edits it is one of the same length, then the most similar one.
+    Among names with equally many edits it is one with the same letters (`gpro`, `grpo`), then the most similar one.
     """
     names = list(known)
     similar = get_close_matches(name, names, n=max(1, len(names)), cutoff=cutoff)  # the most similar first
-    return min(similar, key=lambda each: (_edits(name, each), abs(len(name) - len(each))), default=None)
+    return min(similar, key=lambda each: (_edits(name, each), sorted(each) != sorted(name)), default=None)
 
 
 def _edits(one: str, other: str) -> int:

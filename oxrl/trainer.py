@@ -29,6 +29,7 @@ from oxrl.diagnose.plan import (
 from oxrl.evaluation.evaluate import Evaluation, evaluate
 from oxrl.loops.callbacks import Callbacks, as_logger
 from oxrl.machine.hardware import Hardware, detect_hardware, set_up_process
+from oxrl.machine.out_of_memory import return_freed_memory
 from oxrl.models.load import resolve_device
 from oxrl.names import LIVE, live_name, renamed_keywords
 from oxrl.rewards.grade import AnyReward
@@ -313,5 +314,6 @@ def _trained_somewhere(spec: RunSpec, watch: Mapping[str, Any]) -> RunResult:
 
 
 def _result(run: RunResult, config: Config, choices: Sequence[Choice]) -> TrainingResult:
+    return_freed_memory()
     history = run.history or read_metrics(run.folder / "metrics.jsonl")  # a finished run had no step left
     return TrainingResult(run.folder, run.checkpoint, history, config, tuple(choices))

@@ -347,7 +347,8 @@ def test_the_help_of_every_command_has_a_summary_an_example_and_a_line_for_each_
     summary, *more = [line.strip() for line in command.help.splitlines() if line.strip()]
     assert summary.endswith(".") and "oxrl " not in summary.replace("`oxrl merge`", ""), summary
     assert any(line.startswith(" ".join(("oxrl", *words))) for line in more), "an example"
-    unexplained = [each.name for each in command.params if each.name != "help" and not each.help]
+    shown = [each for each in command.params if each.name != "help" and not getattr(each, "hidden", False)]
+    unexplained = [each.name for each in shown if not each.help]
     assert not unexplained
     assert "Usage" in run(*words, "--help").output
 

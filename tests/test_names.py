@@ -115,10 +115,14 @@ def test_a_file_that_cannot_be_imported_is_refused_with_its_name_and_the_reason(
 
 
 def test_a_file_that_was_imported_is_found_after_the_working_directory_has_changed(tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text("import os\n\ndef length(): os.chdir('/')\n\nassert os.getcwd() != '/'")
+    file = tmp_path / "mine.py"
+    file.write_text("import os\n\ndef length(): os.chdir('/')\n\nassert os.getcwd() != '/'")
     monkeypatch.chdir(tmp_path)
-    import_object("mine.py:length")()
-    assert source_file("mine.py:length") == tmp_path / "mine.py"
+    length = import_object("mine.py:length")
+    length()
+    assert source_file("mine.py:length") == file
+    assert import_object("mine.py:length") is length, "a file is executed once"
+    file.write_text(file.read_text() + "  # changed")
     with pytest.raises(ValueError, match=r"mine.py:length cannot be imported: AssertionError:  \(line 5\)"):
         import_object("mine.py:length")
 

@@ -475,7 +475,7 @@ def test_callbacks_see_every_event_of_a_run_and_can_stop_it(caplog):
         ("save", 2, True),
         ("end", 2),
     ]
-    assert steps == [1, 2] and logged == [2], "callbacks see every step, loggers those that are logged"
+    assert steps == [1, 2] and logged == [0, 2], "callbacks see every step, loggers those that are logged"
     assert "Recorder.on_evaluate stops the run: good enough" in caplog.text
     assert result.best_checkpoint.name == "step_0002"
 

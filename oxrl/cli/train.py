@@ -181,14 +181,16 @@ def _start_ranks(stages: Mapping[str, Config], output: Path | None, resume: bool
 
 def _stages(path: Path | None, output: Path | None, resume: bool, overrides: list[str]) -> dict[str, Config]:
     from oxrl.config import load_stages
-    from oxrl.run.folder import has_run
 
     named = any(each.startswith("model.name=") for each in overrides)
-    if not resume and path is None and not named and output is not None and has_run(output):
-        raise ValueError(
-            f"{output} has a run. To resume it: oxrl train --output {output} --resume (with --steps or --epochs to "
-            "train for longer). For a new run: oxrl train CONFIG, or --model and --data, with another --output"
-        )
+    if not resume and path is None and not named and output is not None:
+        from oxrl.run.folder import has_run
+
+        if has_run(output):
+            raise ValueError(
+                f"{output} has a run. To resume it: oxrl train --output {output} --resume (with --steps or --epochs to "
+                "train for longer). For a new run: oxrl train CONFIG, or --model and --data, with another --output"
+            )
     if path is not None or (output is None and named) or not resume:
         return load_stages(path, overrides)
     if output is None:

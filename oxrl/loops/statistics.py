@@ -31,7 +31,7 @@ def estimate(rewards: Sequence[float]) -> Estimate:
 
 
 def confidence_interval(rewards: Sequence[float]) -> tuple[float, float]:
-    """The 95 % interval of the mean, for rewards from 0 to 1, or in the observed range where that is wider.
+    """The 95 % interval of the mean, for rewards from 0 to 1, else in the observed range.
 
     Wilson's interval (1927) with the observed variance: for rewards of 0 or 1 it is Wilson's, for many rewards the
     normal approximation. Like Wilson's it adds z²/2 rewards at each end of the range, so that a few equal rewards do
@@ -40,11 +40,17 @@ def confidence_interval(rewards: Sequence[float]) -> tuple[float, float]:
     values = np.asarray(rewards, dtype=float)
     if not len(values):
         raise ValueError("a confidence interval needs at least one reward")
-    lowest, highest = min(0.0, float(values.min())), max(1.0, float(values.max()))
+    lowest, highest = _range_of(values)
     count, z2 = len(values), Z95 * Z95
     centre = (values.sum() + z2 * (lowest + highest) / 2) / (count + z2)
     half = Z95 / (count + z2) * math.sqrt(count * values.var() + z2 * (highest - lowest) ** 2 / 4)
     return max(lowest, float(centre - half)), min(highest, float(centre + half))
+
+
+def _range_of(values: Sequence[float] | NDArray[np.float64]) -> tuple[float, float]:
+    """0 to 1 for values inside of it; else from what was observed to 0: nothing more is known of the reward."""
+    lowest, highest = float(min(values)), float(max(values))
+    return (0.0, 1.0) if lowest >= 0 and highest <= 1 else (min(0.0, lowest), max(0.0, highest))
 
 
 def ratio_estimate(totals: Sequence[float], counts: Sequence[float]) -> Estimate:
@@ -122,7 +128,8 @@ def compare(first: Sequence[float], second: Sequence[float], *, seed: int = 0) -
         raise ValueError(f"cannot pair {len(first)} rewards with {len(second)}; evaluate both models on the same rows")
     gains = np.asarray(first, dtype=float) - np.asarray(second, dtype=float)
     both = (*first, *second)
-    width = max(1.0, max(both) - min(both))
+    lowest, highest = _range_of(both)
+    width = highest - lowest
     return Comparison(
         gain=_gain_interval(gains, width),
         p=sign_flip_test(gains.tolist(), seed=seed),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import gc
 import traceback
+from contextlib import suppress
 
 
 class MemoryAdviceError(RuntimeError):
@@ -21,6 +23,13 @@ def ran_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, RuntimeError) and "allocate memory" in str(error):
         return True
     return error.__cause__ is not None and ran_out_of_memory(error.__cause__)  # a rank's arrives as a cause
+
+
+def return_freed_memory() -> None:
+    """Give memory that is not used any more back to the system: glibc keeps what a run freed, run after run."""
+    gc.collect()
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def free_memory_of(error: BaseException) -> None:

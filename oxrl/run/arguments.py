@@ -29,6 +29,7 @@ NAMES = {
     "env": "rollout.env",
     "tools": "rollout.tools",
     "filter": "rollout.filter",
+    "tracker": "run.trackers",
 }
 """Arguments of `Trainer.train`, which are those of `oxrl train`, and their keys; keys have their own names, too."""
 
@@ -147,6 +148,8 @@ def _plain(section: str, key: str, value: Any) -> tuple[str, str, Any]:
         return section, key, _data_path(value)
     if key == "reward_func":
         return section, key, _reward_value(value)
+    if key == "trackers" and isinstance(value, str):
+        return section, key, [value]
     if isinstance(value, Path):
         return section, key, str(value)
     if isinstance(value, list | tuple) and any(callable(each) for each in value):
@@ -182,7 +185,7 @@ def _reward_value(given: Any) -> Any:
 
 
 def _data_path(given: Any) -> str:
-    return str(given) if isinstance(given, str | Path) else str(_file_of(_rows(given)))
+    return str(given) if isinstance(given, str | Path) else str(_file_of(_rows(given)).absolute())
 
 
 def _rows(given: Any) -> list[Mapping[str, Any]]:

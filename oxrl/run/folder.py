@@ -165,9 +165,9 @@ def _damaged(file: Path) -> ConfigError:
 
 def record_config(config: Config, path: Path, *, resuming: bool) -> None:
     """Write the config that a resume is compared with; log every change."""
-    now = config.model_dump(mode="json")
+    now = with_absolute_paths(config.model_dump(mode="json"))
     if resuming and path.exists():
-        before = read_recorded(path)
+        before = with_absolute_paths(read_recorded(path))
         for key, (old, value) in changes(before, now).items():
             logger.warning("resuming with another %s: %r instead of %r%s", key, value, old, _why_changed(old, value))
         with suppress(ConfigError):  # written by a version with other keys
@@ -176,10 +176,27 @@ def record_config(config: Config, path: Path, *, resuming: bool) -> None:
     write_atomically(path, yaml.safe_dump(now, sort_keys=False))
 
 
+def with_absolute_paths(value: Any) -> Any:
+    """The same sections with absolute paths of data and of Python files, so that a run can be resumed from anywhere."""
+    if isinstance(value, dict):
+        return {_absolute_file(key): with_absolute_paths(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [with_absolute_paths(each) for each in value]
+    return _absolute_file(value) if isinstance(value, str) else value
+
+
+def _absolute_file(text: str) -> str:
+    """`rows.jsonl` and `rewards.py:short` with the file's absolute path, if there is one; other texts as they are."""
+    file, colon, name = text.rpartition(":") if re.fullmatch(r".+\.py:\w+", text) else (text, "", "")
+    if not re.search(r"\.(py|jsonl|json|csv|tsv|parquet)$", file) or not Path(file).is_file():
+        return text
+    return f"{Path(file).absolute()}{colon}{name}"
+
+
 def _why_changed(old: Any, new: Any) -> str:
     """For a function with the same name and another digest, which is hard to see in a long path."""
     before, now = (sorted(map(without_digest, _texts(each))) for each in (old, new))
-    return " (the source of the function has changed)" if before == now else ""
+    return " (the source of the function has changed)" if now and before == now else ""
 
 
 def record_inputs(config: Config, held_out: Sequence[Any], path: Path, *, resuming: bool) -> None:

@@ -22,13 +22,14 @@ FAST_FALL = 20.0  # nats by which the log-prob of chosen responses has at least 
 
 
 class Check(NamedTuple):
-    """One check: what holds over the last `steps` rows, and the remedy."""
+    """One check: what holds over the last `steps` rows, and the remedy; or, over all `evaluations` so many or more."""
 
     name: str
     test: Test
     steps: int
     when: str
     remedy: str
+    evaluations: bool = False
 
 
 class HealthWarning(NamedTuple):
@@ -59,6 +60,17 @@ def _no_entropy(first: Row, last: Sequence[Row]) -> str | None:
         return None
     if all(row["entropy"] < LITTLE_ENTROPY for row in last):
         return f"the entropy fell from {first['entropy']:.3g} to {last[-1]['entropy']:.2g}: the policy has collapsed"
+    return None
+
+
+def _worse_than_before(first: Row, last: Sequence[Row]) -> str | None:
+    """Of evaluations: the one before the first step, and all since."""
+    for name, better, sign in (("eval_reward", max, 1), ("eval_loss", min, -1)):
+        if first["step"] == 0 and _numbers([first, *last], name):
+            best = better(row[name] for row in last)
+            if sign * (first[name] - best) > 0.02 * abs(first[name]):
+                return f"{name} was {first[name]:.4g} before training, and {best:.4g} in the best evaluation since then"
+            return None
     return None
 
 
@@ -145,6 +157,14 @@ CHECKS: tuple[Check, ...] = (
         "the gradient of 3 steps is zero",
         "RL: responses to a prompt need different rewards; else check which tokens are trained (`oxrl data show`)",
     ),
+    Check(
+        "worse_than_before",
+        _worse_than_before,
+        3,
+        "of 3 or more evaluations, none is nearly as good as the one before the first step",
+        "lower train.lr; the model before training is better than every checkpoint so far",
+        evaluations=True,
+    ),
 )
 
 
@@ -154,6 +174,7 @@ class HealthMonitor:
     def __init__(self, past: Sequence[Row] = ()) -> None:
         self.first: Row | None = None
         self.recent: list[Row] = []
+        self.evaluations: list[Row] = []
         self.warnings: list[HealthWarning] = []
         for row in past:
             self._note(row)
@@ -163,19 +184,27 @@ class HealthMonitor:
             logger.warning("%s", warning)
 
     def _note(self, row: Row) -> list[HealthWarning]:
-        if "loss" not in row:  # an evaluation alone
-            return []
-        first = self.first = self.first or row
-        self.recent = [*self.recent, row][-max(check.steps for check in CHECKS) :]
+        if "eval_reward" in row or "eval_loss" in row:
+            self.evaluations.append(row)
+        if "loss" in row:  # else an evaluation alone
+            self.first = self.first or row
+            self.recent = [*self.recent, row][-max(check.steps for check in CHECKS) :]
         known = {warning.name for warning in self.warnings}
         found = [
             HealthWarning(int(row["step"]), check.name, problem, check.remedy)
             for check in CHECKS
-            if check.name not in known and len(self.recent) >= check.steps
-            if (problem := check.test(first, self.recent[-check.steps :])) is not None
+            if check.name not in known and (problem := self._problem(check)) is not None
         ]
         self.warnings += found
         return found
+
+    def _problem(self, check: Check) -> str | None:
+        if check.evaluations:
+            first, *since = self.evaluations or [{}]
+            return check.test(first, since) if len(since) >= check.steps else None
+        if self.first is None or len(self.recent) < check.steps:
+            return None
+        return check.test(self.first, self.recent[-check.steps :])
 
 
 def find_warnings(rows: Sequence[Row]) -> list[HealthWarning]:

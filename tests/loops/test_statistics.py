@@ -156,3 +156,14 @@ def test_a_gain_has_the_interval_of_agresti_and_min():
         b, c, n = won + 0.5, lost + 0.5, rows + 2
         half = 1.959964 * math.sqrt(b + c - (b - c) ** 2 / n) / n
         assert result.gain[1:] == pytest.approx(((b - c) / n - half, (b - c) / n + half))
+
+
+def test_rewards_that_are_never_positive_have_no_positive_interval():
+    rng = np.random.default_rng(0)
+    penalties = -0.1 * rng.random(10)
+    low, high = confidence_interval(penalties)
+    assert low < penalties.mean() < high <= 0
+    low, high = confidence_interval([-0.08] * 10)
+    assert low == pytest.approx(-0.08) and -0.08 < high <= 0, "a few equal rewards do not prove that all are equal"
+    result = compare((penalties + 0.05).tolist(), penalties.tolist())
+    assert result.p < 0.05 and result.gain.low > 0, "interval and test agree"

@@ -79,7 +79,8 @@ def test_list_and_show_print_the_catalogue():
     listed = json.loads(run("models", "list", "--json").stdout)
     assert listed.keys() == catalog().keys()
     assert listed["tiny"]["status"] == "verified"
-    lines = run("models", "list").stdout.splitlines()
+    header, *lines, legend = run("models", "list").stdout.splitlines()
+    assert header.split()[0] == "name" and legend.startswith("tuning:")
     assert [line.split()[0] for line in lines] == list(catalog())
     assert "not yet" in next(line for line in lines if line.startswith("qwen2-audio"))
     shown = json.loads(run("models", "show", "Qwen/Qwen3-0.6B", "--json").stdout)

@@ -1,5 +1,7 @@
 """The files beside the checkpoints of a run."""
 
+from pathlib import Path
+
 import pytest
 
 from oxrl.config import ConfigError, check_config
@@ -11,6 +13,7 @@ from oxrl.run.folder import (
     record_inputs,
     record_stages,
     recorded_stages,
+    with_absolute_paths,
 )
 from oxrl.run.reward import load_reward
 from oxrl.types import Message, Sample
@@ -138,3 +141,24 @@ def test_a_folder_with_the_number_of_another_experiment_is_neither_used_nor_resu
     (tmp_path / "math-old" / "config.yaml").touch()
     assert choose_folder(config, None, resume=True) == tmp_path / "math"
     assert choose_folder(config, None, resume=False) == tmp_path / "math-3"
+
+
+def test_a_recorded_config_has_absolute_paths_of_data_and_of_python_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("rows.jsonl", "mine.py"):
+        Path(name).write_text("")
+    section = {
+        "train_files_path": {"one": "rows.jsonl"},
+        "reward_func": {"mine.py:short": 0.5},
+        "name": "tiny",
+        "lr": 1.0,
+    }
+    assert with_absolute_paths({"section": section, "others": ["missing.jsonl", "mine.py:short"]}) == {
+        "section": {
+            "train_files_path": {"one": f"{tmp_path}/rows.jsonl"},
+            "reward_func": {f"{tmp_path}/mine.py:short": 0.5},
+            "name": "tiny",
+            "lr": 1.0,
+        },
+        "others": ["missing.jsonl", f"{tmp_path}/mine.py:short"],
+    }

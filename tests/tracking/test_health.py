@@ -28,6 +28,7 @@ SICK = {  # name: a history, the step at which it is noticed
     "truncated": (rows(truncated=[0.9, *[1.0] * 7], reward=0.5), 6),
     "empty": (rows(longest=[9, 1, 1, 1, 1], length=1.0), 4),
     "constant_reward": (rows(reward=[0.5, *[0.0] * 6], reward_std=[0.2, *[0.0] * 6]), 6),
+    "worse_than_before": ([{"step": 0, "eval_loss": 5.0}, *rows(eval_loss=[6.0, 5.5, 5.2, 5.3])], 3),
     "no_gradient": (rows(grad_norm=[1.0, 0.0, 0.0, 0.0, 0.0]), 4),
 }
 
@@ -49,6 +50,8 @@ def test_every_check_has_a_sick_run():
 
 
 HEALTHY = {
+    "no worse than before": [{"step": 0, "eval_reward": 0.5}, *rows(eval_reward=[0.4, 0.495, 0.3, 0.2])],
+    "no evaluation before training": rows(eval_loss=[1.0, 2.0, 3.0, 4.0, 5.0]),
     "falling loss": rows(nll=[6.0 / step + 0.1 * (step % 3) for step in range(1, 30)]),
     "one bad step": rows(nll=[1.0, 0.9, 9.0, 9.0, 0.8, 0.7, 0.7]),
     "memorised rows, then others": rows(nll=[0.01, 0.5, 1.9, 1.7, 1.9, 1.5]),
