@@ -21,7 +21,7 @@ from oxrl.data.fill import TEMPLATED
 from oxrl.data.prepare import DATASETS, find_dataset, read_card, split_file
 from oxrl.data.prompts import as_prompt
 from oxrl.data.render import Renderer
-from oxrl.data.sources import Source, load_samples
+from oxrl.data.sources import Loaded, Source, load_samples
 from oxrl.evaluation.likelihood import evaluate_rows, kind_of
 from oxrl.evaluation.result import Evaluation as Evaluation  # part of this module's interface
 from oxrl.loops.evaluate import sample_and_grade
@@ -352,6 +352,8 @@ def read_eval_data(
 
     Other rows than those of datasets are read with the columns and templates of `run`, if they have them.
     """
+    if isinstance(data, Loaded):
+        data = data.samples
     if isinstance(data, Sequence) and not isinstance(data, str) and data and isinstance(data[0], Sample):
         rows = list(data)[:limit]
         return EvalData(rows, [as_prompt(each) for each in rows], "samples in memory", None)

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from oxrl import evaluate
 from oxrl.cli import app
 from oxrl.data.prepare import prepare
+from oxrl.data.sources import load_samples
 from oxrl.evaluation.evaluate import read_eval_data
 from oxrl.loops.statistics import confidence_interval
 from oxrl.run.reward import reward_variants
@@ -164,6 +165,8 @@ def test_rows_are_read_with_the_columns_of_the_run_if_they_have_them():
     rows = [{"Body": "Two and two.", "Question": "How many?", "Answer": "4"}]
     (sample,) = read_eval_data(rows, run=run).samples
     assert (sample.messages[-1].text, sample.answer) == ("Two and two. How many?", "4")
+    template = {name: run["data"][name] for name in ("prompt", "answer")}
+    assert read_eval_data(load_samples(rows, template=template)).samples == [sample]
     (plain,) = read_eval_data([{"prompt": "3?", "answer": "3"}], run=run).samples
     assert (plain.messages[-1].text, plain.answer) == ("3?", "3")
 
