@@ -28,9 +28,16 @@ Range: TypeAlias = tuple[float, float]
 
 MOST_PANELS = 8  # by default
 ALSO = ("grad_norm", "lr", "tokens_per_second")  # plotted after the main results, the first of them always
-COLOURS = (("cyan", "tab:blue"), ("yellow", "tab:orange"))  # of a panel's first and second curve: terminal, image
+# Of a panel's first, second, ... curve: colour in the terminal and in the image, and the mark of its points.
+STYLES = (
+    ("cyan", "tab:blue", ""),
+    ("yellow", "tab:orange", "●"),
+    ("green", "tab:green", "■"),
+    ("magenta", "tab:purple", "▲"),
+    ("red", "tab:red", "◆"),
+    ("white", "tab:gray", "○"),
+)
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # the bits of a Braille cell, four rows of two
-MARK = "●"
 PANEL_WIDTH, PANEL_HEIGHT = 39, 8  # characters; two panels fit side by side into 80
 FEW_POINTS = 40  # up to this number, points are marked in the image
 
@@ -44,7 +51,32 @@ class Panel(NamedTuple):
 
 def plot_run(run: Path, png: Path, metrics: Sequence[str] = ()) -> None:
     """Plot `metrics` of a run, by default the most informative ones that it has."""
-    _plot(_read_run(run), png, metrics, str(run), run.resolve().name)
+    rows = _read_run(run)
+    _show(_panels(rows, _chosen(rows, metrics)), png, str(run), run.resolve().name)
+
+
+def plot_runs(runs: Sequence[Path], png: Path, metrics: Sequence[str] = ()) -> None:
+    """As `plot_run`, with the curves of several runs over each other, one panel per metric."""
+    if len(runs) == 1:
+        plot_run(runs[0], png, metrics)
+        return
+    if len(runs) > len(STYLES):
+        raise ValueError(f"a plot can show {len(STYLES)} runs, not {len(runs)}")
+    names = [run.resolve().name for run in runs]
+    labels = names if len(set(names)) == len(names) else list(map(str, runs))
+    rows_of = {label: _read_run(run) for label, run in zip(labels, runs, strict=True)}
+    chosen = _chosen([row for rows in rows_of.values() for row in rows], metrics)
+    _show(_compared(rows_of, chosen[:MOST_PANELS]), png, f"{len(runs)} runs", " and ".join(rows_of))
+
+
+def _compared(rows_of: Mapping[str, Sequence[Mapping[str, float]]], metrics: Sequence[str]) -> list[Panel]:
+    """Return one panel per metric, with a curve per run that has it."""
+    steps = _range([row["step"] for rows in rows_of.values() for row in rows])
+    panels = []
+    for metric in metrics:
+        curves = {run: [(row["step"], row[metric]) for row in rows if metric in row] for run, rows in rows_of.items()}
+        panels.append(Panel({f"{metric} {run}": curve for run, curve in curves.items() if curve}, steps))
+    return panels
 
 
 def plot_history(
@@ -53,13 +85,11 @@ def plot_history(
     """Plot a history as loops return it: `[{"step": 1, "reward": 0.1}, ...]`; with `png`, also write an image."""
     if not any(row.keys() - {"step"} for row in history) or not all("step" in row for row in history):
         raise ValueError('a history is a list of steps, such as [{"step": 1, "reward": 0.1}]; each needs `step`')
-    _plot(history, None if png is None else Path(png), metrics, "history", "history")
+    panels = _panels(history, _chosen(history, metrics))
+    _show(panels, None if png is None else Path(png), "history", "history")
 
 
-def _plot(
-    rows: Sequence[Mapping[str, float]], png: Path | None, metrics: Sequence[str], where: str, title: str
-) -> None:
-    panels = _panels(rows, _chosen(rows, metrics))
+def _show(panels: Sequence[Panel], png: Path | None, where: str, title: str) -> None:
     first, last = panels[0].steps
     console = Console(highlight=False)
     console.print(Text(f"{where}  steps {first:.0f} to {last:.0f}", "bold"), soft_wrap=True)
@@ -190,17 +220,17 @@ def _panel_lines(panel: Panel, width: int) -> list[Text]:
 
 
 def _overlay(panel: Panel, width: int, y_range: Range) -> list[Text]:
-    """Draw curves over each other. Points of the second are marked, so that they differ without colour too."""
+    """Draw curves over each other. Points of all but the first are marked, so that they differ without colour too."""
     cells = [[(" ", "")] * width for _ in range(PANEL_HEIGHT)]
-    for number, (curve, (colour, _)) in enumerate(zip(panel.curves.values(), COLOURS, strict=False)):
+    for curve, (colour, _, mark) in zip(panel.curves.values(), STYLES, strict=False):
         for row, line in enumerate(draw(curve, width, PANEL_HEIGHT, x_range=panel.steps, y_range=y_range)):
             for column, dots in enumerate(line):
                 if dots != " ":
                     below = cells[row][column][0]
                     cells[row][column] = (dots if below == " " else chr(ord(dots) | ord(below)), colour)
-        for x, y in _finite(curve) if number else ():
+        for x, y in _finite(curve) if mark else ():
             row = PANEL_HEIGHT - 1 - _position(y, *y_range, 4 * PANEL_HEIGHT) // 4
-            cells[row][_position(x, *panel.steps, 2 * width) // 2] = (MARK, colour)
+            cells[row][_position(x, *panel.steps, 2 * width) // 2] = (mark, colour)
     return [Text.assemble(*line) for line in cells]
 
 
@@ -216,8 +246,8 @@ def _y_labels(low: float, high: float) -> dict[int, str]:
 def _titles(panel: Panel, width: int) -> list[Text]:
     """Return name and numbers of each curve, on one line if they fit."""
     titles = []
-    for number, ((name, curve), (colour, _)) in enumerate(zip(panel.curves.items(), COLOURS, strict=False)):
-        sign, numbers = f"{MARK} " if number else "", _summary(curve)
+    for (name, curve), (colour, _, mark) in zip(panel.curves.items(), STYLES, strict=False):
+        sign, numbers = f"{mark} " if mark else "", _summary(curve)
         gap = " " if len(f"{sign}{name} {numbers}") <= width else "\n"
         titles.append(Text.assemble((sign + name, f"bold {colour}"), gap, numbers))
     return titles
@@ -260,13 +290,13 @@ def _figure(panels: Sequence[Panel], title: str) -> Any:
     for number, panel in enumerate(panels, 1):
         axes = figure.add_subplot(rows, columns, number, sharex=first)
         first = first or axes
-        for (name, curve), (_, colour) in zip(panel.curves.items(), COLOURS, strict=False):
+        for (name, curve), (_, colour, _) in zip(panel.curves.items(), STYLES, strict=False):
             x, y = zip(*curve, strict=True)
             marker = "o" if len(curve) <= FEW_POINTS else ""
             axes.plot(
                 x, y, color=colour, marker=marker, markersize=3, linewidth=1.2, label=f"{name}: {_summary(curve)}"
             )
-        axes.set(xlabel="step", ylabel=next(iter(panel.curves)))
+        axes.set(xlabel="step", ylabel=next(iter(panel.curves)).partition(" ")[0])
         axes.legend(loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0, frameon=False, fontsize="small")
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)

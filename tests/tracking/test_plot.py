@@ -220,6 +220,21 @@ def test_the_command_plots_the_given_metrics(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("narrow")
+def test_several_runs_are_plotted_over_each_other(tmp_path: Path) -> None:
+    one = _run(tmp_path / "one", _training())
+    two = _run(tmp_path / "two", [{"step": step, "loss": 1.0} for step in range(1, 91)])
+    result = CliRunner().invoke(app, ["plot", str(one), str(two), "--metric", "loss", "--metric", "eval_loss"])
+    assert result.exit_code == 0, result.output
+    assert "2 runs  steps 1 to 90" in result.stdout
+    shown = " ".join(result.stdout.split())
+    assert "loss one last 0.0667" in shown and "● loss two last 1 min 1 max 1" in shown
+    assert "eval_loss one last 0.5" in shown and "eval_loss two" not in shown
+    assert (one / "curves.png").exists() and not (two / "curves.png").exists()
+    many = CliRunner().invoke(app, ["plot", *[str(one)] * 7])
+    assert many.exit_code == 2 and "a plot can show 6 runs, not 7" in many.stderr
+
+
+@pytest.mark.usefixtures("narrow")
 def test_a_history_is_plotted_like_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     history = [{"step": step, "reward": step / 10} for step in range(1, 6)]
     plot_history(history, tmp_path / "deep" / "a.png")
