@@ -277,12 +277,12 @@ class CapturedDecoder:
     def leave(self, row: int) -> None:
         """Free the pages of this row, after the spans in flight: they may still write to them."""
         self._on_device.pop(row, None)
-        self._held.append((self._started, self.tables.take_out(row)))
+        self._held.append((self._started, self.tables.remove(row)))
         self._free_pages()
 
     def _free_pages(self) -> None:
         for _, pages in (free := [each for each in self._held if each[0] <= self._finished]):
-            self.tables.give_back(pages)
+            self.tables.release(pages)
         del self._held[: len(free)]
 
     def move(self, source: int, target: int) -> None:

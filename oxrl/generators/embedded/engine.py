@@ -200,7 +200,7 @@ class Engine:
         """Remove these jobs, finished or not."""
         dropped = set(map(id, jobs))
         if any(id(job) in dropped for job in self.rows):
-            self._land()
+            self._discard_span()
         self.arrived = [job for job in self.arrived if id(job) not in dropped]
         self.waiting = [job for job in self.waiting if id(job) not in dropped]
         self._unready([key for key, job in self.ready.items() if id(job) in dropped])
@@ -212,7 +212,7 @@ class Engine:
         self._start_over()
 
     def _start_over(self) -> None:
-        self._land()
+        self._discard_span()
         running = [*filter(None, self.rows), *self._unready(list(self.ready))]
         self.waiting = [*(job for job in running if job.result is None), *self.waiting]
         self._vacate(range(len(self.rows)))
@@ -319,7 +319,7 @@ class Engine:
         draws = Draws.of({job.sampling for job in jobs})
         return Flight(jobs, decoder.start(len(jobs), feeds, draws, steps))
 
-    def _land(self) -> None:
+    def _discard_span(self) -> None:
         """Discard the span in flight: its tokens are sampled again, with the same random numbers."""
         self._flight = None
         if isinstance(self._decoder, CapturedDecoder):

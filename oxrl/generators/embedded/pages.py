@@ -52,13 +52,13 @@ class PageTables:
         return True
 
     def leave(self, row: int) -> None:
-        self.give_back(self.take_out(row))
+        self.release(self.remove(row))
 
-    def take_out(self, row: int) -> list[int]:
-        """Remove the row; its pages are not free before `give_back`."""
+    def remove(self, row: int) -> list[int]:
+        """Remove the row; its pages are not free before `release`."""
         return self.tables.pop(row, [])
 
-    def give_back(self, pages: Sequence[int]) -> None:
+    def release(self, pages: Sequence[int]) -> None:
         for page in pages:
             self.owners[page] -= 1
             if not self.owners[page]:
