@@ -23,10 +23,6 @@ PROGRAMS = 2  # each starts a sandbox
 _WORKERS = 2
 
 
-class NothingGradedError(ValueError):
-    """The reward graded no trial answer at all."""
-
-
 class Comparison(NamedTuple):
     """`Comparison("bare", "4", "5", 1.0, 0.0)`: completions of the first row, and mean rewards of all."""
 
@@ -48,7 +44,7 @@ def compare_references(
     """Return the format in which correct answers earn the most more than wrong ones; None if no row can be compared.
 
     `opened` is what each prompt already has of the response, `as_sampled` reads a completion back through tokens.
-    Formats are tried until one pays correct answers more. A reward that fails on all answers of a format raises.
+    Formats are tried until one pays correct answers more.
     """
     rows = [sample for sample in samples if _is_comparable(sample)]
     cases = cases_of(rows[: PROGRAMS if any(map(is_program, rows)) else ROWS]) if rows else []
@@ -73,11 +69,6 @@ async def _compare(grader: Grader, cases: Sequence[Case], as_sampled: Callable[[
         right, wrong = ([as_sampled(_continued(text, grader.opened)) for text in texts] for texts in (rights, wrongs))
         samples = [case.sample for case in cases]
         scores = await grader.scores([*zip(samples, right, strict=True), *zip(samples, wrong, strict=True)])
-        if all(score is None for score in scores):
-            raise NothingGradedError(
-                f"the reward {grader.reward.name} graded none of {len(scores)} trial answers such as {right[0]!r}: "
-                f"{grader.reasons[0]}"
-            )
         earned = [[x for x in part if x is not None] for part in (scores[: len(cases)], scores[len(cases) :])]
         if not all(earned):  # ungraded; the run reports why
             continue

@@ -18,7 +18,7 @@ from oxrl.rewards import Reward, as_reward, clamp, judge_reward, reward, weighte
 from oxrl.rewards.grade import AnyReward, Ungraded, defaults_of
 from oxrl.rewards.judge import RUBRIC
 from oxrl.rewards.numbers import numbers_in
-from oxrl.rewards.references import NothingGradedError, compare_references
+from oxrl.rewards.references import compare_references
 from oxrl.rewards.table import describe_rewards, find_builder, find_reward
 from oxrl.rewards.trial import PaysFor, TrialReport, try_reward
 from oxrl.run.folder import resolve_weights
@@ -198,16 +198,10 @@ def check_references(config: Config, samples: Sequence[Sample], render: Renderer
     if expected is False or not samples:
         return
     opened = render.opened(render.prompt(samples[0].messages, tools=samples[0].tools).tolist())
-    try:
-        found = compare_references(
-            configured_reward(config), samples, opened=opened, as_sampled=render.as_sampled,
-            time_limit=config.reward.time_limit,
-        )  # fmt: skip
-    except NothingGradedError as failed:
-        if config.rollout.env == "single_turn":
-            raise ConfigError(str(failed)) from failed
-        logger.warning("%s; trial answers have a single turn", failed)
-        return
+    found = compare_references(
+        configured_reward(config), samples, opened=opened, as_sampled=render.as_sampled,
+        time_limit=config.reward.time_limit,
+    )  # fmt: skip
     if found is None or found.right_earns > found.wrong_earns:
         return
     problem = (

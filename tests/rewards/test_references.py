@@ -145,22 +145,3 @@ def test_the_command_refuses_a_reward_that_pays_every_answer_before_anything_is_
     assert done.exit_code == 2, done.output
     assert "no more than wrong ones" in " ".join(done.output.split())
     assert not (tmp_path / "run" / "checkpoints").exists()
-
-
-@pytest.mark.parametrize(
-    ("body", "problem"),
-    [
-        ("return [1.0]", "list"),
-        ("return None", "None"),
-        ("return rollout.nothing", "AttributeError"),
-    ],
-)
-def test_a_reward_that_fails_on_every_trial_answer_is_refused_before_a_run(body, problem, tmp_path, caplog):
-    (tmp_path / "mine.py").write_text(f"def mine(rollout):\n    {body}\n")
-    config, render = a_config(reward_func=f"{tmp_path}/mine.py:mine"), renderer(styles.CHATML)
-    with pytest.raises(ConfigError, match=f"mine graded none of .* trial answers such as '.*': .*{problem}"):
-        check_references(config, some_samples(), render)
-    game = config.model_copy(update={"rollout": config.rollout.model_copy(update={"env": "tools"})})
-    with caplog.at_level(logging.WARNING):
-        check_references(game, some_samples(), render)
-    assert "trial answers have a single turn" in caplog.text
