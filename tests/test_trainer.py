@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import signal
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -514,8 +515,11 @@ def test_the_same_keywords_plan_and_train():
 
 @pytest.mark.trains
 def test_an_interrupt_has_the_call_that_resumes_the_run(tmp_path):
+    once = threading.Lock()  # a second interrupt would end the process of the tests
+
     def interrupting(rollout):
-        if (tmp_path / "run" / "config.yaml").exists():  # it is also tried before the run
+        # It is also tried before the run.
+        if (tmp_path / "run" / "config.yaml").exists() and once.acquire(blocking=False):
             os.kill(os.getpid(), signal.SIGINT)
         return by_length(rollout)
 
