@@ -203,7 +203,7 @@ class EvalData(NamedTuple):
 
 def evaluate(
     model: str | Path,
-    data: Source | Sequence[Sample],
+    data: Source | Sequence[Sample] | Loaded,
     reward: str | AnyReward | None = None,
     *,
     params: Mapping[str, Any] | None = None,
@@ -346,7 +346,7 @@ def _variants(reward: str | AnyReward | None, params: Mapping[str, Any]) -> dict
 
 
 def read_eval_data(
-    data: Source | Sequence[Sample], limit: int | None = None, run: Mapping[str, Any] = MappingProxyType({})
+    data: Source | Sequence[Sample] | Loaded, limit: int | None = None, run: Mapping[str, Any] = MappingProxyType({})
 ) -> EvalData:
     """Read the test split of a dataset by name, samples in memory, or rows of anything that `load_samples` reads.
 
