@@ -63,7 +63,7 @@ class TrainingResult(NamedTuple):
     choices: tuple[Choice, ...]
 
     def __repr__(self) -> str:
-        warned = f"; {len(self.warnings)} warnings, see .warnings" if self.warnings else ""
+        warned = f"; {count} warnings, see .warnings" if (count := len(self.warnings)) else ""
         return f"TrainingResult({last_metrics(self.history)}; folder={str(self.folder)!r}{warned})"
 
     @property

@@ -285,7 +285,7 @@ def _choose(
 def _run_config(model: str) -> dict[str, Any]:
     """What a run recorded; {} for any other model.
 
-    Not validated as a config: that would import Python files which it names, and the run may be a stranger's.
+    Not validated as a config: that would import Python files which it names, and the run may come from someone else.
     """
     file = last_stage(Path(model)) / "config.yaml"
     return read_recorded(file) if file.is_file() else {}

@@ -6,23 +6,23 @@ A language model scores a response by its log-prob, a reward model by its score.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from oxrl.algorithms.assemble import conversation_items, pair_items, text_items
+from oxrl.algorithms.assemble import pair_items, supervised_items
 from oxrl.data.pack import collate, pack
 from oxrl.data.render import Renderer
 from oxrl.evaluation.result import Evaluation
 from oxrl.loops.statistics import Comparison, Estimate, compare, estimate, ratio_estimate
 from oxrl.models.load import check_model, load_model, load_tokenizer
+from oxrl.models.reward_model import is_reward_model
 from oxrl.run.folder import resolve_weights
 from oxrl.types import Item, Sample
 
 Kind: TypeAlias = Literal["perplexity", "pairs"]
 
-HEADS = "heads.safetensors"  # of a reward model
 TOKENS_AT_ONCE = 4096
 
 
@@ -127,7 +127,8 @@ class _RowModel(NamedTuple):
         path = resolve_weights(name)
         check_model(path)
         render = Renderer(load_tokenizer(path))
-        items = [_assemble(kind, sample)(sample, render) for sample in samples]
+        assemble = pair_items if kind == "pairs" else supervised_items
+        items = [assemble(sample, render) for sample in samples]
         if empty := [sample.id for sample, own in zip(samples, items, strict=True) if not _trained(own)]:
             raise ValueError(f"{empty[0]}: the row has no response tokens to score; remove the row")
         found = cls(name, path, items)
@@ -137,20 +138,7 @@ class _RowModel(NamedTuple):
 
     @property
     def is_reward_model(self) -> bool:
-        return (Path(self.path) / HEADS).is_file() and _has_score_head(Path(self.path) / HEADS)
-
-
-def _has_score_head(file: Path) -> bool:
-    from safetensors import safe_open
-
-    with safe_open(file, "pt") as heads:
-        return "score.weight" in heads.keys()  # noqa: SIM118 - not a mapping
-
-
-def _assemble(kind: Kind, sample: Sample) -> Callable[..., list[Item]]:
-    if kind == "pairs":
-        return pair_items
-    return text_items if sample.text is not None else conversation_items
+        return is_reward_model(self.path)
 
 
 def _trained(items: Sequence[Item]) -> int:

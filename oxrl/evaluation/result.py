@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from oxrl.loops.statistics import Comparison
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
+class Evaluation(ABC):
     """Result of `evaluate`: `str(evaluation)` is a printable report, `results` holds the numbers of each model.
 
     `results[0].marks` after sampling (`SampledEvaluation`), `results[0].measures` of rows with responses or pairs
@@ -22,10 +23,10 @@ class Evaluation:
     results: tuple[Any, ...]
     comparisons: Mapping[str, Comparison]
 
+    @abstractmethod
     def to_dict(self) -> dict[str, Any]:
         """All numbers, as JSON can hold them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def answers(self) -> Iterator[dict[str, Any]]:
         """Yield one record per answer or row, for a JSONL file."""
-        raise NotImplementedError

@@ -53,7 +53,9 @@ def _range_of(values: Sequence[float] | NDArray[np.float64]) -> tuple[float, flo
     return (0.0, 1.0) if lowest >= 0 and highest <= 1 else (min(0.0, lowest), max(0.0, highest))
 
 
-def ratio_estimate(totals: Sequence[float], counts: Sequence[float]) -> Estimate:
+def ratio_estimate(
+    totals: Sequence[float] | NDArray[np.float64], counts: Sequence[float] | NDArray[np.float64]
+) -> Estimate:
     """sum(totals) / sum(counts) over rows, as of a mean per token, with its 95 % interval over rows (linearised)."""
     total, count = np.asarray(totals, dtype=float), np.asarray(counts, dtype=float)
     mean = float(total.sum() / count.sum())
@@ -128,24 +130,23 @@ def compare(first: Sequence[float], second: Sequence[float], *, seed: int = 0) -
         raise ValueError(f"cannot pair {len(first)} rewards with {len(second)}; evaluate both models on the same rows")
     gains = np.asarray(first, dtype=float) - np.asarray(second, dtype=float)
     both = (*first, *second)
-    lowest, highest = _range_of(both)
-    width = highest - lowest
+    in_points = min(both) >= 0 and max(both) <= 1
     return Comparison(
-        gain=_gain_interval(gains, width),
+        gain=_gain_interval(gains) if in_points else ratio_estimate(gains, np.ones(len(gains))),
         p=sign_flip_test(gains.tolist(), seed=seed),
         rows=len(gains),
         better=int((gains > 0).sum()),
         worse=int((gains < 0).sum()),
         rows_needed=_rows_needed(gains),
-        in_points=min(both) >= 0 and max(both) <= 1,
+        in_points=in_points,
     )
 
 
-def _gain_interval(gains: NDArray[np.float64], width: float) -> Estimate:
-    """Agresti and Min (2005): two added rows, half a row at each end of the range and one without a difference."""
+def _gain_interval(gains: NDArray[np.float64]) -> Estimate:
+    """Of rewards from 0 to 1: Agresti and Min (2005), who add half a row of each sign and one without a difference."""
     count = len(gains) + 2
     mean = gains.sum() / count
-    variance = (np.square(gains).sum() + width * width) / count - mean * mean
+    variance = (np.square(gains).sum() + 1.0) / count - mean * mean
     half = Z95 * math.sqrt(variance / count)
     return Estimate(float(gains.mean()), float(mean - half), float(mean + half))
 

@@ -39,6 +39,17 @@ Scorer: TypeAlias = Callable[[RewardModel, Sequence[Sequence[int]]], list[float]
 RenderRollout: TypeAlias = Callable[[Rollout], Sequence[int]]
 
 
+def is_reward_model(folder: str | Path) -> bool:
+    """Whether a checkpoint has a score head, as the algorithm rm trains one."""
+    from safetensors import safe_open
+
+    heads = Path(folder) / HEADS
+    if not heads.is_file():
+        return False
+    with safe_open(heads, "pt") as weights:
+        return SCORE in weights.keys()  # noqa: SIM118 - not a mapping
+
+
 def load_reward_model(config: ModelConfig | str) -> RewardModel:
     """`load_reward_model("runs/rm/checkpoints/step_0200")`, or the name of a sequence classifier."""
     config = ModelConfig(config) if isinstance(config, str) else config

@@ -269,7 +269,7 @@ def _takes_sample(reply: ReplyFn) -> bool:
 
 
 def _named(env: EnvFn, name: str) -> EnvFn:
-    """The environment under a name that says what it was built from, for the config of a run."""
+    """Set the name of an environment that was built from functions; the config of a run records it."""
     env.__qualname__ = name
     return env
 

@@ -13,6 +13,7 @@ from oxrl.config import Config, nearest_key
 from oxrl.data.prepare import DATASETS, data_dir
 from oxrl.names import LIVE, import_path_of, is_available, live_name, without_digest
 from oxrl.rewards.grade import Reward
+from oxrl.run.folder import texts_in
 
 logger = logging.getLogger(__name__)
 
@@ -77,20 +78,13 @@ def check_available(recorded: Mapping[str, Any], given: Sections) -> None:
             argument = arguments.get(f"{section}.{key}", key)
             if key in given.get(section, {}):
                 continue
-            if missing := [path for path in _texts_of(value) if not is_available(path)]:
+            if missing := [path for path in texts_in(value) if not is_available(path)]:
                 where = without_digest(missing[0]).removeprefix(f"{LIVE}:").rpartition(".")[0]
                 raise ValueError(
                     f"this run was started with {argument}={live_name(missing[0])}, defined in {where}, which this "
                     f"process does not have: pass {argument}= again, or put the function into a file and pass "
                     f"'FILE.py:{live_name(missing[0])}'"
                 )
-
-
-def _texts_of(value: Any) -> list[str]:
-    """A name, a list of names, or the names that have weights."""
-    if isinstance(value, str):
-        return [value]
-    return [each for each in value if isinstance(each, str)] if isinstance(value, list | dict) else []
 
 
 def _placed(name: str, value: Any) -> list[tuple[str, str, Any]]:

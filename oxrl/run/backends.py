@@ -12,7 +12,7 @@ from oxrl.config.registry import find_backend, resolved
 from oxrl.models.load import check_tokenizer, load_model, resolve_device, resolve_dtype
 from oxrl.models.lora import LoraSettings, attach_lora, attach_reference, save_adapter
 from oxrl.run.placement import SHARE, sharding_of
-from oxrl.run.spec import RunSpec, reference_is_adapter
+from oxrl.run.spec import RunSpec, expected_samples, reference_is_adapter
 from oxrl.types import ModelConfig
 
 
@@ -70,10 +70,10 @@ def training_settings(spec: RunSpec) -> dict[str, Any]:
 
 def expected_tokens(spec: RunSpec) -> float:
     """About how many tokens the run trains on: half of the allowed lengths."""
-    config, rows = spec.config, spec.num_steps * spec.config.batch_size
+    config = spec.config
     if spec.online:
-        return 0.5 * rows * config.rollout.n_samples * config.rollout.max_tokens * config.train.iterations
-    return 0.5 * rows * (config.data.max_seq_len or 2048)
+        return expected_samples(config, spec.num_steps) * config.train.iterations
+    return 0.5 * spec.num_steps * config.batch_size * (config.data.max_seq_len or 2048)
 
 
 class Loads(NamedTuple):

@@ -17,7 +17,7 @@ from oxrl.loops.online import no_offload, sleeping_engine
 from oxrl.models.load import context_length, end_tokens, load_model_config, resolve_device, resolve_dtype
 from oxrl.run.build import Engine
 from oxrl.run.placement import SHARE
-from oxrl.run.spec import model_config
+from oxrl.run.spec import expected_samples, model_config
 from oxrl.types import SleepingGenerator
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ def capture_options(config: Config, device: str) -> Any:
     """How the embedded engine decodes on a GPU; on other devices the keys have no effect."""
     from oxrl.generators.embedded.captured import Capture
 
-    engine, train, rollout = config.inference_engine, config.train, config.rollout
+    engine, train = config.inference_engine, config.train
     if device != "cuda":
         if engine.capture is True:
             raise ConfigError(
@@ -54,7 +54,7 @@ def capture_options(config: Config, device: str) -> Any:
     return Capture(
         None if engine.capture == "auto" else engine.capture,
         None if engine.compile == "auto" else engine.compile,
-        expected_tokens=0.5 * steps * config.batch_size * rollout.n_samples * rollout.max_tokens,
+        expected_tokens=expected_samples(config, steps),
         cache_bytes=None if engine.cache_gib is None else int(engine.cache_gib * 2**30),
     )
 

@@ -195,13 +195,13 @@ def _absolute_file(text: str) -> str:
 
 def _why_changed(old: Any, new: Any) -> str:
     """For a function with the same name and another digest, which is hard to see in a long path."""
-    before, now = (sorted(map(without_digest, _texts(each))) for each in (old, new))
+    before, now = (sorted(map(without_digest, texts_in(each))) for each in (old, new))
     return " (the source of the function has changed)" if now and before == now else ""
 
 
 def record_inputs(config: Config, held_out: Sequence[Any], path: Path, *, resuming: bool) -> None:
     """Write digests of what a run reads besides its config and training rows; log every change since the last start."""
-    files = {name: file for name in _texts(config.model_dump(mode="json")) if (file := source_file(name))}
+    files = {name: file for name in texts_in(config.model_dump(mode="json")) if (file := source_file(name))}
     now = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in sorted(files.items())}
     now["held-out rows"] = str(DataBuffer(held_out).state()["fingerprint"]) if held_out else ""
     if resuming and path.exists():
@@ -216,15 +216,15 @@ def record_inputs(config: Config, held_out: Sequence[Any], path: Path, *, resumi
     write_atomically(path, json.dumps(now, indent=1))
 
 
-def _texts(value: Any) -> Iterator[str]:
+def texts_in(value: Any) -> Iterator[str]:
     """All texts in a dumped config, keys too: several rewards are `{NAME: weight}`."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list | dict):
         for part in value:
-            yield from _texts(part)
+            yield from texts_in(part)
         if isinstance(value, dict):
-            yield from _texts(list(value.values()))
+            yield from texts_in(list(value.values()))
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

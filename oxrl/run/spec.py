@@ -68,6 +68,12 @@ class RunSpec:
         return replace(self, config=config, model=model_config(config))
 
 
+def expected_samples(config: Config, steps: int) -> float:
+    """About how many tokens so many steps sample: half of the allowed lengths."""
+    rollout = config.rollout
+    return 0.5 * steps * config.batch_size * rollout.n_samples * rollout.max_tokens
+
+
 def model_config(config: Config) -> ModelConfig:
     model = config.model
     device = "cpu" if model.device == "auto" and config.run.training_gpus == 0 else model.device

@@ -36,6 +36,7 @@ from oxrl.run.reward import load_reward
 from oxrl.run.spec import RunSpec, environment, first_algorithm, rollout_config, sampling_config
 from oxrl.seeds import seed_everything
 from oxrl.tracking.activity import Activity
+from oxrl.tracking.catalogue import results
 from oxrl.tracking.console import LiveConsole
 from oxrl.tracking.health import HealthMonitor
 from oxrl.tracking.metrics import JSONLLogger, Sink, all_of, read_metrics
@@ -77,8 +78,8 @@ class RunResult(_RunFields, Finished):
 def last_metrics(history: Sequence[Mapping[str, float]]) -> str:
     """`"step 40  loss 1.305"`: the main metrics of the last step."""
     last = history[-1] if history else {}
-    keys = ("step", "reward", "loss", "eval_reward", "eval_loss", "eval_token_accuracy")
-    return "  ".join(f"{key} {last[key]:.4g}" for key in keys if key in last) or "no step"
+    shown = ["step", *results(last)[:3]] if last else []
+    return "  ".join(f"{key} {last[key]:.4g}" for key in shown) or "no step"
 
 
 def train_run(

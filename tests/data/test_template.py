@@ -1,4 +1,4 @@
-"""Chat templates that do not end or that fail: a model brings its own, so they are a program of a stranger."""
+"""Chat templates that do not end or that fail: a model brings its own, so they are programs that someone else wrote."""
 
 import signal
 import threading

@@ -47,7 +47,7 @@ def sampled(model, tokenizer, sampling, capture, groups=GROUPS, slots=4):
         GenerationConfig(max_new_tokens=30, temperature=0),
         GenerationConfig(max_new_tokens=20, top_p=0.9, temperature=0.8, seed=2),
         GenerationConfig(max_new_tokens=20, top_k=7, min_p=0.01, seed=3),
-        GenerationConfig(max_new_tokens=20, stop=("e",), stop_token_ids=tuple(range(300, 330)), seed=4),
+        GenerationConfig(max_new_tokens=20, stop=["e"], stop_token_ids=list(range(300, 330)), seed=4),
     ],
     ids=["plain", "greedy", "top-p", "top-k and min-p", "stops"],
 )

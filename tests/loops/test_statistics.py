@@ -167,3 +167,5 @@ def test_rewards_that_are_never_positive_have_no_positive_interval():
     assert low == pytest.approx(-0.08) and -0.08 < high <= 0, "a few equal rewards do not prove that all are equal"
     result = compare((penalties + 0.05).tolist(), penalties.tolist())
     assert result.p < 0.05 and result.gain.low > 0, "interval and test agree"
+    gain = compare((rng.normal(size=30) - 4).tolist(), [-5.0] * 30).gain
+    assert gain.mean == pytest.approx((gain.low + gain.high) / 2), "log-probs: nothing is added to the rows"

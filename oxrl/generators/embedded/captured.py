@@ -79,7 +79,6 @@ class Started(NamedTuple):
     """A span that the device computes; `done` is an event of CUDA, if there is one."""
 
     number: int
-    rows: int
     steps: int
     out: Tensor
     done: Any
@@ -335,12 +334,12 @@ class CapturedDecoder:
         self._started += 1
         out = self.state.out[:steps, :, :rows]
         if not self.captures:
-            return Started(self._started, rows, steps, out.clone(), None)
+            return Started(self._started, steps, out.clone(), None)
         host = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
         host.copy_(out, non_blocking=True)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
-        return Started(self._started, rows, steps, host, done)
+        return Started(self._started, steps, host, done)
 
     def finish(self, started: Started) -> Span:
         """Wait for the tokens of a span."""

@@ -316,7 +316,7 @@ class Engine:
             if not decoder.extend(row, job.length_after(ahead + steps)):
                 return None
         feeds = {row: jobs[row].feed for row in decoder.missing(len(jobs))}
-        draws = Draws.of({job.sampling for job in jobs})
+        draws = Draws.of(job.sampling for job in jobs)
         return Flight(jobs, decoder.start(len(jobs), feeds, draws, steps))
 
     def _discard_span(self) -> None:
@@ -359,10 +359,13 @@ class Engine:
         """The first of these jobs, up to PREFILL tokens; equal contexts are computed once."""
         chosen: list[Job] = []
         seen: set[tuple[int, ...]] = set()
+        tokens = 0
         for job in jobs:
-            seen.add(tuple(job.context))
-            if chosen and sum(map(len, seen)) > PREFILL:
+            context = tuple(job.context)
+            tokens += 0 if context in seen else len(context)
+            if chosen and tokens > PREFILL:
                 break
+            seen.add(context)
             chosen.append(job)
         return chosen
 
