@@ -22,7 +22,7 @@ LAYERS = [  # each imports from those above it; packages of one line may import 
     {"loops"},
     {"config"},
     {"run"},
-    {"evaluation", "diagnose", "primitives", "testing"},
+    {"evaluation", "diagnose", "primitives", "testing", "onboarding"},
     {"trainer"},
     {"cli"},
     {"__main__"},

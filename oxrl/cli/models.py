@@ -8,10 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
-from oxrl.cli import completion
+from oxrl.cli import completion, onboarding
 from oxrl.cli.base import Json, exit_on_user_error, path
 
 app = typer.Typer(no_args_is_help=True, help="The model catalogue and its verification records.")
+app.command("scout")(onboarding.scout)
 
 
 @app.command("list")

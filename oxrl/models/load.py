@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
-from oxrl.machine.hub import offline_if_unreachable
+from oxrl.machine.hub import SECONDS, offline_if_unreachable
 from oxrl.models.builtin import BUILTIN_MODELS, builtin_named_by, prepare_builtin
 from oxrl.models.catalog import catalog, catalogued
 from oxrl.models.chat_templates import set_template
@@ -129,7 +129,7 @@ def load_hf_tokenizer(
             return load_hf_tokenizer(adapter_base(where), trust_remote_code=trust_remote_code)
         raise ValueError(f"{where} has no tokenizer: it contains none of {', '.join(TOKENIZER_FILES)}")
     if source.kind == "hub":
-        _hub_config_file(where, revision)
+        hub_config_file(where, revision)
     return AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code, revision=revision or "main")
 
 
@@ -238,8 +238,11 @@ def freeze(model: PreTrainedModel) -> PreTrainedModel:
     return model.requires_grad_(False).eval()
 
 
-def check_model(config: ModelConfig | str) -> None:
-    """Raise a ValueError if this model cannot be loaded with these settings; reads no weights."""
+def check_model(config: ModelConfig | str, *, weights: bool = True) -> None:
+    """Raise a ValueError if this model cannot be loaded with these settings; reads no weights.
+
+    With `weights=False` it does not matter whether the weights are there.
+    """
     config = _as_config(config)
     source = find_model(config.name)
     resolve_dtype(config.dtype, resolve_device(config.device))
@@ -254,7 +257,8 @@ def check_model(config: ModelConfig | str) -> None:
                 raise ValueError(f"{source.where} is not a GGUF file: its first bytes are not GGUF")
     elif source.kind != "builtin":
         _check_architecture(source, config)
-        _check_weights(source, config.revision)
+        if weights:
+            _check_weights(source, config.revision)
 
 
 def check_tokenizer(model: PreTrainedModel | PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -497,20 +501,21 @@ def _check_weights(source: Source, revision: str | None) -> None:
 
 
 def _read_config(source: Source, revision: str | None) -> dict[str, Any]:
-    file = _hub_config_file(source.where, revision) if source.kind == "hub" else Path(source.where) / "config.json"
+    file = hub_config_file(source.where, revision) if source.kind == "hub" else Path(source.where) / "config.json"
     if not file.is_file():
         raise ValueError(f"{source.where} is not a model folder: it has no config.json")
     return read_json(file)
 
 
-def _hub_config_file(name: str, revision: str | None) -> Path:
+def hub_config_file(name: str, revision: str | None, *, seconds: float = SECONDS) -> Path:
+    """Return the cached `config.json` of a hub model, downloaded if the hub responds within so many seconds."""
     from huggingface_hub import errors, hf_hub_download
 
     entry = next((entry for entry in catalog().values() if (entry.hub or "").lower() == name.lower()), None)
     near = _nearest(name.rpartition("/")[2], catalog()) if entry is None else _nearest(entry.name, BUILTIN_MODELS)
     known = f"the built-in names are {', '.join(BUILTIN_MODELS)}{near}"
     try:
-        with offline_if_unreachable():
+        with offline_if_unreachable(seconds):
             return Path(hf_hub_download(name, "config.json", revision=revision))
     except errors.HFValidationError as error:
         raise ValueError(f"{name!r} is neither a local folder nor a valid hub id; {known}") from error

@@ -1,0 +1,212 @@
+"""The facts of a model by its config and headers, and which parts of oxRL know it. No weight is loaded.
+
+The model is built on torch's meta device, where tensors have no memory. What only a run can prove (the layout of
+batches, the decoder) is called expected here; `verify_model` measures it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from oxrl.models.catalog import catalog
+from oxrl.models.load import check_model, load_model_config
+from oxrl.models.lora import linear_layer_names
+from oxrl.onboarding.files import ModelFiles, licence_of, stored_bytes, stored_dtype
+from oxrl.onboarding.findings import Finding
+from oxrl.types import ModelConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+MEDIA = {"vision_config": "image", "audio_config": "audio"}
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+REWARD_CLASS = "ForSequenceClassification"
+PLANNED_DTYPE = "bfloat16"
+
+
+def structure(files: ModelFiles, *, trust_remote_code: bool = False) -> tuple[dict[str, Any], list[Finding]]:
+    """Return the facts of a model, and the findings about who knows its architecture."""
+    facts: dict[str, Any] = {"modalities": modalities(files), "processors": processors(files)}
+    findings = list(_weights(files, facts))
+    if code := sorted((files.config.get("auto_map") or {}).keys()):
+        named = f"the config names Python code of the model for {', '.join(code)}; it is not executed"
+        findings.append(Finding("custom_code", "note", named + (" unless needed" if trust_remote_code else "")))
+    config = ModelConfig(files.loadable, trust_remote_code=trust_remote_code)
+    refusal = _refusal(config)
+    parsed = _parsed(config)
+    if parsed is not None:
+        facts |= config_facts(parsed, files.config)
+    if is_reward_model(files):
+        message = f"this is a reward model: it gives scores; use it as reward.model: {files.name}"
+        findings.append(Finding("architecture", "blocked", message))
+    elif refusal is not None or parsed is None:
+        findings.append(Finding("architecture", "blocked", refusal or "its config.json cannot be read"))
+    else:
+        facts["licence"] = licence_of(files)
+        findings += _support(parsed, facts, trust_remote_code=trust_remote_code)
+    facts.setdefault("licence", licence_of(files))
+    return facts, findings
+
+
+def modalities(files: ModelFiles) -> list[str]:
+    return ["text", *(medium for key, medium in MEDIA.items() if files.config.get(key) is not None)]
+
+
+def processors(files: ModelFiles) -> dict[str, str]:
+    """Return the classes that the processor's files name: `{"image_processor_type": "Idefics3ImageProcessor"}`."""
+    found: dict[str, str] = {}
+    for file in PROCESSOR_FILES:
+        content = files.json(file)
+        for key in ("processor_class", "image_processor_type", "feature_extractor_type"):
+            if isinstance(content.get(key), str):
+                found.setdefault(key, content[key])
+    return found
+
+
+def is_reward_model(files: ModelFiles) -> bool:
+    """Whether it gives scores: a sequence classifier, or a checkpoint of the algorithm rm."""
+    from oxrl.models.reward_model import is_reward_model as has_score_head
+
+    named = files.config.get("architectures") or []
+    classifies = any(str(name).endswith(REWARD_CLASS) for name in named)
+    return classifies or (files.source.kind != "gguf" and has_score_head(files.folder))
+
+
+def config_facts(parsed: PreTrainedConfig, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a transformers config says about size, context, attention and experts."""
+    text = parsed.get_text_config()
+    experts = next((value for name in EXPERTS if (value := getattr(text, name, None))), None)
+    rope = getattr(text, "rope_parameters", None) or {}
+    return {
+        "architecture": next(iter(raw.get("architectures") or parsed.architectures or ()), None),
+        "model_type": parsed.model_type,
+        "layers": getattr(text, "num_hidden_layers", None),
+        "hidden_size": getattr(text, "hidden_size", None),
+        "attention": attention_kinds(text),
+        "heads": getattr(text, "num_attention_heads", None),
+        "key_value_heads": getattr(text, "num_key_value_heads", None),
+        "context": getattr(text, "max_position_embeddings", None),
+        "rope": rope.get("rope_type") if isinstance(rope.get("rope_type"), str) else None,
+        "vocabulary": getattr(text, "vocab_size", None),
+        "tied_embeddings": bool(getattr(parsed, "tie_word_embeddings", False)),
+        "experts": experts,
+        "experts_per_token": getattr(text, "num_experts_per_tok", None) if experts else None,
+    }
+
+
+def attention_kinds(text: PreTrainedConfig) -> list[str]:
+    """`["full_attention", "linear_attention"]`: the kinds of its layers."""
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if not kinds:
+        kinds = {"sliding_attention" if getattr(text, "sliding_window", None) else "full_attention"}
+    return sorted(map(str, kinds))
+
+
+def _refusal(config: ModelConfig) -> str | None:
+    """Return why the loaders refuse a model."""
+    try:
+        check_model(config, weights=False)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _parsed(config: ModelConfig) -> PreTrainedConfig | None:
+    """Return the transformers config; None if this transformers does not know it."""
+    try:
+        return load_model_config(config)
+    except (OSError, ValueError, TypeError, KeyError, ImportError):
+        return None
+
+
+def _weights(files: ModelFiles, facts: dict[str, Any]) -> Iterator[Finding]:
+    facts["stored_dtype"] = stored_dtype(files.tensors.values())
+    facts["stored_bytes"] = stored_bytes(files.tensors.values()) or None
+    if files.tensors and not files.defects:
+        facts["parameters"] = sum(tensor.size for tensor in files.tensors.values())
+    if files.source.kind == "gguf":
+        facts["stored_bytes"] = (files.folder / files.source.where).stat().st_size
+        yield Finding("weights", "note", "a GGUF file is dequantised when it is loaded; it cannot be repaired here")
+        return
+    for defect in files.defects:
+        yield Finding("weights", "blocked", f"{defect}: download the model again")
+    if not files.tensors and not files.defects:
+        if files.source.kind == "hub":
+            yield Finding("weights", "note", f"the weights are not here yet: oxrl models fetch {files.source.where}")
+        else:
+            yield Finding("weights", "blocked", "there are no weights in safetensors; pickled ones are not loaded")
+    elif not files.defects:
+        count = len({tensor.file for tensor in files.tensors.values()})
+        yield Finding("weights", "ok", f"{len(files.tensors)} tensors in {count} safetensors file(s)")
+    if quantized := files.config.get("quantization_config"):
+        method = quantized.get("quant_method", "quantized") if isinstance(quantized, Mapping) else "quantized"
+        yield Finding("quantization", "blocked", f"the weights are quantised ({method}): use the unquantised model")
+
+
+def _support(parsed: PreTrainedConfig, facts: dict[str, Any], *, trust_remote_code: bool) -> Iterator[Finding]:
+    """Yield a finding for each part that has to know the architecture, and add what the planner counts."""
+    import torch
+    import transformers
+
+    from oxrl.diagnose.plan import on_meta, shape_facts
+
+    try:
+        model = on_meta(parsed, torch.bfloat16, None, trust_remote_code)
+    except (RuntimeError, ValueError, TypeError, AttributeError, ImportError) as error:
+        yield Finding("architecture", "blocked", f"transformers cannot build it: {str(error).splitlines()[0]}")
+        return
+    name = type(model).__name__
+    facts["architecture"] = name
+    facts.setdefault("parameters", sum(weight.numel() for weight in model.parameters()))
+    yield Finding("architecture", "ok", f"{name}, known to transformers {transformers.__version__}")
+    stateful = bool(getattr(model, "_is_stateful", False)) or not set(facts["attention"]) <= ATTENTION
+    packed = not stateful and bool(getattr(model, "_supports_sdpa", False))
+    layout = "packed rows are expected" if packed else "rows with padding are expected: its layers carry state"
+    if not packed and not stateful:
+        layout = "rows with padding are expected: it has no sdpa attention"
+    yield Finding("layout", "ok", f"{layout}; proven when it is verified")
+    decoder = "padded waves" if stateful else "slots"
+    yield Finding("embedded", "ok", f"the embedded engine is expected to sample in {decoder}")
+    yield _vllm(name)
+    targets = lora_targets(name, linear_layer_names(model))
+    facts["lora_targets"] = targets
+    yield Finding("lora", "ok" if targets else "note", f"LoRA targets: {', '.join(targets) or 'none'}")
+    try:
+        counted = shape_facts(parsed, torch.bfloat16, trust_remote_code=trust_remote_code)
+    except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+        yield Finding("planner", "note", f"the planner cannot count it: {str(error).splitlines()[0]}")
+        return
+    facts["active_parameters"] = facts["parameters"] - (counted.parameters - counted.active)
+    yield Finding("planner", "ok", f"the planner counts {counted.weight_bytes / 2**30:.3g} GiB in {PLANNED_DTYPE}")
+
+
+def lora_targets(architecture: str, linear: list[str]) -> list[str]:
+    """Return the targets of the catalogue for an architecture, else all its linear layers."""
+    known = next((entry.lora_targets for entry in catalog().values() if entry.architecture == architecture), None)
+    return list(known) if known is not None and set(known) <= set(linear) else linear
+
+
+def _vllm(architecture: str) -> Finding:
+    known = vllm_architectures()
+    if known is None:
+        return Finding("vllm", "note", "vLLM is not installed here")
+    if architecture in known:
+        return Finding("vllm", "ok", f"the installed vLLM knows {architecture}")
+    return Finding("vllm", "note", f"the installed vLLM does not know {architecture}: sample with the embedded engine")
+
+
+@cache
+def vllm_architectures() -> frozenset[str] | None:
+    """Return the architectures of the installed vLLM; None without it."""
+    if importlib.util.find_spec("vllm") is None:
+        return None
+    try:
+        from vllm.model_executor.models.registry import ModelRegistry
+    except (ImportError, RuntimeError, OSError):  # installed, but broken: `oxrl doctor` says how
+        return None
+    return frozenset(ModelRegistry.get_supported_archs())
