@@ -104,6 +104,7 @@ class UnitScheduling(LoadScopeScheduling):
         return self.units[nodeid]
 
 
+@pytest.hookimpl(optionalhook=True)  # also without xdist: pytest -p no:xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> UnitScheduling:
     config.option.loadscopereorder = False  # the order is that of `pytest_collection_modifyitems`
     return UnitScheduling(config, log)  # type: ignore[arg-type]
