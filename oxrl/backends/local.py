@@ -81,6 +81,12 @@ def sum_parts(parts: Sequence[Part], counts: Counts) -> dict[str, float]:
 
 
 WriteModel: TypeAlias = Callable[[Any, Path], None]
+ObservePass: TypeAlias = Callable[[Batch, Outputs, Mapping[str, Tensor]], None]
+"""(micro-batch, its outputs, its shares of the loss), before their gradient: for records of a step."""
+
+
+def no_observer(batch: Batch, outputs: Outputs, shares: Mapping[str, Tensor]) -> None:
+    """For runs that record no step."""
 
 
 def write_plain(model: PreTrainedModel, path: Path) -> None:
@@ -123,6 +129,7 @@ class PyTorchTrainingBackend:
         self._random_states: dict[str, Tensor] = {}  # before the first `forward_backward` since an optimizer step
         self.micro_batches_started: Callable[[int], None] = lambda _: None  # for a progress display
         self.micro_batch_done: Callable[[], None] = lambda: None
+        self.observe_pass: ObservePass = no_observer
         logger.info("%s", probed.reason)
         if compile_layers(self.module, compiles, expected_tokens):
             for other in self.others.values():
@@ -219,9 +226,12 @@ class PyTorchTrainingBackend:
     def losses(self, batch: Batch, algorithm: Algorithm, counts: Counts) -> Part:
         """Run one micro-batch; its losses have a gradient."""
         here = on_device(batch, self.device)
-        losses = algorithm.loss(self.outputs(here, algorithm.reads), here)
-        shares = shares_of(losses, counts)
-        return Part({"loss": torch.stack(list(shares.values())).sum(), **shares}, losses.metrics)
+        outputs = self.outputs(here, algorithm.reads)
+        losses = algorithm.loss(outputs, here)
+        terms = shares_of(losses, counts)
+        shares = {"loss": torch.stack(list(terms.values())).sum(), **terms}
+        self.observe_pass(here, outputs, shares)
+        return Part(shares, losses.metrics)
 
     def _add_gradient(self, loss: Tensor) -> None:
         loss.backward()  # type: ignore[no-untyped-call]

@@ -343,6 +343,12 @@ class Rollout(_Section):
     tools: list[str] = Field([], description="functions the model may call: module:function or FILE.py:function")
     max_turns: int = Field(8, ge=1, description="maximum model turns per completion, with tools")
     log_samples: int = Field(4, ge=0, description="completions per step written to rollouts.jsonl")
+    record: Literal["full", "groups", "samples", "off"] = Field(
+        "groups",
+        description="groups (or rows) of a step that record/ has token by token: all, or up to four that differ most; "
+        "samples: only rollouts.jsonl; off: neither",
+    )
+    record_steps: int = Field(100, ge=1, description="the last steps that record/ keeps")
 
     @model_validator(mode="after")
     def _tools_need_the_tools_env(self) -> Rollout:

@@ -13,6 +13,7 @@ from oxrl.loops.callbacks import Callbacks
 from oxrl.loops.memory_limits import MemoryLimits, resumed_limits
 from oxrl.loops.progress import AlgorithmAt, Progress, SaveFn, algorithm_switch, no_checkpoint, reading
 from oxrl.loops.step import check_backend, needed_methods, train_step
+from oxrl.loops.step_record import NO_RECORD, NoRecord, TrainedStep
 from oxrl.tracking.metrics import Sink, log_to_console
 from oxrl.types import Algorithm, Backend, DataSource, Item, Memory, TrainingState
 
@@ -48,6 +49,7 @@ async def run_offline(
     *,
     state: TrainingState = TrainingState(),  # noqa: B008 - immutable
     evaluate: EvaluateFn = no_evaluation,
+    recorder: NoRecord = NO_RECORD,
     log: Sink = log_to_console,
     save: SaveFn = no_checkpoint,
     limits: MemoryLimits | None = None,
@@ -71,12 +73,14 @@ async def run_offline(
                 pass
             with anyio.CancelScope(shield=True):  # a cancelled call to a remote backend would leave a step half done
                 current, items = algorithm_at(step), source.get_prompts(config.batch_size)
-                metrics = await train_step(backend, current, items, limits, progress.memory)
+                recorder.begin()
+                metrics = await train_step(backend, current, items, limits, progress.memory, recorder.credited)
                 metrics |= algorithm_switch(step, algorithm_at)
                 metrics |= await progress.evaluate(
                     step, partial(evaluate, progress.memory), partial(_eval_loss, current)
                 )
                 version = state.version + step - state.step
+                metrics |= recorder.record(TrainedStep(step, current, version - 1, metrics))
                 await progress.record(step, metrics, version, {"data": source.state()})
             if progress.finished:
                 break

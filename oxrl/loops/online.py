@@ -22,7 +22,8 @@ from oxrl.loops.callbacks import Callbacks
 from oxrl.loops.memory_limits import MemoryLimits, resumed_limits
 from oxrl.loops.progress import AlgorithmAt, Progress, SaveFn, algorithm_switch, due, no_checkpoint, reading
 from oxrl.loops.rollout_queue import RolloutQueue, prefetching
-from oxrl.loops.step import check_backend, needed_methods, optimizer_steps
+from oxrl.loops.step import CreditedFn, check_backend, needed_methods, not_recorded, optimizer_steps
+from oxrl.loops.step_record import NO_RECORD, NoRecord, TrainedStep
 from oxrl.names import renamed_keywords
 from oxrl.rewards.primitives import normalize_rewards
 from oxrl.rollouts.batches import as_rollout, group_rollouts
@@ -173,6 +174,7 @@ async def run_online(
     move_reference: ReferenceFn = fixed_reference,
     offload_engine: OffloadFn = no_offload,
     observe: ObserveFn = no_observer,
+    recorder: NoRecord = NO_RECORD,
     log: Sink = log_to_console,
     save: SaveFn = no_checkpoint,
     limits: MemoryLimits | None = None,
@@ -204,8 +206,11 @@ async def run_online(
             metrics = rollout_metrics(batch.groups, batch.version) | batch.costs()
             items = rollout_items(current, shape(batch.groups), render)
             with anyio.CancelScope(shield=True):  # an interrupt between an update and its record would lose the update
+                recorder.begin()
                 async with offload_engine():
-                    metrics |= await train_batch(backend, current, items, config, progress.memory, limits)
+                    metrics |= await train_batch(
+                        backend, current, items, config, progress.memory, limits, recorder.credited
+                    )
                     _check_gap(metrics, config.max_logprob_gap)
                     await move_reference(step)
                 synced = due(step, config.sync_every) or step == config.num_steps
@@ -217,6 +222,8 @@ async def run_online(
                 observe(step, batch.groups)
                 version = (await backend.get_weights()).version
                 limits.note_slots(generators)
+                sampled = TrainedStep(step, current, batch.version, metrics, batch.groups, batch.left_out)
+                metrics |= recorder.record(sampled)
                 await progress.record(step, metrics, version, queue.state(batch.collected))
             if progress.finished:
                 break
@@ -275,6 +282,7 @@ async def train_batch(
     config: OnlineConfig,
     memory: Memory,
     limits: MemoryLimits | None = None,
+    on_credit: CreditedFn = not_recorded,
 ) -> dict[str, float]:
     """Compute advantages once over the whole batch, then take one or more optimizer steps. Gaps are of the first."""
     check_reuse(algorithm, config.updates)
@@ -289,6 +297,7 @@ async def train_batch(
         memory,
         iterations=config.iterations,
         mini_batches=config.mini_batches,
+        on_credit=on_credit,
     )
     metrics: dict[str, float] = {}
     for latest in taken:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
@@ -12,8 +12,9 @@ import anyio
 
 from oxrl.concurrency import task_group
 from oxrl.rewards.length import sampled_tokens
-from oxrl.rollouts.buffer import Group, ReplayBuffer
+from oxrl.rollouts.buffer import Group, LeftOut, ReplayBuffer
 from oxrl.rollouts.collect import AsyncRolloutManager
+from oxrl.rollouts.record import rollout_from_json, rollout_to_json
 from oxrl.types import Backend, Generator
 
 
@@ -24,6 +25,16 @@ class CollectedBatch(NamedTuple):
     counts: Mapping[str, float]
     seconds: float
     after: Mapping[str, Any]
+    left_out: Sequence[LeftOut] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        left_out = [[reason, [rollout_to_json(each) for each in rollouts]] for reason, rollouts in self.left_out]
+        return {**self._asdict(), "left_out": left_out}
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> CollectedBatch:
+        read = [LeftOut(reason, tuple(map(rollout_from_json, each))) for reason, each in raw.get("left_out", ())]
+        return cls(**{**raw, "left_out": read})
 
 
 class ReadyBatch(NamedTuple):
@@ -34,6 +45,7 @@ class ReadyBatch(NamedTuple):
     collected: CollectedBatch
     expired: int  # groups of the run so far that were dropped as too old
     waited: float  # seconds that training waited for it
+    left_out: Sequence[LeftOut] = ()  # sampled for it, and not trained on
 
     def costs(self) -> dict[str, float]:
         seconds, drawn = self.collected.seconds, sum(sampled_tokens(each) for group in self.groups for each in group)
@@ -76,9 +88,10 @@ class RolloutQueue:
         while self.remaining:
             await self.permits.acquire()
             started, version = time.monotonic(), self.generator.version
-            groups, counts = await self.manager.collect(version, self.max_partial_age)
+            groups, counts, left_out = await self.manager.collect(version, self.max_partial_age)
             self.buffer.add(groups, version)
-            self.waiting.append(CollectedBatch(len(groups), counts, time.monotonic() - started, self.manager.state()))
+            seconds, after = time.monotonic() - started, self.manager.state()
+            self.waiting.append(CollectedBatch(len(groups), counts, seconds, after, left_out))
             self.remaining -= 1
             self.arrived.set()
 
@@ -94,7 +107,8 @@ class RolloutQueue:
             raise RuntimeError(
                 f"all {collected.groups} groups of a batch are more than {self.buffer.max_age} versions old: raise lag"
             )
-        return ReadyBatch(groups, version, collected, self.buffer.expired, waited)
+        left_out = [*collected.left_out, *(LeftOut("expired", group) for group in self.buffer.dropped)]
+        return ReadyBatch(groups, version, collected, self.buffer.expired, waited, left_out)
 
     def trained(self, *, synced: bool) -> None:
         """A batch was trained on. Others are started once the engine has confirmed a new version, not on an old one."""
@@ -107,7 +121,7 @@ class RolloutQueue:
     def state(self, trained: CollectedBatch) -> dict[str, Any]:
         """Batches not trained on yet, and the collector's state; in-flight batches are drawn again."""
         newest = self.waiting[-1] if self.waiting else trained
-        waiting = [each._asdict() for each in self.waiting]
+        waiting = [each.to_json() for each in self.waiting]
         return {"collector": newest.after, "waiting": waiting, "buffer": self.buffer.state()}
 
     async def restore(self, cursor: Mapping[str, Any]) -> None:
@@ -120,7 +134,7 @@ class RolloutQueue:
         self.buffer.restore(cursor["buffer"])
         for collected in cursor["waiting"]:  # each holds a permit
             await self.permits.acquire()
-            self.waiting.append(CollectedBatch(**collected))
+            self.waiting.append(CollectedBatch.from_json(collected))
 
 
 @asynccontextmanager

@@ -68,12 +68,25 @@ def needed_methods(algorithm: Algorithm) -> set[str]:
     return {"forward_backward", "optim_step"} | ({"logprobs"} if algorithm.needs else set())
 
 
+CreditedFn: TypeAlias = Callable[[Sequence[Item]], None]
+"""(the rows of a step with all that the loss needs), before they are trained on: for records of a step."""
+
+
+def not_recorded(items: Sequence[Item]) -> None:
+    """For steps that are not recorded."""
+
+
 async def train_step(
-    backend: Backend, algorithm: Algorithm, items: Sequence[Item], budget: Budget, memory: Memory | None = None
+    backend: Backend,
+    algorithm: Algorithm,
+    items: Sequence[Item],
+    budget: Budget,
+    memory: Memory | None = None,
+    on_credit: CreditedFn = not_recorded,
 ) -> dict[str, float]:
     """One optimizer step over `items`. How they are split into micro-batches does not change the result."""
-    started = time.monotonic()
-    (metrics,) = await optimizer_steps(backend, algorithm, items, budget, {} if memory is None else memory)
+    started, kept = time.monotonic(), {} if memory is None else memory
+    (metrics,) = await optimizer_steps(backend, algorithm, items, budget, kept, on_credit=on_credit)
     seconds = time.monotonic() - started
     return metrics | {"tokens_per_second": metrics["tokens"] / seconds, "step_seconds": seconds}
 
@@ -95,6 +108,7 @@ async def optimizer_steps(
     iterations: int = 1,
     mini_batches: int = 1,
     optimizer_step: StepFn = step_optimizer,
+    on_credit: CreditedFn = not_recorded,
 ) -> list[dict[str, float]]:
     """Credit the items once, then take `mini_batches` optimizer steps in each iteration; return the metrics of each.
 
@@ -108,6 +122,7 @@ async def optimizer_steps(
             memory.clear()
             memory.update(before)
             credited = await credit_step(backend, algorithm, items, limits, memory)
+            on_credit(credited)
         indices = np.array_split(np.arange(len(credited)), mini_batches)[number % mini_batches]
         part = [credited[index] for index in indices]
         return await update(backend, algorithm, part, limits.micro_batch_tokens, optimizer_step)

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from oxrl.rollouts.record import rollout_from_json, rollout_to_json
 from oxrl.types import Rollout
 
 Group: TypeAlias = tuple[Rollout, ...]
 """The rollouts of one prompt."""
+
+
+class LeftOut(NamedTuple):
+    """`LeftOut("filtered: check_reward_nonzero_std", group)`: rollouts that were sampled and are not trained on."""
+
+    reason: str
+    rollouts: Group
 
 
 def age_of(group: Sequence[Rollout], version: int) -> int:
@@ -29,6 +36,7 @@ class ReplayBuffer:
             raise ValueError(f"max_age is 0 or more and capacity 1 or more; got {max_age} and {capacity}")
         self.max_age, self.capacity, self.strict = max_age, capacity, strict
         self.expired = 0
+        self.dropped: list[Group] = []  # by the last `take`
         self._groups: deque[Group] = deque()
 
     def __len__(self) -> int:
@@ -49,7 +57,8 @@ class ReplayBuffer:
             for group in first:
                 self._refuse_old(group, version)
         young = [group for group in first if age_of(group, version) <= self.max_age]
-        self.expired += len(first) - len(young)
+        self.dropped = [group for group in first if age_of(group, version) > self.max_age]
+        self.expired += len(self.dropped)
         return young
 
     def _refuse_old(self, group: Group, version: int) -> None:

@@ -22,7 +22,7 @@ from oxrl.concurrency import run_blocking, task_group
 from oxrl.names import as_record, kind_of, renamed_keywords
 from oxrl.rewards.grade import AnyReward, grade, with_outcome
 from oxrl.rollouts.batches import RolloutBatch, as_rollout, convert_to_batch
-from oxrl.rollouts.buffer import Group, age_of
+from oxrl.rollouts.buffer import Group, LeftOut, age_of
 from oxrl.rollouts.envs import PAUSES, GeneratorClient, single_turn
 from oxrl.rollouts.filters import keep_all
 from oxrl.rollouts.record import rollout_from_json, rollout_to_json
@@ -120,10 +120,11 @@ class RolloutConfig:
 
 
 class Collected(NamedTuple):
-    """A batch: groups in prompt order, without ungraded rollouts, and the counts of the collection."""
+    """A batch: groups in prompt order, without ungraded rollouts, the counts of the collection, and the rest of it."""
 
     groups: list[Group]
     counts: Mapping[str, float]
+    left_out: Sequence[LeftOut] = ()
 
 
 @dataclass
@@ -150,7 +151,7 @@ class AsyncRolloutManager:
         config = self.config
         oldest = config.max_age if max_age is None else min(max_age, config.max_age)
         tally = dict.fromkeys(("drawn", "filtered_groups", "ungraded", "ungraded_groups", "expired", "wasted"), 0.0)
-        self._restart_expired(version, oldest, tally)
+        left_out = self._restart_expired(version, oldest, tally)
         accepted: list[Group] = []
         failures: list[str] = []
         rounds = 0
@@ -163,7 +164,7 @@ class AsyncRolloutManager:
             for group in await self._round(groups, missing, version):
                 if _unfinished(group):
                     self.partial_samples.append(group)
-                elif (graded := await self._accepted(group, tally, failures)) is not None:
+                elif (graded := await self._accepted(group, tally, failures, left_out)) is not None:
                     accepted.append(graded)
             rounds += 1
             if not accepted and tally["ungraded_groups"] == tally["drawn"]:
@@ -174,8 +175,12 @@ class AsyncRolloutManager:
         chosen = list(await _resolved(config.select_fn(accepted, config.batch_size)))
         if config.select_fn is first_in_prompt_order:  # groups that a selection rejected are not reused
             self.partial_samples += accepted[config.batch_size :]
+        else:
+            kept = {id(group) for group in chosen}
+            left_out += [LeftOut("not selected", group) for group in accepted if id(group) not in kept]
         self._check_enough(chosen, tally, failures)
-        return Collected(chosen, {**tally, "carried": float(len(self.partial_samples))})
+        left_out += [LeftOut("carried", group) for group in self.partial_samples]
+        return Collected(chosen, {**tally, "carried": float(len(self.partial_samples))}, left_out)
 
     async def _round(self, groups: Sequence[Group], missing: int, version: int) -> list[Group]:
         """Sample and grade all groups; abort the rest once `missing` of them have finished."""
@@ -241,18 +246,23 @@ class AsyncRolloutManager:
             return group
         return await grade(group, self.config.reward_fn, time_limit=self.config.reward_time_limit)
 
-    async def _accepted(self, group: Group, tally: dict[str, float], failures: list[str]) -> Group | None:
+    async def _accepted(
+        self, group: Group, tally: dict[str, float], failures: list[str], left_out: list[LeftOut]
+    ) -> Group | None:
         """Return the graded rollouts of the group; None if there are too few or the filter rejects it."""
         graded = tuple(rollout for rollout in group if rollout.error is None)
+        left_out += [LeftOut(f"ungraded: {each.error}", (each,)) for each in group if each.error is not None]
         failures += [rollout.error for rollout in group if rollout.error is not None]
         tally["ungraded"] += len(group) - len(graded)
         sampled = [rollout for rollout in graded if not rollout.greedy]
         if len(sampled) < self.config.min_group_size or (len(sampled) == len(graded) and self.config.greedy):
             tally["ungraded_groups"] += 1
+            left_out.append(LeftOut("too few graded answers", graded))
             return None
         assert self.config.filter_fn is not None, "None is replaced when the config is created"
         if not await _resolved(self.config.filter_fn(sampled)):
             tally["filtered_groups"] += 1
+            left_out.append(LeftOut(f"filtered: {_name_of(self.config.filter_fn)}", graded))
             return None
         return graded
 
@@ -270,8 +280,9 @@ class AsyncRolloutManager:
         sampled = tuple(Rollout(sample, group=number, index=index) for index in range(count))
         return (*sampled, Rollout(sample, group=number, index=count, greedy=True)) if self.config.greedy else sampled
 
-    def _restart_expired(self, version: int, oldest: int, tally: dict[str, float]) -> None:
+    def _restart_expired(self, version: int, oldest: int, tally: dict[str, float]) -> list[LeftOut]:
         """Restart groups sampled with other weights, unless partial rollouts are on and they are young enough."""
+        restarted = []
         for index, group in enumerate(self.partial_samples):
             started = [rollout for rollout in group if rollout.turns]
             if not started or age_of(started, version) == 0:
@@ -280,7 +291,9 @@ class AsyncRolloutManager:
             if too_old or not self.config.partial_rollouts:
                 tally["expired"] += too_old and self.config.partial_rollouts
                 tally["wasted"] += sum(len(turn.generation.token_ids) for each in started for turn in each.turns)
+                restarted.append(LeftOut("expired", group))
                 self.partial_samples[index] = self._new_group(group[0].group, group[0].sample)
+        return restarted
 
     def _check_enough(self, chosen: Sequence[Group], tally: Mapping[str, float], failures: Sequence[str]) -> None:
         if failures:
@@ -387,8 +400,10 @@ async def _resolved(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
-def _name_of(env: EnvFn) -> str:
-    return str(getattr(env, "__qualname__", type(env).__name__))
+def _name_of(function: EnvFn | FilterFn) -> str:
+    if isinstance(function, partial):
+        return _name_of(function.func)
+    return str(getattr(function, "__qualname__", type(function).__name__))
 
 
 class RolloutSampler:

@@ -32,6 +32,7 @@ from oxrl.run.data import longest_possible_items
 from oxrl.run.failure import failures_recorded
 from oxrl.run.folder import RolloutLog, create_folder, record_config, record_inputs, resolve_weights
 from oxrl.run.prepare import prepare_run, starting_from
+from oxrl.run.recorder import open_recorder
 from oxrl.run.reward import load_reward
 from oxrl.run.spec import RunSpec, environment, first_algorithm, rollout_config, sampling_config
 from oxrl.seeds import seed_everything
@@ -203,8 +204,11 @@ async def _run_loop(
     record_config(spec.config, spec.folder / "config.yaml", resuming=resuming)
     keep = {"tokenizer": spec.tokenizer, "keep_last": spec.config.train.keep_last}
 
+    recorder = open_recorder(spec, backend, state.step if resuming else -1)
+
     async def save(reached: TrainingState, best_step: int | None) -> None:
         folder = await save_checkpoint(spec.folder / "checkpoints", backend, reached, keep=best_step, **keep)
+        recorder.checkpoint = folder.name
         await callbacks("on_save", reached.step, folder)
 
     file = spec.folder / "metrics.jsonl"
@@ -216,6 +220,7 @@ async def _run_loop(
             limits = resumed_limits(spec.config.train.micro_batch_tokens, state, backend)
         await _warm_up(spec, backend, limits)
         rest: dict[str, Any] = {"state": state, "limits": limits, "log": log, "save": save, "callbacks": callbacks}
+        rest["recorder"] = recorder
         _report_micro_batches(backend, console.activity)
         if spec.online:
             return await _run_online(spec, backend, console=console, **rest)
@@ -326,10 +331,13 @@ async def _run_online(
 
 def _observer(spec: RunSpec, done: int, show: Callable[[str], None]) -> Callable[[int, Sequence[Group]], None]:
     """Write the rollouts of each step to a file, and show one of them every ten steps."""
-    write = RolloutLog(spec.folder / "rollouts.jsonl", spec.config.rollout.log_samples, keep_until=done)
+    write = None
+    if spec.config.rollout.record != "off":
+        write = RolloutLog(spec.folder / "rollouts.jsonl", spec.config.rollout.log_samples, keep_until=done)
 
     def observe(step: int, groups: Sequence[Group]) -> None:
-        write(step, groups)
+        if write is not None:
+            write(step, groups)
         if step == done + 1 or step % 10 == 0:
             first = groups[0][0]
             prompt, response = (" ".join(text.split()) for text in (first.prompt[-60:], first.response[:100]))

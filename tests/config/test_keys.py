@@ -39,6 +39,7 @@ from oxrl.run.prepare import prepare_run
 from oxrl.run.reward import configured_reward, default_reward, load_reward
 from oxrl.run.spec import environment, model_config
 from oxrl.run.train import loop_intervals, train_spec
+from oxrl.tracking.step_files import read_index, recorded_steps
 from oxrl.tracking.trackers import Tracker
 from oxrl.types import Generation, GenerationConfig, Message, Rollout, Sample, Turn
 from tests.rollouts.scripted_text import ScriptedText
@@ -116,6 +117,7 @@ RL = (
     "train.alg_name=grpo", *ROWS, *STEPS, "rollout.n_samples=2", "rollout.max_tokens=6", "rollout.log_samples=64",
     "reward.reward_func=oxrl.diagnose.verify_model:any_difference",
 )  # fmt: skip
+MANY = (*RL, "train.train_batch_size_per_gpu=6")  # more groups than are recorded by default
 VLLM = (*RL, "inference_engine.name=vllm")
 HTTP = (*RL, "inference_engine.name=http", "inference_engine.urls=[http://127.0.0.1:8000]")
 DEEPSPEED = (*SFT, "run.backend=deepspeed")
@@ -144,6 +146,10 @@ def logged(name):
 def completions(home, overrides):
     lines = (home.run(overrides).folder / "rollouts.jsonl").read_text().splitlines()
     return [[each["response"] for each in json.loads(line)["samples"]] for line in lines]
+
+
+def recorded(home, overrides):
+    return read_index(home.run(overrides).folder)
 
 
 def checkpoints(home, overrides):
@@ -443,6 +449,8 @@ KEYS = {
     "rollout.tools": Effect(["oxrl.rollouts.tools:calculator"], can_start, (*RL, "rollout.env=tools"), "can start"),
     "rollout.max_turns": Effect(3, turns_of_a_caller, TOOLS, 3),
     "rollout.log_samples": Effect(1, lambda *at: [len(step) for step in completions(*at)], RL, [1, 1]),
+    "rollout.record": Effect("full", lambda *at: [step["recorded"] for step in recorded(*at)], MANY, [6, 6]),
+    "rollout.record_steps": Effect(1, lambda home, at: recorded_steps(home.run(at).folder), RL, [2]),
     "deepspeed.zero_optimization": Effect({"stage": 2}, worker_sections, DEEPSPEED, [{"stage": 2}, None]),
     "deepspeed_ref.zero_optimization": Effect({"stage": 0}, worker_sections, DEEPSPEED, [None, {"stage": 0}]),
     "inference_engine.name": Effect("vllm", of_config(lambda config: config.replicas), RL, 1),

@@ -122,6 +122,21 @@ def facts(folder: Path, last: int) -> tuple[dict[str, bytes], list[dict], list[s
     return files, timeless, rollouts.read_text().splitlines() if rollouts.exists() else []
 
 
+def timeless(step: dict) -> dict:
+    return {
+        key: timeless(value) if isinstance(value, dict) else value
+        for key, value in step.items()
+        if "second" not in key and key not in ("memory_gib", "bytes")
+    }
+
+
+def records(folder: Path) -> tuple[list[dict], list[tuple[dict, list[dict]]]]:
+    from oxrl.tracking.step_files import read_index, read_step, recorded_steps
+
+    steps = [read_step(folder, step) for step in recorded_steps(folder)]
+    return list(map(timeless, read_index(folder))), [(timeless(each.step), each.answers) for each in steps]
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_killed_run_ends_with_the_same_bits_as_an_uninterrupted_one(tmp_path, forks, mode):
     config, attempts = MODES[mode]
@@ -138,6 +153,11 @@ def test_a_killed_run_ends_with_the_same_bits_as_an_uninterrupted_one(tmp_path, 
     assert lines == expected_lines
     assert [line["step"] for line in lines] == list(range(last + 1)), "step 0 is the evaluation before training"
     assert rollouts == expected_rollouts and len(rollouts) == (last if "rollout" in config else 0)
+    index, steps = records(tmp_path / "broken")
+    assert (index, steps) == records(tmp_path / "whole")
+    assert [line["step"] for line in index] == [step["step"] for step, _ in steps] == list(range(1, last + 1))
+    assert all(answers and step["digests"]["weights"] for step, answers in steps)
     assert not list((tmp_path / "broken").glob("checkpoints/.unfinished-*"))
+    assert not list((tmp_path / "broken").glob("record/.*"))
     if mode == "online":
         assert any(line.get("carried") for line in lines), "nothing was carried over: the test proves too little"

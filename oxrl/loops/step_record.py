@@ -1,0 +1,302 @@
+"""Records of steps: what was sampled, how it was credited, and what the training pass computed for each token.
+
+A `StepRecorder` watches a step without another forward pass: the loop hands it the credited rows, the backend the
+outputs of each micro-batch with its losses. The files are written by `tracking.step_files`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from oxrl.rollouts.buffer import Group, LeftOut
+from oxrl.rollouts.step_answers import (
+    Computed,
+    Pieces,
+    answer_lines,
+    chosen_groups,
+    group_summary,
+    merged_groups,
+    row_line,
+)
+from oxrl.seeds import mixed_seed
+from oxrl.tracking.step_files import StepFiles
+from oxrl.types import Algorithm, Batch, Item, Outputs, Row
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+RECORDED_ITEMS = 4  # rows or pairs of a step of an offline run
+
+
+class _Pass(NamedTuple):
+    """What a pass computed for the tokens of a micro-batch."""
+
+    batch: Batch
+    logprob: Tensor
+    gradient: Tensor  # of the loss, with respect to each log-prob
+    policy_gradient: Tensor  # of its term "policy" alone
+
+
+class TrainedStep(NamedTuple):
+    """A step after its update; `groups` and `left_out` of a run that samples, None of one on rows."""
+
+    step: int
+    algorithm: Algorithm
+    version: int  # of the weights before the update
+    metrics: Mapping[str, float]
+    groups: Sequence[Group] | None = None
+    left_out: Sequence[LeftOut] = ()
+
+
+class NoRecord:
+    """For runs that record no step."""
+
+    checkpoint: str | None = None  # the newest one
+
+    def begin(self) -> None:
+        """A step starts: drop what was seen of the last one."""
+
+    def credited(self, items: Sequence[Item]) -> None:
+        """The rows of the step, with all that the loss needs."""
+
+    def record(self, trained: TrainedStep) -> dict[str, float]:  # noqa: ARG002 - that of a recorder
+        """Write the record of a step; return metrics of it."""
+        return {}
+
+
+NO_RECORD = NoRecord()
+
+
+class StepRecorder(NoRecord):
+    """`StepRecorder(StepFiles(folder, ...), "groups", seed=42, pieces=..., weights=...)`.
+
+    `weights` returns a digest of the trained weights, or None where they are not in this process.
+    """
+
+    def __init__(
+        self, files: StepFiles, mode: str, *, seed: int, pieces: Pieces, weights: Callable[[], str | None]
+    ) -> None:
+        self.files, self.mode, self.seed, self.pieces, self.weights = files, mode, seed, pieces, weights
+        self._items: list[Item] = []
+        self._passes: list[_Pass] = []
+        self._weights_before: str | None = None
+
+    def begin(self) -> None:
+        self._items, self._passes = [], []
+        if self._weights_before is None:
+            self._weights_before = self.weights()
+
+    def credited(self, items: Sequence[Item]) -> None:
+        self._items = list(items)
+
+    def passed(self, batch: Batch, outputs: Outputs, shares: Mapping[str, Tensor]) -> None:
+        """The `observe_pass` of a backend: take the derivatives of the loss before it runs backward."""
+        gradient = _derivative(shares["loss"], outputs.logprob)
+        alone = "policy" in shares and len(shares) > 2
+        policy = _derivative(shares["policy"], outputs.logprob) if alone else gradient
+        self._passes.append(_Pass(batch, outputs.logprob.detach(), gradient, policy))
+
+    def record(self, trained: TrainedStep) -> dict[str, float]:
+        started = time.monotonic()
+        computed = computed_by_row(self._passes, self._items, trained.algorithm)
+        header = self._header(trained, computed)
+        if trained.groups is None:
+            groups, lines = self._items_recorded(trained.step, computed)
+            digests = {"data": _digest_of_data(self._items)}
+        else:
+            groups, lines = self._groups_recorded(trained.step, trained.groups, trained.left_out, computed)
+            digests = _rollout_digests(trained.groups, trained.left_out)
+        header |= {"groups": groups, "digests": {**digests, **header["digests"]}}
+        self.files.write(header, lines, _index_line(header))
+        self._items, self._passes = [], []
+        return {"record_seconds": time.monotonic() - started}
+
+    def _groups_recorded(
+        self, step: int, groups: Sequence[Group], left_out: Sequence[LeftOut], computed: Mapping[str, Computed]
+    ) -> tuple[list[dict[str, Any]], list[str]]:
+        """The summaries of all groups, and the lines of those that are chosen."""
+        merged = merged_groups(groups, left_out)
+        chosen = chosen_groups(merged, self.mode, mixed_seed(self.seed, step))
+        rows: dict[str, list[Row]] = {}
+        for item in self._items:
+            for row in item:
+                rows.setdefault(row.sequence or row.id, []).append(row)
+        kept = [group for group in merged if group.number in chosen]
+        lines = [line for group in kept for line in answer_lines(group, rows, computed, self.pieces, self.seed)]
+        return [group_summary(group, group.number in chosen) for group in merged], lines
+
+    def _items_recorded(self, step: int, computed: Mapping[str, Computed]) -> tuple[list[dict[str, Any]], list[str]]:
+        chosen = self._chosen_items(step, computed)
+        groups = [
+            {"group": number, "sample_id": item[0].id, "rows": len(item), "recorded": number in chosen}
+            for number, item in enumerate(self._items)
+        ]
+        lines = [
+            row_line(row, number, index, computed, self.pieces)
+            for number in sorted(chosen)
+            for index, row in enumerate(self._items[number])
+        ]
+        return groups, lines
+
+    def _chosen_items(self, step: int, computed: Mapping[str, Computed]) -> set[int]:
+        """All items, or those with the least and the most likely tokens, and others at random."""
+        count = len(self._items)
+        if self.mode == "full" or count <= RECORDED_ITEMS:
+            return set(range(count))
+        order = sorted(range(count), key=lambda number: _mean_logprob(self._items[number], computed))
+        others = np.random.default_rng(mixed_seed(self.seed, step)).permutation(order[1:-1])
+        return {order[0], order[-1], *others[: RECORDED_ITEMS - 2].tolist()}
+
+    def _header(self, trained: TrainedStep, computed: Mapping[str, Computed]) -> dict[str, Any]:
+        before, self._weights_before = self._weights_before, self.weights()
+        seconds = {name: value for name, value in trained.metrics.items() if name.endswith("_seconds")}
+        return {
+            "kind": "step",
+            "step": trained.step,
+            "version": trained.version,
+            "online": trained.groups is not None,
+            "algorithm": trained.algorithm.name,
+            "checkpoint": self.checkpoint,
+            "seeds": {"run": self.seed},
+            "metrics": dict(trained.metrics),
+            "seconds": {name.removesuffix("_seconds"): value for name, value in seconds.items()},
+            "totals": _totals(self._items, computed),
+            "digests": {
+                "credit": _digest_of_rows(self._items),
+                "logprobs": _digest_of_logprobs(self._items, computed),
+                "weights_before": before,
+                "weights": self._weights_before,
+            },
+        }
+
+
+def _index_line(header: Mapping[str, Any]) -> dict[str, Any]:
+    groups, metrics = header["groups"], header["metrics"]
+    return {
+        "groups": len(groups),
+        "recorded": sum(group["recorded"] for group in groups),
+        **{name: header[name] for name in ("version", "checkpoint", "digests")},
+        **{name: metrics.get(name) for name in ("loss", "grad_norm")},
+    }
+
+
+def _derivative(loss: Tensor, logprob: Tensor) -> Tensor:
+    """With respect to the log-prob of each token; zeros where the loss does not depend on any."""
+    import torch
+
+    if not (loss.requires_grad and logprob.requires_grad):
+        return torch.zeros_like(logprob)
+    (found,) = torch.autograd.grad(loss, logprob, retain_graph=True, allow_unused=True)
+    return torch.zeros_like(logprob) if found is None else found.detach()
+
+
+def computed_by_row(passes: Sequence[_Pass], items: Sequence[Item], algorithm: Algorithm) -> dict[str, Computed]:
+    """The numbers of the last pass over each row, by the row's id."""
+    rows = {row.id: row for item in items for row in item}
+    corrected = algorithm.parameters.get("correction", "none") != "none"
+    found: dict[str, Computed] = {}
+    for batch, *tensors in passes:
+        logprob, gradient, policy = (each.float().cpu().numpy() for each in tensors)
+        for name, start, end in zip(batch.ids, batch.borders, batch.borders[1:], strict=False):
+            row = rows.get(name)
+            if row is None or len(row) != end - start:  # of a memory warm-up
+                continue
+            numbers = {"policy_logprob": logprob[start:end], "gradient": gradient[start:end]}
+            found[name] = numbers | _against_sampler(row, logprob[start:end], policy[start:end], corrected)
+    return found
+
+
+def _against_sampler(
+    row: Row, logprob: np.ndarray[Any, Any], policy: np.ndarray[Any, Any], corrected: bool
+) -> dict[str, np.ndarray[Any, Any]]:
+    """The ratio in the loss, and the tokens that it gives no gradient though they have an advantage."""
+    advantage, before = (
+        row.streams.get(name) for name in ("advantage", "policy_logprob" if corrected else "sampler_logprob")
+    )
+    if advantage is None:
+        return {}
+    clipped = row.mask & (np.asarray(advantage) != 0) & (policy == 0)
+    ratio = {} if before is None else {"ratio": np.exp(np.minimum(logprob - np.asarray(before), 80.0))}
+    return {**ratio, "clipped": clipped.astype(np.float32)}
+
+
+def _totals(items: Sequence[Item], computed: Mapping[str, Computed]) -> dict[str, float]:
+    """Sums over all rows of the step, recorded or not."""
+    rows = [row for item in items for row in item]
+    gradients = [np.abs(each["gradient"], dtype=np.float64).sum() for each in computed.values()]
+    return {
+        "rows": len(rows),
+        "tokens": sum(map(len, rows)),
+        "trained": sum(int(row.mask.sum()) for row in rows),
+        "with_advantage": sum(
+            int((row.mask & (row.streams["advantage"] != 0)).sum()) for row in rows if "advantage" in row.streams
+        ),
+        "clipped": sum(int(each["clipped"].sum()) for each in computed.values() if "clipped" in each),
+        "gradient": float(sum(gradients)),
+    }
+
+
+def _mean_logprob(item: Item, computed: Mapping[str, Computed]) -> float:
+    sums = [
+        (float((computed[row.id]["policy_logprob"] * row.mask).sum()), int(row.mask.sum()))
+        for row in item
+        if row.id in computed
+    ]
+    return sum(total for total, _ in sums) / max(1, sum(count for _, count in sums))
+
+
+Hash: TypeAlias = Callable[[bytes], None]
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
+
+
+def _rollout_digests(groups: Sequence[Group], left_out: Sequence[LeftOut]) -> dict[str, str]:
+    """Of all groups of a step: their prompts, what was sampled, and its rewards."""
+    others = [each for reason, rollouts in left_out if reason != "carried" for each in rollouts]
+    rollouts = [*(each for group in groups for each in group), *others]
+    turns = [turn for each in rollouts for turn in each.turns]
+    return {
+        "data": _digest(f"{each.group} {each.index} {each.sample.id}".encode() for each in rollouts),
+        "prompts": _digest(np.array(each.turns[0].prompt_ids).tobytes() for each in rollouts if each.turns),
+        "tokens": _digest(np.array(turn.generation.token_ids, np.int64).tobytes() for turn in turns),
+        "sampler_logprobs": _digest(np.array(turn.generation.logprobs, np.float64).tobytes() for turn in turns),
+        "rewards": _digest(
+            repr((each.error, None if each.score is None else (each.score.value, dict(each.score.parts)))).encode()
+            for each in rollouts
+        ),
+    }
+
+
+def _digest_of_data(items: Sequence[Item]) -> str:
+    return _digest(
+        part for item in items for row in item for part in (row.id.encode(), row.tokens.tobytes(), row.mask.tobytes())
+    )
+
+
+def _digest_of_rows(items: Sequence[Item]) -> str:
+    """Of all that the loss reads from the rows: masks, advantages, log-probs of other models, scalars."""
+    return _digest(
+        part
+        for item in items
+        for row in item
+        for part in (
+            row.mask.tobytes(),
+            *(np.asarray(row.streams[name], np.float32).tobytes() for name in sorted(row.streams)),
+            repr(sorted(row.scalars.items())).encode(),
+        )
+    )
+
+
+def _digest_of_logprobs(items: Sequence[Item], computed: Mapping[str, Computed]) -> str | None:
+    found = [computed[row.id]["policy_logprob"] for item in items for row in item if row.id in computed]
+    return _digest(each.tobytes() for each in found) if found else None
