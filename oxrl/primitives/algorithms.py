@@ -206,9 +206,9 @@ def compute_grpo_loss(
 
 
 def compute_ppo_advantages(
-    rewards: Tensor | Sequence[float],
-    values: Tensor | None = None,
-    dones: Tensor | None = None,
+    rewards: Tensor | Sequence[float] | Sequence[Sequence[float]],
+    values: Tensor | Sequence[float] | Sequence[Sequence[float]] | None = None,
+    dones: Tensor | Sequence[float] | Sequence[Sequence[float]] | None = None,
     gamma: float = 1.0,
     gae_lambda: float | None = None,
     *,
@@ -228,7 +228,8 @@ def compute_ppo_advantages(
             "makes them of rollouts: create_loss_batch(state, rollouts, create_algorithm_config('ppo'))"
         )
     rewards = torch.as_tensor(rewards)
-    known = value_fn(rewards) if values is None else values
+    known = value_fn(rewards) if values is None else torch.as_tensor(values)
+    dones = None if dones is None else torch.as_tensor(dones)
     if known.shape[-1] == rewards.shape[-1] + 1:
         known, last_value, ended = known[..., :-1], known[..., -1], False
     lam = lam if gae_lambda is None else gae_lambda

@@ -322,6 +322,8 @@ def test_ppo_advantages_take_rows_of_tokens_with_dones():
     after = torch.cat([values, torch.tensor([[0.0], [2.0]])], 1)
     cut = oxrl.compute_ppo_advantages(rewards, after, torch.zeros(2, 3), 0.9, 0.8)
     assert cut[1, -1].item() == pytest.approx(2.0 + 0.9 * 2.0 - 0.5)
+    lists = oxrl.compute_ppo_advantages(rewards.tolist(), values.tolist(), dones.tolist(), 0.9, 0.8)
+    assert torch.equal(lists, several)
     assert oxrl.compute_grpo_advantages([[1.0, 0.0]])[0].tolist() == pytest.approx([0.7071, -0.7071], abs=1e-4)
 
 

@@ -245,6 +245,9 @@ def test_a_program_does_not_define_what_its_result_is_checked_with():
         "if differs(f(1), 2):\n    raise AssertionError",
         "assert all(nearly(a, 2) for a in [f(1)])",
         "assert_equals(f(1), 2)",
+        "r = f(1)\nassert [nearly(r, 2)] == [True]",
+        "assert list(map(nearly, [f(1)], [2])) == [True]",
+        "from functools import partial\nassert partial(nearly, 2)(f(1))",
     ]
     cheat = """
 class Checks:
@@ -269,6 +272,8 @@ def test_functions_that_are_tested_themselves_may_be_combined():
         reward_of(program, ["assert is_even(after(2))", "assert not is_even(3)", "assert back(after(1)) == 1"]) == 1.0
     )
     assert reward_of("def sqrt(x): return 2.0", ["assert sqrt(4) == 2"]) == 1.0
+    flags = "def evens(xs): return [x % 2 == 0 for x in xs]\ndef up_to(n): return list(range(1, n + 1))"
+    assert reward_of(flags, ["assert evens(up_to(2)) == [False, True]"]) == 1.0
 
 
 def test_a_failed_assertion_of_the_tests_cannot_be_caught_by_the_program():

@@ -79,7 +79,7 @@ class _Flow(ast.NodeVisitor):
                 return None
             case ast.Compare(left, [operator], [right]) if _is_singleton(left) or _is_singleton(right):
                 value, constant = (right, left) if _is_singleton(left) else (left, right)
-                same = isinstance(operator, ast.Eq | ast.Is) == bool(getattr(constant, "value", None))
+                same = isinstance(operator, ast.Eq | ast.Is) == _is_true(constant)
                 return self.decide(value, expected if same or expected is None else not expected)
         for name, kind in self.visit(test):
             if kind == "derived":
@@ -177,6 +177,8 @@ class _Flow(ast.NodeVisitor):
             self.compare(node.args)
         given = [_NONE if self._function(value) else self.visit(value) for _, value in arguments]
         found = _NONE.union(*given)
+        if name == "partial" and not callee and own is None:
+            return found  # it is called later
         results = self._called(callee, found)
         if own is not None:
             results |= self.apply(own, _parameters(own, [key for key, _ in arguments], given), _NONE)
@@ -349,7 +351,18 @@ def _parts(origins: _Origins) -> _Origins:
 
 
 def _is_singleton(node: ast.expr) -> bool:
+    """True, False or None, or a list of one of them: what a constant check returns, not a value of the tests."""
+    if isinstance(node, ast.List | ast.Tuple):
+        return len({ast.dump(each) for each in node.elts}) == 1 and _is_singleton(node.elts[0])
     return isinstance(node, ast.Constant) and (node.value is None or isinstance(node.value, bool))
+
+
+def _is_true(singleton: ast.expr) -> bool:
+    return (
+        _is_true(singleton.elts[0])
+        if isinstance(singleton, ast.List | ast.Tuple)
+        else bool(ast.literal_eval(singleton))
+    )
 
 
 def _width(node: ast.expr) -> int:
