@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from oxrl.cli import completion
-from oxrl.cli.base import Json, exit_on_user_error
+from oxrl.cli.base import Json, exit_on_user_error, path
 
 if TYPE_CHECKING:
     from oxrl.onboarding.findings import Scouting
@@ -33,19 +34,42 @@ def scout(
     json_: Json = False,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")] = None,
     trust_remote_code: Trust = False,
+    fix: Annotated[bool, typer.Option("--fix", help="Make the repairs in a copy of the small files.")] = False,
+    repair: Annotated[
+        list[str] | None, typer.Option(help="With --fix: this repair only; also one that a note names.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(parser=path, help="With --fix: the folder of the copy; default beside the model.")
+    ] = None,
 ) -> None:
     """Read a model's small files and report what it is, who knows it, and what has to be repaired.
 
     oxrl models scout Qwen/Qwen3-0.6B
+
+    oxrl models scout ./my-model --fix
     """
     with exit_on_user_error():
+        from oxrl.onboarding.repair import repair as repair_model
         from oxrl.onboarding.scout import scout as scout_model
 
+        if not fix and (repair or output):
+            raise ValueError("--repair and --output belong to --fix")
         report = scout_model(name, revision=revision, trust_remote_code=trust_remote_code)
+        fixed = None
+        if fix:
+            fixed = repair_model(report, only=repair or (), output=output, trust_remote_code=trust_remote_code)
+            report = fixed.report
     if json_:
-        typer.echo(json.dumps(report.as_dict()))
+        changes = [change._asdict() for change in fixed.changes] if fixed else []
+        typer.echo(json.dumps({**report.as_dict(), "changes": changes, "failed": fixed.failed if fixed else []}))
     else:
         _print(report)
+        for change in fixed.changes if fixed else ():
+            typer.secho(f"repaired {change.repair:18} {change.message}", fg="green")
+        for failure in fixed.failed if fixed else ():
+            typer.secho(f"not repaired: {failure}", fg="red", err=True)
+        if fixed and fixed.changes:
+            typer.echo(f"written to {fixed.name}; the weights there are links")
     if report.status == "blocked":
         raise typer.Exit(1)
 
