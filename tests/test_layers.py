@@ -19,6 +19,7 @@ LAYERS = [  # each imports from those above it; packages of one line may import 
     {"models", "generators", "backends"},
     {"tracking"},
     {"rollouts"},
+    {"guard"},
     {"loops"},
     {"config"},
     {"run"},

@@ -15,6 +15,7 @@ import typer
 import oxrl
 from oxrl.cli import (
     algorithms,
+    check,
     config,
     data,
     doctor,
@@ -46,6 +47,7 @@ COMMANDS = (
     generate.generate,
     algorithms.algorithms,
     plot.plot,
+    check.check,
     export.merge,
     export.export,
     doctor.doctor,

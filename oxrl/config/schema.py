@@ -34,6 +34,7 @@ from oxrl.config.registry import (
 )
 from oxrl.config.tasks import fill_task, find_task
 from oxrl.data.fill import TEMPLATED, placeholders
+from oxrl.guard.table import actions_of
 from oxrl.machine.secrets import secrets_in
 from oxrl.models.chat_templates import TEMPLATES
 
@@ -135,10 +136,20 @@ class Run(_Section):
         None, description="MLflow's store; default $MLFLOW_TRACKING_URI or mlflow.db next to the run's folder"
     )
 
+    checks: dict[str, Literal["stop", "warn", "off"]] = Field(
+        {}, description="action of single checks, or of all: {entropy: stop, reward_by_length: off}; see docs/checks.md"
+    )
+
     @field_validator("task")
     @classmethod
     def _known(cls, name: str | None) -> str | None:
         return None if name is None else find_task(name).name
+
+    @field_validator("checks")
+    @classmethod
+    def _known_checks(cls, chosen: dict[str, Any]) -> dict[str, Any]:
+        actions_of(chosen)
+        return chosen
 
 
 class Switch(_Section):

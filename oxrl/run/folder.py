@@ -283,6 +283,12 @@ def last_stage(home: Path) -> Path:
     return reached[-1] if (home / "stages.yaml").exists() and reached else home
 
 
+def current_stage(home: Path) -> Path:
+    """The folder of the last stage that was started; the run folder itself for a run without stages."""
+    started = [home / name for name in STAGES if has_run(home / name)]
+    return started[-1] if (home / "stages.yaml").exists() and started else home
+
+
 class RolloutLog:
     """One line per step in `path`: a digest of all rollouts, and some of them in full.
 

@@ -13,6 +13,8 @@ from oxrl.concurrency import Finished, run_blocking, run_until_interrupted
 from oxrl.config import Config, ConfigError
 from oxrl.config.registry import find_engine
 from oxrl.data.render import Renderer
+from oxrl.guard.findings import FindingsFile
+from oxrl.guard.monitor import Guard
 from oxrl.loops.callbacks import Callbacks, as_logger
 from oxrl.loops.memory_limits import MemoryLimits, resumed_limits
 from oxrl.loops.memory_warmup import advice_on_memory, warm_up_memory
@@ -39,7 +41,6 @@ from oxrl.seeds import seed_everything
 from oxrl.tracking.activity import Activity
 from oxrl.tracking.catalogue import results
 from oxrl.tracking.console import LiveConsole
-from oxrl.tracking.health import HealthMonitor
 from oxrl.tracking.metrics import JSONLLogger, Sink, all_of, read_metrics
 from oxrl.tracking.notebook import live_output
 from oxrl.tracking.trackers import tracked
@@ -213,7 +214,12 @@ async def _run_loop(
 
     file = spec.folder / "metrics.jsonl"
     write = JSONLLogger(file, keep_until=state.step if resuming else -1)  # of a run without a checkpoint: nothing
-    log = all_of(write, sinks, HealthMonitor(read_metrics(file) if file.exists() else ()))
+    guard = Guard(
+        spec.config.run.checks,
+        write=FindingsFile(spec.folder, keep_until=state.step if resuming else -1),
+        past=read_metrics(file) if file.exists() else (),
+    )
+    log = all_of(write, sinks, guard.logged)
     await callbacks("on_start", spec)
     with advice_on_memory(LESS_MEMORY):
         with reading(state):

@@ -25,6 +25,7 @@ from oxrl.config.reference import SECTIONS, fields, section_class
 from oxrl.data.prepare import prepare
 from oxrl.data.render import Renderer
 from oxrl.generators.connection import EngineError
+from oxrl.guard.findings import states_of
 from oxrl.models.chat_templates import TEMPLATES
 from oxrl.models.load import load_model
 from oxrl.rewards import grade
@@ -212,6 +213,10 @@ def failed(home, overrides):
     return "did not fail"
 
 
+def states_of_checks(home, overrides):
+    return {state.check: state.message for state in states_of(home.run(overrides).folder)}
+
+
 def lines_of_metrics(home, overrides):
     return len((home.run(overrides).folder / "metrics.jsonl").read_text().splitlines())
 
@@ -355,6 +360,7 @@ KEYS = {
     "run.rank_time_limit": Effect(2.0, engine_timeout, (*RL, "inference_engine.name=http")),
     "run.max_restarts": Effect(0, launch_attempts, ROWS, 1),
     "run.trackers": Effect(["tensorboard"], written("tensorboard"), SFT, True),
+    "run.checks": Effect({"finite": "off"}, lambda *given: states_of_checks(*given)["finite"], SFT, "off in run.checks"),
     "run.tracking_uri": Effect("sqlite:///mine.db", store_of_mlflow, MLFLOW, ["sqlite:///mine.db"]),
     "train.alg_name": Effect("grpo", prepared(lambda run: run.online), SFT, True),
     "train.alg_params": Effect({"beta": 0.5}, logged("grad_norm"), PAIRS),

@@ -29,6 +29,21 @@ SICK = {  # name: a history, the step at which it is noticed
     "empty": (rows(longest=[9, 1, 1, 1, 1], length=1.0), 4),
     "constant_reward": (rows(reward=[0.5, *[0.0] * 6], reward_std=[0.2, *[0.0] * 6]), 6),
     "worse_than_before": ([{"step": 0, "eval_loss": 5.0}, *rows(eval_loss=[6.0, 5.5, 5.2, 5.3])], 3),
+    "length": (rows(length=[40.0, 20.0, *[3.0] * 6], reward=[0.5, 0.5, *[0.52] * 6]), 7),
+    "kl": (rows(kl=[0.01, 0.1, 0.6, 0.8, 1.5, 3.0, 7.0], reward=0.5), 7),
+    "held_out": (
+        [
+            {"step": 0, "eval_reward": 0.6, "eval_reward_low": 0.5, "eval_reward_high": 0.7},
+            *rows(
+                eval_reward=[0.6, 0.4, 0.3, 0.2],
+                eval_reward_low=[0.5, 0.3, 0.2, 0.1],
+                eval_reward_high=[0.7, 0.55, 0.45, 0.3],
+                reward=[0.6, 0.7, 0.8, 0.9],
+                length=9.0,
+            ),
+        ],
+        4,
+    ),
     "no_gradient": (rows(grad_norm=[1.0, 0.0, 0.0, 0.0, 0.0]), 4),
 }
 
@@ -57,6 +72,14 @@ HEALTHY = {
     "memorised rows, then others": rows(nll=[0.01, 0.5, 1.9, 1.7, 1.9, 1.5]),
     "a surrogate has any value": rows(policy=[0.0, 5.0, 6.0, 7.0, 8.0], reward=0.5, reward_std=0.1),
     "chosen falls slowly": rows(chosen_logprob=[-60.0 - step for step in range(30)]),
+    "shorter responses that earn more": rows(length=[40.0, 20.0, *[3.0] * 6], reward=[0.1, 0.2, *[0.9] * 6]),
+    "a KL term that settles": rows(kl=[0.01, 0.3, 0.9, 0.8, 0.8, 0.7, 0.6], reward=0.5),
+    "held-out rewards that vary within their intervals": [
+        {"step": 0, "eval_reward": 0.6, "eval_reward_low": 0.4, "eval_reward_high": 0.8},
+        *rows(
+            eval_reward=[0.7, 0.59, 0.6, 0.595], eval_reward_low=0.4, eval_reward_high=0.8, reward=[0.5, 0.6, 0.7, 0.8]
+        ),
+    ],
     "greedy from the start": rows(entropy=[0.001] * 9, reward=0.4, reward_std=0.3),
     "most are truncated": rows(truncated=[0.98] * 9, reward=0.4, reward_std=0.3),
     "some flat steps": rows(reward=[1.0] * 8, reward_std=[0, 0, 0, 0.1, 0, 0, 0, 0]),
