@@ -213,8 +213,8 @@ def failed(home, overrides):
     return "did not fail"
 
 
-def states_of_checks(home, overrides):
-    return {state.check: state.message for state in states_of(home.run(overrides).folder)}
+def state_of(check):
+    return lambda home, overrides: {each.check: each.message for each in states_of(home.run(overrides).folder)}[check]
 
 
 def lines_of_metrics(home, overrides):
@@ -360,7 +360,7 @@ KEYS = {
     "run.rank_time_limit": Effect(2.0, engine_timeout, (*RL, "inference_engine.name=http")),
     "run.max_restarts": Effect(0, launch_attempts, ROWS, 1),
     "run.trackers": Effect(["tensorboard"], written("tensorboard"), SFT, True),
-    "run.checks": Effect({"finite": "off"}, lambda *given: states_of_checks(*given)["finite"], SFT, "off in run.checks"),
+    "run.checks": Effect({"finite": "off"}, state_of("finite"), SFT, "off in run.checks"),
     "run.tracking_uri": Effect("sqlite:///mine.db", store_of_mlflow, MLFLOW, ["sqlite:///mine.db"]),
     "train.alg_name": Effect("grpo", prepared(lambda run: run.online), SFT, True),
     "train.alg_params": Effect({"beta": 0.5}, logged("grad_norm"), PAIRS),
