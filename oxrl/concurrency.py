@@ -7,7 +7,7 @@ import signal
 import threading
 from asyncio import CancelledError
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import Context, copy_context
 from typing import Any, Self, TypeVar, cast
@@ -18,6 +18,7 @@ from anyio.from_thread import BlockingPortal
 
 T = TypeVar("T")
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
+SIGNAL_INTERVAL = 0.5  # seconds within which a waiting main thread handles a signal in any case
 
 
 @asynccontextmanager
@@ -139,10 +140,17 @@ def _run_in_thread(function: Callable[..., Awaitable[T]], args: Sequence[Any], s
     context = _context_outside_of_loops()
     with _signal_handler(signals, interrupt):
         threading.Thread(target=work, name="oxrl", daemon=True).start()
-        value = outcome.result()
+        value = _wait_for(outcome)
     if interrupted:
         raise KeyboardInterrupt
     return cast("T", value)
+
+
+def _wait_for(outcome: Future[T]) -> T:
+    """Wait in short pieces: a signal that arrives just before a wait blocks is handled only when that wait ends."""
+    while not wait([outcome], timeout=SIGNAL_INTERVAL).done:
+        pass
+    return outcome.result()
 
 
 def run_until_interrupted(function: Callable[..., Awaitable[T]], *args: Any) -> T:

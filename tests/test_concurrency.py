@@ -96,6 +96,20 @@ def test_a_signal_inside_a_running_event_loop_cancels_outside_of_shields_and_the
     assert seen == ["cancelled", "the shielded part is complete"]
 
 
+def test_a_signal_that_does_not_wake_the_waiting_main_thread_interrupts_too():
+    async def work():
+        signal.pthread_kill(
+            threading.get_ident(), signal.SIGTERM
+        )  # another thread gets it, or it comes just before the wait
+        await anyio.sleep_forever()
+
+    async def notebook():
+        run_until_interrupted(work)
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(notebook())
+
+
 def test_a_second_interrupt_does_not_wait_for_a_function_that_ignores_the_first():
     release, interrupted_once = threading.Event(), threading.Event()
 
