@@ -37,6 +37,7 @@ from oxrl.data.fill import TEMPLATED, placeholders
 from oxrl.guard.table import actions_of
 from oxrl.machine.secrets import secrets_in
 from oxrl.models.chat_templates import TEMPLATES
+from oxrl.rollouts.environments.table import find_kind, known_names, suggestion
 
 
 class Choices(NamedTuple):
@@ -70,11 +71,13 @@ Engine = Annotated[str, _known(find_engine), _ENGINES, _ENGINES.json_schema()]
 
 def _known_env(name: str) -> str:
     if name not in ENVIRONMENTS and ":" not in name:
-        raise ValueError(f"{name!r:.200} is not one of {', '.join(ENVIRONMENTS)}, or FILE.py:FUNCTION for a custom one")
+        known = ", ".join((*ENVIRONMENTS, *known_names()))
+        raise ValueError(f"{name!r:.200} is not one of {known}, or FILE.py:FUNCTION for a custom one{suggestion(name)}")
+    find_kind(name)
     return name
 
 
-ENVIRONMENTS = ("single_turn", "tools")
+ENVIRONMENTS = ("single_turn", "tools", "dialogue")
 Env = Annotated[str, AfterValidator(_known_env), Choices(ENVIRONMENTS), Choices(ENVIRONMENTS).json_schema()]
 
 
@@ -349,10 +352,19 @@ class Rollout(_Section):
     mode: Literal["shrinking", "fixed"] = Field("shrinking", description="fixed: batch-invariant, bit for bit")
     slots: int = Field(64, ge=1, description="completions sampled concurrently")
     env: Env = Field(
-        "single_turn", description="tools: the model may call rollout.tools; or a custom one: FILE.py:FUNCTION"
+        "single_turn",
+        description="tools: the model may call rollout.tools; dialogue: env_args.reply answers; "
+        f"{', '.join(known_names())}; or a custom one: FILE.py:FUNCTION",
+    )
+    env_args: dict[str, Any] = Field({}, description="arguments of the environment, listed in docs/environments.md")
+    env_seconds: float = Field(
+        300.0,
+        gt=0,
+        description="seconds of an episode in its environment, without generation; after them, it is left out",
     )
     tools: list[str] = Field([], description="functions the model may call: module:function or FILE.py:function")
-    max_turns: int = Field(8, ge=1, description="maximum model turns per completion, with tools")
+    tool_seconds: float = Field(30.0, gt=0, description="seconds of a tool call; after them, its result is an error")
+    max_turns: int = Field(8, ge=1, description="maximum model turns per completion, or steps of an environment")
     log_samples: int = Field(4, ge=0, description="completions per step written to rollouts.jsonl")
     record: Literal["full", "groups", "samples", "off"] = Field(
         "groups",
@@ -365,6 +377,8 @@ class Rollout(_Section):
     def _tools_need_the_tools_env(self) -> Rollout:
         if self.tools and self.env != "tools":
             raise ValueError("tools are set, but env is not: set rollout.env: tools")
+        if self.env_args and self.env != "dialogue" and find_kind(self.env) is None:
+            raise ValueError(f"env_args are for dialogue and {', '.join(known_names())}; {self.env} has no arguments")
         return self
 
 
@@ -406,6 +420,8 @@ class Data(_Section):
     max_seq_len: int | None = Field(2048, ge=2, description="maximum tokens of a row, prompt and completion together")
     overlong: Literal["drop", "truncate", "error"] = Field("drop", description="handling of rows over max_seq_len")
     bad_rows: Literal["stop", "skip"] = Field("stop", description="handling of rows that cannot be read")
+    env_rows: int = Field(512, ge=1, description="rows that rollout.env makes itself, without files")
+    env_val_rows: int = Field(0, ge=0, description="held-out rows that rollout.env makes, from other seeds")
 
     @field_validator("dataset")
     @classmethod
@@ -418,8 +434,6 @@ class Data(_Section):
 
     @model_validator(mode="after")
     def _names_agree(self) -> Data:
-        if self.dataset is None and self.train_files_path is None:
-            raise ValueError("data.train_files_path is missing, or data.dataset with a name from `oxrl data list`")
         if self.dataset is not None and self.train_files_path is not None:
             raise ValueError("dataset and train_files_path are both set: leave one out")
         if self.train_dnames is not None and set(self.train_dnames) != set(self.train_files):
@@ -442,6 +456,11 @@ class Data(_Section):
     def template(self) -> dict[str, str]:
         """The columns that are defined from others."""
         return {name: text for name in TEMPLATED if (text := getattr(self, name)) is not None}
+
+    @property
+    def has_source(self) -> bool:
+        """Whether a dataset or files are named; some environments make their rows."""
+        return self.dataset is not None or self.train_files_path is not None
 
     @property
     def train_files(self) -> dict[str, str]:
@@ -515,7 +534,7 @@ class Config(_Section):
     model_config = ConfigDict(hide_input_in_errors=True)  # it may hold what `_no_secrets` refuses
 
     model: Model
-    data: Data
+    data: Data = Data.model_validate({})
     run: Run = Run.model_validate({})
     train: Train = Train.model_validate({})
     lora: Lora = Lora.model_validate({})
@@ -528,7 +547,17 @@ class Config(_Section):
     @property
     def has_custom_env(self) -> bool:
         """Whether rollouts come from an environment of the user, which may score them itself."""
-        return ":" in self.rollout.env
+        kind = find_kind(self.rollout.env)
+        return ":" in self.rollout.env and (kind is None or kind.reward is None)
+
+    @property
+    def makes_rows(self) -> bool:
+        """Whether the environment makes the rows of the run; files or a dataset take precedence."""
+        return not self.data.has_source and find_kind(self.rollout.env) is not None
+
+    @property
+    def has_held_out(self) -> bool:
+        return bool(self.data.val_files) or (self.makes_rows and self.data.env_val_rows > 0)
 
     @property
     def ranks(self) -> int:
@@ -584,6 +613,15 @@ class Config(_Section):
                 "a reward of your own can read os.environ)"
             )
         return raw
+
+    @model_validator(mode="after")
+    def _has_rows(self) -> Config:
+        if not self.data.has_source and not self.makes_rows:
+            raise ValueError(
+                "data.train_files_path is missing, or data.dataset with a name from `oxrl data list`, or a rollout.env "
+                "that makes its rows"
+            )
+        return self
 
     @model_validator(mode="wrap")
     @classmethod

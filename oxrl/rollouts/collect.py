@@ -23,7 +23,7 @@ from oxrl.names import as_record, kind_of, renamed_keywords
 from oxrl.rewards.grade import AnyReward, grade, with_outcome
 from oxrl.rollouts.batches import RolloutBatch, as_rollout, convert_to_batch
 from oxrl.rollouts.buffer import Group, LeftOut, age_of
-from oxrl.rollouts.envs import PAUSES, GeneratorClient, single_turn
+from oxrl.rollouts.envs import PAUSES, EpisodeError, EpisodeTime, GeneratorClient, single_turn
 from oxrl.rollouts.filters import keep_all
 from oxrl.rollouts.record import rollout_from_json, rollout_to_json
 from oxrl.seeds import mixed_seed
@@ -410,7 +410,8 @@ class RolloutSampler:
     """Samples rollouts with a generator in an environment: the default `generate_fn`, with its `abort`.
 
     `RolloutSampler(generator, render, GenerationConfig(max_new_tokens=64), env=single_turn, seed=42)`
-    Each sampled answer advances `activity`.
+    Each sampled answer advances `activity`. An episode has at most `max_tokens` tokens in all, and `env_seconds` in its
+    environment, without the time of generation; one that takes longer, or whose environment raises, is an error.
     """
 
     def __init__(
@@ -422,8 +423,11 @@ class RolloutSampler:
         env: EnvFn = single_turn,
         seed: int = 0,
         activity: Activity | None = None,
+        max_tokens: int | None = None,
+        env_seconds: float = math.inf,
     ) -> None:
         self.generator, self.render, self.sampling, self.env, self.seed = generator, render, sampling, env, seed
+        self.max_tokens, self.env_seconds = max_tokens, env_seconds
         self.activity = activity or Activity()
         self._generator = AbortableGenerator(generator)
 
@@ -446,16 +450,27 @@ class RolloutSampler:
         sampling = self.sampling._replace(temperature=0.0) if rollout.greedy else self.sampling
         seed = mixed_seed(self.seed, rollout.group, rollout.index)
         media = rollout.sample.media
-        policy = GeneratorClient(generator, self.render, sampling, seed, recorded=rollout.turns, media=media)
+        time = EpisodeTime(self.env_seconds)
+        policy = GeneratorClient(
+            generator, self.render, sampling, seed, rollout.turns, media=media, max_tokens=self.max_tokens, time=time
+        )
+        episode: Any = None
         try:
-            episode = await _resolved(self.env(rollout.sample, policy))
+            with time:
+                episode = await _resolved(self.env(rollout.sample, policy))
+        except EpisodeError as error:
+            return replace(rollout, error=str(error))
         except (RuntimeError, OSError) as error:  # the engine failed after all retries: an error, never a reward
             return replace(rollout, error=_generation_failed(error))
+        if time.expired:
+            return replace(rollout, error=f"the environment took longer than {self.env_seconds:g} s")
         if not isinstance(episode, Episode):
             raise ValueError(
                 f"the environment {_name_of(self.env)} returned {episode!r:.100}; return an Episode(turns)"
             )
         turns = episode.turns
+        if not turns:
+            return replace(rollout, error="the environment returned no turn")
         if len(turns) == 1 and turns[0].generation.finish_reason == "aborted" and not turns[0].generation.token_ids:
             turns = ()  # aborted before it was scheduled
         sampled = replace(

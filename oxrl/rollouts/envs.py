@@ -10,13 +10,15 @@ from __future__ import annotations
 import inspect
 import warnings
 import zlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
+from math import inf
 from typing import Any, NamedTuple, TypeAlias
 
 import anyio
 
+from oxrl.names import error_text
 from oxrl.rollouts.tools import (
     Tool,
     ToolCall,
@@ -61,6 +63,48 @@ None to end it; sync or async."""
 PAUSES = (0.1, 0.2, 0.4)  # seconds before each retry of a failed generation
 
 
+class EpisodeError(RuntimeError):
+    """The world of an episode failed: the rollout is left out, with this message as its error."""
+
+
+class EpisodeTime:
+    """`with EpisodeTime(60.0) as time:` cancels a block after so many seconds, those in `time.paused()` left out."""
+
+    def __init__(self, seconds: float = inf) -> None:
+        self.seconds = self._left = seconds
+        self._paused = 0
+        self._scope: anyio.CancelScope | None = None  # while the block runs
+
+    def __enter__(self) -> EpisodeTime:
+        self._scope = anyio.CancelScope(deadline=anyio.current_time() + self.seconds)
+        self._scope.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> bool | None:
+        assert self._scope is not None, "entered before"
+        return self._scope.__exit__(*error)
+
+    @property
+    def expired(self) -> bool:
+        return self._scope is not None and self._scope.cancelled_caught
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        if self._scope is None:  # outside of the block there is no limit
+            yield
+            return
+        if not self._paused:
+            self._left = self._scope.deadline - anyio.current_time()
+            self._scope.deadline = inf
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+            if not self._paused:
+                self._scope.deadline = anyio.current_time() + self._left
+
+
 class _Recording:
     """Recorded generations, replayed as long as the prompts are the same."""
 
@@ -79,7 +123,8 @@ class GeneratorClient:
 
     `recorded` turns are replayed instead of sampled again, and an aborted generation is resumed. The seed of a turn is
     a function of `seed` and the turn's number. A failed generation is retried after each of `pauses` (seconds). Every
-    request carries `media`, those of the sample.
+    request carries `media`, those of the sample. Prompt and generation together have at most `max_tokens`: without room
+    a generation is empty, with the finish reason "length". `time` is paused while the model generates.
     """
 
     def __init__(
@@ -92,9 +137,11 @@ class GeneratorClient:
         *,
         pauses: Sequence[float] = PAUSES,
         media: tuple[Media, ...] = (),
+        max_tokens: int | None = None,
+        time: EpisodeTime | None = None,
     ) -> None:
         self.generator, self.sampling, self.seed, self.pauses = generator, sampling, seed, pauses
-        self.media = media
+        self.media, self.max_tokens, self.time = media, max_tokens, time or EpisodeTime()
         self._render = render
         self._recording = _Recording(recorded)
         self.turns = 0
@@ -105,15 +152,26 @@ class GeneratorClient:
     def render(self) -> Render:
         return self._render
 
-    async def generate(self, prompt_ids: Sequence[int]) -> Generation:
+    async def generate(self, prompt_ids: Sequence[int], sampling: GenerationConfig | None = None) -> Generation:
+        """Generate with `sampling`, by default the client's."""
+        with self.time.paused():
+            return await self._next(prompt_ids, self._within_limit(sampling or self.sampling, len(prompt_ids)))
+
+    def _within_limit(self, sampling: GenerationConfig, prompt: int) -> GenerationConfig:
+        room = sampling.max_new_tokens if self.max_tokens is None else self.max_tokens - prompt
+        return sampling._replace(max_new_tokens=min(room, sampling.max_new_tokens))
+
+    async def _next(self, prompt_ids: Sequence[int], sampling: GenerationConfig) -> Generation:
         number, self.turns = self.turns, self.turns + 1
         known = self._recording.next(prompt_ids)
         opened = opened_by(self._render, prompt_ids)
         if known is not None and known.finish_reason != "aborted":
             return known._replace(opened=opened)
+        if sampling.max_new_tokens < 1:
+            return Generation((), (), "length", self.generator.version, opened=opened)
         partial_generation = known if known is not None and known.token_ids else None
         request = Request(tuple(prompt_ids), mixed_seed(self.seed, number), partial_generation, self.media)
-        generation = await self._with_retries(request)
+        generation = await self._with_retries(request, sampling)
         self.prompt_tokens += len(request.tokens)
         resumed = len(partial_generation.token_ids) if partial_generation else 0
         self.sampled_tokens += len(generation.token_ids) - resumed
@@ -124,15 +182,15 @@ class GeneratorClient:
         warnings.warn("PolicyClient.say is now PolicyClient.generate", DeprecationWarning, stacklevel=2)
         return await self.generate(prompt_ids)
 
-    async def _with_retries(self, request: Request) -> Generation:
+    async def _with_retries(self, request: Request, sampling: GenerationConfig) -> Generation:
         for pause in self.pauses:
             with suppress(RuntimeError, OSError):
-                return await self._generate(request)
+                return await self._generate(request, sampling)
             await anyio.sleep(pause)
-        return await self._generate(request)
+        return await self._generate(request, sampling)
 
-    async def _generate(self, request: Request) -> Generation:
-        (generation,) = await self.generator.generate([request], self.sampling)
+    async def _generate(self, request: Request, sampling: GenerationConfig) -> Generation:
+        (generation,) = await self.generator.generate([request], sampling)
         return generation
 
 
@@ -159,6 +217,9 @@ async def _converse(transcript: Transcript, policy: PolicyClient, react: ReactFn
     turns: list[Turn] = []
     for left in reversed(range(max_turns)):
         generation = await policy.generate(transcript.prompt_ids)
+        if turns and not generation.token_ids and generation.finish_reason == "length":  # no room for another turn
+            reaction = _Reaction(Message("assistant", ""), ended="length")
+            break
         if generation.finish_reason == "stop":
             reaction = await react(transcript.text_of(generation), transcript, left == 0)
         else:
@@ -305,25 +366,28 @@ def gym_env(
     _at_least_one(max_steps, "max_steps")
 
     async def env(sample: Sample, policy: PolicyClient) -> Episode:
-        game = await called(make_env, sample)
+        game = await _of_world(make_env, sample)
         rewards: list[float] = []
 
         async def react(text: str, before: Transcript, last: bool) -> _Reaction:
             message = Message("assistant", before.plain(text))
             try:
-                action = to_action(str(message.content))
+                with _as_episode_error(to_action, ValueError):
+                    action = to_action(str(message.content))
             except ValueError as error:
                 rewards.append(illegal_reward)
                 return _Reaction(message, (Message("user", str(error)),), "max_steps" if last else "")
-            observation, reward, terminated, truncated, _ = await called(game.step, action)
+            observation, reward, terminated, truncated, _ = await _of_world(game.step, action)
             rewards.append(float(reward))
             over = "terminated" if terminated else "truncated" if truncated else "max_steps" if last else ""
-            return _Reaction(message, (Message("user", to_text(observation)),), over)
+            with _as_episode_error(to_text):
+                return _Reaction(message, (Message("user", to_text(observation)),), over)
 
         try:
             seed = sample.metadata.get("seed", zlib.crc32(sample.id.encode()))
-            observation, _ = await called(game.reset, seed=seed)
-            first = to_text(observation)
+            observation, _ = await _of_world(game.reset, seed=seed)
+            with _as_episode_error(to_text):
+                first = to_text(observation)
             shown = _with_user(sample.messages, first)
             start = begin(policy.render, shown)
             episode = await _converse(start, policy, react, max_steps)
@@ -337,6 +401,37 @@ def gym_env(
         return Episode(episode.turns, Score(sum(per_turn), per_turn=per_turn), metadata, shown)
 
     return _named(env, f"gym_env({_name_of(make_env)})")
+
+
+async def _of_world(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _as_episode_error(function):
+        return await called(function, *args, **kwargs)
+
+
+@contextmanager
+def _as_episode_error(function: Callable[..., Any], *expected: type[Exception]) -> Iterator[None]:
+    """A game may raise anything: it is an error of its episode, unless it is `expected`."""
+    try:
+        yield
+    except expected:
+        raise
+    except Exception as error:
+        raise EpisodeError(f"the environment failed in {_name_of(function)}: {error_text(error)}") from error
+
+
+def guarded(env: EnvFn) -> EnvFn:
+    """The same environment, whose exceptions are errors of their episodes."""
+
+    async def guard(sample: Sample, policy: PolicyClient) -> Episode:
+        try:
+            value = env(sample, policy)
+            return await value if inspect.isawaitable(value) else value
+        except (RuntimeError, OSError):  # of the engine, or an `EpisodeError`
+            raise
+        except Exception as error:
+            raise EpisodeError(f"the environment failed: {error_text(error)}") from error
+
+    return _named(guard, str(getattr(env, "__qualname__", type(env).__name__)))
 
 
 def _with_user(messages: Sequence[Message], text: str) -> tuple[Message, ...]:

@@ -15,6 +15,7 @@ from oxrl.data.prompts import as_prompt
 from oxrl.data.render import Renderer
 from oxrl.data.sources import Loaded, load_samples
 from oxrl.rewards import check_samples
+from oxrl.run.environment import environment_rows
 from oxrl.run.reward import check_references, configured_reward
 from oxrl.run.spec import RunSpec, first_algorithm
 from oxrl.types import Algorithm, DataSource, Item, Sample
@@ -36,6 +37,8 @@ class RunData(NamedTuple):
 def load_train_files(config: Config) -> dict[str, Loaded]:
     """Samples by dataset name. A named dataset is prepared on first use; one for evaluation only is refused."""
     data = config.data
+    if config.makes_rows:
+        return {config.rollout.env: environment_rows(config)}
     files = data.train_files if data.dataset is None else {data.dataset: str(split_file(data.dataset))}
     for path in files.values():
         check_trainable(path)
@@ -65,6 +68,9 @@ def prepare_data(
     held_out: list[Any] = []
     for name, path in config.data.val_files.items():
         held_out += convert(config, _load(config, path), tokenizer, f"{name}, held out")[0]
+    if config.has_held_out and not config.data.val_files:
+        made = environment_rows(config, held_out=True)
+        held_out += convert(config, made, tokenizer, f"{config.rollout.env}, held out")[0]
     rows = [row for part, _ in parts.values() for row in part]
     if config.batch_size > len(rows):
         logger.warning("a step of %d rows repeats the %d rows there are", config.batch_size, len(rows))

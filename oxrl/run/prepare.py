@@ -16,6 +16,7 @@ from oxrl.models.load import check_model, context_length, load_tokenizer
 from oxrl.run.build import check_servers
 from oxrl.run.checkpoint import latest_checkpoint, read_state
 from oxrl.run.data import is_online, load_train_files, prepare_data
+from oxrl.run.environment import environment
 from oxrl.run.folder import (
     changes,
     check_resumable,
@@ -33,7 +34,6 @@ from oxrl.run.spec import (
     RunSpec,
     algorithm_schedule,
     check_engine_settings,
-    environment,
     first_algorithm,
     lora_settings,
     model_config,
@@ -246,6 +246,11 @@ def _check_online(config: Config, samples: Sequence[Sample]) -> Config:
 
 
 def _check_offline(config: Config) -> Config:
+    if config.makes_rows:
+        raise ConfigError(
+            f"{config.rollout.env} makes prompts, and {config.train.alg_name} trains on rows with responses: set "
+            "train.alg_name to an algorithm that samples, such as grpo"
+        )
     if any((config.reward.reward_func, config.reward.model, config.reward.judge)):
         logger.warning("the reward section is not used: these rows have recorded responses with their scores")
     if config.model.ref_update != "fixed":
@@ -278,7 +283,7 @@ def config_problems(config: Config) -> list[str]:
             partial(check_reward_names, config),
             partial(check_engine_settings, config),
         ]
-        if config.rollout.env == "tools" and not config.rollout.tools:
+        if config.rollout.env in ("tools", "dialogue") and not (config.rollout.tools or config.rollout.env_args):
             checks.append(partial(environment, config))
         if not lacks_reward(config):
             checks.append(partial(check_reward_source, config))

@@ -21,6 +21,7 @@ from oxrl.rewards.numbers import numbers_in
 from oxrl.rewards.references import compare_references
 from oxrl.rewards.table import describe_rewards, find_builder, find_reward
 from oxrl.rewards.trial import PaysFor, TrialReport, try_reward
+from oxrl.rollouts.environments.table import find_kind
 from oxrl.run.folder import resolve_weights
 from oxrl.run.spec import first_algorithm, frozen_model_config, model_config
 from oxrl.types import GenerationConfig, Message, Request, Rollout, Sample, Score
@@ -48,7 +49,10 @@ def lacks_reward(config: Config) -> bool:
 
 
 def default_reward(config: Config) -> tuple[str, str] | None:
-    """Name and reason of the reward that the dataset or the task defines; rows are not read."""
+    """Name and reason of the reward that the environment, the dataset or the task defines; rows are not read."""
+    kind = find_kind(config.rollout.env)
+    if kind is not None and kind.reward is not None and config.makes_rows:
+        return kind.reward, f"the scorer of {config.rollout.env}"
     dataset = config.data.dataset
     own = None if dataset is None else find_dataset(dataset).reward
     if own is not None and find_builder(own) is None:  # a reward model has to be named by the user

@@ -5,23 +5,21 @@ Rewards are resolved in `reward`, rows in `data`; `prepare` puts a `RunSpec` tog
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from oxrl.algorithms import algorithm
 from oxrl.config import Config, ConfigError
 from oxrl.config.registry import find_engine, resolved
 from oxrl.models.lora import LoraSettings
-from oxrl.names import did_you_mean, import_object
+from oxrl.names import did_you_mean
 from oxrl.rewards import Reward
 from oxrl.rollouts.collect import RolloutConfig
-from oxrl.rollouts.envs import single_turn, with_tools
 from oxrl.rollouts.filters import check_reward_nonzero_std, keep_all, named_filter
 from oxrl.run.folder import resolve_weights
-from oxrl.types import Algorithm, DataSource, EnvFn, GenerationConfig, ModelConfig
+from oxrl.types import Algorithm, DataSource, GenerationConfig, ModelConfig
 
 
 class Choice(NamedTuple):
@@ -130,33 +128,6 @@ def reference_is_adapter(config: Config) -> bool:
     model = config.model
     compared = any("ref" in each.others for each in algorithm_schedule(config).values())
     return compared and config.lora.enabled and model.ref_model is None and model.ref_update != "fixed"
-
-
-def environment(config: Config) -> EnvFn:
-    rollout = config.rollout
-    if rollout.env == "single_turn":
-        return single_turn
-    if config.has_custom_env:
-        return _custom_environment(rollout.env)
-    if not rollout.tools:
-        raise ConfigError("rollout.env: tools needs rollout.tools, functions such as oxrl.rollouts.tools:calculator")
-    return with_tools([import_object(path) for path in rollout.tools], max_turns=rollout.max_turns)
-
-
-def _custom_environment(name: str) -> EnvFn:
-    env = import_object(name)
-    if not callable(env):
-        raise ConfigError(
-            f"rollout.env: {name} is {env!r:.200}; an environment is an async function of (sample, policy)"
-        )
-    try:
-        inspect.signature(env).bind("sample", "policy")
-    except TypeError:
-        raise ConfigError(
-            f"rollout.env: {name} takes {inspect.signature(env)}; an environment takes (sample, policy) and returns an "
-            "Episode; dialogue(reply), with_tools([...]) and gym_env(make) return one"
-        ) from None
-    return cast(EnvFn, env)
 
 
 def check_engine_settings(config: Config) -> None:

@@ -31,12 +31,13 @@ from oxrl.run.checkpoint import (
     save_checkpoint,
 )
 from oxrl.run.data import longest_possible_items
+from oxrl.run.environment import environment
 from oxrl.run.failure import failures_recorded
 from oxrl.run.folder import RolloutLog, create_folder, record_config, record_inputs, resolve_weights
 from oxrl.run.prepare import prepare_run, starting_from
 from oxrl.run.recorder import open_recorder
 from oxrl.run.reward import load_reward
-from oxrl.run.spec import RunSpec, environment, first_algorithm, rollout_config, sampling_config
+from oxrl.run.spec import RunSpec, first_algorithm, rollout_config, sampling_config
 from oxrl.seeds import seed_everything
 from oxrl.tracking.activity import Activity
 from oxrl.tracking.catalogue import results
@@ -298,9 +299,11 @@ async def _run_online(
     render, sampling, env = Renderer(spec.tokenizer), sampling_config(config), environment(config)
     async with open_engine(config, spec.tokenizer, spec.folder, backend) as engine:
         activity = console.activity
-        sampler = RolloutSampler(engine.generator, render, sampling, env=env, seed=config.run.seed, activity=activity)
+        bounds: dict[str, Any] = {"max_tokens": config.data.max_seq_len, "env_seconds": rollout.env_seconds}
+        shared: dict[str, Any] = {"env": env, "activity": activity, **bounds}
+        sampler = RolloutSampler(engine.generator, render, sampling, seed=config.run.seed, **shared)
         evaluation = sampling._replace(temperature=rollout.eval_temperature)
-        eval_sampler = RolloutSampler(engine.generator, render, evaluation, env=env, activity=activity)
+        eval_sampler = RolloutSampler(engine.generator, render, evaluation, **shared)
         reward = load_reward(config)
         itemsize = source_of(await backend.get_weights()).dtype.itemsize
         return await run_online(

@@ -33,12 +33,13 @@ from oxrl.rollouts.envs import GeneratorClient
 from oxrl.run.backends import training_settings, worker_of
 from oxrl.run.build import open_engine
 from oxrl.run.engines import adapter_rank, capture_options, engine_options, transfer_options
+from oxrl.run.environment import environment
 from oxrl.run.folder import run_folder
 from oxrl.run.launch import run_ranks
 from oxrl.run.placement import placed, ranks_to_start
 from oxrl.run.prepare import prepare_run
 from oxrl.run.reward import configured_reward, default_reward, load_reward
-from oxrl.run.spec import environment, model_config
+from oxrl.run.spec import model_config
 from oxrl.run.train import loop_intervals, train_spec
 from oxrl.tracking.step_files import read_index, recorded_steps
 from oxrl.tracking.trackers import Tracker
@@ -73,6 +74,12 @@ class Workspace:
         self.limited.write_text(
             "from oxrl.rewards.allowance import current_allowance\n\n\n"
             "def seconds_left(rollout):\n    return current_allowance().left\n"
+        )
+        self.hanging = folder / "hanging.py"
+        self.hanging.write_text(
+            "import threading\n\nimport anyio\n\n\n"
+            "async def world(sample, policy):\n    await anyio.sleep_forever()\n\n\n"
+            "def calculator(expression: str):\n    threading.Event().wait()\n"
         )
 
     def config(self, overrides: tuple[str, ...]) -> Config:
@@ -138,6 +145,9 @@ LORA = (*SFT, "lora.enabled=true")
 MLFLOW = (*SFT, "run.trackers=[mlflow]")
 IMPOSSIBLE = (*RL, "rollout.filter=check_min_reward", "rollout.filter_params={{min_reward: 9}}")
 TOOLS = (*RL, "rollout.env=tools", "rollout.tools=[oxrl.rollouts.tools:calculator]")
+WORLD = ("train.alg_name=grpo", "rollout.env=gym:CartPole-v1", "rollout.max_tokens=6", *STEPS)
+HANGING = (*RL, "rollout.env={home.hanging}:world", "rollout.env_seconds=0.02", "train.train_steps_per_epoch=1")
+HANGING_TOOL = (*TOOLS, "rollout.tools=['{home.hanging}:calculator']", "rollout.tool_seconds=0.02")
 
 
 def logged(name):
@@ -280,13 +290,22 @@ def engine_settings(name):
 
 def turns_of_a_caller(home, overrides):
     """Return the number of turns of a model that only calls a tool."""
+    return len(caller(home, overrides).turns)
+
+
+def first_result(home, overrides):
+    return caller(home, overrides).turns[0].messages[1].text
+
+
+def caller(home, overrides):
+    """Return the episode of a model that only calls a tool."""
     config = home.config(overrides)
     tokenizer = prepare_run(config, home.fresh()).tokenizer
     call = '<tool_call>{"name": "calculator", "arguments": {"expression": "1+1"}}</tool_call>'
     policy = GeneratorClient(
         ScriptedText(tokenizer, [call] * 9), Renderer(tokenizer), GenerationConfig(max_new_tokens=99), 7
     )
-    return len(anyio.run(environment(config), Sample("s", (Message("user", "1 + 1?"),)), policy).turns)
+    return anyio.run(environment(config), Sample("s", (Message("user", "1 + 1?"),)), policy)
 
 
 def rubric_in_judge_prompt(home, overrides):
@@ -422,6 +441,8 @@ KEYS = {
     "data.format": Effect("preference", rows_drawn, SFT),
     "data.max_seq_len": Effect(30, size, LONG, 3),
     "data.overlong": Effect("truncate", size, (*LONG, "data.max_seq_len=30"), 4),
+    "data.env_rows": Effect(5, prepared(lambda run: len(run.rows)), WORLD, 5),
+    "data.env_val_rows": Effect(3, prepared(lambda run: len(run.held_out)), WORLD, 3),
     "data.bad_rows": Effect("skip", size, (*SFT, "data.train_files_path={home.bad}"), 2),
     "reward.reward_func": Effect("exact_match", logged("reward"), RL, [0.0, 0.0]),
     "reward.params": Effect({"target": 6}, logged("reward"), LENGTH, [1.0, 1.0]),
@@ -453,6 +474,12 @@ KEYS = {
     "rollout.slots": Effect(3, engine_settings("slots"), RL, [3]),
     "rollout.env": Effect("tools", can_start, RL),
     "rollout.tools": Effect(["oxrl.rollouts.tools:calculator"], can_start, (*RL, "rollout.env=tools"), "can start"),
+    "rollout.env_args": Effect(
+        {"actions": ["left", "right"]}, prepared(lambda run: run.rows[0].messages[0].text), WORLD,
+        "You act in CartPole-v1. Answer with one of: left, right.",
+    ),
+    "rollout.env_seconds": Effect(0.01, failed, HANGING),
+    "rollout.tool_seconds": Effect(0.01, first_result, HANGING_TOOL, "error: calculator took longer than 0.01 s"),
     "rollout.max_turns": Effect(3, turns_of_a_caller, TOOLS, 3),
     "rollout.log_samples": Effect(1, lambda *at: [len(step) for step in completions(*at)], RL, [1, 1]),
     "rollout.record": Effect("full", lambda *at: [step["recorded"] for step in recorded(*at)], MANY, [6, 6]),

@@ -1,0 +1,86 @@
+"""The environment of a config: what `rollout.env` names to an `EnvFn`, and the rows that it makes itself."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import Any, cast
+
+from oxrl.config import Config, ConfigError
+from oxrl.data.sources import Loaded
+from oxrl.names import import_object
+from oxrl.rollouts.environments.table import HELD_OUT_SEED, Settings, find_kind, named_rows, open_named, suggestion
+from oxrl.rollouts.envs import dialogue, guarded, single_turn, with_tools
+from oxrl.types import EnvFn
+
+logger = logging.getLogger(__name__)
+
+DIALOGUE_KEYS = ("reply", "stop")
+
+
+def environment(config: Config) -> EnvFn:
+    rollout = config.rollout
+    if rollout.env == "single_turn":
+        return single_turn
+    if rollout.env == "dialogue":
+        return _dialogue(config)
+    if rollout.env == "tools":
+        if not rollout.tools:
+            raise ConfigError(
+                "rollout.env: tools needs rollout.tools, functions such as oxrl.rollouts.tools:calculator"
+            )
+        tools = [import_object(path) for path in rollout.tools]
+        return with_tools(tools, max_turns=rollout.max_turns, time_limit=rollout.tool_seconds)
+    if find_kind(rollout.env) is not None:
+        return open_named(rollout.env, settings_of(config))
+    return _custom_environment(rollout.env)
+
+
+def settings_of(config: Config) -> Settings:
+    rollout = config.rollout
+    return Settings(rollout.env_args, rollout.max_turns, rollout.tool_seconds)
+
+
+def environment_rows(config: Config, *, held_out: bool = False) -> Loaded:
+    """Rows that the environment makes: `data.env_rows` of them, or `data.env_val_rows` held out."""
+    env = config.rollout.env
+    size, seed = (config.data.env_val_rows, HELD_OUT_SEED) if held_out else (config.data.env_rows, config.run.seed)
+    samples = named_rows(env, settings_of(config), size, seed)
+    if len(samples) < size:
+        logger.info("%s has %d rows, not %d", env, len(samples), size)
+    return Loaded(samples, f"rows of {env}", [])
+
+
+def _dialogue(config: Config) -> EnvFn:
+    args = config.rollout.env_args
+    if unknown := sorted(args.keys() - set(DIALOGUE_KEYS)):
+        raise ConfigError(f"rollout.env_args.{unknown[0]} is no argument of dialogue: {', '.join(DIALOGUE_KEYS)}")
+    if "reply" not in args:
+        raise ConfigError(
+            "rollout.env: dialogue needs rollout.env_args.reply, the simulated user as FILE.py:FUNCTION: a function of "
+            "the conversation (and the sample) that returns a text, or None to end it"
+        )
+    functions: dict[str, Any] = {key: import_object(str(path)) for key, path in args.items()}
+    if wrong := next((key for key, function in functions.items() if not callable(function)), None):
+        raise ConfigError(f"rollout.env_args.{wrong} is {functions[wrong]!r:.100}; it is a function, FILE.py:FUNCTION")
+    stop = {"stop_condition": functions["stop"]} if "stop" in functions else {}
+    return guarded(dialogue(functions["reply"], max_turns=config.rollout.max_turns, **stop))
+
+
+def _custom_environment(name: str) -> EnvFn:
+    try:
+        env = import_object(name)
+    except ValueError as error:
+        raise ConfigError(f"rollout.env: {error}{suggestion(name)}") from None
+    if not callable(env):
+        raise ConfigError(
+            f"rollout.env: {name} is {env!r:.200}; an environment is an async function of (sample, policy)"
+        )
+    try:
+        inspect.signature(env).bind("sample", "policy")
+    except TypeError:
+        raise ConfigError(
+            f"rollout.env: {name} takes {inspect.signature(env)}; an environment takes (sample, policy) and returns an "
+            "Episode; dialogue(reply), with_tools([...]) and gym_env(make) return one"
+        ) from None
+    return guarded(cast(EnvFn, env))

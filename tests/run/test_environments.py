@@ -1,0 +1,71 @@
+"""Complete runs in environments that a config names: they learn, resume exactly, and survive what dies meanwhile."""
+
+from __future__ import annotations
+
+import json
+import string
+from pathlib import Path
+
+import pytest
+
+from oxrl.config import load_config
+from oxrl.run.train import RunResult, train_run
+from tests.rollouts.worlds import is_running
+
+pytest.importorskip("gymnasium")
+pytestmark = pytest.mark.trains
+
+WORLDS = "gym:tests.rollouts.worlds:"
+
+
+LETTERS = json.dumps(list(string.ascii_lowercase))
+BASE = f"""
+model: {{name: tiny, dtype: float32}}
+run: {{training_gpus: 0}}
+train: {{alg_name: grpo, lr: 5.0e-3, warmup_steps_ratio: 0, lr_scheduler: constant, weight_decay: 0}}
+rollout: {{n_samples: 8, max_tokens: 6, stop: {LETTERS}, log_samples: 64}}
+"""  # answers end with their first small letter
+
+
+def train(folder: Path, steps: int, *overrides: str, resume: bool = False, prompts: int = 2) -> RunResult:
+    file = folder / "config.yaml"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(BASE)
+    sizes = [f"train.train_steps_per_epoch={steps}", f"train.train_batch_size_per_gpu={prompts}"]
+    return train_run(load_config(file, [*sizes, *overrides]), folder / "run", resume=resume)
+
+
+def rewards(result: RunResult) -> list[float]:
+    return [row["reward"] for row in result.history if "reward" in row]
+
+
+def digests(result: RunResult) -> list[tuple[int, str]]:
+    lines = map(json.loads, (result.folder / "rollouts.jsonl").read_text().splitlines())
+    return [(line["step"], line["digest"]) for line in lines]
+
+
+VOWELS = (f'rollout.env="{WORLDS}Vowels-v0"', "rollout.max_turns=3")
+
+
+def test_the_reward_of_a_gymnasium_world_rises(tmp_path):
+    run = train(tmp_path, 15, *VOWELS, "data.env_val_rows=2", "train.eval_every=15")
+    assert sum(rewards(run)[-3:]) > sum(rewards(run)[:3]) + 1.5
+    assert run.history[0]["eval_reward"] < run.history[-1]["eval_reward"]
+
+
+def test_a_resumed_run_in_a_seeded_world_is_the_same_run(tmp_path):
+    exact = (*VOWELS, "rollout.mode=fixed", "rollout.slots=8")  # a world answers when it does, so batches differ
+    whole = train(tmp_path / "whole", 4, *exact)
+    train(tmp_path / "parts", 2, *exact)
+    resumed = train(tmp_path / "parts", 4, *exact, resume=True)
+    assert digests(resumed) == digests(whole) and len(digests(whole)) == 4
+
+
+def test_a_world_whose_process_is_killed_costs_its_episodes_only_and_leaves_nothing(tmp_path):
+    (tmp_path / "doomed").write_text("43")
+    args = json.dumps({"doomed": str(tmp_path / "doomed"), "started": str(tmp_path / "started")})
+    world = (f'rollout.env="{WORLDS}Process-v0"', f"rollout.env_args={args}")
+    run = train(tmp_path, 2, *world, "data.env_rows=4", "rollout.max_turns=3", "rollout.mode=fixed")
+    assert len(rewards(run)) == 2 and sum(row.get("ungraded", 0) for row in run.history) > 0
+    started = [int(pid) for pid in (tmp_path / "started").read_text().split()]
+    assert len(started) >= 8 and not any(map(is_running, started))
