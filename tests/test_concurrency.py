@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import sys
 import threading
 from contextvars import ContextVar
 
@@ -14,7 +15,7 @@ from oxrl.concurrency import run_blocking, run_until_interrupted, task_group
 from oxrl.rewards.primitives import compute_batch_rewards
 from oxrl.testing import fake_rollout
 from tests.rows import sums, write_jsonl
-from tests.waiting import wait_until
+from tests.waiting import wait_until, wait_until_async
 
 LOOPS = pytest.mark.parametrize("loop", ["asyncio", "trio"])
 SETTING = ContextVar("setting", default="unset")
@@ -97,10 +98,12 @@ def test_a_signal_inside_a_running_event_loop_cancels_outside_of_shields_and_the
 
 
 def test_a_signal_that_does_not_wake_the_waiting_main_thread_interrupts_too():
+    def waits():
+        return sys._current_frames()[threading.main_thread().ident].f_code.co_filename == threading.__file__
+
     async def work():
-        signal.pthread_kill(
-            threading.get_ident(), signal.SIGTERM
-        )  # another thread gets it, or it comes just before the wait
+        await wait_until_async(waits, "the main thread waits")
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)  # like one that comes just before the wait blocks
         await anyio.sleep_forever()
 
     async def notebook():
