@@ -23,7 +23,7 @@ LAYERS = [  # each imports from those above it; packages of one line may import 
     {"loops"},
     {"config"},
     {"run"},
-    {"evaluation", "diagnose", "primitives", "testing", "onboarding"},
+    {"evaluation", "diagnose", "primitives", "testing", "view", "onboarding"},
     {"trainer"},
     {"cli"},
     {"__main__"},

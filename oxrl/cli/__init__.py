@@ -28,6 +28,7 @@ from oxrl.cli import (
     report,
     rewards,
     train,
+    view,
 )
 from oxrl.cli.eval import evaluate
 from oxrl.machine.hardware import set_up_process
@@ -48,6 +49,7 @@ COMMANDS = (
     algorithms.algorithms,
     plot.plot,
     check.check,
+    view.view,
     export.merge,
     export.export,
     doctor.doctor,

@@ -21,13 +21,14 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import quote, unquote
 
 import anyio
 import h11
 from anyio.abc import ByteStream, SocketAttribute
 
 from oxrl.concurrency import task_group
+from oxrl.machine.loopback import is_loopback
 from oxrl.rollouts.envs import GeneratorClient, assistant_message
 from oxrl.rollouts.tools import ToolParser, extract_tool_calls, parse_tools, tool_parser_for
 from oxrl.rollouts.transcript import ToolPrompt, Tools, Transcript, begin, tool_prompt
@@ -199,7 +200,7 @@ class RecordingEndpoint:
     def _check(self, request: h11.Request) -> None:
         """Refuse requests of web pages and of other users, and unknown paths."""
         headers = _headers(request)
-        if not _is_loopback(f"//{headers.get('host', '')}") or not _is_loopback(headers.get("origin", "//localhost")):
+        if not is_loopback(f"//{headers.get('host', '')}") or not is_loopback(headers.get("origin", "//localhost")):
             raise _HTTPError(403, "Host and Origin must be loopback addresses")
         path = _path(request)
         found = _PATH.fullmatch(path)
@@ -372,14 +373,6 @@ def _headers(request: h11.Request) -> dict[str, str]:
 def _path(request: h11.Request) -> str:
     target: str = request.target.decode()
     return target.partition("?")[0]
-
-
-def _is_loopback(url: str) -> bool:
-    try:
-        host = urlsplit(url).hostname or ""
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _conversation_id(request: h11.Request, raw: Mapping[str, Any]) -> str:
