@@ -207,6 +207,8 @@ def load_model(
         raise ValueError(f"the weights of {config.name} cannot be read: {error}") from error
     if not is_trainable:
         return freeze(model)
+    if not hasattr(model, "peft_config"):
+        _freeze_part(model, config.freeze)
     if config.gradient_checkpointing:
         enable_gradient_checkpointing(model)
     return model
@@ -257,6 +259,18 @@ def load_model_and_ref(
     if config.gradient_checkpointing:
         enable_gradient_checkpointing(model)
     return model, ref
+
+
+def _freeze_part(model: PreTrainedModel, part: str) -> None:
+    """Freeze the towers of a model that reads media with their projections, or all but these."""
+    from oxrl.data.media_features import body_of, towers_of
+
+    towers = towers_of(body_of(model))
+    if not towers or part == "nothing":
+        return
+    model.requires_grad_(part == "towers")
+    for tower in towers:
+        tower.requires_grad_(part == "language_model")
 
 
 def freeze(model: PreTrainedModel) -> PreTrainedModel:
@@ -469,6 +483,23 @@ def _build_empty(source: Source, config: ModelConfig) -> PreTrainedModel:
         attn_implementation=config.attn_implementation,
         trust_remote_code=trusted,
     ).eval()
+
+
+def _model_class(config: PreTrainedConfig) -> Any:
+    """Return transformers' class for a config: a causal language model, or else one that reads media and text."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForMultimodalLM
+
+    reads_media = _reads_media(config) and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForMultimodalLM if reads_media else AutoModelForCausalLM
+
+
+def _reads_media(config: PreTrainedConfig) -> bool:
+    """Whether this is the config of a model of images or audio and text that oxRL can train."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
+
+    from oxrl.data.media_features import placeholder_ids
+
+    return type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING and bool(placeholder_ids(config))
 
 
 def _check_architecture(source: Source, config: ModelConfig) -> None:
