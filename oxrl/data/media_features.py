@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from oxrl.data.media import identity
 from oxrl.types import Batch, IntArray, Media
 
 TYPE_NUMBERS = {"image": 1, "audio": 3}  # of a token in transformers' `mm_token_type_ids`; 0 is text
@@ -59,15 +60,15 @@ class _Bounded:
 
     def __init__(self, limit: int) -> None:
         self.limit, self.size = limit, 0
-        self.values: OrderedDict[Media, tuple[tuple[Tensor, ...], int]] = OrderedDict()
+        self.values: OrderedDict[Any, tuple[tuple[Tensor, ...], int]] = OrderedDict()
 
-    def get(self, key: Media) -> tuple[Tensor, ...] | None:
+    def get(self, key: Any) -> tuple[Tensor, ...] | None:
         if key not in self.values:
             return None
         self.values.move_to_end(key)
         return self.values[key][0]
 
-    def add(self, key: Media, value: tuple[Tensor, ...]) -> None:
+    def add(self, key: Any, value: tuple[Tensor, ...]) -> None:
         size = sum(level.nbytes for level in value)
         self.values[key] = value, size
         self.size += size
@@ -98,9 +99,10 @@ class MediaTowers:
     def __reduce__(self) -> tuple[type[MediaTowers], tuple[Processor]]:
         return MediaTowers, (self.processor,)
 
-    def inputs(self, medium: Media) -> Mapping[str, Tensor]:
+    def inputs(self, body: Any, medium: Media) -> dict[str, Tensor]:
         """Return the towers' inputs for one medium, on the CPU; the processor keeps those used last."""
-        return self.processor.features((medium,))
+        accepted = _parameters(type(body))
+        return {name: value for name, value in self.processor.features((medium,)).items() if name in accepted}
 
     @property
     def kinds(self) -> list[Any]:
@@ -121,13 +123,13 @@ class MediaTowers:
         weights = [weight for tower in towers_of(body) for weight in tower.parameters()]
         if any(weight.requires_grad for weight in weights):
             self._outputs.clear()
-            return self._pass_all(body, self._groups(distinct))
+            return self._pass_all(body, self._groups(body, distinct))
         self._forget_unless(tuple(weight._version for weight in weights))
-        found = {medium: kept for medium in distinct if (kept := self._outputs.get(medium)) is not None}
+        found = {medium: kept for medium in distinct if (kept := self._outputs.get(identity(medium))) is not None}
         with torch.no_grad(), _evaluating(body):
             computed, _ = self._pass_all(body, [[medium] for medium in distinct if medium not in found])
         for medium, outputs in computed.items():
-            self._outputs.add(medium, outputs)
+            self._outputs.add(identity(medium), outputs)
         return found | computed, None
 
     def rebuilt(self, kind: str, levels: Sequence[Tensor]) -> Any:
@@ -144,11 +146,11 @@ class MediaTowers:
             self._outputs.clear()
         self._weights_seen = weights
 
-    def _groups(self, media: Sequence[Media]) -> list[list[Media]]:
+    def _groups(self, body: Any, media: Sequence[Media]) -> list[list[Media]]:
         """Split into media whose inputs can be concatenated."""
         groups: dict[Any, list[Media]] = {}
         for medium in media:
-            shapes = [(name, _without(x.shape, _joined_along(x))) for name, x in self.inputs(medium).items()]
+            shapes = [(name, _without(x.shape, _joined_along(x))) for name, x in self.inputs(body, medium).items()]
             groups.setdefault((medium.kind, tuple(sorted(shapes))), []).append(medium)
         return list(groups.values())
 
@@ -176,7 +178,7 @@ class MediaTowers:
         """One pass of a tower, over media of one kind."""
         self.passes += 1
         device = body.get_input_embeddings().weight.device
-        each = [self.inputs(medium) for medium in media]
+        each = [self.inputs(body, medium) for medium in media]
         sizes = [next(x.shape[_joined_along(x)] for x in inputs.values() if x.is_floating_point()) for inputs in each]
         joined = {
             name: torch.cat([inputs[name] for inputs in each], dim=_joined_along(first)).to(device)
@@ -306,7 +308,7 @@ def own_inputs(model: Any, row: MediaRow) -> dict[str, Any]:
         return {"input_ids": tokens}
     types = {"token_type_ids", "mm_token_type_ids"} & accepted
     inputs: dict[str, Any] = {"input_ids": tokens, **dict.fromkeys(types, token_types(tokens, model.config))}
-    each = [towers.inputs(medium) for medium in row.media]
+    each = [towers.inputs(body_of(model), medium) for medium in row.media]
     if each:
         inputs |= {
             name: torch.cat([own[name] for own in each], dim=_joined_along(first)).to(device)
@@ -387,7 +389,7 @@ def _positions(towers: MediaTowers, model: Any, row: MediaRow) -> tuple[Tensor, 
         return torch.arange(len(row.tokens)).expand(3, -1), 0
     body = body_of(model)
     tokens = torch.from_numpy(np.asarray(row.tokens))[None]
-    each = [towers.inputs(medium) for medium in row.media]
+    each = [towers.inputs(body_of(model), medium) for medium in row.media]
     named = _parameters(type(body), "get_rope_index")
     grids = {name: torch.cat([own[name] for own in each if name in own]) for own in each for name in own.keys() & named}
     positions, deltas = body.get_rope_index(tokens, mm_token_type_ids=token_types(tokens, model.config), **grids)

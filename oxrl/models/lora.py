@@ -2,7 +2,7 @@
 
 With the adapter disabled, the base model computes bit-identical outputs, so it can serve as the reference of its own
 training; a reference that follows the policy is a second adapter over the same base. The projection to the vocabulary
-never gets an adapter, and towers that read media get one only if a target is in them alone. Loading by name is in `load`.
+never gets an adapter, and towers that read media get one only if a target is in them alone. Loading is in `load`.
 """
 
 from __future__ import annotations
