@@ -84,7 +84,6 @@ class ModelConfig(NamedTuple):
     device: str = "auto"
     revision: str | None = None
     chat_template: str | None = None  # a name, a file or the template itself; None: the tokenizer's own
-    freeze: Literal["towers", "language_model", "nothing"] = "towers"  # of models that read images or audio
 
 
 class GenerationConfig(NamedTuple):
@@ -224,6 +223,7 @@ class Turn(NamedTuple):
     prompt_ids: tuple[int, ...]
     generation: Generation
     messages: tuple[Message, ...] = ()
+    media: tuple[Media, ...] = ()  # of its prompt, those of replies included; (): those of the sample
 
 
 class Score(NamedTuple):
@@ -585,8 +585,11 @@ class PolicyClient(Protocol):
     @property
     def render(self) -> Render: ...
 
-    async def generate(self, prompt_ids: Sequence[int]) -> Generation:
-        """Generate from these tokens. If the generation was aborted, end the episode and return the turns so far."""
+    async def generate(self, prompt_ids: Sequence[int], *, media: Sequence[Media] | None = None) -> Generation:
+        """Generate from these tokens. If the generation was aborted, end the episode and return the turns so far.
+
+        `media` are those of the prompt, in order, if they are not the sample's.
+        """
         ...
 
 
@@ -603,11 +606,14 @@ class Render(Protocol):
         id: str,
         first_trained: int = 0,
         tools: Sequence[Mapping[str, Any]] = (),
+        media: Sequence[Media] = (),
     ) -> list[Row]: ...
 
-    def text(self, text: str, *, id: str) -> list[Row]: ...
+    def text(self, text: str, *, id: str, media: Sequence[Media] = ()) -> list[Row]: ...
 
-    def prompt(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> IntArray: ...
+    def prompt(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), media: Sequence[Media] = ()
+    ) -> IntArray: ...
 
 
 AssembleFn: TypeAlias = Callable[[Sample, Render], list[Item]]

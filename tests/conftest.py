@@ -113,6 +113,20 @@ def tiny_model(tiny: tuple[ModelConfig, Any]) -> Any:
 
 
 @pytest.fixture(scope="session")
+def tiny_vlm() -> tuple[ModelConfig, Any]:
+    """The random model that reads images, as a config to load it from, and its tokenizer (do not change it)."""
+    config = ModelConfig("tiny-vlm", dtype="float32", device="cpu")
+    return config, load_tokenizer(config)
+
+
+@pytest.fixture(scope="session")
+def tiny_audio() -> tuple[ModelConfig, Any]:
+    """The random model that reads sounds, as a config to load it from, and its tokenizer (do not change it)."""
+    config = ModelConfig("tiny-audio", dtype="float32", device="cpu")
+    return config, load_tokenizer(config)
+
+
+@pytest.fixture(scope="session")
 def smollm2() -> tuple[ModelConfig, Any]:
     """The real SmolLM2-135M-Instruct, downloaded and converted on the first use, and its tokenizer."""
     config = ModelConfig("smollm2-135m", dtype="float32", device="cpu")

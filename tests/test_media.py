@@ -18,14 +18,15 @@ from oxrl.generators.embedded.generator import EmbeddedGenerator
 from oxrl.rollouts.collect import RolloutConfig, RolloutSampler, sampling_manager
 from oxrl.rollouts.record import rollout_from_json, rollout_to_json
 from oxrl.testing import ScriptedGenerator, fake_rollout
-from oxrl.types import GenerationConfig, Media, Message, Request, Row, Sample
+from oxrl.types import GenerationConfig, Message, Request, Row, Sample
+from tests.drawings import png
 
-CAT, DOG = Media("image", "cat.png"), Media("image", b"\x89PNG", "image/png")
+CAT, DOG = png("orange", 56, 56), png("brown", 60, 90)
 PROMPT = (Message("user", "What is in the picture?"),)
 ANSWER, OTHER = (Message("assistant", "A cat."),), (Message("assistant", "A dog."),)
 SAMPLES = {
     "sft": Sample("s", (*PROMPT, *ANSWER), media=(CAT, DOG)),
-    "cpt": Sample("s", text="A cat.", media=(CAT, DOG)),
+    "cpt": Sample("s", text="A cat <image> and a dog <image>.", media=(CAT, DOG)),
     "dpo": Sample("s", PROMPT, chosen=ANSWER, rejected=OTHER, media=(CAT, DOG)),
     "kto": Sample("s", (*PROMPT, *ANSWER), label=True, media=(CAT, DOG)),
     "grpo": Sample("s", PROMPT, responses=(ANSWER, OTHER), rewards=(1.0, 0.0), media=(CAT, DOG)),
@@ -33,17 +34,17 @@ SAMPLES = {
 
 
 @pytest.mark.parametrize("name", list(SAMPLES))
-def test_media_are_carried_from_a_sample_to_a_batch(tiny, name):
+def test_media_are_carried_from_a_sample_to_a_batch(tiny_vlm, name):
     chosen = algorithm(name)
-    items = chosen.arrange(chosen.assemble(SAMPLES[name], Renderer(tiny[1])))
+    items = chosen.arrange(chosen.assemble(SAMPLES[name], Renderer(tiny_vlm[1])))
     batch = collate(items)
     assert batch.num_rows >= 1 and batch.media == ((CAT, DOG),) * batch.num_rows
     assert on_device(batch, batch.tokens.device).media == batch.media
 
 
-def test_media_are_carried_from_a_sample_to_its_requests_and_rollouts(tiny):
-    generator = ScriptedGenerator(tiny[1], ["A cat.", "A dog."])
-    sampler = RolloutSampler(generator, Renderer(tiny[1]), GenerationConfig())
+def test_media_are_carried_from_a_sample_to_its_requests_and_rollouts(tiny_vlm):
+    generator = ScriptedGenerator(tiny_vlm[1], ["A cat.", "A dog."])
+    sampler = RolloutSampler(generator, Renderer(tiny_vlm[1]), GenerationConfig())
     config = RolloutConfig(batch_size=1, n_samples_per_prompt=2, reward_fn=lambda rollout: 1.0)
     source = DataBuffer([Sample("s", PROMPT, media=(CAT,))])
     (group,) = anyio.run(sampling_manager(source, sampler, config).collect).groups
@@ -77,7 +78,7 @@ def packed(*media):
         (((CAT,), (CAT,), (CAT,)), 1),
         (((CAT,), (DOG,), (CAT,)), 2),
         (((CAT,), (), (CAT, CAT)), 3),
-        (((CAT,), (CAT._replace(kind="audio"),), (CAT._replace(data=b"cat.png"),)), 3),
+        (((CAT,), (CAT._replace(kind="audio"),), (CAT._replace(data="cat.png"),)), 3),
     ],
 )
 def test_a_prompt_is_shared_only_by_rows_with_equal_media(media, prompts):

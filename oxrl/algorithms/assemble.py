@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -17,15 +18,15 @@ def conversation_items(sample: Sample, render: Render) -> list[Item]:
     if (role := sample.messages[-1].role) != "assistant":
         hint = "; to train on the answers, map the column: response=answer" if sample.answer is not None else ""
         raise ValueError(f"{sample.id}: ends with {role!r}, so there is no response to train on{hint}")
-    rows = render.conversation(sample.messages, id=sample.id, tools=sample.tools)
-    return [(replace(row, media=sample.media),) for row in rows]
+    rows = render.conversation(sample.messages, id=sample.id, tools=sample.tools, **_media(sample))
+    return [(row,) for row in rows]
 
 
 def text_items(sample: Sample, render: Render) -> list[Item]:
     """Every token of a plain text is trained."""
     if sample.text is None:
         raise ValueError(f"{sample.id}: cpt trains on plain text; this row has no `text` column")
-    return [(replace(row, media=sample.media),) for row in render.text(sample.text, id=sample.id)]
+    return [(row,) for row in render.text(sample.text, id=sample.id, **_media(sample))]
 
 
 def supervised_items(sample: Sample, render: Render) -> list[Item]:
@@ -90,11 +91,20 @@ def good_items(sample: Sample, render: Render, *, threshold: float = 1.0) -> lis
 def response_row(sample: Sample, response: Sequence[Message], render: Render, id: str) -> Row:
     """The sample's prompt with a response; only the response is trained."""
     rows = render.conversation(
-        (*sample.messages, *response), id=id, first_trained=len(sample.messages), tools=sample.tools
+        (*sample.messages, *response),
+        id=id,
+        first_trained=len(sample.messages),
+        tools=sample.tools,
+        **_media(sample),
     )
     if len(rows) != 1:
         raise ValueError(f"{id}: the chat template splits the response into {len(rows)} rows, and one is needed")
-    return replace(rows[0], media=sample.media)
+    return rows[0]
+
+
+def _media(sample: Sample) -> dict[str, Any]:
+    """The argument of a sample with media; custom implementations of `Render` may not know it."""
+    return {"media": sample.media} if sample.media else {}
 
 
 def _number(metadata: Mapping[str, object], name: str) -> float:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from oxrl.types import Generation, Rollout, Row, Score, Turn
+from oxrl.types import Generation, Media, Rollout, Row, Score, Turn
 
 
 @dataclass(slots=True)
@@ -24,6 +24,7 @@ class _RowBuilder:
     logprobs: list[float] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    media: tuple[Media, ...] = ()
 
     def add_prompt(self, tokens: Sequence[int]) -> None:
         zeros = [0] * len(tokens)
@@ -72,7 +73,7 @@ def rows_of(rollout: Rollout) -> list[Row]:
                 "reward": np.array(row.rewards, np.float32),
             },
             scalars={"reward": float(rollout.score.value), "ended": ended},
-            media=rollout.sample.media,
+            media=row.media or rollout.sample.media,
         )
         for index, row in enumerate(rows)
     ]
@@ -89,6 +90,7 @@ def _build_rows(turns: Sequence[Turn], rewards: Sequence[Sequence[float]]) -> li
         if not rows or list(turn.prompt_ids[: len(rows[-1].tokens)]) != rows[-1].tokens:
             rows.append(_RowBuilder())
         rows[-1].add_prompt(turn.prompt_ids[len(rows[-1].tokens) :])
+        rows[-1].media = turn.media
         rows[-1].add_generation(turn.generation, turn_rewards)
     return rows
 

@@ -12,12 +12,16 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from oxrl.data import parts
 from oxrl.data.fill import TEMPLATED, fill_column
+from oxrl.data.media import measure
+from oxrl.data.parts import checked_content, media_of_column, take_media
 from oxrl.names import did_you_mean
 from oxrl.parsing import parse_json
-from oxrl.types import Message, Sample
+from oxrl.types import Media, Message, Sample
 
 Messages = tuple[Message, ...]
 
@@ -75,10 +79,12 @@ def to_sample(
     columns: Mapping[str, str] | None = None,
     format: str | None = None,
     template: Mapping[str, str] | None = None,
+    folder: str | Path = ".",
 ) -> Sample:
     """Convert one row; the sample's id is `row.where`. `columns` maps our column names to the row's.
 
-    `template` defines columns from others: `{"prompt": "{Body} {Question}", "answer": "Answer"}`.
+    `template` defines columns from others: `{"prompt": "{Body} {Question}", "answer": "Answer"}`. Paths of images and
+    audio are relative to `folder`; their headers are checked.
     """
     try:
         if row.error:
@@ -86,7 +92,8 @@ def to_sample(
         named = _Columns(row.columns, columns or {}, template or {})
         conversational = named.has_messages()
         name = _checked_format(format, named) if format is not None else _recognise(named)
-        sample = FORMATS[name].convert(named)
+        media = _column_media(named, folder)
+        sample = _with_media(FORMATS[name].convert(named), media, folder)
         named.check_template_used(name)
         _refuse_media(named.rest)
     except BadRow as bad:
@@ -95,9 +102,45 @@ def to_sample(
 
 
 def _refuse_media(rest: Mapping[str, Any]) -> None:
-    """A text model would be trained on a question about an image that it never gets."""
+    """A model would be trained on a question about an image that it never gets."""
     if media := [name for name, value in rest.items() if MEDIA.fullmatch(name.lower()) and value]:
-        raise BadRow(f"it has {media[0]!r}, but models of text cannot read images, audio or video; remove the column")
+        kind = "audio" if "audio" in media[0].lower() else "images"
+        what = (
+            "videos are not read" if "video" in media[0].lower() else f"if models shall read it, map {kind}={media[0]}"
+        )
+        raise BadRow(f"it has {media[0]!r}, which would not be used: {what}; else remove the column")
+
+
+def _column_media(columns: _Columns, folder: str | Path) -> list[Media]:
+    try:
+        return [
+            medium
+            for name, kind in parts.COLUMNS.items()
+            if columns.first(name)
+            for medium in media_of_column(columns.take(name), kind, folder)
+        ]
+    except ValueError as error:
+        raise BadRow(str(error)) from None
+
+
+def _with_media(sample: Sample, media: Sequence[Media], folder: str | Path) -> Sample:
+    """The sample with its media, those in its messages taken out; each header is read."""
+    try:
+        for reply in (sample.chosen, sample.rejected, *sample.responses):
+            if take_media(reply, (), folder)[1]:
+                raise BadRow("a reply has an image or audio; only prompts can have them")
+        if sample.text is not None:
+            found = tuple(media)
+        else:
+            messages, found = take_media(sample.messages, media, folder)
+            sample = replace(sample, messages=messages)
+        for medium in found:
+            measure(medium)
+    except BadRow:
+        raise
+    except ValueError as error:
+        raise BadRow(str(error)) from None
+    return replace(sample, media=found) if found else sample
 
 
 def recognise(
@@ -298,7 +341,7 @@ REPLACED: Mapping[str, tuple[str, ...]] = {
 }
 """Columns of a file that count as metadata if a template defines the key."""
 NEEDED = {name for form in FORMATS.values() for group in form.needs for name in group}
-COLUMNS = NEEDED | {"input", "system", "tools"}
+COLUMNS = NEEDED | {"input", "system", "tools", *parts.COLUMNS}
 
 
 def _sample(columns: _Columns, messages: Messages, **fields: Any) -> Sample:
@@ -366,7 +409,7 @@ def _message(raw: Any, name: str) -> Message:
         _check_calls(raw.get(key), f"{name}.{key}")
     if content is not None:
         try:
-            content = flatten_content(content)
+            content = checked_content(content)
         except ValueError as error:
             raise BadRow(f"{name} {error}") from None
     extra = {key: value for key, value in raw.items() if key not in (role_key, content_key)}
@@ -383,21 +426,6 @@ def _check_calls(calls: Any, name: str) -> None:
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise BadRow(f"{name} must name a function, as {{'function': {{'name': ...}}}} does; it has {_kind(call)}")
-
-
-def flatten_content(content: str | Sequence[Mapping[str, Any]]) -> str:
-    """`flatten_content([{"type": "text", "text": "Hi"}]) == "Hi"`; any other kind of part is a ValueError."""
-    if isinstance(content, str):
-        return content
-    for part in content:
-        given = {key: value for key, value in part.items() if value is not None}  # Parquet fills missing keys with None
-        if (
-            given.keys() - {"type", "text"}
-            or given.get("type", "text") != "text"
-            or not isinstance(given.get("text"), str)
-        ):
-            raise ValueError(f"has a content part that is not text, {_kind(part)}: only text can be trained on")
-    return "".join(part["text"] for part in content)
 
 
 def _dialogue(text: str) -> Messages:

@@ -320,8 +320,9 @@ def _open_image(media: Media, max_pixels: int) -> Image:
         raise ValueError(NEEDS) from error
     if media.kind != "image":
         raise ValueError(f"{describe(media)} is {media.kind}, not an image")
+    file = _file(media)
     try:
-        image = Image.open(_file(media), formats=IMAGE_FORMATS)
+        image = Image.open(file, formats=IMAGE_FORMATS)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ValueError(f"the image {describe(media)} has too many pixels: {_reason(error)}") from error
     except UnidentifiedImageError as error:

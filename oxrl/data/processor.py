@@ -11,7 +11,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -34,8 +34,30 @@ class MediaError(ValueError):
     """Placeholders and media of a row do not fit, or a medium does not fit the model; the message has no row yet."""
 
 
+class ProcessorSource(NamedTuple):
+    """Where the processor of a tokenizer is: `ProcessorSource("/models/qwen", "qwen2_vl")`."""
+
+    where: str
+    model_type: str
+    trust_remote_code: bool = False
+    revision: str | None = None
+
+
+def set_processor_source(tokenizer: PreTrainedTokenizerBase, source: ProcessorSource) -> None:
+    """Let `processor_of` find the processor of this tokenizer; it is read when it is first needed."""
+    tokenizer.media_source = source
+
+
+def processor_of(tokenizer: PreTrainedTokenizerBase) -> MediaProcessor | None:
+    """Return the processor that belongs to a tokenizer; None for one of a model of text."""
+    source: ProcessorSource | None = getattr(tokenizer, "media_source", None)
+    if source is not None and getattr(tokenizer, "media_processor", None) is None:
+        tokenizer.media_processor = read_processor(tokenizer, *source)
+    return getattr(tokenizer, "media_processor", None)
+
+
 def read_processor(
-    where: str, model_type: str, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool, revision: str | None
+    tokenizer: PreTrainedTokenizerBase, where: str, model_type: str, trust_remote_code: bool, revision: str | None
 ) -> MediaProcessor:
     """Read the processor in a model's folder or hub repository; it uses this tokenizer."""
     from transformers import AutoProcessor

@@ -1,8 +1,8 @@
 """Render chats and text as rows: token ids and a mask over the tokens that the model has to generate.
 
 Works with any chat template, by comparing its output with and without each assistant turn. If the assistant's tokens
-cannot be determined that way, the conversation is refused with the reason. Rows are not truncated here (see `fit`),
-and images or audio are not tokenized.
+cannot be determined that way, the conversation is refused with the reason. Images and audio become the tokens that the
+model's processor makes of them, which are never trained. Rows are not truncated here (see `fit`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from oxrl.data.formats import flatten_content
+from oxrl.data.parts import checked_content, take_media
+from oxrl.data.processor import MediaProcessor, processor_of
 from oxrl.data.template import EndlessTemplateError, TemplateError, apply_template
-from oxrl.types import IntArray, Message, Row
+from oxrl.types import BoolArray, IntArray, Media, Message, Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,11 +55,15 @@ class _Turn(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Renderer:
-    """`Renderer(tokenizer).conversation(messages, id="train.jsonl:12")`: the `Render` protocol for one tokenizer."""
+    """`Renderer(tokenizer).conversation(messages, id="train.jsonl:12")`: the `Render` protocol for one tokenizer.
+
+    Media are read by the tokenizer's processor, which `load_tokenizer` finds, or by the one given here.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     max_len: int | None = None  # for `text` only, which is split; conversations are never cut here
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    processor: MediaProcessor | None = None
     _shapes: list[_Shape] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -66,14 +71,23 @@ class Renderer:
             raise ValueError(f"max_len is {self.max_len}, but a row needs at least 3 tokens; give a larger max_len")
 
     def conversation(
-        self, messages: Sequence[Message], *, id: str, first_trained: int = 0, tools: Tools = ()
+        self,
+        messages: Sequence[Message],
+        *,
+        id: str,
+        first_trained: int = 0,
+        tools: Tools = (),
+        media: Sequence[Media] = (),
     ) -> list[Row]:
-        """Return one row with most templates; several if the template rewrites earlier turns once later ones follow."""
+        """Return one row with most templates; several if the template rewrites earlier turns once later ones follow.
+
+        `media` are in the order of their parts in the messages; without such parts they belong to the first user.
+        """
         trained = [i for i, message in enumerate(messages) if message.role == "assistant" and i >= first_trained]
         if not trained:
             roles = ", ".join(message.role for message in messages[first_trained:]) or "none"
             raise ValueError(f"{id}: there is no assistant turn to train on (roles: {roles}); add one or remove it")
-        chat = self._chat(messages, tools, id)
+        chat, media = self._chat(messages, tools, id, media)
         rows: list[list[_Turn]] = []
         text = ""
         for i in trained:
@@ -88,31 +102,43 @@ class Renderer:
             else:
                 rows.append([turn])
             text = turn.prompt + turn.completion
-        return [self._row(turns, name, id) for turns, name in zip(rows, _names(id, len(rows)), strict=True)]
+        return [self._row(turns, name, id, media) for turns, name in zip(rows, _names(id, len(rows)), strict=True)]
 
-    def text(self, text: str, *, id: str) -> list[Row]:
-        """Return rows of plain text. The text of a special token is tokenized as that token, as in pre-training."""
+    def text(self, text: str, *, id: str, media: Sequence[Media] = ()) -> list[Row]:
+        """Return rows of plain text. The text of a special token is tokenized as that token, as in pre-training.
+
+        With `media`, each stands at an `<image>` or `<audio>` of the text; a text with media is not split.
+        """
         bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         if eos is None:
             raise ValueError(f"{id}: the tokenizer has no eos_token to end a text with; set tokenizer.eos_token")
         _check_encoding(text, id)
-        ids = self._ids(text)
+        ids = self._expanded_ids(self._with_placeholders(text) if media else text, media, id)
         if not set(ids) - {bos, eos}:
             raise ValueError(f"{id}: the text is empty; remove the row")
         if self._adds_bos and ids[:1] != [bos]:
             ids = [bos, *ids]
         if ids[-1:] != [eos]:
             ids = [*ids, eos]
+        if media:
+            return [Row(id, np.array(ids), self._is_text(ids) & (np.arange(len(ids)) > 0), id, media=tuple(media))]
         pieces = _split(ids, self.max_len or len(ids))
         return [
             Row(name, np.array(piece), np.arange(len(piece)) > 0, sequence=id)
             for piece, name in zip(pieces, _names(id, len(pieces)), strict=True)
         ]
 
-    def prompt(self, messages: Sequence[Message], *, tools: Tools = ()) -> IntArray:
+    def prompt(self, messages: Sequence[Message], *, tools: Tools = (), media: Sequence[Media] = ()) -> IntArray:
         """Return the prompt ids from which a generator samples the next assistant turn."""
-        chat = self._chat(messages, tools, "prompt")
-        return np.array(self._ids(self._write(chat, tools, generation_prompt=True)), dtype=np.int64)
+        chat, media = self._chat(messages, tools, "prompt", media)
+        text = self._write(chat, tools, generation_prompt=True)
+        return np.array(self._expanded_ids(text, media, "prompt"), dtype=np.int64)
+
+    @cached_property
+    def placeholder_ids(self) -> frozenset[int]:
+        """Ids at which images or audio stand; none for a model of text."""
+        processor = self.processor if self.processor is not None else processor_of(self.tokenizer)
+        return frozenset() if processor is None else processor.placeholder_ids
 
     def opened(self, prompt_ids: Sequence[int]) -> str:
         """Return what a prompt already has of the response: `"<think>\\n"` with some reasoning models, or `""`."""
@@ -221,7 +247,13 @@ class Renderer:
                 "...), or train on `text` instead of messages"
             )
         if self._takes_parts:
-            chat = [{**message, "content": _text_parts(message["content"])} for message in chat]
+            chat = [
+                {
+                    **message,
+                    "content": _text_parts(content) if isinstance(content := message["content"], str) else content,
+                }
+                for message in chat
+            ]
         return self._apply_template(chat, tools, generation_prompt)
 
     @cached_property
@@ -242,19 +274,26 @@ class Renderer:
         kwargs = self.template_kwargs
         return apply_template(self.tokenizer, chat, tools, generation_prompt=generation_prompt, **kwargs)
 
-    def _row(self, turns: Sequence[_Turn], name: str, sequence: str) -> Row:
+    def _row(self, turns: Sequence[_Turn], name: str, sequence: str, media: Sequence[Media]) -> Row:
         ids: list[int] = []
         mask: list[bool] = []
         previous_end = ""
+        used = 0
         for turn in turns:
+            own = media[used : used + self._placed(turn.prompt)] if media else ()
+            used += len(own)
             try:
-                prompt_ids, completion_ids = self._turn_ids(previous_end, turn)
+                expanded = turn._replace(prompt=self._expand(turn.prompt, own, name))
+                prompt_ids, completion_ids = self._turn_ids(previous_end, expanded)
             except TemplateError as error:
                 raise TemplateError(f"{name}: {error}") from error
             ids += prompt_ids + completion_ids
             mask += [False] * len(prompt_ids) + [True] * len(completion_ids)
             previous_end = turn.end
-        return Row(name, np.array(ids), np.array(mask), sequence=sequence)
+        row = Row(name, np.array(ids), np.array(mask), sequence=sequence, media=tuple(media[:used]))
+        if media and (row.mask & ~self._is_text(ids)).any():
+            raise TemplateError(f"{name}: a reply has a placeholder of an image or of audio, which is never trained")
+        return row
 
     def _turn_ids(self, previous_end: str, turn: _Turn) -> tuple[list[int], list[int]]:
         """Return prompt ids and completion ids, tokenized separately, as in sampling.
@@ -294,16 +333,72 @@ class Renderer:
             for d, e in zip(decoded, expected, strict=True)
         )
 
-    def _chat(self, messages: Sequence[Message], tools: Tools, id: str) -> list[dict[str, Any]]:
-        """Return the messages as templates take them, with content as text; refuse what cannot be trained as text."""
-        chat: list[dict[str, Any]] = []
+    def _chat(
+        self, messages: Sequence[Message], tools: Tools, id: str, media: Sequence[Media]
+    ) -> tuple[list[dict[str, Any]], tuple[Media, ...]]:
+        """Return the messages as templates take them and their media; refuse what cannot be trained on."""
+        checked: list[Message] = []
         for i, message in enumerate(messages):
             try:
-                chat.append({**message.to_dict(), "content": flatten_content(message.content)})
+                checked.append(message._replace(content=checked_content(message.content)))
             except ValueError as error:
                 raise ValueError(f"{id}: message {i} ({message.role}) {error}") from None
+        try:
+            placed, found = take_media(checked, media)
+        except ValueError as error:
+            raise ValueError(f"{id}: {error}") from None
+        chat = [message.to_dict() for message in placed]
         self._check_content(chat, tools, id)
-        return chat
+        if found:
+            self._check_template_places(chat, tools, id, len(found))
+        return chat, found
+
+    def _check_template_places(self, chat: Chat, tools: Tools, id: str, wanted: int) -> None:
+        """The template writes one placeholder for each medium."""
+        self._media_processor(id)
+        text = self._write(chat, tools, generation_prompt=False)
+        if (written := self._placed(text)) != wanted:
+            raise TemplateError(
+                f"{id}: the chat template writes {written} placeholders for {wanted} images or sounds; use the "
+                "template that comes with the model"
+            )
+
+    def _media_processor(self, id: str) -> MediaProcessor:
+        processor = self.processor if self.processor is not None else processor_of(self.tokenizer)
+        if processor is None:
+            raise ValueError(
+                f"{id}: the row has images or audio, but the model reads text only; use one that reads them"
+            )
+        return processor
+
+    def _placed(self, text: str) -> int:
+        return self._media_processor("").placed(text)
+
+    def _expand(self, text: str, media: Sequence[Media], id: str) -> str:
+        """The text with each placeholder replaced by those of its medium."""
+        if not media:
+            return text
+        try:
+            return self._media_processor(id).expand(text, media)
+        except ValueError as error:
+            raise ValueError(f"{id}: {error}") from error
+
+    def _expanded_ids(self, text: str, media: Sequence[Media], id: str) -> list[int]:
+        return self._ids(self._expand(text, media, id))
+
+    def _is_text(self, ids: Sequence[int]) -> BoolArray:
+        return ~np.isin(np.array(ids), list(self.placeholder_ids))
+
+    def _with_placeholders(self, text: str) -> str:
+        """The text with each `<image>` as the chat template writes an image, found by rendering with and without."""
+        for kind in self._media_processor("the text").placeholders:
+            words = _text_parts(_SENTINEL)
+            without, with_one = (
+                self._apply_template([{"role": "user", "content": content}], (), True).partition(_SENTINEL)[0]
+                for content in (words, [{"type": kind}, *words])
+            )
+            text = text.replace(f"<{kind}>", with_one.removeprefix(without))
+        return text
 
     def _check_content(self, chat: Chat, tools: Tools, id: str) -> None:
         named = [(f"message {i} ({message['role']})", message) for i, message in enumerate(chat)]

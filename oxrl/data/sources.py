@@ -63,9 +63,10 @@ def load_samples(
     samples: list[Sample] = []
     skipped: list[tuple[str, str]] = []
     first_format = format
+    folder = _folder_of(source)
     for row in read_rows(source, split=split):
         try:
-            sample = to_sample(row, columns=columns, format=format, template=template)
+            sample = to_sample(row, columns=columns, format=format, template=template, folder=folder)
             name = format or recognise(row.columns, columns=columns, template=template)
             if first_format not in (None, name):
                 raise BadRow(f"its format is {name!r}, but that of the rows before it is {first_format!r}", row.where)
@@ -84,6 +85,12 @@ def load_samples(
     return Loaded(samples, first_format, skipped)
 
 
+def _folder_of(source: Source) -> Path:
+    """Return the folder that paths in rows are relative to: that of the file."""
+    is_file = isinstance(source, str | os.PathLike) and not (isinstance(source, str) and is_hub_id(source))
+    return Path(source).expanduser().parent if is_file else Path()  # type: ignore[arg-type]
+
+
 def read_rows(source: Source, *, split: str = "train") -> Iterator[RawRow]:
     """Yield the rows of any source. `split` selects a split of a dataset; it is ignored for files."""
     if isinstance(source, str) and is_hub_id(source):
@@ -94,9 +101,9 @@ def read_rows(source: Source, *, split: str = "train") -> Iterator[RawRow]:
     if isinstance(source, Mapping):
         if split not in source:
             raise ValueError(f"there is no split {split!r}; the dataset has: {', '.join(map(str, source))}")
-        return _not_empty(f"split {split!r}", _number(split, source[split]))
+        return _not_empty(f"split {split!r}", _number(split, _undecoded(source[split])))
     if isinstance(source, Iterable):
-        return _not_empty("the dataset in memory", _number("rows", source))
+        return _not_empty("the dataset in memory", _number("rows", _undecoded(source)))
     raise ValueError(
         f"cannot read rows from {type(source).__name__}: pass a path, a hub id, a dataset or a list of dicts"
     )
@@ -295,4 +302,19 @@ def _load_from_hub(source: str, split: str) -> Iterable[Any]:
             f"the dataset {name!r} could not be loaded from the hub ({reason}); write a subset as "
             f"'{name}:subset', or pass the path of a local file"
         ) from None
+    return _undecoded(rows)
+
+
+def _undecoded(rows: Iterable[Any]) -> Iterable[Any]:
+    """Images and audio of a dataset of `datasets` as bytes or paths: they are decoded when a model reads them."""
+    features = getattr(rows, "features", None)
+    if not hasattr(rows, "cast_column") or not features:
+        return rows
+    import datasets
+
+    for name, feature in features.items():
+        each = getattr(feature, "feature", feature)  # of a list
+        if isinstance(each, datasets.Image | datasets.Audio) and each.decode:
+            bare = type(each)(decode=False)
+            rows = rows.cast_column(name, bare if each is feature else datasets.List(bare))
     return rows

@@ -125,7 +125,7 @@ def _prompts(samples: Sequence[Sample], render: Renderer) -> Assembled:
     skipped: list[str] = []
     for sample in map(as_prompt, samples):
         try:
-            ids = render.prompt(sample.messages, tools=sample.tools)
+            ids = render.prompt(sample.messages, tools=sample.tools, media=sample.media)
             items.append((Row(sample.id, ids, np.zeros(len(ids), dtype=np.bool_)),))
         except EndlessTemplateError:
             raise

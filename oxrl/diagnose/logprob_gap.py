@@ -291,7 +291,9 @@ def _prompts(config: Config, folder: Path, count: int) -> list[tuple[int, ...]]:
     spec = resolve(config)
     render = Renderer(spec.tokenizer)
     samples = spec.source.get_prompts(count)
-    return [tuple(map(int, render.prompt(sample.messages, tools=sample.tools))) for sample in samples]
+    return [
+        tuple(map(int, render.prompt(sample.messages, tools=sample.tools, media=sample.media))) for sample in samples
+    ]
 
 
 async def _sample(

@@ -268,7 +268,7 @@ def _passes(spec: RunSpec) -> tuple[str, ...]:
 def row_lengths(spec: RunSpec) -> Rows:
     if spec.online:
         render = Renderer(spec.tokenizer)
-        lengths = [len(render.prompt(sample.messages, tools=sample.tools)) for sample in spec.rows]
+        lengths = [len(render.prompt(sample.messages, tools=sample.tools, media=sample.media)) for sample in spec.rows]
     else:
         lengths = [len(row) for item in spec.rows for row in item]
     return Rows(len(spec.rows), spec.left_out, min(lengths), statistics.median(lengths), max(lengths), sum(lengths))

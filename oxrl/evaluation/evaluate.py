@@ -407,7 +407,9 @@ class EvalModel(NamedTuple):
             _warn_of_tools(Path(name) / "config.yaml")
         tokenizer = load_tokenizer(path)
         render = Renderer(tokenizer)
-        longest = max((len(render.prompt(each.messages, tools=each.tools)), each.id) for each in samples)
+        longest = max(
+            (len(render.prompt(each.messages, tools=each.tools, media=each.media)), each.id) for each in samples
+        )
         return cls(name, path, tokenizer, longest)
 
     def load(self) -> Any:

@@ -103,6 +103,7 @@ def longest_answers(
     """
     assert algorithm.online is not None, "only an online run samples"
     chance = np.random.default_rng(0)
+    ordinary = np.setdiff1d(np.arange(vocabulary), list(getattr(render, "placeholder_ids", ())))
     items: list[Item] = []
     for number, (sample, prompt) in enumerate(islice(cycle(longest_prompts(samples, render, prompts)), prompts)):
         if computed_tokens(items) >= enough:
@@ -111,7 +112,7 @@ def longest_answers(
         group = [
             Rollout(
                 sample,
-                (Turn(prompt, _random_generation(chance.integers(0, vocabulary, max_tokens).tolist())),),
+                (Turn(prompt, _random_generation(chance.choice(ordinary, max_tokens).tolist())),),
                 group=number,
                 index=index,
                 score=Score(reward),
@@ -124,7 +125,7 @@ def longest_answers(
 
 
 def longest_prompts(samples: Sequence[Sample], render: Render, count: int) -> list[tuple[Sample, tuple[int, ...]]]:
-    rendered = ((sample, render.prompt(sample.messages, tools=sample.tools)) for sample in samples)
+    rendered = ((sample, render.prompt(sample.messages, tools=sample.tools, media=sample.media)) for sample in samples)
     longest = sorted(rendered, key=lambda pair: len(pair[1]), reverse=True)[:count]
     return [(sample, tuple(prompt.tolist())) for sample, prompt in longest]
 

@@ -84,7 +84,7 @@ def load_hf_model(
     revision: str | None = None,
     is_trainable: bool = True,
 ) -> PreTrainedModel:
-    """Load a causal language model, also one that reads media; an adapter's folder gives its base with the adapter."""
+    """Load any causal language model of transformers; an adapter's folder gives its base with the adapter."""
     config = ModelConfig(
         name_or_path,
         dtype=dtype,
@@ -133,7 +133,29 @@ def load_hf_tokenizer(
         raise ValueError(f"{where} has no tokenizer: it contains none of {', '.join(TOKENIZER_FILES)}")
     if source.kind == "hub":
         hub_config_file(where, revision)
-    return AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code, revision=revision or "main")
+    tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code, revision=revision or "main")
+    _find_processor(tokenizer, source._replace(where=where), trust_remote_code, revision)
+    return tokenizer
+
+
+def _find_processor(
+    tokenizer: PreTrainedTokenizerBase, source: Source, trust_remote_code: bool, revision: str | None
+) -> None:
+    """Note where the processor of a model that reads media is; an older one has the chat template, too."""
+    from oxrl.data.processor import ProcessorSource, processor_of, set_processor_source
+
+    own = any((Path(source.where) / file).is_file() for file in PROCESSOR_FILES)
+    model = find_model(adapter_base(source.where)) if source.kind == "adapter" else source
+    where = str(prepare_builtin(model.where)) if model.kind == "builtin" and model is not source else model.where
+    if model.kind == "gguf" or (model.kind != "hub" and not (Path(where) / "config.json").is_file()):
+        return
+    raw = _read_config(model._replace(where=where), revision if model is source else None)
+    if not any(raw.get(key) is not None for key in _MEDIA_CONFIGS):
+        return
+    found = ProcessorSource(source.where if own else where, str(raw["model_type"]), trust_remote_code, revision)
+    set_processor_source(tokenizer, found)
+    if tokenizer.chat_template is None:
+        processor_of(tokenizer)
 
 
 def context_length(config: ModelConfig) -> int | None:
@@ -161,10 +183,11 @@ def load_model_config(config: ModelConfig) -> PreTrainedConfig:
 def count_parameters(config: ModelConfig) -> int:
     """Return the number of a model's parameters by its config, without reading weights; for an adapter, its base's."""
     import torch
+    from transformers import AutoModelForCausalLM
 
     parsed = load_model_config(config)
     with torch.device("meta"):
-        model = _auto_class(parsed).from_config(parsed, trust_remote_code=config.trust_remote_code)
+        model = AutoModelForCausalLM.from_config(parsed, trust_remote_code=config.trust_remote_code)
     return sum(weight.numel() for weight in model.parameters())
 
 
@@ -204,11 +227,8 @@ def load_model(
         )
     except SafetensorError as error:
         raise ValueError(f"the weights of {config.name} cannot be read: {error}") from error
-    _attach_processor(model, config)
     if not is_trainable:
         return freeze(model)
-    if not hasattr(model, "peft_config"):
-        _freeze_part(model, config.freeze)
     if config.gradient_checkpointing:
         enable_gradient_checkpointing(model)
     return model
@@ -231,22 +251,9 @@ def load_processor(
     config: ModelConfig | str, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> MediaProcessor | None:
     """`load_processor("tiny-vlm")`: what turns images and audio into tokens and features; None for a model of text."""
-    config = _as_config(config)
-    parsed = load_model_config(config)
-    if not any(getattr(parsed, key, None) is not None for key in _MEDIA_CONFIGS):
-        return None
-    from oxrl.data.processor import read_processor
+    from oxrl.data.processor import processor_of
 
-    source = find_model(config.name)
-    if source.kind == "adapter" and not any((Path(source.where) / file).is_file() for file in PROCESSOR_FILES):
-        return load_processor(config._replace(name=adapter_base(source.where), revision=None), tokenizer)
-    return read_processor(
-        str(prepare_builtin(source.where)) if source.kind == "builtin" else source.where,
-        parsed.model_type,
-        tokenizer if tokenizer is not None else load_tokenizer(config),
-        trust_remote_code=config.trust_remote_code,
-        revision=config.revision,
-    )
+    return processor_of(load_tokenizer(config) if tokenizer is None else tokenizer)
 
 
 def load_model_and_ref(
@@ -259,32 +266,6 @@ def load_model_and_ref(
     if config.gradient_checkpointing:
         enable_gradient_checkpointing(model)
     return model, ref
-
-
-def _attach_processor(model: Any, config: ModelConfig) -> None:
-    """Give a model with towers the processor of its folder, which turns media into what the towers read."""
-    import torch
-
-    from oxrl.data.media_features import attach_towers, body_of, towers_of
-
-    inner = model.get_base_model() if hasattr(model, "peft_config") else model
-    if towers_of(body_of(inner)):
-        with torch.device("cpu"):  # also for an empty model
-            processor = load_processor(config)
-        assert processor is not None, f"{type(inner).__name__} has towers"
-        attach_towers(inner, processor)
-
-
-def _freeze_part(model: PreTrainedModel, part: str) -> None:
-    """Freeze the towers of a model that reads media with their projections, or all but these."""
-    from oxrl.data.media_features import body_of, towers_of
-
-    towers = towers_of(body_of(model))
-    if not towers or part == "nothing":
-        return
-    model.requires_grad_(part == "towers")
-    for tower in towers:
-        tower.requires_grad_(part == "language_model")
 
 
 def freeze(model: PreTrainedModel) -> PreTrainedModel:
@@ -453,6 +434,7 @@ def _nearest(name: str, candidates: Iterable[str]) -> str:
 
 
 def _load_weights(source: Source, config: ModelConfig) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     dtype = resolve_dtype(config.dtype, resolve_device(config.device))
@@ -462,7 +444,7 @@ def _load_weights(source: Source, config: ModelConfig) -> PreTrainedModel:
         return load_gguf_model(Path(source.where), dtype=dtype, attn_implementation=config.attn_implementation)
     if not sys.stderr.isatty():
         disable_progress_bar()  # no progress bars in log files
-    model, report = _auto_class(load_model_config(config)).from_pretrained(
+    model, report = AutoModelForCausalLM.from_pretrained(
         prepare_builtin(source.where) if source.kind == "builtin" else source.where,
         dtype=dtype,
         attn_implementation=config.attn_implementation,
@@ -482,7 +464,7 @@ def _load_weights(source: Source, config: ModelConfig) -> PreTrainedModel:
 def _build_empty(source: Source, config: ModelConfig) -> PreTrainedModel:
     """Return the model of `_load_weights` without weights; the caller loads them."""
     import torch
-    from transformers import AutoConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     if source.kind == "gguf":  # its config is known only after reading the file
         with torch.device("cpu"):
@@ -490,45 +472,12 @@ def _build_empty(source: Source, config: ModelConfig) -> PreTrainedModel:
     where = prepare_builtin(source.where) if source.kind == "builtin" else source.where
     trusted = config.trust_remote_code
     parsed = AutoConfig.from_pretrained(where, revision=config.revision or "main", trust_remote_code=trusted)
-    return (
-        _auto_class(parsed)
-        .from_config(
-            parsed,
-            dtype=resolve_dtype(config.dtype, resolve_device(config.device)),
-            attn_implementation=config.attn_implementation,
-            trust_remote_code=trusted,
-        )
-        .eval()
-    )
-
-
-def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """Return transformers' class for a config: a causal language model, or else one that reads media and text."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
-
-    mapping = MODEL_FOR_MULTIMODAL_LM_MAPPING if reads_media(config) else MODEL_FOR_CAUSAL_LM_MAPPING
-    found: type[PreTrainedModel] = mapping[type(config)]
-    return found
-
-
-def reads_media(config: PreTrainedConfig) -> bool:
-    """Whether this is the config of a model that gets images or audio at placeholders, and is no model of text too."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
-
-    from oxrl.data.media_features import placeholder_ids
-
-    if type(config) not in MODEL_FOR_MULTIMODAL_LM_MAPPING or not placeholder_ids(config):
-        return False
-    same = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)]
-    return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), same) is same
-
-
-def _auto_class(config: PreTrainedConfig) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
-
-    return AutoModelForMultimodalLM if reads_media(config) else AutoModelForCausalLM
+    return AutoModelForCausalLM.from_config(
+        parsed,
+        dtype=resolve_dtype(config.dtype, resolve_device(config.device)),
+        attn_implementation=config.attn_implementation,
+        trust_remote_code=trusted,
+    ).eval()
 
 
 def _check_architecture(source: Source, config: ModelConfig) -> None:
@@ -555,15 +504,11 @@ def _check_architecture(source: Source, config: ModelConfig) -> None:
     if type(parsed) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" in custom_code:
         raise needs_trust
     is_encoder = type(parsed) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(parsed, "is_decoder", False)
-    encodes = is_encoder or getattr(parsed, "is_encoder_decoder", False)
-    if reads_media(parsed) and not encodes:
-        _check_attention_support(model_class(parsed), config.attn_implementation)
-        return
-    if type(parsed) not in MODEL_FOR_CAUSAL_LM_MAPPING or encodes:
+    if type(parsed) not in MODEL_FOR_CAUSAL_LM_MAPPING or is_encoder or getattr(parsed, "is_encoder_decoder", False):
         if media := [medium for key, medium in _MEDIA_CONFIGS.items() if getattr(parsed, key, None) is not None]:
             raise ValueError(
-                f"the model {config.name} is a {kind} model, which reads {' and '.join(media)}, but not as tokens "
-                "beside its text; use the text model of the same family"
+                f"the model {config.name} is a {kind} model, which reads {' and '.join(media)}; oxRL trains models of "
+                "text: use the text model of the same family"
             )
         raise ValueError(
             f"the model {config.name} is a {kind} model, which is not a causal language model; use a model that "

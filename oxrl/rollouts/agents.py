@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from oxrl.data.parts import take_media
 from oxrl.rollouts.transcript import Tools, Transcript, begin
 from oxrl.types import Generation, Message, Render, Rollout, Sample, Score, Turn
 
@@ -67,7 +68,7 @@ def _turns(chat: Sequence[Message], sampled: Sequence[int], render: Render, id: 
     for index, following in zip(sampled, [*sampled[1:], len(chat)], strict=True):
         message, replies = _bare(chat[index]), tuple(chat[index + 1 : following])
         prompt_ids, generation = _sampled(chat, index, transcript, id)
-        turns.append(Turn(prompt_ids, generation, (message, *replies)))
+        turns.append(Turn(prompt_ids, generation, (message, *take_media(replies)[0]), transcript.media))
         if following < len(chat):
             transcript = transcript.extend(generation, message, replies)
     return tuple(turns)

@@ -239,7 +239,7 @@ class RecordingEndpoint:
             seed = mixed_seed(self._seed, zlib.crc32(id.encode()), number)
             policy = GeneratorClient(self._generator, self._render, request.sampling, seed)
             with anyio.fail_after(self._time_limit):
-                generation = await policy.generate(transcript.prompt_ids)
+                generation = await policy.generate(transcript.prompt_ids, media=transcript.media)
         except ValueError as error:
             raise _HTTPError(400, str(error)) from error
         except TimeoutError as error:
@@ -252,7 +252,7 @@ class RecordingEndpoint:
         message = self._message(request, prompt, transcript, generation)
         session.error = None
         session.recorded.append(_RecordedTurn(request, prompt, transcript, generation, message, len(session.turns)))
-        session.turns.append(Turn(transcript.prompt_ids, generation, (message,)))
+        session.turns.append(Turn(transcript.prompt_ids, generation, (message,), transcript.media))
         if generation.finish_reason == "aborted":
             raise _HTTPError(503, "the generation was aborted; its tokens so far are recorded")
         return _completion(f"{id}-{number}", request, message, transcript, generation)

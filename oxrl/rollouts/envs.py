@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import anyio
 
+from oxrl.data.parts import Content, take_media
 from oxrl.names import error_text
 from oxrl.rollouts.tools import (
     Tool,
@@ -122,9 +123,9 @@ class GeneratorClient:
     """`GeneratorClient(generator, render, sampling, seed=7)`: the `PolicyClient` of one rollout.
 
     `recorded` turns are replayed instead of sampled again, and an aborted generation is resumed. The seed of a turn is
-    a function of `seed` and the turn's number. A failed generation is retried after each of `pauses` (seconds). Every
-    request carries `media`, those of the sample. Prompt and generation together have at most `max_tokens`: without room
-    a generation is empty, with the finish reason "length". `time` is paused while the model generates.
+    a function of `seed` and the turn's number. A failed generation is retried after each of `pauses` (seconds). A
+    request carries `media`, by default those of the sample. Prompt and generation together have at most `max_tokens`:
+    without room a generation is empty, with the finish reason "length". `time` is paused while the model generates.
     """
 
     def __init__(
@@ -152,16 +153,25 @@ class GeneratorClient:
     def render(self) -> Render:
         return self._render
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: GenerationConfig | None = None) -> Generation:
-        """Generate with `sampling`, by default the client's."""
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: GenerationConfig | None = None,
+        *,
+        media: Sequence[Media] | None = None,
+    ) -> Generation:
+        """Generate with `sampling`, by default the client's; `media` are by default those of the sample."""
+        limited = self._within_limit(sampling or self.sampling, len(prompt_ids))
         with self.time.paused():
-            return await self._next(prompt_ids, self._within_limit(sampling or self.sampling, len(prompt_ids)))
+            return await self._next(prompt_ids, limited, self.media if media is None else tuple(media))
 
     def _within_limit(self, sampling: GenerationConfig, prompt: int) -> GenerationConfig:
         room = sampling.max_new_tokens if self.max_tokens is None else self.max_tokens - prompt
         return sampling._replace(max_new_tokens=min(room, sampling.max_new_tokens))
 
-    async def _next(self, prompt_ids: Sequence[int], sampling: GenerationConfig) -> Generation:
+    async def _next(
+        self, prompt_ids: Sequence[int], sampling: GenerationConfig, media: tuple[Media, ...]
+    ) -> Generation:
         number, self.turns = self.turns, self.turns + 1
         known = self._recording.next(prompt_ids)
         opened = opened_by(self._render, prompt_ids)
@@ -170,7 +180,7 @@ class GeneratorClient:
         if sampling.max_new_tokens < 1:
             return Generation((), (), "length", self.generator.version, opened=opened)
         partial_generation = known if known is not None and known.token_ids else None
-        request = Request(tuple(prompt_ids), mixed_seed(self.seed, number), partial_generation, self.media)
+        request = Request(tuple(prompt_ids), mixed_seed(self.seed, number), partial_generation, media)
         generation = await self._with_retries(request, sampling)
         self.prompt_tokens += len(request.tokens)
         resumed = len(partial_generation.token_ids) if partial_generation else 0
@@ -196,9 +206,16 @@ class GeneratorClient:
 
 async def single_turn(sample: Sample, policy: PolicyClient) -> Episode:
     """One completion of the prompt."""
-    prompt_ids = begin(policy.render, _prompt_of(sample), tools=sample.tools).prompt_ids
-    generation = await policy.generate(prompt_ids)
-    return Episode((Turn(prompt_ids, generation, (Message("assistant", generation.text),)),))
+    start = begin(policy.render, _prompt_of(sample), tools=sample.tools, media=sample.media)
+    generation = await _generate(policy, start)
+    return Episode((Turn(start.prompt_ids, generation, (Message("assistant", generation.text),), start.media),))
+
+
+async def _generate(policy: PolicyClient, before: Transcript) -> Generation:
+    """Other implementations of `PolicyClient` may not know media."""
+    if not before.media:
+        return await policy.generate(before.prompt_ids)
+    return await policy.generate(before.prompt_ids, media=before.media)
 
 
 class _Reaction(NamedTuple):
@@ -216,7 +233,7 @@ ReactFn: TypeAlias = Callable[[str, Transcript, bool], Awaitable[_Reaction]]
 async def _converse(transcript: Transcript, policy: PolicyClient, react: ReactFn, max_turns: int) -> Episode:
     turns: list[Turn] = []
     for left in reversed(range(max_turns)):
-        generation = await policy.generate(transcript.prompt_ids)
+        generation = await _generate(policy, transcript)
         if turns and not generation.token_ids and generation.finish_reason == "length":  # no room for another turn
             reaction = _Reaction(Message("assistant", ""), ended="length")
             break
@@ -224,10 +241,11 @@ async def _converse(transcript: Transcript, policy: PolicyClient, react: ReactFn
             reaction = await react(transcript.text_of(generation), transcript, left == 0)
         else:
             reaction = _Reaction(Message("assistant", generation.text), ended=generation.finish_reason)
-        turns.append(Turn(transcript.prompt_ids, generation, (reaction.message, *reaction.replies)))
+        replies, added = take_media(reaction.replies)
+        turns.append(Turn(transcript.prompt_ids, generation, (reaction.message, *replies), transcript.media))
         if reaction.ended:
             break
-        transcript = transcript.extend(generation, reaction.message, reaction.replies)
+        transcript = transcript.extend(generation, reaction.message, replies, added)
     return Episode(tuple(turns), metadata={"ended": reaction.ended, "rewritten": transcript.rewritten})
 
 
@@ -258,7 +276,7 @@ def with_tools(
     executor = tool_executor or partial(execute_functions, time_limit=time_limit)
 
     async def env(sample: Sample, policy: PolicyClient) -> Episode:
-        prompt = tool_prompt(policy.render, _prompt_of(sample), sample.tools or schemas)
+        prompt = tool_prompt(policy.render, _prompt_of(sample), sample.tools or schemas, sample.media)
         parse = tool_parser or (tool_parser_for(policy.render) if prompt.by_template else parse_tools)
         all_results: list[ToolResult] = []
 
@@ -275,7 +293,8 @@ def with_tools(
             done = stop_condition(Conversation((*before.messages, message, *replies)))
             return _Reaction(message, replies, "stop_condition" if done else "")
 
-        episode = await _converse(begin(policy.render, prompt.messages, tools=prompt.tools), policy, react, max_turns)
+        start = begin(policy.render, prompt.messages, tools=prompt.tools, media=sample.media)
+        episode = await _converse(start, policy, react, max_turns)
         return episode._replace(metadata={**tool_tracker(all_results), **episode.metadata})
 
     return _named(env, f"with_tools({','.join(known)})")
@@ -313,7 +332,7 @@ def dialogue(reply: ReplyFn, *, max_turns: int = 8, stop_condition: StopConditio
         return _Reaction(message, replies, "stop_condition" if done else "")
 
     async def env(sample: Sample, policy: PolicyClient) -> Episode:
-        start = begin(policy.render, _prompt_of(sample), tools=sample.tools)
+        start = begin(policy.render, _prompt_of(sample), tools=sample.tools, media=sample.media)
         return await _converse(start, policy, partial(react, sample), max_turns)
 
     return _named(env, f"dialogue({_name_of(reply)})")
@@ -350,7 +369,7 @@ def _as_messages(replied: Any) -> list[Message]:
 def gym_env(
     make_env: Callable[[Sample], Any],
     *,
-    to_text: Callable[[Any], str] = str,
+    to_text: Callable[[Any], Content] = str,
     to_action: Callable[[str], Any] = str,
     max_steps: int = 32,
     illegal_reward: float = 0.0,
@@ -358,9 +377,10 @@ def gym_env(
     """Return an environment that runs an object with Gymnasium's `reset` and `step`; rewards are scored per turn.
 
     All rollouts of one sample start in the same state: `reset` gets `sample.metadata["seed"]`, or a hash of the
-    sample's id. Observations become user messages by `to_text`; `Rollout.messages` has the first one, too. The text of
-    a ValueError of `to_action` is the reply to the model, and the step earns `illegal_reward`. The score is the sum of
-    the game's rewards: the reward function is not called. A truncated turn ends the episode without a step: raise
+    sample's id. Observations become user messages by `to_text`, which returns a text, or parts with images such as
+    `[{"type": "image", "image": array}]`; `Rollout.messages` has the first one, too. The text of a ValueError of
+    `to_action` is the reply to the model, and the step earns `illegal_reward`. The score is the sum of the game's
+    rewards: the reward function is not called. A truncated turn ends the episode without a step: raise
     `max_new_tokens`, or set a stop text.
     """
     _at_least_one(max_steps, "max_steps")
@@ -388,13 +408,13 @@ def gym_env(
             observation, _ = await _of_world(game.reset, seed=seed)
             with _as_episode_error(to_text):
                 first = to_text(observation)
-            shown = _with_user(sample.messages, first)
-            start = begin(policy.render, shown)
+            start = begin(policy.render, _with_user(sample.messages, first), media=sample.media)
+            shown = start.messages
             episode = await _converse(start, policy, react, max_steps)
         finally:
             if hasattr(game, "close"):
                 game.close()
-        metadata = {**episode.metadata, "first_observation": first}
+        metadata = {**episode.metadata, "first_observation": Message("user", first).text}
         if episode.metadata["ended"] == "aborted":
             return episode._replace(metadata=metadata, prompt_messages=shown)
         per_turn = (*rewards, *[0.0] * (len(episode.turns) - len(rewards)))  # a truncated turn takes no step
@@ -434,11 +454,13 @@ def guarded(env: EnvFn) -> EnvFn:
     return _named(guard, str(getattr(env, "__qualname__", type(env).__name__)))
 
 
-def _with_user(messages: Sequence[Message], text: str) -> tuple[Message, ...]:
+def _with_user(messages: Sequence[Message], shown: Content) -> tuple[Message, ...]:
     """Append to a user's last message: many templates require alternating roles."""
     if messages and messages[-1].role == "user" and isinstance(messages[-1].content, str):
-        return (*messages[:-1], messages[-1]._replace(content=f"{messages[-1].content}\n\n{text}"))
-    return (*messages, Message("user", text))
+        before = f"{messages[-1].content}\n\n"
+        both = before + shown if isinstance(shown, str) else [{"type": "text", "text": before}, *shown]
+        return (*messages[:-1], messages[-1]._replace(content=both))
+    return (*messages, Message("user", shown))
 
 
 def _prompt_of(sample: Sample) -> tuple[Message, ...]:

@@ -76,6 +76,7 @@ def _turn_to_json(turn: Turn) -> dict[str, Any]:
         "prompt_ids": list(turn.prompt_ids),
         "generation": turn.generation._asdict(),
         "messages": _dicts(turn.messages),
+        **({"media": [_media_to_json(media) for media in turn.media]} if turn.media else {}),
     }
 
 
@@ -85,6 +86,7 @@ def _turn_from_json(raw: Mapping[str, Any]) -> Turn:
         tuple(raw["prompt_ids"]),
         Generation(**{**generation, **_tuples(generation, "token_ids", "logprobs", "versions")}),
         _messages(raw["messages"]),
+        tuple(_media_from_json(media) for media in raw.get("media", ())),
     )
 
 

@@ -24,6 +24,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 import anyio
 
 from oxrl.concurrency import in_thread, is_cancelled, run_blocking
+from oxrl.data.media import as_media
+from oxrl.data.parts import Content
 from oxrl.names import error_text
 from oxrl.rollouts.tool_syntax import (
     CHILD,
@@ -39,7 +41,7 @@ from oxrl.rollouts.tool_syntax import (
     is_deeper,
     json_values,
 )
-from oxrl.types import Message
+from oxrl.types import Media, Message
 
 T = TypeVar("T")
 
@@ -65,10 +67,15 @@ class ToolResult(NamedTuple):
     call: ToolCall
     content: str
     error: str | None = None
+    media: tuple[Media, ...] = ()  # images or sounds, after the text
 
     def to_message(self) -> Message:
         known = {"name": self.call.name, "tool_call_id": self.call.id}
-        return Message("tool", self.content, {key: value for key, value in known.items() if value})
+        content: Content = self.content
+        if self.media:
+            text: list[dict[str, Any]] = [{"type": "text", "text": self.content}] if self.content else []
+            content = [*text, *({"type": medium.kind, medium.kind: medium} for medium in self.media)]
+        return Message("tool", content, {key: value for key, value in known.items() if value})
 
 
 Tool: TypeAlias = Callable[..., Any]
@@ -456,9 +463,23 @@ def _fitting(key: str, value: Any, hint: Any) -> Any:
 
 def _result(call: ToolCall, value: Any) -> ToolResult:
     try:
-        return ToolResult(call, _as_text(value))
+        texts, media = _media_in(value)
+        return ToolResult(call, "\n".join(texts) if media else _as_text(value), media=media)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the `__str__` of a result may raise anything
         return ToolResult(call, f"error: {error_text(error)}", "exception")
+
+
+def _media_in(value: Any) -> tuple[list[str], tuple[Media, ...]]:
+    """Texts and media of a result that is an image of PIL, `Media`, or a list with such; else no media."""
+    several = list(value) if isinstance(value, list | tuple) and not isinstance(value, Media) else [value]
+    media = [each for each in several if isinstance(each, Media) or _is_picture(each)]
+    texts = [_as_text(each) for each in several if not isinstance(each, Media) and not _is_picture(each)]
+    return (texts, tuple(as_media(each, "image") for each in media)) if media else ([], ())
+
+
+def _is_picture(value: Any) -> bool:
+    """Whether it is an image of PIL, which need not be installed."""
+    return any(base.__module__ == "PIL.Image" and base.__name__ == "Image" for base in type(value).__mro__)
 
 
 def _as_text(value: Any) -> str:

@@ -16,9 +16,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from oxrl.data.parts import Content, take_media
+from oxrl.data.processor import MediaProcessor, processor_of
 from oxrl.data.render import Renderer, match_any, special_tokens
 from oxrl.data.template import TemplateError, apply_template
-from oxrl.types import Generation, Message, Render
+from oxrl.types import Generation, Media, Message, Render
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 
@@ -32,6 +34,7 @@ class Transcript:
     tools: Tools
     prompt_ids: tuple[int, ...]
     rewritten: int = 0  # how often earlier turns had to be rendered again
+    media: tuple[Media, ...] = ()  # of the prompt, in order
     _rendered: tuple[Message, ...] = ()  # the same messages, with generated text verbatim
     _text: str = ""  # the template's output for them
 
@@ -45,9 +48,13 @@ class Transcript:
         chat = _chat_of(self.render)
         return text if chat is None else chat.special_text.sub("", text.rpartition("<|channel|>final<|message|>")[2])
 
-    def extend(self, generation: Generation, message: Message, replies: Sequence[Message]) -> Transcript:
-        """Append `generation`, whose message form is `message`, and the environment's replies."""
+    def extend(
+        self, generation: Generation, message: Message, replies: Sequence[Message], media: Sequence[Media] = ()
+    ) -> Transcript:
+        """Append `generation`, whose message form is `message`, and the environment's replies with their media."""
         chat = _chat_of(self.render)
+        replies, added = take_media(replies, media)
+        media = (*self.media, *added)
         message, *escaped = (_escaped(each, chat) for each in (message, *replies))
         if chat is not None:
             generated, end = chat.decode(generation)
@@ -56,19 +63,20 @@ class Transcript:
                 text = chat.render(rendered, self.tools)
                 rest = _rest(text.removeprefix(self._text), generated + end) if text.startswith(self._text) else None
                 if rest is not None:
-                    ids = (*self.prompt_ids, *generation.token_ids, *chat.ids_after(rest, end))
+                    ids = (*self.prompt_ids, *generation.token_ids, *chat.ids_after(rest, end, added))
                     messages = (*self.messages, message, *escaped)
-                    return replace(self, messages=messages, prompt_ids=ids, _rendered=rendered, _text=text)
-        restarted = begin(self.render, (*self.messages, message, *escaped), tools=self.tools)
+                    return replace(self, messages=messages, prompt_ids=ids, media=media, _rendered=rendered, _text=text)
+        restarted = begin(self.render, (*self.messages, message, *escaped), tools=self.tools, media=media)
         return replace(restarted, rewritten=self.rewritten + 1)
 
 
-def begin(render: Render, messages: Sequence[Message], *, tools: Tools = ()) -> Transcript:
-    """Return the transcript of a conversation before the first generation."""
-    given = tuple(messages)
-    ids = tuple(render.prompt(given, tools=tools).tolist())
+def begin(render: Render, messages: Sequence[Message], *, tools: Tools = (), media: Sequence[Media] = ()) -> Transcript:
+    """Return the transcript of a conversation before the first generation; parts of messages may have media, too."""
+    given, found = take_media(messages, media)
+    ids = tuple(render.prompt(given, tools=tools, **({"media": found} if found else {})).tolist())
     chat = _chat_of(render)
-    return Transcript(render, given, tools, ids, _rendered=given, _text=chat.render(given, tools) if chat else "")
+    text = chat.render(given, tools) if chat else ""
+    return Transcript(render, given, tools, ids, media=found, _rendered=given, _text=text)
 
 
 def opened_by(render: Render, prompt_ids: Sequence[int]) -> str:
@@ -99,10 +107,12 @@ To call one, write its name and arguments as JSON: \
 The result comes in <tool_response> tags."""
 
 
-def tool_prompt(render: Render, messages: Sequence[Message], tools: Tools) -> ToolPrompt:
+def tool_prompt(render: Render, messages: Sequence[Message], tools: Tools, media: Sequence[Media] = ()) -> ToolPrompt:
     """Describe tools by the template if it supports them, else in a system message or in the first message."""
     given = tuple(messages)
-    if not tools or not np.array_equal(render.prompt(given, tools=tools), render.prompt(given)):
+    bare, found = take_media(messages, media)
+    shown: dict[str, Any] = {"media": found} if found else {}
+    if not tools or not np.array_equal(render.prompt(bare, tools=tools, **shown), render.prompt(bare, **shown)):
         return ToolPrompt(given, tools)
     template = str(getattr(getattr(render, "tokenizer", None), "chat_template", ""))
     role = "tool" if re.search("[\"']tool[\"']", template) else "user"
@@ -110,7 +120,7 @@ def tool_prompt(render: Render, messages: Sequence[Message], tools: Tools) -> To
     first, *others = given = tuple(ToolPrompt((), (), role).results(given))
     described = (Message("system", text), *given) if first.role != "system" else (_joined(text, first), *others)
     try:
-        render.prompt(described)
+        render.prompt(take_media(described, media)[0], **shown)
     except ValueError:  # the template refuses system messages
         described = (_joined(text, first), *others)
     return ToolPrompt(described, (), role, by_template=False)
@@ -122,12 +132,26 @@ def _from_user(messages: Sequence[Message]) -> list[Message]:
         if message.role != "tool":
             converted.append(message)
             continue
-        response = f"<tool_response>\n{message.content}\n</tool_response>"
+        response = _around("<tool_response>\n", message.content, "\n</tool_response>")
         if before is not None and before.role == "tool":
-            converted[-1] = Message("user", f"{converted[-1].content}\n{response}")
+            both = _around("", converted[-1].content, "\n")
+            joined = both + response if isinstance(both, str) and isinstance(response, str) else None
+            converted[-1] = Message("user", joined or [*_parts(both), *_parts(response)])
         else:
             converted.append(Message("user", response))
     return converted
+
+
+def _around(before: str, content: Content, after: str) -> Content:
+    if isinstance(content, str):
+        return f"{before}{content}{after}"
+    return [*_parts(before), *content, *_parts(after)]
+
+
+def _parts(content: Content) -> list[dict[str, Any]]:
+    if not isinstance(content, str):
+        return content
+    return [{"type": "text", "text": content}] if content else []
 
 
 def _joined(text: str, message: Message) -> Message:
@@ -142,6 +166,7 @@ class _Chat:
 
     def __init__(self, render: Renderer) -> None:
         self.tokenizer, self.template_kwargs = render.tokenizer, render.template_kwargs
+        self.processor = render.processor
         self.special = special_tokens(self.tokenizer)
         self.special_text = match_any(self.special.values())
 
@@ -160,11 +185,19 @@ class _Chat:
         except TemplateError:
             return ""
 
-    def ids_after(self, rest: str, end: str) -> list[int]:
+    def ids_after(self, rest: str, end: str, media: Sequence[Media] = ()) -> list[int]:
         """Tokenise `rest` after a special token: many tokenizers treat the start of a text differently."""
+        if media:
+            rest = self._reader().expand(rest, media)
         left = end or self.tokenizer.eos_token or ""
         ids: list[int] = self.tokenizer(left + rest, add_special_tokens=False, verbose=False)["input_ids"]
         return ids[ids.index(self.tokenizer.convert_tokens_to_ids(left)) + 1 :] if left else ids
+
+    def _reader(self) -> MediaProcessor:
+        processor = self.processor if self.processor is not None else processor_of(self.tokenizer)
+        if processor is None:
+            raise ValueError("the environment replied with an image or audio, but the model reads text only")
+        return processor
 
     def escaped(self, text: str) -> str:
         """Insert a space into the text of every special token, so that it is not read as a control token."""

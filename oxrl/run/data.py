@@ -123,7 +123,7 @@ def _prompts(
     fitting: list[Sample] = []
     lengths: dict[str, int] = {}
     for sample in map(as_prompt, _progress_bar(f"reading {name}")(loaded.samples)):
-        length = len(render.prompt(sample.messages, tools=sample.tools))
+        length = len(render.prompt(sample.messages, tools=sample.tools, media=sample.media))
         if room is None or length <= room:
             fitting.append(sample)
             lengths[sample.id] = length + config.rollout.max_tokens

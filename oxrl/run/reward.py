@@ -201,7 +201,7 @@ def check_references(config: Config, samples: Sequence[Sample], render: Renderer
     expected = reads_answers(config)
     if expected is False or not samples:
         return
-    opened = render.opened(render.prompt(samples[0].messages, tools=samples[0].tools).tolist())
+    opened = render.opened(render.prompt(samples[0].messages, tools=samples[0].tools, media=samples[0].media).tolist())
     found = compare_references(
         configured_reward(config), samples, opened=opened, as_sampled=render.as_sampled,
         time_limit=config.reward.time_limit,

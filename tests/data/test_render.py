@@ -306,10 +306,12 @@ def test_content_is_given_to_the_template_as_it_takes_it() -> None:
             assert tokenizer.decode(prompt) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_a_part_that_is_not_text_is_refused_with_its_message() -> None:
+def test_a_part_that_the_model_cannot_read_is_refused_with_its_message() -> None:
     picture = [{"type": "text", "text": "See"}, {"type": "image_url", "image_url": {"url": "cat.png"}}]
-    with pytest.raises(ValueError, match=r"x: message 0 \(user\) has a content part that is not text"):
+    with pytest.raises(ValueError, match=r"x: the row has images or audio, but the model reads text only"):
         trained(styles.CHATML, (Message("user", picture), *CHAT[1:2]))
+    with pytest.raises(ValueError, match=r"x: message 0 \(user\) has a content part that is neither text"):
+        trained(styles.CHATML, (Message("user", [{"type": "video"}]), *CHAT[1:2]))
 
 
 @pytest.mark.parametrize("where", ["user", "assistant", "tool call", "tools"])
