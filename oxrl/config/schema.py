@@ -362,7 +362,11 @@ class Rollout(_Section):
         gt=0,
         description="seconds of an episode in its environment, without generation; after them, it is left out",
     )
-    tools: list[str] = Field([], description="functions the model may call: module:function or FILE.py:function")
+    tools: list[str] = Field(
+        [],
+        description="functions the model may call: module:function or FILE.py:function; "
+        "mcp:COMMAND or mcp:URL: the tools of a server",
+    )
     tool_seconds: float = Field(30.0, gt=0, description="seconds of a tool call; after them, its result is an error")
     max_turns: int = Field(8, ge=1, description="maximum model turns per completion, or steps of an environment")
     log_samples: int = Field(4, ge=0, description="completions per step written to rollouts.jsonl")

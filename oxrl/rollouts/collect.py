@@ -23,7 +23,8 @@ from oxrl.names import as_record, kind_of, renamed_keywords
 from oxrl.rewards.grade import AnyReward, grade, with_outcome
 from oxrl.rollouts.batches import RolloutBatch, as_rollout, convert_to_batch
 from oxrl.rollouts.buffer import Group, LeftOut, age_of
-from oxrl.rollouts.envs import PAUSES, EpisodeError, EpisodeTime, GeneratorClient, single_turn
+from oxrl.rollouts.envs import PAUSES, GeneratorClient, single_turn
+from oxrl.rollouts.episode import EpisodeError, EpisodeTime
 from oxrl.rollouts.filters import keep_all
 from oxrl.rollouts.record import rollout_from_json, rollout_to_json
 from oxrl.seeds import mixed_seed

@@ -13,13 +13,13 @@ import zlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from math import inf
 from typing import Any, NamedTuple, TypeAlias
 
 import anyio
 
 from oxrl.data.parts import Content, take_media
 from oxrl.names import error_text
+from oxrl.rollouts.episode import EpisodeError, EpisodeTime
 from oxrl.rollouts.tools import (
     Tool,
     ToolCall,
@@ -62,48 +62,6 @@ ReplyFn: TypeAlias = Callable[..., Any]
 None to end it; sync or async."""
 
 PAUSES = (0.1, 0.2, 0.4)  # seconds before each retry of a failed generation
-
-
-class EpisodeError(RuntimeError):
-    """The world of an episode failed: the rollout is left out, with this message as its error."""
-
-
-class EpisodeTime:
-    """`with EpisodeTime(60.0) as time:` cancels a block after so many seconds, those in `time.paused()` left out."""
-
-    def __init__(self, seconds: float = inf) -> None:
-        self.seconds = self._left = seconds
-        self._paused = 0
-        self._scope: anyio.CancelScope | None = None  # while the block runs
-
-    def __enter__(self) -> EpisodeTime:
-        self._scope = anyio.CancelScope(deadline=anyio.current_time() + self.seconds)
-        self._scope.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> bool | None:
-        assert self._scope is not None, "entered before"
-        return self._scope.__exit__(*error)
-
-    @property
-    def expired(self) -> bool:
-        return self._scope is not None and self._scope.cancelled_caught
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        if self._scope is None:  # outside of the block there is no limit
-            yield
-            return
-        if not self._paused:
-            self._left = self._scope.deadline - anyio.current_time()
-            self._scope.deadline = inf
-        self._paused += 1
-        try:
-            yield
-        finally:
-            self._paused -= 1
-            if not self._paused:
-                self._scope.deadline = anyio.current_time() + self._left
 
 
 class _Recording:

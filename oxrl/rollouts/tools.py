@@ -27,6 +27,7 @@ from oxrl.concurrency import in_thread, is_cancelled, run_blocking
 from oxrl.data.media import as_media
 from oxrl.data.parts import Content
 from oxrl.names import error_text
+from oxrl.rollouts.episode import EpisodeError
 from oxrl.rollouts.tool_syntax import (
     CHILD,
     DEEPSEEK,
@@ -287,6 +288,8 @@ async def _execute(call: ToolCall, tools: Mapping[str, Tool], time_limit: float,
     try:
         with anyio.move_on_after(time_limit) as scope:
             value = await called(tool, **arguments)
+    except EpisodeError:  # there is no tool any more: what it would have answered is not known
+        raise
     except (Exception, SystemExit, CancelledError) as error:  # a tool may raise anything; the model gets the message
         if isinstance(error, CancelledError) and is_cancelled():
             raise
@@ -375,7 +378,12 @@ def by_name(tools: Mapping[str, Tool] | Sequence[Tool]) -> dict[str, Tool]:
 
 
 def tool_schema(tool: Tool, name: str = "") -> dict[str, Any]:
-    """Return a function's JSON schema, from its signature and docstring (lines `name: description`)."""
+    """Return a function's JSON schema, from its signature and docstring (lines `name: description`).
+
+    A tool of another program has it as its attribute `schema`.
+    """
+    if isinstance(own := getattr(tool, "schema", None), Mapping):
+        return dict(own)
     hints = _hints(tool)
     about = inspect.getdoc(tool) or ""
     properties, required = {}, []

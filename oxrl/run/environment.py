@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, cast
 
+from oxrl.concurrency import run_blocking
 from oxrl.config import Config, ConfigError
 from oxrl.data.sources import Loaded
 from oxrl.names import import_object
 from oxrl.rollouts.environments.table import HELD_OUT_SEED, Settings, find_kind, named_rows, open_named, suggestion
 from oxrl.rollouts.envs import dialogue, guarded, single_turn, with_tools
+from oxrl.rollouts.mcp_tools import PREFIX, check_installed, mcp_tools, named_once
+from oxrl.rollouts.tools import Tool
 from oxrl.types import EnvFn
 
 logger = logging.getLogger(__name__)
@@ -29,11 +34,47 @@ def environment(config: Config) -> EnvFn:
             raise ConfigError(
                 "rollout.env: tools needs rollout.tools, functions such as oxrl.rollouts.tools:calculator"
             )
-        tools = [import_object(path) for path in rollout.tools]
-        return with_tools(tools, max_turns=rollout.max_turns, time_limit=rollout.tool_seconds)
+        return _with_tools(config, {})
     if find_kind(rollout.env) is not None:
         return open_named(rollout.env, settings_of(config))
     return _custom_environment(rollout.env)
+
+
+@asynccontextmanager
+async def open_environment(config: Config) -> AsyncIterator[EnvFn]:
+    """The environment with what it needs during a run: servers of tools, which end with the block."""
+    servers = _tool_servers(config)
+    if not servers:
+        yield environment(config)
+        return
+    async with mcp_tools(servers) as found:
+        logger.info("tools of %s: %s", ", ".join(servers), ", ".join(found) or "none")
+        yield _with_tools(config, found)
+
+
+def check_tool_servers(config: Config) -> None:
+    """Start every server of tools once, before anything is loaded; a ValueError says what is wrong."""
+
+    async def open_once() -> None:
+        async with open_environment(config):
+            pass
+
+    if _tool_servers(config):
+        run_blocking(open_once)
+
+
+def _tool_servers(config: Config) -> list[str]:
+    return [path.removeprefix(PREFIX) for path in config.rollout.tools if path.startswith(PREFIX)]
+
+
+def _with_tools(config: Config, found: Mapping[str, Tool]) -> EnvFn:
+    """Functions of the config, and tools that servers offer; without a connection only the functions."""
+    rollout = config.rollout
+    functions = [import_object(path) for path in rollout.tools if not path.startswith(PREFIX)]
+    if _tool_servers(config):
+        check_installed()
+    tools = named_once([*functions, *found.values()])
+    return with_tools(tools, max_turns=rollout.max_turns, time_limit=rollout.tool_seconds)
 
 
 def settings_of(config: Config) -> Settings:

@@ -16,7 +16,7 @@ from oxrl.models.load import check_model, context_length, load_tokenizer
 from oxrl.run.build import check_servers
 from oxrl.run.checkpoint import latest_checkpoint, read_state
 from oxrl.run.data import is_online, load_train_files, prepare_data
-from oxrl.run.environment import environment
+from oxrl.run.environment import check_tool_servers, environment
 from oxrl.run.folder import (
     changes,
     check_resumable,
@@ -60,6 +60,7 @@ def prepare_run(config: Config, output: str | Path | None = None, *, resume: boo
     refuse_broken("deepspeed")  # transformers imports it when it saves a model
     if spec.online:
         check_servers(spec.config)
+        check_tool_servers(spec.config)
     if resume_from is not None:
         _restore_rows(spec, resume_from)
     return spec

@@ -31,7 +31,7 @@ from oxrl.run.checkpoint import (
     save_checkpoint,
 )
 from oxrl.run.data import longest_possible_items
-from oxrl.run.environment import environment
+from oxrl.run.environment import open_environment
 from oxrl.run.failure import failures_recorded
 from oxrl.run.folder import RolloutLog, create_folder, record_config, record_inputs, resolve_weights
 from oxrl.run.prepare import prepare_run, starting_from
@@ -296,8 +296,11 @@ async def _run_online(
     from oxrl.rollouts.collect import RolloutSampler, sampling_manager
 
     config, rollout, train = spec.config, spec.config.rollout, spec.config.train
-    render, sampling, env = Renderer(spec.tokenizer), sampling_config(config), environment(config)
-    async with open_engine(config, spec.tokenizer, spec.folder, backend) as engine:
+    render, sampling = Renderer(spec.tokenizer), sampling_config(config)
+    async with (
+        open_engine(config, spec.tokenizer, spec.folder, backend) as engine,
+        open_environment(config) as env,
+    ):
         activity = console.activity
         bounds: dict[str, Any] = {"max_tokens": config.data.max_seq_len, "env_seconds": rollout.env_seconds}
         shared: dict[str, Any] = {"env": env, "activity": activity, **bounds}

@@ -12,7 +12,8 @@ from oxrl.config.load import check_config
 from oxrl.data.render import Renderer
 from oxrl.rollouts.collect import RolloutSampler
 from oxrl.rollouts.environments.table import KINDS, Settings, find_kind, named_rows, open_named
-from oxrl.rollouts.envs import EpisodeTime, GeneratorClient, gym_env
+from oxrl.rollouts.envs import GeneratorClient, gym_env
+from oxrl.rollouts.episode import EpisodeTime
 from oxrl.run.environment import environment
 from oxrl.types import Episode, GenerationConfig, Message, Rollout, Sample
 from tests.rollouts.scripted_text import ScriptedText

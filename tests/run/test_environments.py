@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import string
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from oxrl.config import load_config
 from oxrl.run.train import RunResult, train_run
+from tests.rollouts import calling_engine
+from tests.rollouts.test_mcp_tools import SERVER
 from tests.rollouts.worlds import is_running
+from tests.rows import write_jsonl
 
 pytest.importorskip("gymnasium")
 pytestmark = pytest.mark.trains
 
+CALLER = Path(calling_engine.__file__)
 WORLDS = "gym:tests.rollouts.worlds:"
 
 
@@ -27,12 +36,14 @@ rollout: {{n_samples: 8, max_tokens: 6, stop: {LETTERS}, log_samples: 64}}
 """  # answers end with their first small letter
 
 
-def train(folder: Path, steps: int, *overrides: str, resume: bool = False, prompts: int = 2) -> RunResult:
+def train(
+    folder: Path, steps: int, *overrides: str, resume: bool = False, prompts: int = 2, callbacks: Sequence[Any] = ()
+) -> RunResult:
     file = folder / "config.yaml"
     file.parent.mkdir(exist_ok=True)
     file.write_text(BASE)
     sizes = [f"train.train_steps_per_epoch={steps}", f"train.train_batch_size_per_gpu={prompts}"]
-    return train_run(load_config(file, [*sizes, *overrides]), folder / "run", resume=resume)
+    return train_run(load_config(file, [*sizes, *overrides]), folder / "run", resume=resume, callbacks=callbacks)
 
 
 def rewards(result: RunResult) -> list[float]:
@@ -69,3 +80,22 @@ def test_a_world_whose_process_is_killed_costs_its_episodes_only_and_leaves_noth
     assert len(rewards(run)) == 2 and sum(row.get("ungraded", 0) for row in run.history) > 0
     started = [int(pid) for pid in (tmp_path / "started").read_text().split()]
     assert len(started) >= 8 and not any(map(is_running, started))
+
+
+def test_a_run_with_the_tools_of_a_server_goes_on_after_the_server_is_killed(tmp_path):
+    (tmp_path / "rewards.py").write_text("def called(rollout):\n    return float(rollout.metadata['tool_calls'] > 0)\n")
+    write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "Where is tea?"}, {"prompt": "Where is salt?"}])
+    server = f"mcp:{sys.executable} {SERVER} {tmp_path / 'pids'}"
+    pids = lambda: [int(pid) for pid in (tmp_path / "pids").read_text().split()]  # noqa: E731
+
+    def kill_after_the_first_step(step, metrics):
+        if step == 1:
+            os.kill(pids()[-1], signal.SIGKILL)
+
+    tools = ("rollout.env=tools", f"rollout.tools={json.dumps([server])}", "rollout.max_turns=2", "rollout.stop=[]")
+    rows = (f"data.train_files_path={tmp_path / 'rows.jsonl'}", f"reward.reward_func={tmp_path / 'rewards.py'}:called")
+    engine = (f"inference_engine.name={CALLER}:ENGINE", "rollout.max_tokens=40", "data.max_seq_len=null")
+    run = train(tmp_path, 3, *tools, *rows, *engine, callbacks=[kill_after_the_first_step])
+    assert len(rewards(run)) == 3 and min(rewards(run)[0], rewards(run)[-1]) > 0
+    assert sum(row["ungraded"] for row in run.history) > 0
+    assert len(pids()) == 3 and not any(map(is_running, pids()))  # the check before the run, its start, its restart
