@@ -460,6 +460,7 @@ class Row:
     streams: Mapping[str, FloatArray] = field(default_factory=dict)
     scalars: Mapping[str, float] = field(default_factory=dict)
     media: tuple[Media, ...] = ()  # rows share a prompt's forward pass only if tokens and media are equal
+    media_spans: tuple[tuple[int, int], ...] = ()  # first token and end of each, where a row may be truncated
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", np.asarray(self.tokens, dtype=np.int64))

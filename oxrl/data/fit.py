@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
+import numpy as np
+
 from oxrl.types import Item, Row
 
 Overlong: TypeAlias = Literal["drop", "truncate", "error"]
@@ -55,7 +57,7 @@ def fit(items: Sequence[Item], max_len: int, overlong: Overlong = "drop") -> Fit
             continue
         kept.append(shortened)
         truncated += sum(len(row) > max_len for row in item)
-        unended += sum(bool(row.mask[max_len:].any()) for row in item)
+        unended += sum(bool(row.mask[len(cut) :].any()) for row, cut in zip(item, shortened, strict=True))
     if not kept:
         raise ValueError(_all_too_long(items, max_len))
     return Fitted(kept, dropped, truncated, unended, examples)
@@ -66,10 +68,16 @@ def _length(item: Item) -> int:
 
 
 def _truncate(row: Row, max_len: int) -> Row:
+    """Cut a row at `max_len`, or before the image or sound that would be cut there."""
     if len(row) <= max_len:
         return row
-    streams = {name: stream[:max_len] for name, stream in row.streams.items()}
-    return replace(row, tokens=row.tokens[:max_len], mask=row.mask[:max_len], streams=streams)
+    if len(row.media_spans) != len(row.media):  # not known where they are
+        return replace(row, mask=np.zeros(len(row), np.bool_))
+    end = min([max_len, *(start for start, end in row.media_spans if start < max_len < end)])
+    whole = [span for span in row.media_spans if span[1] <= end]
+    streams = {name: stream[:end] for name, stream in row.streams.items()}
+    cut = replace(row, media=row.media[: len(whole)], media_spans=tuple(whole))
+    return replace(cut, tokens=row.tokens[:end], mask=row.mask[:end], streams=streams)
 
 
 def _describe(item: Item) -> str:

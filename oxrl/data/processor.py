@@ -157,19 +157,28 @@ class MediaProcessor:
         """Return how many placeholders a text has."""
         return len(self._pattern.findall(text))
 
-    def unexpanded(self, ids: Sequence[int], media: Sequence[Media]) -> list[int]:
-        """Return ids with one placeholder per medium, from ids with what the processor makes of these media."""
-        rest, result = list(ids), list[int]()
+    def spans(self, ids: Sequence[int], media: Sequence[Media]) -> tuple[tuple[int, int], ...]:
+        """Return where each of these media begins and ends in ids with what the processor makes of them."""
+        found: list[tuple[int, int]] = []
+        position = 0
         for medium in media:
             core = self._core(medium)
-            start = _find(rest, core)
+            start = _find(ids, core, position)
             if start is None:
                 raise MediaError(f"the placeholders of {describe(medium)} are not in the token ids: were they cut?")
-            result += [*rest[:start], int(self.tokenizer.convert_tokens_to_ids(self.placeholders[medium.kind]))]
-            rest = rest[start + len(core) :]
-        if self.placeholder_ids & set(rest):
+            position = start + len(core)
+            found.append((start, position))
+        return tuple(found)
+
+    def unexpanded(self, ids: Sequence[int], media: Sequence[Media]) -> list[int]:
+        """Return ids with one placeholder per medium, from ids with what the processor makes of these media."""
+        rest, result = 0, list[int]()
+        for medium, (start, end) in zip(media, self.spans(ids, media), strict=True):
+            result += [*ids[rest:start], int(self.tokenizer.convert_tokens_to_ids(self.placeholders[medium.kind]))]
+            rest = end
+        if self.placeholder_ids & set(ids[rest:]):
             raise MediaError(f"the token ids have more placeholders than the {len(media)} media of their row")
-        return result + rest
+        return [*result, *ids[rest:]]
 
     def count(self, media: Sequence[Media]) -> list[int]:
         """Return how many tokens each medium becomes."""
@@ -190,7 +199,7 @@ class MediaProcessor:
         """Raise a ValueError that names the medium unless this model can read it; nothing is decoded."""
         if medium.kind not in self.placeholders:
             known = " and ".join(self.placeholders)
-            raise MediaError(f"{describe(medium)} is {medium.kind}, but the model reads {known} only")
+            raise MediaError(f"{describe(medium)}: the model cannot read {medium.kind}, only {known}")
         size = self.size(medium)
         if medium.kind == "audio" and (longest := getattr(self._audio_processor, "chunk_length", None)):
             seconds = size.width / size.sampling_rate
@@ -324,5 +333,6 @@ def _blank_image(size: Size) -> Any:
     return Image.new("RGB", (size.width, size.height))
 
 
-def _find(ids: Sequence[int], part: Sequence[int]) -> int | None:
-    return next((i for i in range(len(ids) - len(part) + 1) if ids[i : i + len(part)] == part), None)
+def _find(ids: Sequence[int], part: list[int], start: int) -> int | None:
+    last = len(ids) - len(part) + 1
+    return next((i for i in range(start, last) if ids[i] == part[0] and list(ids[i : i + len(part)]) == part), None)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -121,7 +121,8 @@ class Renderer:
         if ids[-1:] != [eos]:
             ids = [*ids, eos]
         if media:
-            return [Row(id, np.array(ids), self._is_text(ids) & (np.arange(len(ids)) > 0), id, media=tuple(media))]
+            mask = self._is_text(ids) & (np.arange(len(ids)) > 0)
+            return [Row(id, np.array(ids), mask, id, media=tuple(media), media_spans=self._spans(ids, media, id))]
         pieces = _split(ids, self.max_len or len(ids))
         return [
             Row(name, np.array(piece), np.arange(len(piece)) > 0, sequence=id)
@@ -290,8 +291,11 @@ class Renderer:
             ids += prompt_ids + completion_ids
             mask += [False] * len(prompt_ids) + [True] * len(completion_ids)
             previous_end = turn.end
-        row = Row(name, np.array(ids), np.array(mask), sequence=sequence, media=tuple(media[:used]))
-        if media and (row.mask & ~self._is_text(ids)).any():
+        row = Row(name, np.array(ids), np.array(mask), sequence=sequence)
+        if not media:
+            return row
+        row = replace(row, media=tuple(media[:used]), media_spans=self._spans(ids, media[:used], name))
+        if (row.mask & ~self._is_text(ids)).any():
             raise TemplateError(f"{name}: a reply has a placeholder of an image or of audio, which is never trained")
         return row
 
@@ -350,14 +354,18 @@ class Renderer:
         chat = [message.to_dict() for message in placed]
         self._check_content(chat, tools, id)
         if found:
-            self._check_template_places(chat, tools, id, len(found))
+            self._check_media(chat, tools, id, found)
         return chat, found
 
-    def _check_template_places(self, chat: Chat, tools: Tools, id: str, wanted: int) -> None:
-        """The template writes one placeholder for each medium."""
-        self._media_processor(id)
-        text = self._write(chat, tools, generation_prompt=False)
-        if (written := self._placed(text)) != wanted:
+    def _check_media(self, chat: Chat, tools: Tools, id: str, media: Sequence[Media]) -> None:
+        """The model can read them, and the template writes one placeholder for each."""
+        processor, wanted = self._media_processor(id), len(media)
+        for medium in media:
+            try:
+                processor.check(medium)
+            except ValueError as error:
+                raise ValueError(f"{id}: {error}") from error
+        if (written := processor.placed(self._write(chat, tools, generation_prompt=False))) != wanted:
             raise TemplateError(
                 f"{id}: the chat template writes {written} placeholders for {wanted} images or sounds; use the "
                 "template that comes with the model"
@@ -380,6 +388,12 @@ class Renderer:
             return text
         try:
             return self._media_processor(id).expand(text, media)
+        except ValueError as error:
+            raise ValueError(f"{id}: {error}") from error
+
+    def _spans(self, ids: list[int], media: Sequence[Media], id: str) -> tuple[tuple[int, int], ...]:
+        try:
+            return self._media_processor(id).spans(ids, media)
         except ValueError as error:
             raise ValueError(f"{id}: {error}") from error
 
