@@ -521,6 +521,12 @@ class InferenceEngine(_Open):
     )
     adapter: bool = Field(False, description="vllm with lora: send the base weights once, then only the adapter")
     colocated: bool = Field(False, description="vllm: shares the training devices and sleeps during training")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto",
+        description="embedded, vllm: precision of sampling; auto: model.dtype. The embedded engine samples from a copy "
+        "of the weights in another precision: bfloat16 is faster on CPUs with bfloat16 instructions; set "
+        "train.alg_params.correction",
+    )
     capture: Literal["auto"] | bool = Field(
         "auto", description="embedded, on a GPU: decoding as CUDA graphs; auto: where the model allows it"
     )
@@ -599,7 +605,8 @@ class Config(_Section):
 
     def allowed_gap(self, itemsize: int) -> float:
         """Maximum log-prob difference between sampler and trainer, for weights of `itemsize` bytes each."""
-        return self.train.max_logprob_gap or (2.0 if itemsize < 4 else 0.05)
+        half = itemsize < 4 or self.inference_engine.dtype in ("bfloat16", "float16")
+        return self.train.max_logprob_gap or (2.0 if half else 0.05)
 
     @property
     def batch_size(self) -> int:

@@ -225,8 +225,12 @@ def with_engine(memory: Memory, config: Config, facts: ModelFacts, device: Devic
     """
     engine, on_cpu = config.inference_engine, device.device == "cpu"
     record = find_engine(config.engine)
-    if record.shares_weights:
-        return memory
+    if record.shares_weights:  # in another precision it has a copy, of half the size at most
+        return (
+            memory
+            if engine.dtype == "auto"
+            else memory._replace(others={**memory.others, "engine": facts.weight_bytes})
+        )
     if record.external or (config.run.rollout_gpus and not on_cpu):
         return memory._replace(generation=0)
     if not record.replicated:  # a custom engine: a copy of the weights
