@@ -232,7 +232,8 @@ def damage(run: Run, rng: random.Random) -> None:
     run.end()
     if len(run.checkpoints) < 2:
         return
-    file = rng.choice(sorted(each for each in run.checkpoints[-1].iterdir() if each.stat().st_size > 100))
+    files = [each for each in run.checkpoints[-1].rglob("*") if each.is_file() and each.stat().st_size > 100]
+    file = rng.choice(sorted(files))
     content = bytearray(file.read_bytes())
     if rng.random() < 0.5:
         content[rng.randrange(len(content) // 2)] ^= 1 << rng.randrange(8)
