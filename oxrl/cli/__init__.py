@@ -27,6 +27,7 @@ from oxrl.cli import (
     plot,
     report,
     rewards,
+    steps,
     train,
     view,
 )
@@ -55,6 +56,9 @@ COMMANDS = (
     doctor.doctor,
     report.report,
     mismatch.mismatch,
+    steps.replay,
+    steps.explain,
+    steps.diff,
 )
 GROUPS = {"config": config.app, "data": data.app, "rewards": rewards.app, "models": models.app}
 for command in COMMANDS:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -79,15 +80,23 @@ class StepRecorder(NoRecord):
     """
 
     def __init__(
-        self, files: StepFiles, mode: str, *, seed: int, pieces: Pieces, weights: Callable[[], str | None]
+        self,
+        files: StepFiles,
+        mode: str,
+        *,
+        seed: int,
+        pieces: Pieces,
+        weights: Callable[[], str | None],
+        environment: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.files, self.mode, self.seed, self.pieces, self.weights = files, mode, seed, pieces, weights
+        self.environment, self._seconds = dict(environment), 0.0
         self._items: list[Item] = []
         self._passes: list[_Pass] = []
         self._weights_before: str | None = None
 
     def begin(self) -> None:
-        self._items, self._passes = [], []
+        self._items, self._passes, self._seconds = [], [], 0.0
         if self._weights_before is None:
             self._weights_before = self.weights()
 
@@ -96,10 +105,12 @@ class StepRecorder(NoRecord):
 
     def passed(self, batch: Batch, outputs: Outputs, shares: Mapping[str, Tensor]) -> None:
         """The `observe_pass` of a backend: take the derivatives of the loss before it runs backward."""
+        started = time.monotonic()
         gradient = _derivative(shares["loss"], outputs.logprob)
         alone = "policy" in shares and len(shares) > 2
         policy = _derivative(shares["policy"], outputs.logprob) if alone else gradient
         self._passes.append(_Pass(batch, outputs.logprob.detach(), gradient, policy))
+        self._seconds += time.monotonic() - started
 
     def record(self, trained: TrainedStep) -> dict[str, float]:
         started = time.monotonic()
@@ -114,7 +125,7 @@ class StepRecorder(NoRecord):
         header |= {"groups": groups, "digests": {**digests, **header["digests"]}}
         self.files.write(header, lines, _index_line(header))
         self._items, self._passes = [], []
-        return {"record_seconds": time.monotonic() - started}
+        return {"record_seconds": self._seconds + time.monotonic() - started}
 
     def _groups_recorded(
         self, step: int, groups: Sequence[Group], left_out: Sequence[LeftOut], computed: Mapping[str, Computed]
@@ -163,6 +174,7 @@ class StepRecorder(NoRecord):
             "algorithm": trained.algorithm.name,
             "checkpoint": self.checkpoint,
             "seeds": {"run": self.seed},
+            "environment": self.environment,
             "metrics": dict(trained.metrics),
             "seconds": {name.removesuffix("_seconds"): value for name, value in seconds.items()},
             "totals": _totals(self._items, computed),
@@ -233,6 +245,7 @@ def _totals(items: Sequence[Item], computed: Mapping[str, Computed]) -> dict[str
         "rows": len(rows),
         "tokens": sum(map(len, rows)),
         "trained": sum(int(row.mask.sum()) for row in rows),
+        "credited": sum(int(row.mask.sum()) for row in rows if "advantage" in row.streams),
         "with_advantage": sum(
             int((row.mask & (row.streams["advantage"] != 0)).sum()) for row in rows if "advantage" in row.streams
         ),
@@ -268,6 +281,7 @@ def _rollout_digests(groups: Sequence[Group], left_out: Sequence[LeftOut]) -> di
     return {
         "data": _digest(f"{each.group} {each.index} {each.sample.id}".encode() for each in rollouts),
         "prompts": _digest(np.array(each.turns[0].prompt_ids).tobytes() for each in rollouts if each.turns),
+        "versions": _digest(np.array(each.versions, np.int64).tobytes() for each in rollouts),
         "tokens": _digest(np.array(turn.generation.token_ids, np.int64).tobytes() for turn in turns),
         "sampler_logprobs": _digest(np.array(turn.generation.logprobs, np.float64).tobytes() for turn in turns),
         "rewards": _digest(

@@ -8,6 +8,7 @@ from typing import Any
 from oxrl.backends.local import PyTorchTrainingBackend
 from oxrl.loops.step_record import NoRecord, StepRecorder
 from oxrl.rollouts.step_answers import Pieces
+from oxrl.run.checkpoint import environment
 from oxrl.run.spec import RunSpec
 from oxrl.tracking.step_files import StepFiles
 from oxrl.weights.fingerprint import fingerprint
@@ -25,7 +26,12 @@ def open_recorder(spec: RunSpec, backend: Any, done: int) -> NoRecord:
         return fingerprint(local.module) if isinstance(local, PyTorchTrainingBackend) else None
 
     recorder = StepRecorder(
-        files, rollout.record, seed=spec.config.run.seed, pieces=token_pieces(spec.tokenizer), weights=weights
+        files,
+        rollout.record,
+        seed=spec.config.run.seed,
+        pieces=token_pieces(spec.tokenizer),
+        weights=weights,
+        environment=environment(),
     )
     if spec.resume_from is not None:
         recorder.checkpoint = spec.resume_from.name

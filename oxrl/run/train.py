@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from oxrl.config.registry import find_engine
 from oxrl.data.render import Renderer
 from oxrl.guard.findings import FindingsFile
 from oxrl.guard.monitor import Guard
-from oxrl.loops.callbacks import Callbacks, as_logger
+from oxrl.loops.callbacks import Callbacks, StopTraining, as_logger
 from oxrl.loops.memory_limits import MemoryLimits, resumed_limits
 from oxrl.loops.memory_warmup import advice_on_memory, warm_up_memory
 from oxrl.loops.progress import reading
@@ -42,7 +42,7 @@ from oxrl.seeds import seed_everything
 from oxrl.tracking.activity import Activity
 from oxrl.tracking.catalogue import results
 from oxrl.tracking.console import LiveConsole
-from oxrl.tracking.metrics import JSONLLogger, Sink, all_of, read_metrics
+from oxrl.tracking.metrics import JSONLLogger, Sink, all_of, no_log, read_metrics
 from oxrl.tracking.notebook import live_output
 from oxrl.tracking.trackers import tracked
 from oxrl.types import ModelConfig, TrainingState
@@ -194,8 +194,36 @@ def _locked(spec: RunSpec) -> Iterator[None]:
         yield
 
 
+def rerun(spec: RunSpec, last: int) -> None:
+    """Train from `spec.resume_from`, or from the start, up to the step `last`, without checkpoints and display.
+
+    Its metrics and records are in `spec.folder`.
+    """
+    from rich.console import Console
+
+    def stop(step: int, _metrics: Mapping[str, float]) -> None:
+        if step == last:
+            raise StopTraining("it was the last one to repeat")
+
+    spec.folder.mkdir(parents=True, exist_ok=True)
+    seed_everything(spec.config.run.seed)
+    console = LiveConsole(spec.num_steps, console=Console(quiet=True))
+    with open_backend(spec) as backend:
+        run_until_interrupted(_run_loop, spec, backend, console, no_log, Callbacks([stop]), _not_saved)
+
+
+async def _not_saved(root: Path, _backend: Any, state: TrainingState, **_: Any) -> Path:
+    """Of a step that is repeated: the checkpoint is where it was."""
+    return root / f"step_{state.step:04d}"
+
+
 async def _run_loop(
-    spec: RunSpec, backend: Any, console: LiveConsole, sinks: Sink, callbacks: Callbacks
+    spec: RunSpec,
+    backend: Any,
+    console: LiveConsole,
+    sinks: Sink,
+    callbacks: Callbacks,
+    write_checkpoint: Callable[..., Awaitable[Path]] = save_checkpoint,
 ) -> list[dict[str, float]]:
     state = TrainingState(seed=spec.config.run.seed)
     if spec.resume_from is not None:
@@ -209,7 +237,7 @@ async def _run_loop(
     recorder = open_recorder(spec, backend, state.step if resuming else -1)
 
     async def save(reached: TrainingState, best_step: int | None) -> None:
-        folder = await save_checkpoint(spec.folder / "checkpoints", backend, reached, keep=best_step, **keep)
+        folder = await write_checkpoint(spec.folder / "checkpoints", backend, reached, keep=best_step, **keep)
         recorder.checkpoint = folder.name
         await callbacks("on_save", reached.step, folder)
 
