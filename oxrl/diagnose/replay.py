@@ -96,14 +96,14 @@ def replay(run: str | Path, steps: Sequence[int] = ()) -> Replay:
 
 
 def _replayable(config: Config) -> Config:
-    """The config without its trackers, and with all records kept; refused where a repetition is another run."""
+    """The config without trackers and checks, with all records kept; refused where a repetition is another run."""
     if config.run.backend not in ("auto", "local"):
         raise ConfigError(f"run.backend is {config.run.backend}: steps of the local backend can be repeated")
     if not find_engine(config.engine).shares_weights:
         raise ConfigError(f"the engine is {config.engine}: steps that the embedded engine sampled can be repeated")
     if config.rollout.lag:
         raise ConfigError(f"rollout.lag is {config.rollout.lag}: steps of a run with lag 0 can be repeated")
-    run = config.run.model_copy(update={"trackers": []})
+    run = config.run.model_copy(update={"trackers": [], "checks": {"all": "off"}})
     rollout = config.rollout.model_copy(update={"record_steps": 10**9})
     return config.model_copy(update={"run": run, "rollout": rollout})
 
