@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,10 +11,15 @@ import typer
 
 from oxrl.cli.base import FormerMaxTokens, MaxTokens, ModelArgument, Sampling, Seed, exit_on_user_error, path
 
+Images = Annotated[list[Path] | None, typer.Option(parser=path, help="A picture to show to the model; repeatable.")]
+Sounds = Annotated[list[Path] | None, typer.Option(parser=path, help="A sound for the model to hear; repeatable.")]
+
 
 def chat(
     model: ModelArgument,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    image: Images = None,
+    audio: Sounds = None,
     max_tokens: MaxTokens = 256,
     max_new_tokens: FormerMaxTokens = None,
     temperature: Sampling = 0.7,
@@ -24,11 +30,15 @@ def chat(
     oxrl chat smollm2-135m
 
     oxrl chat runs/first --system "Answer briefly." --temperature 0
+
+    oxrl chat runs/vlm --image picture.png
     """
+    from oxrl.data.parts import take_media
     from oxrl.run.train import open_model
     from oxrl.types import GenerationConfig, Message
 
     with exit_on_user_error():
+        media = _media(image or [], audio or [])
         generator, render = open_model(model)
     history = [Message("system", system)] if system else []
     for turn in range(1_000_000):
@@ -39,11 +49,13 @@ def chat(
         if not text:
             break
         history.append(Message("user", text))
+        if media and not any(isinstance(message.content, list) for message in history):
+            history = list(take_media(history, media)[0])  # what is shown belongs to the first message
         sampling = GenerationConfig(max_new_tokens or max_tokens, temperature, seed=seed + turn)
         typer.echo("model> ", nl=False)
         try:
             stream = _TokenStream(generator.tokenizer)
-            generation = generator.complete([render.prompt(history)], sampling, on_token=stream)[0]
+            generation = generator.complete([render.prompt(history, media=media)], sampling, stream, media=[media])[0]
         except ValueError as error:  # the message cannot be rendered: continue without it
             typer.secho(str(error), fg="red", err=True)
             history.pop()
@@ -69,6 +81,8 @@ class _TokenStream:
 def generate(
     model: ModelArgument,
     prompt: Annotated[list[str] | None, typer.Option(help="A user message; repeatable.")] = None,
+    image: Images = None,
+    audio: Sounds = None,
     data: Annotated[
         Path | None, typer.Option(parser=path, help="A file of prompts, in any format that `oxrl train` reads.")
     ] = None,
@@ -89,30 +103,44 @@ def generate(
     from oxrl.types import GenerationConfig
 
     with exit_on_user_error():
-        conversations = _prompts(prompt or [], data, limit)
+        samples = _prompts(prompt or [], data, limit, _media(image or [], audio or []))
         generator, render = open_model(model)
-        ids = [render.prompt(conversation) for conversation in conversations]
+        ids = [render.prompt(sample.messages, media=sample.media) for sample in samples]
     for start in range(0, len(ids), 16):
         part = slice(start, start + 16)
         sampling = GenerationConfig(max_new_tokens or max_tokens, temperature, seed=seed + start)
-        for conversation, generation in zip(conversations[part], generator.complete(ids[part], sampling), strict=True):
-            question, text = conversation[-1].content, generation.text
+        shown = [sample.media for sample in samples[part]]
+        generations = generator.complete(ids[part], sampling, media=shown)
+        for sample, generation in zip(samples[part], generations, strict=True):
+            question, text = sample.messages[-1].text, generation.text
             if json_:
                 typer.echo(json.dumps({"prompt": question, "text": text, "finish_reason": generation.finish_reason}))
             else:
                 typer.echo(f"{typer.style(str(question), dim=True)}\n{text}\n")
 
 
-def _prompts(texts: list[str], data: Path | None, limit: int | None) -> list[Any]:
+def _media(images: list[Path], sounds: list[Path]) -> tuple[Any, ...]:
+    from oxrl.data.media import as_media, measure
+
+    media = (*(as_media(file, "image") for file in images), *(as_media(file, "audio") for file in sounds))
+    for medium in media:
+        measure(medium)
+    return media
+
+
+def _prompts(texts: list[str], data: Path | None, limit: int | None, media: tuple[Any, ...]) -> list[Any]:
+    from oxrl.data.parts import take_media
     from oxrl.data.sources import load_samples
-    from oxrl.types import Message
+    from oxrl.types import Message, Sample
 
     if bool(texts) == (data is not None):
         raise ValueError("give --prompt TEXT or --data FILE, one of the two")
     if data is None:
-        return [[Message("user", text)] for text in texts]
+        return [Sample(text, *take_media([Message("user", text)], media)[:1], media=media) for text in texts]
+    if media:
+        raise ValueError("--image and --audio belong to --prompt; rows of --data have their own")
     samples = load_samples(str(data), limit=limit).samples
-    return [_without_reply(sample.messages, sample.id) for sample in samples]
+    return [replace(sample, messages=_without_reply(sample.messages, sample.id)) for sample in samples]
 
 
 def _without_reply(messages: tuple[Any, ...], row: str) -> tuple[Any, ...]:

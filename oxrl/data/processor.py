@@ -8,9 +8,11 @@ are the keyword arguments of the model. Reading files is in `media`.
 from __future__ import annotations
 
 import re
+import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 
 V = TypeVar("V")
 
+PROCESSOR_FILES = (
+    *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json"),
+)
 MAX_EXPANSIONS = 4096
 MAX_FEATURE_BYTES = 1 << 28
 _TEXT_KEYS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
@@ -54,6 +59,27 @@ def processor_of(tokenizer: PreTrainedTokenizerBase) -> MediaProcessor | None:
     if source is not None and getattr(tokenizer, "media_processor", None) is None:
         tokenizer.media_processor = read_processor(tokenizer, *source)
     return getattr(tokenizer, "media_processor", None)
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
+    """Write a tokenizer and the files of its processor, as they came with the model."""
+    tokenizer.save_pretrained(folder)
+    source: ProcessorSource | None = getattr(tokenizer, "media_source", None)
+    for name in PROCESSOR_FILES if source is not None else ():
+        assert source is not None
+        file = _model_file(source, name)
+        if file is not None and file.resolve() != (Path(folder) / name).resolve():
+            shutil.copyfile(file, Path(folder) / name)
+
+
+def _model_file(source: ProcessorSource, name: str) -> Path | None:
+    """Return a file of a model's folder or hub repository, None if it has none of that name."""
+    if Path(source.where).is_dir():
+        return file if (file := Path(source.where) / name).is_file() else None
+    from transformers.utils import cached_file
+
+    found = cached_file(source.where, name, revision=source.revision, _raise_exceptions_for_missing_entries=False)
+    return None if found is None else Path(found)
 
 
 def read_processor(

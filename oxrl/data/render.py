@@ -122,7 +122,7 @@ class Renderer:
             ids = [*ids, eos]
         if media:
             mask = self._is_text(ids) & (np.arange(len(ids)) > 0)
-            return [Row(id, np.array(ids), mask, id, media=tuple(media), media_spans=self._spans(ids, media, id))]
+            return [Row(id, np.array(ids), mask, id, media=tuple(media), media_spans=self.spans(ids, media, id))]
         pieces = _split(ids, self.max_len or len(ids))
         return [
             Row(name, np.array(piece), np.arange(len(piece)) > 0, sequence=id)
@@ -294,7 +294,7 @@ class Renderer:
         row = Row(name, np.array(ids), np.array(mask), sequence=sequence)
         if not media:
             return row
-        row = replace(row, media=tuple(media[:used]), media_spans=self._spans(ids, media[:used], name))
+        row = replace(row, media=tuple(media[:used]), media_spans=self.spans(ids, media[:used], name))
         if (row.mask & ~self._is_text(ids)).any():
             raise TemplateError(f"{name}: a reply has a placeholder of an image or of audio, which is never trained")
         return row
@@ -391,7 +391,10 @@ class Renderer:
         except ValueError as error:
             raise ValueError(f"{id}: {error}") from error
 
-    def _spans(self, ids: list[int], media: Sequence[Media], id: str) -> tuple[tuple[int, int], ...]:
+    def spans(self, ids: list[int], media: Sequence[Media], id: str) -> tuple[tuple[int, int], ...]:
+        """Return the first token and the end of each medium in expanded ids."""
+        if not media:
+            return ()
         try:
             return self._media_processor(id).spans(ids, media)
         except ValueError as error:

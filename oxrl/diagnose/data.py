@@ -9,7 +9,7 @@ import math
 import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,6 +19,7 @@ from rich.text import Text
 
 from oxrl.algorithms import algorithm
 from oxrl.data.assemble import Assembled, assemble
+from oxrl.data.media import describe, measure
 from oxrl.data.prompts import as_prompt
 from oxrl.data.render import Renderer, special_tokens
 from oxrl.data.sources import load_samples
@@ -36,6 +37,7 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what an incomplete character decodes
 MAX_TOKENS_PER_CHARACTER = 4  # UTF-8 has at most 4 bytes per character
 REASONS_SHOWN, IDS_SHOWN = 5, 3
 BINS, BAR_WIDTH = 8, 40
+KINDS = ("image", "audio")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +73,25 @@ class Report:
             "overlong": len(self.overlong),
             "skipped": len(self.skipped),
             "duplicates": len(self.duplicates()),
+            **self.media(),
         }
+
+    def media(self) -> dict[str, int]:
+        """Return how many images and sounds the rows have, and how many tokens these become."""
+        found = [medium for row in self.rows for medium in row.media]
+        if not found:
+            return {}
+        kinds = {f"{kind}s" if kind == "image" else kind: sum(each.kind == kind for each in found) for kind in KINDS}
+        tokens = sum(end - start for row in self.rows for start, end in row.media_spans)
+        return {**{kind: count for kind, count in kinds.items() if count}, "media_tokens": tokens}
 
     def lengths(self) -> list[int]:
         return sorted(len(row) for row in (*self.rows, *self.overlong))
 
     def duplicates(self) -> list[Row]:
         """Return the rows with the same tokens as an earlier row."""
-        first = {row.tokens.tobytes(): row for row in reversed(self.rows)}
-        return [row for row in self.rows if first[row.tokens.tobytes()] is not row]
+        first = {(row.tokens.tobytes(), row.media): row for row in reversed(self.rows)}
+        return [row for row in self.rows if first[row.tokens.tobytes(), row.media] is not row]
 
 
 def inspect_data(
@@ -126,12 +138,22 @@ def _prompts(samples: Sequence[Sample], render: Renderer) -> Assembled:
     for sample in map(as_prompt, samples):
         try:
             ids = render.prompt(sample.messages, tools=sample.tools, media=sample.media)
-            items.append((Row(sample.id, ids, np.zeros(len(ids), dtype=np.bool_)),))
+            row = Row(sample.id, ids, np.zeros(len(ids), dtype=np.bool_), media=sample.media)
+            items.append((replace(row, media_spans=render.spans(ids.tolist(), sample.media, sample.id)),))
         except EndlessTemplateError:
             raise
         except ValueError as error:
             skipped.append(f"{sample.id}: {error}")
     return Assembled(items, skipped, 0, 0, 0)
+
+
+def media_lines(row: Row) -> list[str]:
+    """`["image 1: cat.png, 640x480 pixels, 391 tokens"]`."""
+    spans = row.media_spans or [(0, 0)] * len(row.media)
+    return [
+        f"{medium.kind} {number}: {describe(medium)}, {measure(medium)}, {end - start} tokens"
+        for number, (medium, (start, end)) in enumerate(zip(row.media, spans, strict=True), 1)
+    ]
 
 
 def _line_number(reason: str) -> int:
@@ -147,6 +169,8 @@ def print_report(report: Report, rows: int) -> None:
     for row in report.rows[:rows]:
         console.print(Text.assemble("\n", (row.id, "bold"), f"  {len(row)} tokens, {int(row.mask.sum())} trained"))
         console.print(paint(pieces(row, report.tokenizer)))
+        for line in media_lines(row):
+            console.print(line)
         if report.prompts_only and row.id in report.answers:
             console.print(f"reference answer: {report.answers[row.id].translate(CONTROL)}")
     if report.rows[:rows]:
@@ -178,8 +202,14 @@ def pieces(row: Row, tokenizer: PreTrainedTokenizerBase) -> Iterator[Piece]:
     """Yield the tokens of a row as text, with control characters made visible."""
     ids, mask = row.tokens.tolist(), row.mask.tolist()
     special = special_tokens(tokenizer)
+    borders = dict(row.media_spans)
     start = 0
     while start < len(ids):
+        if start in borders:  # once, with the number of tokens
+            count, placeholder = borders[start] - start, _decode(ids[start : start + 1], tokenizer)
+            yield Piece(f"{placeholder} x {count}" if count > 1 else placeholder, False, True)
+            start = borders[start]
+            continue
         end, text = _complete_characters(ids, start, tokenizer)
         yield Piece(text.translate(CONTROL | {ord("\n"): f"{LINE_BREAK}\n"}), mask[start], ids[start] in special)
         start = end
@@ -246,6 +276,9 @@ def _print_lengths(console: Console, report: Report) -> None:
     console.print("median {length_median:g}, p95 {length_p95}, max {length_max}".format(**numbers))
     if tokens:
         console.print(f"{tokens} tokens, {trained} of them trained ({trained / tokens:.0%})")
+    if shown := report.media():
+        kinds = " and ".join(f"{count} {kind}" for kind, count in shown.items() if kind != "media_tokens")
+        console.print(f"{kinds}, which are {shown['media_tokens']} of these tokens")
 
 
 def histogram(lengths: Sequence[int], bins: int = BINS) -> list[tuple[int, int, int]]:

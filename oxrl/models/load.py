@@ -39,7 +39,6 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 _MEDIA_CONFIGS = {"vision_config": "images", "audio_config": "audio"}
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 TRAINED_BASE = "oxrl_base.json"  # of an exported adapter: the built-in model that it was trained on
-PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -142,7 +141,7 @@ def _find_processor(
     tokenizer: PreTrainedTokenizerBase, source: Source, trust_remote_code: bool, revision: str | None
 ) -> None:
     """Note where the processor of a model that reads media is; an older one has the chat template, too."""
-    from oxrl.data.processor import ProcessorSource, processor_of, set_processor_source
+    from oxrl.data.processor import PROCESSOR_FILES, ProcessorSource, processor_of, set_processor_source
 
     own = any((Path(source.where) / file).is_file() for file in PROCESSOR_FILES)
     model = find_model(adapter_base(source.where)) if source.kind == "adapter" else source

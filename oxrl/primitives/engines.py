@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 from oxrl.concurrency import run_blocking
+from oxrl.data.processor import save_tokenizer
 from oxrl.generators.vllm.engine import VLLMRolloutEngine, create_vllm_engine
 from oxrl.models.builtin import prepare_builtin
 from oxrl.models.load import end_tokens, find_model
@@ -107,7 +108,7 @@ def _start_without_weights(model: PreTrainedModel, tokenizer: Any, options: dict
     }
     with tempfile.TemporaryDirectory(prefix="oxrl-vllm-") as folder:
         model.config.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        save_tokenizer(tokenizer, folder)
         return run_blocking(partial(create_vllm_engine, folder, tokenizer, **given))
 
 

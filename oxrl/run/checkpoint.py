@@ -25,6 +25,7 @@ import anyio
 import numpy as np
 
 from oxrl.concurrency import in_thread
+from oxrl.data.processor import save_tokenizer
 from oxrl.machine.hardware import processor_name
 from oxrl.machine.out_of_memory import MemoryAdviceError, ran_out_of_memory
 from oxrl.tracking.files import is_full_disk
@@ -76,7 +77,7 @@ async def save_checkpoint(
         await backend.save(draft)
         index_weights(draft)
         if tokenizer is not None:
-            tokenizer.save_pretrained(draft)
+            save_tokenizer(tokenizer, draft)
         save_file(_random_states(), draft / _RANDOM)
         with anyio.CancelScope(shield=True):  # a thread cannot be cancelled; other tasks run meanwhile
             await in_thread(partial(_seal_and_publish, state, draft, final))

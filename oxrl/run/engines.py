@@ -13,6 +13,7 @@ from typing import Any
 
 from oxrl.config import Config, ConfigError
 from oxrl.config.registry import find_engine
+from oxrl.data.processor import save_tokenizer
 from oxrl.loops.online import no_offload, sleeping_engine
 from oxrl.models.load import context_length, end_tokens, load_model_config, resolve_device, resolve_dtype
 from oxrl.run.build import Engine
@@ -222,7 +223,7 @@ def write_model_config(config: Config, tokenizer: Any, folder: Path) -> None:
     """What an engine needs to start without weights: the model's config and its tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     load_model_config(model_config(config)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
 
 
 def engine_options(config: Config) -> dict[str, Any]:

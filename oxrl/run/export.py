@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import oxrl
+from oxrl.data.processor import save_tokenizer
 from oxrl.machine.hub import offline_if_unreachable
 from oxrl.models.builtin import prepare_builtin
 from oxrl.models.catalog import find_entry
@@ -73,7 +74,7 @@ def _write_model(settings: ModelConfig, draft: Path, *, as_adapter: bool) -> Non
         save_merged(model, draft)
     else:
         model.save_pretrained(draft)
-    load_tokenizer(settings.name).save_pretrained(draft)
+    save_tokenizer(load_tokenizer(settings.name), draft)
     if (heads := Path(settings.name) / HEADS).exists():
         shutil.copy(heads, draft / HEADS)
 

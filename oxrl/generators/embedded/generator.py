@@ -16,7 +16,7 @@ from anyio.lowlevel import checkpoint
 from oxrl.generators.embedded.captured import Capture
 from oxrl.generators.embedded.decoders import Mode
 from oxrl.generators.embedded.engine import Engine, Job
-from oxrl.types import Generation, GenerationConfig, Request, Weights
+from oxrl.types import Generation, GenerationConfig, Media, Request, Weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -100,15 +100,17 @@ class EmbeddedGenerator:
         prompts: Sequence[Sequence[int]],
         sampling: GenerationConfig,
         on_token: Callable[[int, int], None] = lambda _prompt, _token: None,
+        *,
+        media: Sequence[tuple[Media, ...]] = (),
     ) -> list[Generation]:
-        """Generate synchronously, for scripts: a prompt's seed is its index.
+        """Generate synchronously, for scripts: a prompt's seed is its index; `media` are those of each prompt.
 
         `on_token(prompt index, token)` is called with each token as it is sampled.
         """
         call = _Call()
         try:
             for index, prompt in enumerate(prompts):
-                request = Request(tuple(prompt), seed=index)
+                request = Request(tuple(prompt), seed=index, media=media[index] if media else ())
                 call.jobs.append(self._engine.submit(request, sampling, partial(on_token, index)))
             while not call.done:
                 self._engine.step()
