@@ -18,7 +18,8 @@ import torch
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
 
 from oxrl.algorithms import algorithm
-from oxrl.backends.forward import LanguageModel, prepare_layout
+from oxrl.backends.forward import LanguageModel
+from oxrl.backends.layout import prepare_layout
 from oxrl.backends.local import create_pytorch_backend
 from oxrl.data.pack import collate, count_units
 from oxrl.types import Row

@@ -84,6 +84,7 @@ class ModelConfig(NamedTuple):
     device: str = "auto"
     revision: str | None = None
     chat_template: str | None = None  # a name, a file or the template itself; None: the tokenizer's own
+    freeze: Literal["towers", "language_model", "nothing"] = "towers"  # of models that read images or audio
 
 
 class GenerationConfig(NamedTuple):

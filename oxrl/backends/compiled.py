@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oxrl.backends.forward import LanguageModel, probe_batch, relative_gap, rounding
+from oxrl.backends.forward import LanguageModel
+from oxrl.backends.layout import probe_batch, relative_gap, rounding
 from oxrl.tensors import decoder_layers
 from oxrl.types import Batch
 

@@ -22,17 +22,26 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from oxrl.data.pack import collate, worth_sharing
+from oxrl.data.media_features import (
+    Placed,
+    body_inputs,
+    body_of,
+    language_model_of,
+    media_towers,
+    place,
+    placeholder_ids,
+    rows_of,
+)
+from oxrl.data.pack import worth_sharing
 from oxrl.tensors import (
     Borders,
     Head,
     Other,
     Statistic,
-    count_windowed_layers,
     token_logprobs,
     variable_length_attention,
 )
-from oxrl.types import Batch, IntArray, Layout, Media, Outputs, Row
+from oxrl.types import Batch, IntArray, Layout, Media, Outputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,6 +51,13 @@ PACKED = {"sdpa": "oxrl_sdpa", "eager": "oxrl_eager"}
 
 _rows_are_packed: ContextVar[bool] = ContextVar("_rows_are_packed", default=False)
 _windows_seen: list[list[int | None]] = []  # not a context variable: compiled layers cannot read one
+
+
+class Probed(NamedTuple):
+    """Result of `prepare_layout`: the layout of rows, and the reason for the log."""
+
+    layout: Layout
+    reason: str
 
 
 class LanguageModel(nn.Module):
@@ -90,14 +106,15 @@ class LanguageModel(nn.Module):
         return head_of(self.inner, self.temperature)
 
     def hidden(self, batch: Batch) -> Tensor:
-        if batch.media:
-            ids = [id for id, media in zip(batch.ids, batch.media, strict=True) if media]
-            raise ValueError(f"row {ids[0]} has media, and {type(self.inner).__name__} gets tokens only here")
-        body = getattr(self.inner, self.inner.base_model_prefix)
         _check_rotation(self.inner, batch)
+        placed = place(self.inner, rows_of(batch)) if batch.media or media_towers(self.inner) is not None else None
         if self.layout == "padded":
-            return _padded_hidden(body, batch)
-        return _packed_hidden(body, _share(batch) if self.layout == "shared" else _one_by_one(batch))
+            hidden = _padded_hidden(self.inner, batch, placed)
+        else:
+            positions = None if placed is None else placed.positions
+            lay_out = _share if self.layout == "shared" else _one_by_one
+            hidden = _packed_hidden(self.inner, lay_out(batch, positions), placed)
+        return hidden if placed is None or placed.idle is None else hidden + placed.idle.to(hidden.dtype)
 
     def _read_heads(self, hidden: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Return a value before each trained token and after each row, and a score at the last token of each row."""
@@ -175,10 +192,11 @@ class _Packing(NamedTuple):
     """
 
     tokens: Tensor  # [N]
-    positions: Tensor  # [N]
+    positions: Tensor  # [N], or [3, N] for models that rotate by time, height and width
     lengths: tuple[tuple[int, int], ...]  # per row: computed tokens, keys
     keys: Tensor | None = None  # [T] index of each row's keys among the N; None: nothing is shared
     back: Tensor | None = None  # [T] index of each token of the batch among the N
+    computed: Tensor | None = None  # [N] index of each token among the T
 
     def runs(self) -> list[tuple[int, int, int]]:
         """Return runs of adjacent rows with equal lengths as (rows, computed tokens per row, keys per row)."""
@@ -189,13 +207,15 @@ class _Packing(NamedTuple):
         return lengths.cumsum(0).to(self.tokens.device, torch.int32)
 
 
-def _one_by_one(batch: Batch) -> _Packing:
+def _one_by_one(batch: Batch, positions: Tensor | None = None) -> _Packing:
+    positions = batch.positions if positions is None else positions
     lengths = tuple((end - start, end - start) for start, end in pairwise(batch.borders))
-    return _Packing(batch.tokens, batch.positions, lengths)
+    return _Packing(batch.tokens, positions, lengths)
 
 
-def _share(batch: Batch) -> _Packing:
+def _share(batch: Batch, positions: Tensor | None = None) -> _Packing:
     """Compute each common prefix once. In lexicographic order, a row's longest one is with its predecessor."""
+    positions = batch.positions if positions is None else positions
     tokens = batch.tokens.cpu().numpy()
     rows = [tokens[start:end] for start, end in pairwise(batch.borders)]
     media = _media_numbers(batch)
@@ -205,7 +225,7 @@ def _share(batch: Batch) -> _Packing:
         if media[before] == media[row]:
             shared[row] = _common_prefix(rows[before], rows[row])
     if not any(shared):
-        return _one_by_one(batch)
+        return _one_by_one(batch, positions)
     lengths = [(len(row) - common, len(row)) for row, common in zip(rows, shared, strict=True)]
     laid_out = sorted(range(len(rows)), key=lambda row: lengths[row])  # adjacent rows of one shape attend in one call
     own = np.concatenate([np.arange(batch.borders[row] + shared[row], batch.borders[row + 1]) for row in laid_out])
@@ -220,10 +240,11 @@ def _share(batch: Batch) -> _Packing:
     )
     return _Packing(
         batch.tokens[computed],
-        batch.positions[computed],
+        positions[..., computed],
         tuple(lengths[row] for row in laid_out),
         keys_on_device,
         back_on_device,
+        computed,
     )
 
 
@@ -241,12 +262,13 @@ def _common_prefix(one: IntArray, row: IntArray) -> int:
     return common if worth_sharing(common, len(row)) else 0
 
 
-def _packed_hidden(body: nn.Module, packing: _Packing) -> Tensor:
+def _packed_hidden(inner: PreTrainedModel, packing: _Packing, placed: Placed | None = None) -> Tensor:
+    inputs = body_inputs(inner, packing.tokens[None], placed, packing.computed)
     token = _rows_are_packed.set(True)
     try:
-        output = body(
-            input_ids=packing.tokens[None],
-            position_ids=packing.positions[None],
+        output = body_of(inner)(
+            **inputs,
+            position_ids=packing.positions.unsqueeze(-2),
             use_cache=False,  # with a cache, position ids are ignored and rows leak into each other
             cu_seq_lens_q=packing.borders(0),
             cu_seq_lens_k=packing.borders(1),
@@ -261,14 +283,24 @@ def _packed_hidden(body: nn.Module, packing: _Packing) -> Tensor:
     return hidden if packing.back is None else nn.functional.embedding(packing.back, hidden)
 
 
-def _padded_hidden(body: nn.Module, batch: Batch) -> Tensor:
+def _padded_hidden(inner: PreTrainedModel, batch: Batch, placed: Placed | None = None) -> Tensor:
     rows = [batch.tokens[start:end] for start, end in pairwise(batch.borders)]
-    tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=_padding_token(inner))
     lengths = torch.tensor([len(row) for row in rows], device=tokens.device)
     present = torch.arange(tokens.shape[1], device=tokens.device)[None] < lengths[:, None]
-    output = body(input_ids=tokens, attention_mask=present.long(), use_cache=False)
+    inputs = body_inputs(inner, tokens, placed)
+    if placed is not None and placed.positions is not None:
+        own = [placed.positions[:, start:end].T for start, end in pairwise(batch.borders)]
+        inputs["position_ids"] = nn.utils.rnn.pad_sequence(own, batch_first=True).permute(2, 0, 1)
+    output = body_of(inner)(**inputs, attention_mask=present.long(), use_cache=False)
     hidden: Tensor = output.last_hidden_state[present]
     return hidden
+
+
+def _padding_token(inner: PreTrainedModel) -> int:
+    """Return a token that is no placeholder: models look for placeholders in masked tokens, too."""
+    placeholders = placeholder_ids(inner.config).values() if media_towers(inner) is not None else ()
+    return next(token for token in range(len(placeholders) + 1) if token not in placeholders)
 
 
 def _row_by_row(name: str, attend: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor | None]]:
@@ -391,6 +423,16 @@ def register_attention() -> None:
         AttentionMaskInterface.register(PACKED[name], _mask_unless_packed(ALL_MASK_ATTENTION_FUNCTIONS[name]))
 
 
+def attention_of(inner: PreTrainedModel) -> str:
+    """Return the attention of the language model; towers keep their own."""
+    name: str = language_model_of(inner).config._attn_implementation
+    return name
+
+
+def set_attention(inner: PreTrainedModel, name: str) -> None:
+    language_model_of(inner).set_attn_implementation(name)
+
+
 def _mask_unless_packed(mask_function: Any) -> Any:
     def mask(*args: Any, **kwargs: Any) -> Any:
         return None if _rows_are_packed.get() else mask_function(*args, **kwargs)
@@ -398,131 +440,11 @@ def _mask_unless_packed(mask_function: Any) -> Any:
     return mask
 
 
-class Probed(NamedTuple):
-    """Result of `prepare_layout`: the layout of rows, and the reason for the log."""
-
-    layout: Layout
-    reason: str
-
-
-def prepare_layout(model: LanguageModel) -> Probed:
-    """Check on a few tokens that packed rows equal single rows; fall back to padded rows if they do not."""
-    inner, was_training = model.inner, model.training
-    attention = _select_attention(inner)
-    batch = probe_batch(inner)
-    model.eval()
-    with torch.no_grad():
-        single = _single_hidden(inner, batch)
-        _check_projection(inner, batch, single)
-        reason = _why_not_packed(inner, batch, single, attention)
-        if reason is not None:
-            inner.set_attn_implementation(attention)
-        unshared = reason or _why_not_shared(inner, batch, single, attention)
-    model.train(was_training)
-    packed = f"rows are packed without padding ({attention} attention); a prompt that rows share is computed"
-    if reason is not None:
-        probed = Probed("padded", f"rows run with padding: {reason}")
-    elif unshared is not None:
-        probed = Probed("packed", f"{packed} in each of them: {unshared}")
-    else:
-        probed = Probed("shared", f"{packed} once")
-    model.layout, model.probed = probed.layout, probed
-    return probed
-
-
-def _select_attention(inner: PreTrainedModel) -> str:
-    """Return the model's attention; eager where transformers' sdpa would ignore the soft cap on attention scores."""
-    attention: str = inner.config._attn_implementation
-    if attention in PACKED.values():  # prepared before
-        attention = attention.removeprefix("oxrl_")
-        inner.set_attn_implementation(attention)
-    if attention == "sdpa" and getattr(inner.config.get_text_config(), "attn_logit_softcapping", None):
-        inner.set_attn_implementation("eager")
-        return "eager"
-    return attention
-
-
-def _why_not_packed(inner: PreTrainedModel, batch: Batch, single: Tensor, attention: str) -> str | None:
-    register_attention()
-    if attention not in PACKED and not attention.startswith("flash_attention"):
-        return f"{attention} attention has no packed implementation"
-    inner.set_attn_implementation(PACKED.get(attention, attention))
-    with _watch_windows() as seen:
-        reason = _why_different(inner, _one_by_one(batch), single)
-    expected = count_windowed_layers(inner.config.get_text_config())
-    if reason is None and attention in PACKED and sum(window is not None for window in seen) != expected:
-        return f"{expected} layers have a sliding or chunked window, but it is not passed to their attention"
-    return reason
-
-
-def _why_not_shared(inner: PreTrainedModel, batch: Batch, single: Tensor, attention: str) -> str | None:
-    if attention not in PACKED:
-        return f"{attention} attention has no implementation for shared prefixes"
-    return _why_different(inner, _share(batch), single)
-
-
-def _why_different(inner: PreTrainedModel, packing: _Packing, single: Tensor) -> str | None:
-    try:
-        packed = _packed_hidden(getattr(inner, inner.base_model_prefix), packing)
-    except (TypeError, RuntimeError, ValueError) as error:
-        return f"the model does not accept packed rows ({str(error).splitlines()[0]})"
-    gap = relative_gap(packed, single)
-    if not gap <= rounding(packed.dtype):
-        return f"packed rows differ from single rows by {gap:.1e}, as if layers carried state across rows"
-    return None
-
-
-def probe_batch(inner: PreTrainedModel) -> Batch:
-    """Return rows of several lengths, of which the last three share a prefix."""
-    vocabulary = inner.get_input_embeddings().weight.shape[0]
-    numbers = np.random.default_rng(0)
-    rows = [numbers.integers(0, vocabulary, n) for n in (7, 3, 12)]
-    rows += [np.concatenate([rows[2][:9], numbers.integers(0, vocabulary, n)]) for n in (2, 5)]
-    return collate([(Row(f"probe {i}", row, np.arange(len(row)) > 0),) for i, row in enumerate(rows)], inner.device)
-
-
-def _single_hidden(inner: PreTrainedModel, batch: Batch) -> Tensor:
-    """Return hidden states of each row alone, with the model's attention and no cache: the reference for packing."""
-    body = getattr(inner, inner.base_model_prefix)
-    rows = [
-        body(input_ids=batch.tokens[None, start:end], use_cache=False).last_hidden_state[0]
-        for start, end in pairwise(batch.borders)
-    ]
-    return torch.cat(rows)
-
-
-def _check_projection(inner: PreTrainedModel, batch: Batch, hidden: Tensor) -> None:
-    """Compare our log-probs from hidden states with those of the model's logits; raise if they differ."""
-    if not bool(hidden.isfinite().all()):
-        raise ValueError(f"the hidden states of {type(inner).__name__} are not finite: check that its weights are")
-    ours = token_logprobs(hidden, batch.tokens, batch.mask, head_of(inner))["logprob"]
-    start, end = batch.borders[-2:]
-    logits = inner(input_ids=batch.tokens[None, start:end], use_cache=False).logits[0].float()
-    theirs = logits[:-1].log_softmax(-1).gather(1, batch.tokens[start + 1 : end, None])[:, 0]
-    gap = float((ours[start + 1 : end] - theirs).abs().max())
-    allowed = 1e-3 if inner.dtype == torch.float32 else 0.25
-    if not gap <= allowed:
-        raise ValueError(
-            f"{type(inner).__name__} computes logits from hidden states in an unsupported way "
-            f"(log-probs differ by {gap:.2g}): add its scale or soft cap to head_of in oxrl/backends/forward.py"
-        )
-
-
 @contextmanager
-def _watch_windows() -> Iterator[list[int | None]]:
+def watch_windows() -> Iterator[list[int | None]]:
     seen: list[int | None] = []
     _windows_seen.append(seen)
     try:
         yield seen
     finally:
         _windows_seen.pop()
-
-
-def relative_gap(one: Tensor, other: Tensor) -> float:
-    """Return the relative L2 distance of two tensors that should be equal."""
-    return float((one - other).float().norm() / other.float().norm().clamp_min(1e-12))
-
-
-def rounding(dtype: torch.dtype) -> float:
-    """Return the relative gap that rounding in this precision explains."""
-    return 1e-4 if dtype == torch.float32 else 3e-2

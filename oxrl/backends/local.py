@@ -19,7 +19,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from oxrl.algorithms import algorithm as named_algorithm
 from oxrl.backends.compiled import compile_layers
 from oxrl.backends.distributed.shards import OPTIMIZER, REFERENCE, SHARDS, check_reference, has_shards, load_shards
-from oxrl.backends.forward import LanguageModel, prepare_layout
+from oxrl.backends.forward import LanguageModel
+from oxrl.backends.layout import prepare_layout
 from oxrl.backends.optimizer import AdamW, Schedule, as_schedule, create_adamw_optimizer, full_rate, schedule
 from oxrl.backends.plain_batch import plain_step
 from oxrl.tensors import label_logprobs

@@ -241,6 +241,9 @@ class Model(_Section):
     gradient_checkpointing: bool = Field(
         False, description="recompute activations: less memory, about a third more time"
     )
+    freeze: Literal["towers", "language_model", "nothing"] = Field(
+        "towers", description="models that read images or audio: the part that is not trained; no effect with lora"
+    )
     compile: Literal["auto"] | bool = Field(
         "auto", description="compile the decoder layers for training on a GPU; auto: in long runs"
     )

@@ -115,7 +115,8 @@ def _probe(model: PreTrainedModel) -> dict[str, str]:
     """Return the batch layout used in training and the decoder used in generation."""
     import torch
 
-    from oxrl.backends.forward import LanguageModel, prepare_layout
+    from oxrl.backends.forward import LanguageModel
+    from oxrl.backends.layout import prepare_layout
     from oxrl.generators.embedded.decoders import SlotDecoder, choose_decoder
 
     probed = prepare_layout(LanguageModel(model))

@@ -215,7 +215,8 @@ def _row_scores(model: _RowModel) -> list[list[tuple[RowScore, ...]]]:
     """The score of each row of each item of each sample; the order stays."""
     import torch
 
-    from oxrl.backends.forward import LanguageModel, prepare_layout
+    from oxrl.backends.forward import LanguageModel
+    from oxrl.backends.layout import prepare_layout
     from oxrl.tensors import correct, segment_sums
 
     module = LanguageModel(load_model(model.path, is_trainable=False))

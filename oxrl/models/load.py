@@ -83,7 +83,7 @@ def load_hf_model(
     revision: str | None = None,
     is_trainable: bool = True,
 ) -> PreTrainedModel:
-    """Load any causal language model of transformers; an adapter's folder gives its base with the adapter."""
+    """Load a causal language model, also one that reads media; an adapter's folder gives its base with the adapter."""
     config = ModelConfig(
         name_or_path,
         dtype=dtype,
@@ -182,11 +182,10 @@ def load_model_config(config: ModelConfig) -> PreTrainedConfig:
 def count_parameters(config: ModelConfig) -> int:
     """Return the number of a model's parameters by its config, without reading weights; for an adapter, its base's."""
     import torch
-    from transformers import AutoModelForCausalLM
 
     parsed = load_model_config(config)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(parsed, trust_remote_code=config.trust_remote_code)
+        model = _auto_class(parsed).from_config(parsed, trust_remote_code=config.trust_remote_code)
     return sum(weight.numel() for weight in model.parameters())
 
 
@@ -226,8 +225,11 @@ def load_model(
         )
     except SafetensorError as error:
         raise ValueError(f"the weights of {config.name} cannot be read: {error}") from error
+    _attach_processor(model, config)
     if not is_trainable:
         return freeze(model)
+    if not hasattr(model, "peft_config"):
+        _freeze_part(model, config.freeze)
     if config.gradient_checkpointing:
         enable_gradient_checkpointing(model)
     return model
@@ -265,6 +267,32 @@ def load_model_and_ref(
     if config.gradient_checkpointing:
         enable_gradient_checkpointing(model)
     return model, ref
+
+
+def _attach_processor(model: Any, config: ModelConfig) -> None:
+    """Give a model with towers the processor of its folder, which turns media into what the towers read."""
+    import torch
+
+    from oxrl.data.media_features import attach_towers, body_of, towers_of
+
+    inner = model.get_base_model() if hasattr(model, "peft_config") else model
+    if towers_of(body_of(inner)):
+        with torch.device("cpu"):  # also for an empty model
+            processor = load_processor(config)
+        assert processor is not None, f"{type(inner).__name__} has towers"
+        attach_towers(inner, processor)
+
+
+def _freeze_part(model: PreTrainedModel, part: str) -> None:
+    """Freeze the towers of a model that reads media with their projections, or all but these."""
+    from oxrl.data.media_features import body_of, towers_of
+
+    towers = towers_of(body_of(model))
+    if not towers or part == "nothing":
+        return
+    model.requires_grad_(part == "towers")
+    for tower in towers:
+        tower.requires_grad_(part == "language_model")
 
 
 def freeze(model: PreTrainedModel) -> PreTrainedModel:
@@ -433,7 +461,6 @@ def _nearest(name: str, candidates: Iterable[str]) -> str:
 
 
 def _load_weights(source: Source, config: ModelConfig) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     dtype = resolve_dtype(config.dtype, resolve_device(config.device))
@@ -443,7 +470,7 @@ def _load_weights(source: Source, config: ModelConfig) -> PreTrainedModel:
         return load_gguf_model(Path(source.where), dtype=dtype, attn_implementation=config.attn_implementation)
     if not sys.stderr.isatty():
         disable_progress_bar()  # no progress bars in log files
-    model, report = AutoModelForCausalLM.from_pretrained(
+    model, report = _auto_class(load_model_config(config)).from_pretrained(
         prepare_builtin(source.where) if source.kind == "builtin" else source.where,
         dtype=dtype,
         attn_implementation=config.attn_implementation,
@@ -463,7 +490,7 @@ def _load_weights(source: Source, config: ModelConfig) -> PreTrainedModel:
 def _build_empty(source: Source, config: ModelConfig) -> PreTrainedModel:
     """Return the model of `_load_weights` without weights; the caller loads them."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     if source.kind == "gguf":  # its config is known only after reading the file
         with torch.device("cpu"):
@@ -471,12 +498,45 @@ def _build_empty(source: Source, config: ModelConfig) -> PreTrainedModel:
     where = prepare_builtin(source.where) if source.kind == "builtin" else source.where
     trusted = config.trust_remote_code
     parsed = AutoConfig.from_pretrained(where, revision=config.revision or "main", trust_remote_code=trusted)
-    return AutoModelForCausalLM.from_config(
-        parsed,
-        dtype=resolve_dtype(config.dtype, resolve_device(config.device)),
-        attn_implementation=config.attn_implementation,
-        trust_remote_code=trusted,
-    ).eval()
+    return (
+        _auto_class(parsed)
+        .from_config(
+            parsed,
+            dtype=resolve_dtype(config.dtype, resolve_device(config.device)),
+            attn_implementation=config.attn_implementation,
+            trust_remote_code=trusted,
+        )
+        .eval()
+    )
+
+
+def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """Return transformers' class for a config: a causal language model, or else one that reads media and text."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
+
+    mapping = MODEL_FOR_MULTIMODAL_LM_MAPPING if reads_media(config) else MODEL_FOR_CAUSAL_LM_MAPPING
+    found: type[PreTrainedModel] = mapping[type(config)]
+    return found
+
+
+def reads_media(config: PreTrainedConfig) -> bool:
+    """Whether this is the config of a model that gets images or audio at placeholders, and is no model of text too."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
+
+    from oxrl.data.media_features import placeholder_ids
+
+    if type(config) not in MODEL_FOR_MULTIMODAL_LM_MAPPING or not placeholder_ids(config):
+        return False
+    same = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)]
+    return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), same) is same
+
+
+def _auto_class(config: PreTrainedConfig) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+
+    return AutoModelForMultimodalLM if reads_media(config) else AutoModelForCausalLM
 
 
 def _check_architecture(source: Source, config: ModelConfig) -> None:
@@ -503,11 +563,15 @@ def _check_architecture(source: Source, config: ModelConfig) -> None:
     if type(parsed) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" in custom_code:
         raise needs_trust
     is_encoder = type(parsed) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(parsed, "is_decoder", False)
-    if type(parsed) not in MODEL_FOR_CAUSAL_LM_MAPPING or is_encoder or getattr(parsed, "is_encoder_decoder", False):
+    encodes = is_encoder or getattr(parsed, "is_encoder_decoder", False)
+    if reads_media(parsed) and not encodes:
+        _check_attention_support(model_class(parsed), config.attn_implementation)
+        return
+    if type(parsed) not in MODEL_FOR_CAUSAL_LM_MAPPING or encodes:
         if media := [medium for key, medium in _MEDIA_CONFIGS.items() if getattr(parsed, key, None) is not None]:
             raise ValueError(
-                f"the model {config.name} is a {kind} model, which reads {' and '.join(media)}; oxRL trains models of "
-                "text: use the text model of the same family"
+                f"the model {config.name} is a {kind} model, which reads {' and '.join(media)}, but not as tokens "
+                "beside its text; use the text model of the same family"
             )
         raise ValueError(
             f"the model {config.name} is a {kind} model, which is not a causal language model; use a model that "

@@ -2,12 +2,13 @@
 
 With the adapter disabled, the base model computes bit-identical outputs, so it can serve as the reference of its own
 training; a reference that follows the policy is a second adapter over the same base. The projection to the vocabulary
-never gets an adapter. Loading by name is in `load`.
+never gets an adapter, and towers that read media get one only if a target is in them alone. Loading is in `load`.
 """
 
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -53,7 +54,8 @@ def attach_lora(model: PreTrainedModel, settings: LoraSettings, *, seed: int = 0
         r=settings.r,
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
-        target_modules=_checked_targets(model, settings.target_modules),
+        target_modules=(targets := _checked_targets(model, settings.target_modules)),
+        exclude_modules=_towers_without_adapter(model, targets),
         bias="none",
         task_type="CAUSAL_LM",
     )
@@ -153,8 +155,10 @@ def _linear_layers(model: PreTrainedModel) -> list[str]:
 
 
 def _checked_targets(model: PreTrainedModel, targets: str | tuple[str, ...]) -> list[str]:
+    from oxrl.data.media_features import language_model_of
+
     if targets == "all-linear":
-        return linear_layer_names(model)
+        return linear_layer_names(language_model_of(model))
     names = [targets] if isinstance(targets, str) else list(targets)
     head = model.get_output_embeddings()
     head_name = next((name for name, module in model.named_modules() if module is head), "lm_head")
@@ -170,6 +174,19 @@ def _checked_targets(model: PreTrainedModel, targets: str | tuple[str, ...]) -> 
     if not names:
         raise ValueError(f"LoRA needs targets: 'all-linear' or some of {', '.join(linear_layer_names(model))}")
     return names
+
+
+def _towers_without_adapter(model: PreTrainedModel, targets: list[str]) -> str | None:
+    """Return a pattern of the vision and audio towers, unless a target is in them only: adapters go elsewhere."""
+    from oxrl.data.media_features import body_of, towers_of
+
+    towers = [id(tower) for tower in towers_of(body_of(model))]
+    prefixes = [name for name, module in model.named_modules() if id(module) in towers]
+    inside = [name for name in _linear_layers(model) if name.startswith(tuple(f"{prefix}." for prefix in prefixes))]
+    outside = set(_linear_layers(model)) - set(inside)
+    if not prefixes or not all(any(_matches(target, name) for name in outside) for target in targets):
+        return None
+    return rf"(.*\.)?({'|'.join(map(re.escape, prefixes))})\..*"
 
 
 def _matches(target: str, module: str) -> bool:

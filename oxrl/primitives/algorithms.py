@@ -26,7 +26,8 @@ from oxrl.algorithms.preference import Pairs
 from oxrl.algorithms.recipes import pair_view
 from oxrl.algorithms.supervised import Scores, Tokens
 from oxrl.algorithms.unpaired import Labelled
-from oxrl.backends.forward import LanguageModel, prepare_layout
+from oxrl.backends.forward import LanguageModel
+from oxrl.backends.layout import prepare_layout
 from oxrl.backends.local import shares_of
 from oxrl.data.pack import collate
 from oxrl.loops.online import NO_TEXT, prepare_grpo_batch

@@ -84,6 +84,7 @@ def model_config(config: Config) -> ModelConfig:
         device=device,
         revision=model.revision,
         chat_template=model.chat_template,
+        freeze=model.freeze,
     )
 
 

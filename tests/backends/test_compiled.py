@@ -3,7 +3,8 @@
 import pytest
 
 from oxrl.backends.compiled import compile_layers
-from oxrl.backends.forward import LanguageModel, prepare_layout
+from oxrl.backends.forward import LanguageModel
+from oxrl.backends.layout import prepare_layout
 from tests.contracts.test_backend import load_tiny
 
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from oxrl.backends.forward import LanguageModel, _share, prepare_layout
+from oxrl.backends.forward import LanguageModel, _share
+from oxrl.backends.layout import prepare_layout
 from oxrl.data.pack import collate, pack
 from oxrl.models.lora import LoraSettings, attach_lora
 from oxrl.types import Row

@@ -231,6 +231,10 @@ def lines_of_metrics(home, overrides):
     return len((home.run(overrides).folder / "metrics.jsonl").read_text().splitlines())
 
 
+def trains_its_towers(model):
+    return all(weight.requires_grad for weight in model.parameters())
+
+
 def loaded(what):
     return of_config(lambda config: what(load_model(model_config(config))))
 
@@ -409,6 +413,7 @@ KEYS = {
     "model.dtype": Effect("bfloat16", weights, SFT),
     "model.attn_implementation": Effect("eager", loaded(lambda it: it.config._attn_implementation), ROWS, "eager"),
     "model.gradient_checkpointing": Effect(True, loaded(lambda model: model.is_gradient_checkpointing), ROWS, True),
+    "model.freeze": Effect("nothing", loaded(trains_its_towers), (*ROWS, "model.name=tiny-vlm"), True),
     "model.compile": Effect(True, prepared(lambda spec: training_settings(spec)["compiles"]), SFT, True),
     "model.ref_model": Effect("{home.trained}", logged("loss"), PAIRS),
     "model.ref_update": Effect("ema", weights, REFERENCE),

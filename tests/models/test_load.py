@@ -24,6 +24,7 @@ from transformers import (
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from oxrl.data.media_features import body_of, towers_of
 from oxrl.models.builtin import prepare_builtin
 from oxrl.models.load import (
     check_model,
@@ -420,10 +421,30 @@ def test_devices_are_read_strictly() -> None:
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
 
 
-@pytest.mark.parametrize(("kind", "media"), [("qwen2_vl", "images"), ("qwen2_audio", "audio")])
-def test_a_model_of_images_or_audio_is_refused_for_what_it_reads(kind: str, media: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=rf"is a {kind} model, which reads {media}; .* use the text model"):
-        check_model(save_config(tmp_path, CONFIG_MAPPING[kind]()))
+def test_a_model_that_reads_images_otherwise_than_as_tokens_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"is a pix2struct model, .*not a causal language model|which reads images"):
+        check_model(save_config(tmp_path, CONFIG_MAPPING["pix2struct"]()))
+    with pytest.raises(ValueError, match=r"is a florence2 model, which reads images, but not as tokens"):
+        check_model(save_config(tmp_path, CONFIG_MAPPING["florence2"]()))
+
+
+@pytest.mark.parametrize("name", ["tiny-vlm", "tiny-audio"])
+@pytest.mark.parametrize("part", ["towers", "language_model", "nothing"])
+def test_the_frozen_part_of_a_model_that_reads_media(name: str, part: Any) -> None:
+    model = load_model(ModelConfig(name, device="cpu", freeze=part))
+    in_towers = {weight.requires_grad for tower in towers_of(body_of(model)) for weight in tower.parameters()}
+    others = {weight.requires_grad for weight in model.get_decoder().parameters()}
+    assert (in_towers, others) == ({part != "towers"}, {part != "language_model"})
+    assert not any(weight.requires_grad for weight in load_model(name, is_trainable=False).parameters())
+
+
+@pytest.mark.parametrize(("targets", "towers"), [("all-linear", False), (("q_proj",), False), (("fc1",), True)])
+def test_adapters_go_into_the_language_model_unless_a_target_is_in_a_tower_alone(targets: Any, towers: bool) -> None:
+    adapted = attach_lora(
+        load_model(ModelConfig("tiny-audio", device="cpu")), LoraSettings(r=2, target_modules=targets)
+    )
+    trained = [name for name, weight in adapted.named_parameters() if weight.requires_grad]
+    assert trained and {"audio_tower" in name for name in trained} == {towers}
 
 
 @pytest.mark.parametrize(

@@ -20,15 +20,8 @@ from torch import Tensor, nn
 
 from oxrl.backends.distributed.ranks import Build, portable
 from oxrl.backends.distributed.rpc import value_of
-from oxrl.backends.forward import (
-    LanguageModel,
-    Probed,
-    prepare_layout,
-    probe_batch,
-    register_attention,
-    relative_gap,
-    rounding,
-)
+from oxrl.backends.forward import LanguageModel, Probed, attention_of, register_attention, set_attention
+from oxrl.backends.layout import prepare_layout, probe_batch, relative_gap, rounding
 from oxrl.backends.local import PyTorchTrainingBackend, on_device
 from oxrl.backends.optimizer import schedule
 from oxrl.seeds import seed_everything
@@ -117,7 +110,7 @@ def shard_model(
     (described,) = _from_rank_0([_describe(loaded)] if loaded is not None else [None])
     module.layout, module.probed = described.probed.layout, described.probed
     register_attention()
-    module.inner.set_attn_implementation(described.attention)
+    set_attention(module.inner, described.attention)
     if frozen:
         module.eval().requires_grad_(False)
     sharded = ShardedModel(module, described.dtypes, described.probe)
@@ -148,7 +141,7 @@ def _describe(module: LanguageModel) -> LoadedModel:
     batch = probe_batch(module.inner)
     return LoadedModel(
         module.probed,
-        module.inner.config._attn_implementation,
+        attention_of(module.inner),
         {name: tensor.dtype for name, tensor in tensors_of(module).items()},
         Probe(on_device(batch, torch.device("cpu")), module.eval()(batch).logprob.cpu()),
     )
