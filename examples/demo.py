@@ -142,9 +142,9 @@ def main() -> None:
     after = evaluate(str(result.checkpoint), held_out)
     show(console, before, after)
     summarize(console, before, after, seconds, arguments)
-    console.print(
-        f"\nChat with it: [bold]oxrl chat {result.folder}[/]    Its curves: [bold]oxrl plot {result.folder}[/]"
-    )
+    commands = {"Chat with it": "chat", "Its curves": "plot", "Its answers, token by token": "view"}
+    for purpose, command in commands.items():
+        console.print(f"{purpose}: [bold]oxrl {command} {result.folder}[/]", soft_wrap=True)
 
 
 def show(console: Console, before: list[Rollout], after: list[Rollout]) -> None:

@@ -142,6 +142,7 @@ def train(
         from oxrl.run.train import train_spec  # imports torch: wrong input was reported before
 
         for spec in _prepared(stages, output, resume):
+            typer.echo(f"to watch: oxrl view {spec.folder}", err=True)
             with exit_on_failure("the run", partial(_how_to_resume, spec.folder)):
                 result = train_spec(spec)
             _report(result, spec.config, as_json=json_)

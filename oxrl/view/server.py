@@ -107,16 +107,15 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(200, response)
 
     def _refuse(self, status: int, message: str) -> None:
-        self.close_connection = True  # a body may follow, which is not read
         self._send(status, Response(f"{message}\n".encode("utf-8", "replace"), "text/plain; charset=utf-8"))
 
     def _send(self, status: int, response: Response) -> None:
+        self.close_connection = True  # a thread is busy for one response only; a body may follow, which is not read
         self.send_response(status)
         headers = {**ALWAYS, **response.headers, "Content-Type": response.kind, "Content-Length": len(response.body)}
         for name, value in headers.items():
             self.send_header(name, str(value))
-        if self.close_connection:
-            self.send_header("Connection", "close")
+        self.send_header("Connection", "close")
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(response.body)

@@ -16,6 +16,7 @@ from threading import Lock
 from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 from oxrl.parsing import parse_json
+from oxrl.tracking.step_files import FOLDER
 from oxrl.view.files import MISSING, identity, lines_with_offsets, open_inside, size_of
 
 Json: TypeAlias = dict[str, Any]
@@ -75,7 +76,7 @@ class Steps:
             elif (place := step.places.get((group, index))) is not None:
                 with open_inside(self.folder, _file_of(number)) as file:
                     if _version(file) == step.version:
-                        return _object_at(file, place) or {}
+                        return _with_text(_object_at(file, place) or {})
         raise FileNotFoundError(f"step {number} has no answer {index} of group {group}")
 
     def prompt(self, sample_id: str) -> list[Json]:
@@ -199,8 +200,20 @@ def _without_tokens(answer: Json) -> Json:
     """The answer with counts instead of tokens."""
     tokens = answer.get("tokens") or {}
     mask = tokens.get("mask") or []
+    answer = _with_text(answer)
     counted = {"length": len(tokens.get("ids") or []), "trained": sum(map(bool, mask)) if mask else None}
     return {**{name: value for name, value in answer.items() if name != "tokens"}, "tokens": counted}
+
+
+def _with_text(answer: Json) -> Json:
+    """A row of a dataset with the texts of its trained tokens and of the others; it has no messages."""
+    tokens = answer.get("tokens") or {}
+    pieces, mask = tokens.get("pieces"), tokens.get("mask")
+    if answer.get("kind") != "row" or not pieces or not mask:
+        return answer
+    trained = "".join(str(piece) for piece, kept in zip(pieces, mask, strict=False) if kept)
+    others = "".join(str(piece) for piece, kept in zip(pieces, mask, strict=False) if not kept)
+    return {**answer, "text": trained, "prompt": others}
 
 
 def _key(answer: Mapping[str, Any]) -> tuple[str, str]:
@@ -208,14 +221,14 @@ def _key(answer: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _file_of(number: int) -> str:
-    return f"record/step_{number:06d}.jsonl"
+    return f"{FOLDER}/step_{number:06d}.jsonl"
 
 
 def _recorded(folder: Path) -> list[int]:
-    if (folder / "record").is_symlink():
+    if (folder / FOLDER).is_symlink():
         return []
     try:
-        names = os.listdir(folder / "record")  # noqa: PTH208 - a listing of names, which may be tens of thousands
+        names = os.listdir(folder / FOLDER)  # noqa: PTH208 - a listing of names, which may be tens of thousands
     except MISSING:
         return []
     return [int(found[1]) for name in names if (found := _STEP_FILE.fullmatch(name))]

@@ -188,14 +188,14 @@ def write_run(folder: Path, *, steps: int = 40, shift: float = 0.0, lr: float = 
         {"step": 1, "check": "mask", "state": "passed", "message": "the mask is not empty", "remedy": ""},
         {
             "step": 2,
-            "check": "same_tokens",
+            "check": "tokens",
             "state": "passed",
             "message": "token ids in are token ids out",
             "remedy": "",
         },
         {
             "step": 24,
-            "check": "length_predicts_reward",
+            "check": "reward_by_length",
             "state": "warned",
             "message": "the length of an answer alone predicts its reward: rank correlation -0.83 over 10 steps",
             "remedy": "look at the answers with the highest rewards; bound the length, or change the reward",

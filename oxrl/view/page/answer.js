@@ -10,7 +10,7 @@ async function answerView(route) {
   const tokens = tokenPanel(answer.tokens, route);
   const holder = answers.find((each) => (each.media ?? []).some((media) => media.base64 || media.data));
   const element = h("div", {},
-    h("div", { class: "head" }, h("h1", {}, `Answer ${route.answer}`),
+    h("div", { class: "head" }, h("h1", {}, `${answer.kind === "row" ? "Row" : "Answer"} ${route.answer}`),
       at > 0 && h("a", { class: "button", href: address(matching[at - 1]) }, "◀"),
       at < matching.length - 1 && h("a", { class: "button", href: address(matching[at + 1]) }, "▶"),
       rewardChip(answer), partChips(answer), statusChips(answer),
@@ -26,8 +26,8 @@ async function answerView(route) {
 
 /** The turns of an answer; all but the last message of the policy are folded. */
 function replyView(answer) {
-  const reply = replyOf(answer);
-  const last = reply.findLastIndex((message) => message.role === "assistant");
+  const reply = answer.messages ? replyOf(answer) : [{ role: "trained", content: answer.text ?? "" }];
+  const last = reply.findLastIndex((message) => ["assistant", "trained"].includes(message.role));
   return h("section", { class: "reply" }, reply.map((message, at) => messageView(message, at === last)));
 }
 

@@ -48,7 +48,7 @@ function goUp() {
 }
 
 function onKey(event, view) {
-  const typing = event.target.closest("input, select, textarea");
+  const typing = event.target.closest("input:not([type=checkbox]), select, textarea");
   if (typing) {
     if (event.key === "Escape") event.target.blur();
     return;

@@ -33,7 +33,7 @@ function groupsOf({ header, answers }) {
     const graded = (each.rewards.length ? each.rewards : each.answers.map((answer) => answer.reward)).filter(isNumber);
     Object.assign(each, { mean: mean(graded), std: deviation(graded) });
   }
-  return [...groups.values()];
+  return [...groups.values()].filter((each) => each.answers.length || each.rewards.length);
 }
 
 /** What an answer's dot looks like: its shape says what happened, its place the reward. */
@@ -124,9 +124,10 @@ function stepHead(run, route, header, groups) {
   const at = run.steps.indexOf(route.step);
   const move = (step, text, key) => step === undefined ? h("span", { class: "button off" }, text)
     : h("a", { class: "button", href: href({ run: run.index, step }, filterQuery()), "data-key": key }, text);
+  const all = Math.max(groups.length, header.groups?.length ?? 0);
   const recorded = groups.filter((group) => group.answers.length).length;
   return h("div", { class: "head" }, h("h1", {}, `Step ${route.step}`), move(run.steps[at - 1], "◀", "["), move(run.steps[at + 1], "▶", "]"),
-    chip(plural(groups.length, "group")), recorded < groups.length && chip(`${recorded} recorded in full`),
+    chip(plural(all, "group")), recorded < all && chip(`${recorded} recorded in full`),
     isNumber(header.version) && chip(`weights ${header.version}`), header.algorithm && chip(header.algorithm),
     header.partial && chip("from rollouts.jsonl", "warn", "the first answers of the step, without advantages"));
 }
@@ -205,7 +206,7 @@ function answerList(run, route, groups, matches) {
 }
 
 function rewardChip(answer) {
-  if (answer.kind === "row") return chip(answer.index === 0 ? "row" : `row ${answer.index}`);
+  if (answer.kind === "row") return chip(`row ${answer.index}`);
   return isNumber(answer.reward) ? chip(`reward ${short(answer.reward)}`, "reward") : chip("✕ not graded", "bad", answer.error);
 }
 

@@ -140,12 +140,11 @@ class Run {
     return Object.assign({}, ...this.metrics.rows.filter((row) => row.step === step));
   }
 
-  /** What the guard found, the worst first within a step; findings of the curves that it does not repeat. */
+  /** What the guard found, the worst first within a step. */
   findings() {
     const guard = this.checks.rows.filter((row) => row.state === "failed" || row.state === "warned");
-    const said = new Set(guard.map((row) => row.message));
-    const found = [...guard, ...this.warnings.filter((row) => !said.has(row.message))];
-    return found.sort((a, b) => a.step - b.step || (a.state > b.state ? 1 : -1));
+    const found = this.checks.rows.length ? guard : this.warnings; // of a run without the guard, what its curves show
+    return [...found].sort((a, b) => a.step - b.step || (a.state > b.state ? 1 : -1));
   }
 
   /** The recorded step nearest to a step; null if nothing is recorded. */

@@ -12,6 +12,15 @@ function textOf(message) {
   return content.map((part) => (typeof part === "string" ? part : part.text ?? `[${part.type ?? "part"}]`)).join("");
 }
 
+const CONTROL = /[\u0000-\u0008\u000b-\u001f\u007f]/g;
+const DIRECTION = /[\u200e\u200f\u202a-\u202e\u2066-\u2069]/g;
+
+/** Characters that cannot be seen, or that would move others, as signs. */
+function visible(text) {
+  return text.replace(CONTROL, (sign) => (sign === "\u007f" ? "␡" : String.fromCharCode(0x2400 + sign.charCodeAt(0))))
+    .replace(DIRECTION, (sign) => `‹U+${sign.charCodeAt(0).toString(16).toUpperCase()}›`);
+}
+
 /** The messages that the policy wrote or was told during the answer, without its prompt. */
 function replyOf(answer) {
   const messages = answer.messages ?? [];
@@ -20,6 +29,7 @@ function replyOf(answer) {
 }
 
 function promptOf(answer) {
+  if (!answer.messages) return answer.prompt ? [{ role: "not trained", content: answer.prompt }] : [];
   const messages = answer.messages ?? [];
   return messages.slice(0, messages.length - replyOf(answer).length);
 }
@@ -42,7 +52,7 @@ function callText(call) {
 /** The last thing that was asked, on one line. */
 function promptLine(answer) {
   const asked = promptOf(answer).findLast((message) => message.role === "user") ?? promptOf(answer).at(-1);
-  return (asked ? textOf(asked) : answer.text ?? "").replace(/\s+/g, " ").trim();
+  return (asked ? textOf(asked) : answer.prompt ?? "").replace(/\s+/g, " ").trim();
 }
 
 /** Text, of which only the beginning is shown until the rest is asked for. */

@@ -132,7 +132,7 @@ class TokenView {
   span(at) {
     const span = document.createElement("span");
     span.dataset.at = at;
-    span.textContent = pieceOf(this.tokens, at).replaceAll("\n", "⏎\n");
+    span.textContent = visible(pieceOf(this.tokens, at)).replaceAll("\n", "⏎\n");
     this.dress(span, at);
     return span;
   }
