@@ -87,7 +87,9 @@ class TrainingResult(NamedTuple):
         sampling = GenerationConfig(max_tokens, temperature, seed=seed)
         return [generation.text for generation in generator.complete(ids, sampling)]
 
-    def evaluate(self, data: Any = None, reward: str | AnyReward | None = None, **rest: Any) -> Evaluation:
+    def evaluate(
+        self, data: Any = None, reward: str | AnyReward | Mapping[Any, float] | None = None, **rest: Any
+    ) -> Evaluation:
         """`oxrl.evaluate` of the trained model; by default on the run's held-out rows with the run's reward."""
         if data is None:
             data = next(iter(self.config.data.val_files.values()), None)

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 import oxrl
 from oxrl.algorithms import ALGORITHMS
 from oxrl.cli import app, completion
+from oxrl.tracking.metrics import read_metrics
 from oxrl.tracking.trackers import TRACKERS
 from tests.engines import need
 from tests.rows import sums, write_jsonl
@@ -210,6 +211,21 @@ def test_python_without_docstrings_is_refused_with_the_variable():
     done = subprocess.run([sys.executable, "-OO", "-m", "oxrl", "--version"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert "PYTHONOPTIMIZE=2" in done.stderr
+
+
+@pytest.mark.trains
+def test_several_rewards_are_given_with_their_weights(tmp_path):
+    data, reward = write_jsonl(tmp_path / "rows.jsonl", sums(4)), tmp_path / "reward.py"
+    reward.write_text("def third(rollout):\n    return 1 / 3\n")
+    given = json.dumps({f"{reward}:third": 1.0, "contains": 0.0})
+    small = ("--steps", 1, "--batch-size", 1, "--set", "rollout.max_tokens=4", "--set", "rollout.n_samples=4")
+    arguments = ("--model", "tiny", "--algorithm", "grpo", "--reward", given, "--data", data, *small)
+    done = run("train", *arguments, "--output", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    (metrics,) = read_metrics(tmp_path / "out" / "metrics.jsonl")
+    assert (metrics["reward_third"], metrics["reward"]) == pytest.approx((1 / 3, 1 / 3))
+    assert "reward_contains" in metrics
+    assert ", reward 0.3333\n" in done.output
 
 
 @pytest.mark.trains

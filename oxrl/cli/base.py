@@ -12,6 +12,7 @@ import typer
 
 from oxrl.cli import completion
 from oxrl.machine.secrets import without_secrets
+from oxrl.parsing import parse_yaml
 
 WRONG_PATH = {
     errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR,
@@ -24,6 +25,20 @@ def path(text: str) -> Path:
     if not text:
         raise typer.BadParameter("it is empty")
     return Path(text)
+
+
+def rewards(text: str | None) -> str | dict[str, float] | None:
+    """The value of --reward: a name, or `{NAME: WEIGHT, ...}`, of which a list is short for weights of 1."""
+    if text is None or text.lstrip()[:1] not in ("{", "["):
+        return text
+    try:
+        given = parse_yaml(text)
+        members = {str(each): 1.0 for each in given} if isinstance(given, list) else given
+        return {name: float(weight) for name, weight in members.items()}
+    except (ValueError, TypeError):
+        raise typer.BadParameter(
+            f"several rewards look like {{number_match: 1.0, tag_format: 0.2}}, not {text}"
+        ) from None
 
 
 @contextmanager

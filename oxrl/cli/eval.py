@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from oxrl.cli.base import Json, ModelArgument, RewardParameter, Seed, exit_on_failure, path
+from oxrl.cli.base import Json, ModelArgument, RewardParameter, Seed, exit_on_failure, path, rewards
 
 
 def evaluate(
@@ -21,7 +21,10 @@ def evaluate(
     ] = None,
     reward: Annotated[
         str | None,
-        typer.Option(help="A name from `oxrl rewards list` or FILE.py:FUNCTION; default the dataset's or the run's."),
+        typer.Option(
+            help="A name from `oxrl rewards list` or FILE.py:FUNCTION; several: {NAME: WEIGHT, ...}; "
+            "default the dataset's or the run's."
+        ),
     ] = None,
     by: Annotated[
         str | None,
@@ -74,7 +77,7 @@ def evaluate(
         result = measure(
             model,
             str(data),
-            reward,
+            rewards(reward),
             params=parse_parameters(param or []),
             limit=limit,
             samples=samples,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from oxrl.cli import completion
-from oxrl.cli.base import exit_on_failure, exit_on_user_error, path
+from oxrl.cli.base import exit_on_failure, exit_on_user_error, path, rewards
 from oxrl.cli.plan import show_plans
 from oxrl.run.launch import restarted
 from oxrl.tracking.logs import make_optional
@@ -55,7 +55,7 @@ def train(
     reward: Annotated[
         str | None,
         typer.Option(
-            help="Reward function: a name from `oxrl rewards list`, or FILE.py:FUNCTION.",
+            help="A name from `oxrl rewards list` or FILE.py:FUNCTION; several: {NAME: WEIGHT, ...}.",
             autocompletion=completion.rewards,
         ),
     ] = None,
@@ -120,7 +120,7 @@ def train(
         "train.alg_name": algorithm,
         "data.train_files_path": data,
         "data.val_files_path": val,
-        "reward.reward_func": reward,
+        "reward.reward_func": rewards(reward),
         "train.total_number_of_epochs": epochs,
         "train.train_steps_per_epoch": steps,
         "train.train_batch_size_per_gpu": batch_size,

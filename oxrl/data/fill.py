@@ -23,10 +23,11 @@ def fill(template: str, row: Mapping[str, Any]) -> str:
 
 
 def fill_column(column: str, template: str, row: Mapping[str, Any]) -> Any:
-    """The value of one of `TEMPLATED`; the value of a single column is returned as it is, also a list of messages."""
+    """The value of one of `TEMPLATED`; that of a single column as it is, also messages, but a number as text."""
     if column == "system" or placeholders(template):
         return fill(template, row)
-    return _value(template, row)
+    value = _value(template, row)
+    return str(value) if isinstance(value, int | float) and column != "answer" else value
 
 
 def placeholders(template: str) -> list[str]:

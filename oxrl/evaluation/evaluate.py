@@ -6,6 +6,7 @@ statistics are in `loops.statistics`.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,12 +29,12 @@ from oxrl.loops.evaluate import sample_and_grade
 from oxrl.loops.statistics import Comparison, Estimate, compare, estimate, pass_at_k
 from oxrl.models.load import check_model, load_model, load_tokenizer
 from oxrl.names import did_you_mean
-from oxrl.rewards import Reward, as_reward, check_samples, weighted
+from oxrl.rewards import Reward, as_reward, check_samples
 from oxrl.rewards.grade import AnyReward, grade
 from oxrl.rewards.length import sampled_tokens
 from oxrl.rollouts.collect import RolloutSampler
 from oxrl.run.folder import last_stage, read_recorded, resolve_weights
-from oxrl.run.reward import named_reward, reward_variants
+from oxrl.run.reward import reward_variants, summed_rewards
 from oxrl.types import GenerationConfig, Rollout, Sample, Status
 
 logger = logging.getLogger(__name__)
@@ -204,7 +205,7 @@ class EvalData(NamedTuple):
 def evaluate(
     model: str | Path,
     data: Source | Sequence[Sample] | Loaded,
-    reward: str | AnyReward | None = None,
+    reward: str | AnyReward | Mapping[Any, float] | None = None,
     *,
     params: Mapping[str, Any] | None = None,
     limit: int | None = None,
@@ -222,10 +223,10 @@ def evaluate(
     """`evaluate("runs/grpo", "gsm8k", limit=200, against="smollm2-135m")`: accuracy, pass@k, significance of a gain.
 
     `data` is a dataset name (its test split; `"mbpp:validation"` for another) or anything that `load_samples` reads.
-    `reward` is a name with its `params`, or a function; by default that of the dataset or of the run. Without any, the
-    rows themselves are scored: pairs by accuracy and margin, responses by perplexity; `by` chooses. With several
-    `samples` per prompt, pass@k is reported for each of `k`; an answer with a reward of at least `full` counts as
-    solved. Wrong input raises a ValueError before weights are loaded; the same seed gives the same answers.
+    `reward` is a name with its `params`, a function, or a mapping of these to weights; by default that of the dataset
+    or of the run. Without any, the rows are scored: pairs by accuracy and margin, responses by perplexity; `by`
+    chooses. With several `samples` per prompt, pass@k is reported for each of `k`; a reward of at least `full` counts
+    as solved. Wrong input raises a ValueError before weights are loaded; the same seed gives the same answers.
     """
     from oxrl.generators.embedded.engine import check_sampling
 
@@ -265,7 +266,11 @@ def evaluate(
 
 
 def _choose(
-    by: Method | None, reward: str | AnyReward | None, params: Mapping[str, Any], rows: EvalData, run: Mapping[str, Any]
+    by: Method | None,
+    reward: str | AnyReward | Mapping[Any, float] | None,
+    params: Mapping[str, Any],
+    rows: EvalData,
+    run: Mapping[str, Any],
 ) -> dict[str, Reward]:
     """The reward with its variants; {} where the responses or pairs of the rows are scored."""
     kind = kind_of(rows.rows)
@@ -299,12 +304,12 @@ def _own_reward(run: Mapping[str, Any]) -> dict[str, Reward]:
     if outside := next((name for name in names if ":" in name), None):
         raise ValueError(
             f"the run was trained with the reward {outside}, and evaluations do not import Python files of a run by "
-            "themselves: pass it as reward; or choose by perplexity or pairs"
+            f"themselves: set the reward to {named if isinstance(named, str) else json.dumps(named)!r}; or choose by "
+            "perplexity or pairs"
         )
     if isinstance(named, str):
         return reward_variants(named, params)
-    members: dict[AnyReward, float] = {named_reward(name, params.get(name, {})): named[name] for name in names}
-    return {"": weighted(members)} if members else {}
+    return {"": summed_rewards(named, params)} if named else {}
 
 
 def _refuse_sampling(samples: int, temperature: float | None) -> None:
@@ -334,7 +339,7 @@ def _check_choices(
     return (*(2**power for power in range((samples - 1).bit_length())), samples) if samples > 1 else ()
 
 
-def _variants(reward: str | AnyReward | None, params: Mapping[str, Any]) -> dict[str, Reward]:
+def _variants(reward: str | AnyReward | Mapping[Any, float] | None, params: Mapping[str, Any]) -> dict[str, Reward]:
     if reward is None:
         raise ValueError(
             "no reward is set: name one (`oxrl rewards list` lists them), or a function as FILE.py:FUNCTION; rows with "
@@ -342,6 +347,8 @@ def _variants(reward: str | AnyReward | None, params: Mapping[str, Any]) -> dict
         )
     if isinstance(reward, str):
         return reward_variants(reward, params)
+    if isinstance(reward, Mapping):
+        return {"": summed_rewards(reward, params)}
     return {"": as_reward(partial(reward, **params) if params and not isinstance(reward, Reward) else reward)}
 
 

@@ -122,6 +122,15 @@ def named_reward(
     return reward(name, **params)
 
 
+def summed_rewards(members: Mapping[Any, float], params: Mapping[str, Any]) -> Reward:
+    """Rewards by name, or functions, with their weights; `params` has those of a reward by its name."""
+    if unknown := [name for name, own in params.items() if name not in members or not isinstance(own, Mapping)]:
+        raise ConfigError(f"several rewards have their parameters by name, NAME={{KEY: VALUE}}, not {unknown[0]}")
+    return weighted(
+        {named_reward(each, params.get(each, {})) if isinstance(each, str) else each: w for each, w in members.items()}
+    )
+
+
 def reward_variants(name: str, params: Mapping[str, Any]) -> dict[str, Reward]:
     """The reward, followed by its other variant if it has a parameter `strict`.
 

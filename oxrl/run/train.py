@@ -42,7 +42,7 @@ from oxrl.seeds import seed_everything
 from oxrl.tracking.activity import Activity
 from oxrl.tracking.catalogue import results
 from oxrl.tracking.console import LiveConsole
-from oxrl.tracking.metrics import JSONLLogger, Sink, all_of, no_log, read_metrics
+from oxrl.tracking.metrics import JSONLLogger, Sink, all_of, no_log, read_metrics, short_number
 from oxrl.tracking.notebook import live_output
 from oxrl.tracking.trackers import tracked
 from oxrl.types import ModelConfig, TrainingState
@@ -381,7 +381,8 @@ def _observer(spec: RunSpec, done: int, show: Callable[[str], None]) -> Callable
         if step == done + 1 or step % 10 == 0:
             first = groups[0][0]
             prompt, response = (" ".join(text.split()) for text in (first.prompt[-60:], first.response[:100]))
-            show(f"  sample: {prompt!r} -> {response!r}, reward {first.reward}")
+            grade = "ungraded" if first.reward is None else f"reward {short_number(first.reward)}"
+            show(f"  sample: {prompt!r} -> {response!r}, {grade}")
 
     return observe
 

@@ -109,7 +109,8 @@ class LiveConsole:
 
     def _line(self) -> str:
         metrics = [f"{name} {short_number(value)}" for name, value in self.shown.items()]
-        return "  ".join([f"step {self.step}/{self.total}", *metrics, self._left()])
+        left = [self._left()] if self.pace.known else []
+        return "  ".join([f"step {self.step}/{self.total}", *metrics, *left])
 
     def _left(self) -> str:
         return time_left(self.pace.left()) if self.pace.known else "? left"

@@ -297,6 +297,11 @@ def test_a_template_defines_preferences_and_a_system_message() -> None:
     assert (sample.chosen, sample.rejected) == ((HELLO,), (GO_AWAY,))
 
 
+def test_a_number_in_a_column_of_a_template_is_text() -> None:
+    sample = to_sample(RawRow("a:1", SVAMP), template={"prompt": "Body", "response": "Answer"})
+    assert [message.content for message in sample.messages] == ["Tom has 3.", "3.0"]
+
+
 @pytest.mark.parametrize(
     ("raw", "template", "message"),
     [

@@ -53,6 +53,18 @@ def sevens(tmp_path_factory, complete_run) -> Path:
     return folder / "run"
 
 
+@pytest.mark.parametrize("given", ['{"FILE:half_credit": 1.0, exact_match: 2}', '["FILE:half_credit", exact_match]'])
+def test_several_rewards_are_given_with_their_weights(sevens, tmp_path, given):
+    rows = write_jsonl(tmp_path / "rows.jsonl", questions(right=2, wrong=2))
+    text = given.replace("FILE", str(Path(__file__)))
+    done = run(sevens, "--data", rows, "--max-tokens", 8, "--reward", text, "--json")
+    assert done.exit_code == 0, done.output
+    expected = 0.5 + 0.5 * (2 if text.startswith("{") else 1)
+    assert json.loads(done.stdout)["results"][0]["marks"]["reward"]["reward"]["mean"] == expected
+    wrong = run(sevens, "--data", rows, "--reward", text.replace("2", "much").replace("[", "[["))
+    assert wrong.exit_code == 2 and "several rewards look like" in wrong.output
+
+
 def test_a_run_is_graded_strictly_and_leniently(sevens, tmp_path):
     rows = write_jsonl(tmp_path / "rows.jsonl", questions(right=9, wrong=3))
     evaluation = evaluate(sevens, str(rows), "gsm8k_reward_func", max_tokens=8)

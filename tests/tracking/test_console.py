@@ -37,9 +37,10 @@ def test_the_time_left_has_hours_and_minutes(seconds, text):
 
 def test_the_time_left_is_measured_without_the_first_step_and_the_first_evaluation():
     clock = Clock()
-    console = LiveConsole(11, console=Console(file=io.StringIO()), clock=clock)
+    console = LiveConsole(11, console=Console(file=(printed := io.StringIO())), clock=clock)
     clock.now = 500.0  # of an evaluation
     console(0, {"eval_loss": 1.0})
+    assert printed.getvalue() == "step 0/11  eval_loss 1\n", "no time left where none is known"
     assert "? left" in console.live_line(80)
     clock.now += 60.0  # the first step, with its warm-up
     console(1, {"loss": 1.0})
