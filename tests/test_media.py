@@ -101,7 +101,7 @@ def test_packing_counts_a_prompt_once_for_each_of_its_media():
 def test_components_that_take_only_tokens_refuse_media(tiny, tiny_model):
     with pytest.raises(ValueError, match="row r0 has media"):
         LanguageModel(tiny_model)(collate([(row,) for row in rows((CAT,), ())]))
-    with pytest.raises(ValueError, match="request has media"):
+    with pytest.raises(ValueError, match="row of seed 0 has media"):
         anyio.run(EmbeddedGenerator(tiny_model, tiny[1]).generate, [Request((1, 2), media=(CAT,))], GenerationConfig())
     with pytest.raises(ValueError, match="sample s has media"):
         oxrl.create_rollout(tiny_model, tiny[1], SAMPLES["sft"], GenerationConfig())

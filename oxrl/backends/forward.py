@@ -28,8 +28,8 @@ from oxrl.data.media_features import (
     body_of,
     language_model_of,
     media_towers,
+    padding_token,
     place,
-    placeholder_ids,
     rows_of,
 )
 from oxrl.data.pack import worth_sharing
@@ -285,7 +285,7 @@ def _packed_hidden(inner: PreTrainedModel, packing: _Packing, placed: Placed | N
 
 def _padded_hidden(inner: PreTrainedModel, batch: Batch, placed: Placed | None = None) -> Tensor:
     rows = [batch.tokens[start:end] for start, end in pairwise(batch.borders)]
-    tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=_padding_token(inner))
+    tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=padding_token(inner))
     lengths = torch.tensor([len(row) for row in rows], device=tokens.device)
     present = torch.arange(tokens.shape[1], device=tokens.device)[None] < lengths[:, None]
     inputs = body_inputs(inner, tokens, placed)
@@ -295,12 +295,6 @@ def _padded_hidden(inner: PreTrainedModel, batch: Batch, placed: Placed | None =
     output = body_of(inner)(**inputs, attention_mask=present.long(), use_cache=False)
     hidden: Tensor = output.last_hidden_state[present]
     return hidden
-
-
-def _padding_token(inner: PreTrainedModel) -> int:
-    """Return a token that is no placeholder: models look for placeholders in masked tokens, too."""
-    placeholders = placeholder_ids(inner.config).values() if media_towers(inner) is not None else ()
-    return next(token for token in range(len(placeholders) + 1) if token not in placeholders)
 
 
 def _row_by_row(name: str, attend: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor | None]]:

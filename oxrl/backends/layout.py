@@ -27,10 +27,10 @@ from oxrl.backends.forward import (
     set_attention,
     watch_windows,
 )
-from oxrl.data.media_features import body_of, example, media_towers, never_sampled, own_inputs, place, rows_of
+from oxrl.data.media_features import MediaRow, body_of, own_inputs, place, probe_rows, rows_of
 from oxrl.data.pack import collate
 from oxrl.tensors import count_windowed_layers, token_logprobs
-from oxrl.types import Batch, IntArray, Row
+from oxrl.types import Batch, Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -122,33 +122,13 @@ def probe_batch(inner: PreTrainedModel) -> Batch:
     numbers = np.random.default_rng(0)
     rows = [numbers.integers(0, vocabulary, n) for n in (7, 3, 12)]
     rows += [np.concatenate([rows[2][:9], numbers.integers(0, vocabulary, n)]) for n in (2, 5)]
-    text = [Row(f"probe {i}", _without_placeholders(inner, row), np.arange(len(row)) > 0) for i, row in enumerate(rows)]
-    return collate([(row,) for row in [*text, *_rows_with_media(inner, numbers)]], inner.device)
+    probes = probe_rows(inner, [MediaRow(f"probe {number}", row) for number, row in enumerate(rows)])
+    return collate([(_as_row(probe),) for probe in probes], inner.device)
 
 
-def _without_placeholders(inner: PreTrainedModel, tokens: IntArray) -> IntArray:
-    placeholders = never_sampled(inner)
-    others = next(token for token in range(len(placeholders) + 1) if token not in placeholders)
-    return np.where(np.isin(tokens, placeholders), others, tokens)
-
-
-def _rows_with_media(inner: PreTrainedModel, numbers: np.random.Generator) -> list[Row]:
-    towers = media_towers(inner)
-    if towers is None:
-        return []
-    rows = []
-    vocabulary = inner.get_input_embeddings().weight.shape[0]
-    for kind in towers.kinds:
-        media = [example(kind, width, height) for width, height in ((56, 56), (112, 56), (56, 112))]
-        words = _without_placeholders(inner, numbers.integers(0, vocabulary, 14))
-        for number, (own, end) in enumerate((((0, 1), 4), ((0, 1), 2), ((0, 2), 4), ((2,), 3))):
-            tokens = words[:4].tolist()
-            for index in own:
-                tokens += [*towers.placeholders(inner, media[index]), int(words[4 + index])]
-            tokens += words[8 : 8 + end].tolist() if number != 1 else words[12 : 12 + end].tolist()
-            mask = np.arange(len(tokens)) >= len(tokens) - end
-            rows.append(Row(f"probe {kind} {number}", tokens, mask, media=tuple(media[index] for index in own)))
-    return rows
+def _as_row(probe: MediaRow) -> Row:
+    trained = 2 if probe.media else len(probe.tokens) - 1
+    return Row(probe.id, probe.tokens, np.arange(len(probe.tokens)) >= len(probe.tokens) - trained, media=probe.media)
 
 
 def _single_hidden(inner: PreTrainedModel, batch: Batch) -> Tensor:

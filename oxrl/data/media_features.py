@@ -89,6 +89,7 @@ class MediaTowers:
         self.agree: Callable[[list[int]], list[int]] = list  # passes of each kind that all ranks make, given this one's
         self._outputs = _Bounded(FEATURE_BYTES)
         self._weights_seen: tuple[int, ...] = ()
+        self._lengths: dict[Any, int] = {}
         self._forms: dict[
             str, tuple[type, int]
         ] = {}  # of a tower's output: its class, and features per block; 0: a list
@@ -111,8 +112,15 @@ class MediaTowers:
 
     def placeholders(self, model: Any, medium: Media) -> list[int]:
         """Return as many placeholders as the medium has features."""
-        encoded, _ = self.encode(body_of(model), [medium])
-        return [placeholder_ids(model.config)[medium.kind]] * len(encoded[medium][0])
+        return [placeholder_ids(model.config)[medium.kind]] * self.length(body_of(model), medium)
+
+    def length(self, body: Any, medium: Media) -> int:
+        """Return the number of a medium's features; its tower runs on the first call only."""
+        if (key := identity(medium)) not in self._lengths:
+            with torch.no_grad():
+                encoded, _ = self.encode(body, [medium])
+            self._lengths[key] = len(encoded[medium][0])
+        return self._lengths[key]
 
     def encode(self, body: Any, media: Sequence[Media]) -> tuple[dict[Media, tuple[Tensor, ...]], Tensor | None]:
         """Return the features of each medium, `[n, width]` per level, and the sum of idle passes times 0.
@@ -203,7 +211,7 @@ def media_towers(model: Any) -> MediaTowers | None:
 
 
 def body_of(model: Any) -> Any:
-    return getattr(model, model.base_model_prefix)
+    return getattr(model, model.base_model_prefix, model)
 
 
 def language_model_of(model: Any) -> Any:
@@ -214,9 +222,10 @@ def language_model_of(model: Any) -> Any:
 
 def towers_of(body: Any) -> list[nn.Module]:
     """Return the parts of a model's body before its language model: encoders and projections; [] for one of text."""
-    decoder = body.get_decoder() if hasattr(body, "get_decoder") else body
-    children = list(body.children())
-    return [child for child in children if child is not decoder] if any(each is decoder for each in children) else []
+    if not placeholder_ids(body.config):
+        return []
+    decoder = body.get_decoder()
+    return [child for child in body.children() if child is not decoder] if decoder is not body else []
 
 
 def placeholder_ids(config: Any) -> dict[str, int]:
@@ -250,10 +259,8 @@ def place(model: Any, rows: Sequence[MediaRow]) -> Placed | None:
 
     A row whose number of placeholders is not that of its media's features is a ValueError with the row's id.
     """
-    towers, body = media_towers(model), body_of(model)
+    towers, body = _towers_for(model, rows), body_of(model)
     if towers is None:
-        if named := [row.id for row in rows if row.media]:
-            raise ValueError(f"row {named[0]} has media, but {type(model).__name__} has nothing that reads them")
         return None
     encoded, idle = towers.encode(body, [medium for row in rows for medium in row.media])
     device = body.get_input_embeddings().weight.device
@@ -297,6 +304,36 @@ def body_inputs(model: Any, tokens: Tensor, placed: Placed | None, computed: Ten
         where = (tokens == placeholder_ids(model.config)[kind])[..., None]
         embedded = embedded.masked_scatter(where, embeddings.to(embedded.dtype))
     return {"inputs_embeds": embedded, **typed}
+
+
+def padding_token(model: Any) -> int:
+    """Return a token that is no placeholder: models look for placeholders in masked tokens, too."""
+    placeholders = never_sampled(model)
+    return next(token for token in range(len(placeholders) + 1) if token not in placeholders)
+
+
+def without_placeholders(model: Any, tokens: IntArray) -> IntArray:
+    return np.where(np.isin(tokens, never_sampled(model)), padding_token(model), tokens)
+
+
+def probe_rows(model: Any, texts: Sequence[MediaRow]) -> list[MediaRow]:
+    """Return rows of text with its placeholders replaced, and rows with media for a model with towers.
+
+    Of those, two begin alike, with two media of different sizes; one has the same tokens with a different medium.
+    """
+    rows = [row._replace(tokens=without_placeholders(model, row.tokens)) for row in texts]
+    towers = media_towers(model)
+    if towers is None:
+        return rows
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    words = without_placeholders(model, np.random.default_rng(1).integers(0, vocabulary, 14)).tolist()
+    for kind in towers.kinds:
+        media = [example(kind, width, height) for width, height in ((56, 56), (112, 56), (56, 112))]
+        for number, (own, end) in enumerate((((0, 1), words[8:12]), ((0, 1), words[12:]), ((0, 2), words[8:12]))):
+            pieces = [[*towers.placeholders(model, media[index]), words[4 + place]] for place, index in enumerate(own)]
+            tokens = np.array([*words[:4], *(token for piece in pieces for token in piece), *end])
+            rows.append(MediaRow(f"probe {kind} {number}", tokens, tuple(media[index] for index in own)))
+    return rows
 
 
 def own_inputs(model: Any, row: MediaRow) -> dict[str, Any]:
@@ -345,6 +382,35 @@ def example(kind: str, width: int = 56, height: int = 56) -> Media:
     return Media("audio", buffer.getvalue(), "audio/wav")
 
 
+def check_placeholders(model: Any, row: MediaRow) -> None:
+    """Raise a ValueError with the row's id unless it has as many placeholders as its media have features."""
+    towers = _towers_for(model, [row])
+    if towers is not None:
+        for kind, token in placeholder_ids(model.config).items():
+            own = [medium for medium in row.media if medium.kind == kind]
+            _check_count(row, kind, token, [towers.length(body_of(model), medium) for medium in own])
+
+
+def _towers_for(model: Any, rows: Sequence[MediaRow]) -> MediaTowers | None:
+    towers = media_towers(model)
+    for row in rows:
+        for medium in row.media:
+            if towers is None or medium.kind not in towers.kinds:
+                raise ValueError(f"row {row.id} has media, but {type(model).__name__} does not read {medium.kind}")
+    return towers
+
+
+def _check_count(row: MediaRow, kind: str, token: int, lengths: Sequence[int]) -> None:
+    found = int((np.asarray(row.tokens) == token).sum())
+    if found != sum(lengths):
+        each = f" ({' + '.join(map(str, lengths))})" if len(lengths) > 1 else ""
+        owner = "medium has" if len(lengths) == 1 else f"{len(lengths)} media have"
+        raise ValueError(
+            f"row {row.id} has {found} {kind} placeholders (token {token}), but its {owner} {sum(lengths)} features"
+            f"{each}: render the row with the processor of this model, and do not cut it inside of a medium"
+        )
+
+
 def _feature_indices(
     row: MediaRow,
     kind: str,
@@ -353,19 +419,14 @@ def _feature_indices(
     starts: Mapping[Media, int],
 ) -> IntArray:
     """Return for each token of a row its feature of this kind, -1 for other tokens."""
-    where = np.asarray(row.tokens) == token
     own = [medium for medium in row.media if medium.kind == kind]
     lengths = [len(encoded[medium][0]) for medium in own]
-    if int(where.sum()) != sum(lengths):
-        each = f" ({' + '.join(map(str, lengths))})" if len(own) > 1 else ""
-        raise ValueError(
-            f"row {row.id} has {int(where.sum())} {kind} placeholders (token {token}), but its {len(own)} "
-            f"{'medium has' if len(own) == 1 else 'media have'} {sum(lengths)} features{each}: render the row with the "
-            "processor of this model, and do not cut it inside of a medium"
-        )
-    indices = np.full(len(where), -1, dtype=np.int64)
+    _check_count(row, kind, token, lengths)
+    indices = np.full(len(row.tokens), -1, dtype=np.int64)
     if own:
-        indices[where] = np.concatenate([np.arange(n) + starts[m] for m, n in zip(own, lengths, strict=True)])
+        indices[np.asarray(row.tokens) == token] = np.concatenate(
+            [np.arange(length) + starts[medium] for medium, length in zip(own, lengths, strict=True)]
+        )
     return indices
 
 

@@ -7,7 +7,7 @@ left to `decoders`: a `Pass` defines what is written where.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple, Protocol
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache
+
+from oxrl.data.media_features import language_model_of
 
 ATTENTION = "oxrl_slots"
 STEP = 64  # cache lengths are multiples of it
@@ -242,11 +244,16 @@ def _attend(
 
 
 def next_logits(
-    model: PreTrainedModel, cache: Cache, tokens: Tensor, positions: Tensor, how: Any, keep: int | Tensor
+    model: PreTrainedModel,
+    cache: Cache,
+    inputs: Mapping[str, Any],
+    positions: Tensor,
+    how: Any,
+    keep: int | Tensor,
 ) -> Tensor:
-    """Run the model once over `tokens [B, T]`; logits of the last `keep` positions, or of those in `keep`."""
+    """Run the model once over its inputs, `[B, T]`; logits of the last `keep` positions, or of those in `keep`."""
     output = model(
-        input_ids=tokens,
+        **inputs,
         position_ids=positions,
         past_key_values=cache,
         use_cache=True,
@@ -254,12 +261,15 @@ def next_logits(
         slot_pass=how,
     )
     logits: Tensor = output.logits
+    if logits.shape[1] != (keep if isinstance(keep, int) else len(keep)):  # the model computes all of them
+        logits = logits[:, -keep:] if isinstance(keep, int) else logits[:, keep]
     return logits
 
 
 def attention_configs(model: PreTrainedModel) -> list[Any]:
-    """Return the configs from which the model's layers read their attention implementation."""
-    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+    """Return the configs from which the layers of the language model read their attention implementation."""
+    layers = language_model_of(model).modules()
+    configs = {id(module.config): module.config for module in layers if hasattr(module, "config")}
     return list(configs.values())
 
 

@@ -262,7 +262,7 @@ class CapturedDecoder:
 
     def _forward(self, tokens: Tensor, positions: Tensor, how: PagedPass, keep: int | Tensor) -> Tensor:
         with how.running(), own_attention(self.configs), forwards_replaced(self._layers):
-            return next_logits(self.model, self.cache, tokens, positions, how, keep)
+            return next_logits(self.model, self.cache, {"input_ids": tokens}, positions, how, keep)
 
     def extend(self, row: int, length: int) -> bool:
         """Make room for `length` tokens in this row; False if there are too few pages."""

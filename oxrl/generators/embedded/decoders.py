@@ -7,12 +7,24 @@ the other. `engine` assigns sequences to rows and samples from the logits.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from oxrl.data.media_features import (
+    MediaRow,
+    Placed,
+    body_inputs,
+    media_towers,
+    own_inputs,
+    padding_token,
+    place,
+    probe_rows,
+    without_placeholders,
+)
 from oxrl.generators.embedded.cache import (
     STEP,
     Continue,
@@ -33,6 +45,7 @@ from oxrl.generators.embedded.captured import (
 )
 from oxrl.machine.out_of_memory import ran_out_of_memory
 from oxrl.tensors import count_windowed_layers
+from oxrl.types import Media
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,14 +57,23 @@ CHUNK = 64  # tokens per prefill pass in fixed mode
 PREFILL = 2048  # tokens per prefill pass in shrinking mode, if a single prompt is not longer
 
 
+class Context(NamedTuple):
+    """What a sequence has so far; equal ones are computed once."""
+
+    tokens: tuple[int, ...]
+    media: tuple[Media, ...] = ()
+
+
 class Decoder(Protocol):
     """Rows are numbered from 0; `next_logits` continues each with its token; rows with None are idle."""
 
     shrinks: bool  # rows can be moved, so that none is idle
     late_entry: bool  # sequences may enter while others are in flight
 
-    def enter(self, rows: Sequence[int], contexts: Sequence[Sequence[int]]) -> Tensor:
-        """Return the logits after each context, `[len(rows), V]`."""
+    def enter(
+        self, rows: Sequence[int], contexts: Sequence[Sequence[int]], media: Sequence[tuple[Media, ...]] = ()
+    ) -> Tensor:
+        """Return the logits after each context, `[len(rows), V]`; `media` are those of each, () if none has any."""
         ...
 
     def next_logits(self, tokens: Sequence[int | None]) -> Tensor: ...
@@ -77,21 +99,25 @@ class SlotDecoder:
         self.configs = attention_configs(model)
         self.cache = SlotCache()
         self.lengths = [0] * slots
+        self.deltas = [0] * slots  # of positions, in models that count those of media in another way
 
     def widen(self, width: int) -> None:
         self.width = width
         self.clear()
 
-    def enter(self, rows: Sequence[int], contexts: Sequence[Sequence[int]]) -> Tensor:
-        rows_of: dict[tuple[int, ...], list[int]] = {}  # each prompt once
-        for row, context in zip(rows, contexts, strict=True):
-            rows_of.setdefault(tuple(context), []).append(row)
-            self.lengths[row] = len(context)
-        rows_of = dict(sorted(rows_of.items(), key=lambda item: len(item[0])))  # equal lengths run as a batch
+    def enter(
+        self, rows: Sequence[int], contexts: Sequence[Sequence[int]], media: Sequence[tuple[Media, ...]] = ()
+    ) -> Tensor:
+        rows_of: dict[Context, list[int]] = {}  # each prompt once
+        entering = _with_media(contexts, media)
+        for row, context in zip(rows, entering, strict=True):
+            rows_of.setdefault(context, []).append(row)
+            self.lengths[row] = len(context.tokens)
+        rows_of = dict(sorted(rows_of.items(), key=lambda item: len(item[0].tokens)))  # equal lengths run as a batch
         self._reserve(max(rows) + 1, max(map(len, contexts)))
         logits = self._in_chunks(rows_of) if self.fixed else self._in_passes(rows_of)
         order = {context: index for index, context in enumerate(rows_of)}
-        return logits[[order[tuple(context)] for context in contexts]]
+        return logits[[order[context] for context in entering]]
 
     def next_logits(self, tokens: Sequence[int | None]) -> Tensor:
         rows = len(tokens)
@@ -102,15 +128,17 @@ class SlotDecoder:
         self._reserve(len(tokens), max(ends))
         positions = torch.tensor(starts, device=self.model.device)[:, None]
         step = Continue(self.cache, 0, positions, ends, exact=self.fixed)
-        return self._pass(_column(tokens, self.model.device), positions, step, 1)[:rows, -1]
+        deltas = torch.tensor([*self.deltas, *[0] * len(tokens)][: len(tokens)], device=self.model.device)[:, None]
+        inputs = {"input_ids": _column(tokens, self.model.device)}
+        return self._pass(inputs, positions + deltas, step, 1)[:rows, -1]
 
     def move(self, source: int, target: int) -> None:
         self.cache.copy(source, target, self.lengths[source])
-        self.lengths[target] = self.lengths[source]
+        self.lengths[target], self.deltas[target] = self.lengths[source], self.deltas[source]
 
     def clear(self) -> None:
         self.cache.clear()
-        self.lengths = [0] * self.width
+        self.lengths, self.deltas = [0] * self.width, [0] * self.width
 
     def _reserve(self, rows: int, length: int) -> None:
         if self.fixed:
@@ -120,43 +148,60 @@ class SlotDecoder:
             ahead = -(-(length + length // 4) // STEP) * STEP if length > self.cache.length else 0
             self.cache.reserve(min(self.slots, max(rows, self.cache.rows * 2)), ahead)
 
-    def _in_passes(self, rows_of: dict[tuple[int, ...], list[int]]) -> Tensor:
-        logits, portion = [], dict[tuple[int, ...], list[int]]()
+    def _in_passes(self, rows_of: dict[Context, list[int]]) -> Tensor:
+        logits, portion = [], dict[Context, list[int]]()
         for context, rows in rows_of.items():
-            if portion and sum(map(len, portion)) + len(context) > PREFILL:
+            if portion and sum(len(each.tokens) for each in portion) + len(context.tokens) > PREFILL:
                 logits.append(self._prefill(portion))
                 portion = {}
             portion[context] = rows
         return torch.cat([*logits, self._prefill(portion)])
 
-    def _prefill(self, rows_of: dict[tuple[int, ...], list[int]]) -> Tensor:
-        device, lengths = self.model.device, [len(context) for context in rows_of]
-        tokens = torch.tensor([token for context in rows_of for token in context], device=device)[None]
+    def _prefill(self, rows_of: dict[Context, list[int]]) -> Tensor:
+        device, lengths = self.model.device, [len(context.tokens) for context in rows_of]
+        tokens = torch.tensor([token for context in rows_of for token in context.tokens], device=device)[None]
+        placed = self._place(rows_of)
         positions = torch.cat([torch.arange(length, device=device) for length in lengths])[None]
+        if placed is not None and placed.positions is not None:
+            positions = placed.positions[:, None]
         prefill = Prefill(self.cache, lengths, list(rows_of.values()), device)
-        return self._pass(tokens, positions, prefill, torch.tensor(prefill.borders[1:], device=device) - 1)[0]
+        keep = torch.tensor(prefill.borders[1:], device=device) - 1
+        return self._pass(body_inputs(self.model, tokens, placed), positions, prefill, keep)[0]
 
-    def _in_chunks(self, rows_of: dict[tuple[int, ...], list[int]]) -> Tensor:
+    def _place(self, rows_of: Mapping[Context, Sequence[int]]) -> Placed | None:
+        """Return the features of these contexts, and note how positions continue after them."""
+        placed = place_contexts(self.model, list(rows_of))
+        for number, rows in enumerate(rows_of.values()):
+            for row in rows:
+                self.deltas[row] = 0 if placed is None else placed.deltas[number]
+        return placed
+
+    def _in_chunks(self, rows_of: dict[Context, list[int]]) -> Tensor:
         logits = []
-        for context, rows in rows_of.items():
+        for (context, media), rows in rows_of.items():
+            placed = self._place({Context(context, media): rows})
             for start in range(0, len(context), CHUNK):
                 end = min(start + CHUNK, len(context))
-                tokens = torch.zeros(1, CHUNK, dtype=torch.int64)
+                tokens = torch.full((1, CHUNK), padding_token(self.model), dtype=torch.int64)
                 tokens[0, : end - start] = torch.tensor(context[start:end])
                 positions = torch.arange(start, start + CHUNK, device=self.model.device)[None]
                 chunk = Continue(self.cache, rows[0], positions, [start + CHUNK], exact=True)
                 last = torch.tensor([end - start - 1], device=self.model.device)
                 seen = positions.clamp_max(end - 1)  # padding must not use positions that the model does not have
-                one = self._pass(tokens.to(self.model.device), seen, chunk, last)[0]
+                if placed is not None and placed.positions is not None:
+                    seen = placed.positions[:, seen]
+                own = torch.arange(start, end, device=self.model.device)
+                inputs = body_inputs(self.model, tokens.to(self.model.device), placed, own)
+                one = self._pass(inputs, seen, chunk, last)[0]
             logits.append(one)
             for row in rows[1:]:
                 self.cache.copy(rows[0], row, len(context))
         return torch.cat(logits)
 
-    def _pass(self, tokens: Tensor, positions: Tensor, how: Pass, keep: int | Tensor) -> Tensor:
+    def _pass(self, inputs: Mapping[str, Any], positions: Tensor, how: Pass, keep: int | Tensor) -> Tensor:
         self.cache.current = how
         with own_attention(self.configs):
-            return next_logits(self.model, self.cache, tokens, positions, how, keep)
+            return next_logits(self.model, self.cache, inputs, positions, how, keep)
 
 
 class PaddedDecoder:
@@ -168,30 +213,43 @@ class PaddedDecoder:
         self.model = model
         self.clear()
 
-    def enter(self, rows: Sequence[int], contexts: Sequence[Sequence[int]]) -> Tensor:
+    def enter(
+        self, rows: Sequence[int], contexts: Sequence[Sequence[int]], media: Sequence[tuple[Media, ...]] = ()
+    ) -> Tensor:
         assert self.cache is None, "a wave enters when the last one is done"
         assert list(rows) == list(range(len(contexts))), f"a wave fills the rows from 0, not {rows}"
         width = max(map(len, contexts))
-        padded = [[0] * (width - len(context)) + list(context) for context in contexts]
+        padding = padding_token(self.model)
+        padded = [[padding] * (width - len(context)) + list(context) for context in contexts]
         present = [[0] * (width - len(context)) + [1] * len(context) for context in contexts]
         self.present = torch.tensor(present, device=self.model.device)
-        return self._pass(torch.tensor(padded, device=self.model.device))
+        placed = place_contexts(self.model, _with_media(contexts, media))
+        positions = self._positions(width)
+        self.deltas = torch.zeros(len(contexts), 1, dtype=torch.int64, device=self.model.device)
+        if placed is not None and placed.positions is not None:
+            self.deltas = torch.tensor(placed.deltas, device=self.model.device)[:, None]
+            positions = positions.expand(3, -1, -1).clone()
+            positions[:, self.present.bool()] = placed.positions
+        return self._pass(body_inputs(self.model, torch.tensor(padded, device=self.model.device), placed), positions)
 
     def next_logits(self, tokens: Sequence[int | None]) -> Tensor:
         self.present = torch.nn.functional.pad(self.present, (0, 1), value=1)
-        return self._pass(_column(tokens, self.model.device))
+        inputs = {"input_ids": _column(tokens, self.model.device)}
+        return self._pass(inputs, self._positions(1) + self.deltas)
 
     def move(self, source: int, target: int) -> None:
         raise NotImplementedError("rows of the model's own cache cannot be moved")
 
     def clear(self) -> None:
         self.cache: Any = None
-        self.present = torch.empty(0)
+        self.present = self.deltas = torch.empty(0)
 
-    def _pass(self, tokens: Tensor) -> Tensor:
-        positions = (self.present.cumsum(-1) - 1).clamp_min(0)[:, -tokens.shape[1] :]
+    def _positions(self, count: int) -> Tensor:
+        return (self.present.cumsum(-1) - 1).clamp_min(0)[:, -count:]
+
+    def _pass(self, inputs: Mapping[str, Any], positions: Tensor) -> Tensor:
         output = self.model(
-            input_ids=tokens,
+            **inputs,
             attention_mask=self.present,
             position_ids=positions,
             past_key_values=self.cache,
@@ -201,6 +259,15 @@ class PaddedDecoder:
         self.cache = output.past_key_values
         logits: Tensor = output.logits[:, -1]
         return logits
+
+
+def place_contexts(model: PreTrainedModel, contexts: Sequence[Context]) -> Placed | None:
+    rows = [MediaRow("of a request", np.array(tokens), media) for tokens, media in contexts]
+    return place(model, rows) if any(row.media for row in rows) else None
+
+
+def _with_media(contexts: Sequence[Sequence[int]], media: Sequence[tuple[Media, ...]]) -> list[Context]:
+    return [Context(tuple(tokens), own) for tokens, own in zip(contexts, media or [()] * len(contexts), strict=True)]
 
 
 def _column(tokens: Sequence[int | None], device: torch.device) -> Tensor:
@@ -218,7 +285,11 @@ def choose_decoder(
     On a GPU a `CapturedDecoder`, else a `SlotDecoder`, else a `PaddedDecoder`.
     """
     wanted = model.device.type == "cuda" if capture.capture is None else capture.capture
-    if wanted and mode == "shrinking" and (captured := _captured(model, slots, capture)) is not None:
+    if wanted and media_towers(model) is not None:
+        if capture.capture:
+            raise ValueError("inference_engine.capture is true, but the model reads images or audio: set auto or false")
+        logger.warning("generation runs without captured graphs, which is slower: the model reads images or audio")
+    elif wanted and mode == "shrinking" and (captured := _captured(model, slots, capture)) is not None:
         return captured
     reason = _why_no_slots(model, mode)
     if reason is None:
@@ -268,18 +339,21 @@ def _why_no_slots(model: PreTrainedModel, mode: Mode) -> str | None:
         return f"the model has {others[0]} layers"
     vocabulary = model.get_input_embeddings().weight.shape[0]
     tokens = torch.randint(vocabulary, (2, 12), generator=torch.Generator().manual_seed(0)).tolist()
-    contexts = [tokens[0][:7], tokens[1][:10]]
-    decoder = SlotDecoder(model, 2, mode)
+    probes = [MediaRow("probe", np.array(own[:length])) for own, length in zip(tokens, (7, 10), strict=True)]
+    probes = probe_rows(model, probes)
+    following = [tokens[0][7], *[int(without_placeholders(model, np.array(tokens[1]))[10])] * (len(probes) - 1)]
+    decoder = SlotDecoder(model, len(probes), mode)
     try:
-        ours = [decoder.enter([0, 1], contexts), decoder.next_logits([tokens[0][7], tokens[1][10]])]
+        contexts, media = [row.tokens.tolist() for row in probes], [row.media for row in probes]
+        ours = [decoder.enter(range(len(probes)), contexts, media), decoder.next_logits(following)]
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         if ran_out_of_memory(error):
             raise
         return f"the model does not support a cache in slots ({str(error).splitlines()[0]})"
     for more, logits in enumerate(ours):
-        for row, context in enumerate(contexts):
-            seen = torch.tensor(tokens[row][: len(context) + more], device=model.device)[None]
-            theirs = model(input_ids=seen, use_cache=False, logits_to_keep=1).logits[0, -1].float()
+        for row, probe in enumerate(probes):
+            seen = probe._replace(tokens=np.append(probe.tokens, following[row])) if more else probe
+            theirs = model(**own_inputs(model, seen), use_cache=False, logits_to_keep=1).logits[0, -1].float()
             if not bool(theirs.isfinite().all()):
                 raise FloatingPointError(NOT_FINITE)
             gap = float((logits[row].float() - theirs).norm() / theirs.norm().clamp_min(1e-12))

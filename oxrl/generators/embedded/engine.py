@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from oxrl.data.media import identity
+from oxrl.data.media_features import MediaRow, check_placeholders, never_sampled
 from oxrl.generators.embedded.captured import ENDS, NOT_FINITE, UNDECIDED, Capture, CapturedDecoder, Feed, Started
 from oxrl.generators.embedded.decoders import Decoder, Mode, choose_decoder
 from oxrl.generators.embedded.pages import PAGE
@@ -56,7 +58,8 @@ class Job:
     @property
     def order(self) -> tuple[Any, ...]:
         """Sort key of jobs that were submitted together; equal prompts are neighbours."""
-        return (self.request.tokens, self.tokens, self.request.seed, self.sampling)
+        media = [identity(medium)[1:2] for medium in self.request.media]
+        return (self.request.tokens, self.tokens, str(media), self.request.seed, self.sampling)
 
     def length_after(self, tokens: int) -> int:
         """Of the sequence, when up to so many tokens have been added."""
@@ -100,6 +103,8 @@ class Engine:
         self.model: PreTrainedModel = model.get_base_model() if hasattr(model, "peft_config") else model
         self.tokenizer, self.slots, self.mode, self.capture = tokenizer, slots, mode, capture
         self.version = 0
+        never = never_sampled(self.model)
+        self.never = torch.tensor(never, device=self.model.device) if never else None
         self.arrived: list[Job] = []
         self.waiting: list[Job] = []
         self.rows: list[Job | None] = []
@@ -112,10 +117,9 @@ class Engine:
         self, request: Request, sampling: GenerationConfig, on_token: Callable[[int], None] = ignore_token
     ) -> Job:
         check_sampling(sampling)
-        if request.media:  # equal tokens share a prefill
-            raise ValueError(
-                f"the request has media, and the embedded engine gives {type(self.model).__name__} tokens only"
-            )
+        tokens = np.asarray(request.tokens, dtype=np.int64)
+        with eval_mode(self.model):
+            check_placeholders(self.model, MediaRow(f"of seed {request.seed}", tokens, request.media))
         partial = request.partial or Generation((), (), "aborted", self.version)
         if partial.finish_reason != "aborted":
             raise ValueError(
@@ -255,7 +259,8 @@ class Engine:
         entering = dict(zip(free, self.waiting, strict=False))
         if not entering:
             return
-        logits = decoder.enter(list(entering), [job.context for job in entering.values()])
+        contexts = [job.context for job in entering.values()]
+        logits = decoder.enter(list(entering), contexts, [job.request.media for job in entering.values()])
         del self.waiting[: len(entering)]
         self.rows += [None] * (max(entering) + 1 - len(self.rows))
         for row, job in entering.items():
@@ -433,7 +438,7 @@ class Engine:
         numbers = uniforms(
             [0 if job is None else job.key for job in owners], [0 if job is None else len(job.tokens) for job in owners]
         )
-        drawn = draw(logits, [_IDLE if job is None else job.sampling for job in owners], numbers)
+        drawn = draw(logits, [_IDLE if job is None else job.sampling for job in owners], numbers, self.never)
         # One transfer for all three; float64 holds each of them exactly.
         lines = torch.stack([drawn.tokens.double(), drawn.logprobs.double(), drawn.cut_mass], dim=1).tolist()
         if not all(isfinite(logprob) for _, logprob, _ in lines):

@@ -60,13 +60,19 @@ class Drawn(NamedTuple):
     cut_mass: Tensor
 
 
-def draw(logits: Tensor, rules: Sequence[GenerationConfig], numbers: NDArray[np.float64]) -> Drawn:
+def draw(
+    logits: Tensor,
+    rules: Sequence[GenerationConfig],
+    numbers: NDArray[np.float64],
+    never: Tensor | None = None,
+) -> Drawn:
     """Sample one token per row of `[B, V]`, each by its own rules and number in [0, 1).
 
     Temperature 0 is greedy, with the log-prob at temperature 1. Tokens below min-p are removed first, then all but the
-    top-k; top-p is a share of the rest, as in vLLM.
+    top-k; top-p is a share of the rest, as in vLLM. Tokens of `never` are cut off by every rule.
     """
     p = _probabilities(logits, rules)
+    allowed = p if never is None else p.index_fill(1, never, 0.0)
     tokens = torch.zeros(len(p), dtype=torch.int64, device=p.device)
     cut_mass = torch.zeros(len(p), dtype=torch.float64, device=p.device)
     thresholds = torch.from_numpy(numbers).to(p.device)
@@ -76,11 +82,13 @@ def draw(logits: Tensor, rules: Sequence[GenerationConfig], numbers: NDArray[np.
     for own_rows in rows_of.values():
         rule = rules[own_rows[0]]
         rows = slice(None) if len(own_rows) == len(p) else own_rows
-        own, own_thresholds = p[rows], thresholds[rows]
+        own, own_thresholds = allowed[rows], thresholds[rows]
         if rule.temperature == 0:
             tokens[rows] = own.argmax(-1)
         elif rule.top_k == 0 and rule.top_p >= 1.0 and rule.min_p == 0.0:
             tokens[rows] = search(own, own_thresholds)
+            if never is not None:
+                cut_mass[rows] = p[rows][:, never].double().sum(-1)
         else:
             tokens[rows], cut_mass[rows] = _draw_likely(own, rule, own_thresholds, max(LIKELIEST, rule.top_k))
     return Drawn(tokens, p.gather(1, tokens[:, None])[:, 0].log(), cut_mass)
