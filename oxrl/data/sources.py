@@ -101,9 +101,9 @@ def read_rows(source: Source, *, split: str = "train") -> Iterator[RawRow]:
     if isinstance(source, Mapping):
         if split not in source:
             raise ValueError(f"there is no split {split!r}; the dataset has: {', '.join(map(str, source))}")
-        return _not_empty(f"split {split!r}", _number(split, _undecoded(source[split])))
+        return _not_empty(f"split {split!r}", _number(split, undecoded(source[split])))
     if isinstance(source, Iterable):
-        return _not_empty("the dataset in memory", _number("rows", _undecoded(source)))
+        return _not_empty("the dataset in memory", _number("rows", undecoded(source)))
     raise ValueError(
         f"cannot read rows from {type(source).__name__}: pass a path, a hub id, a dataset or a list of dicts"
     )
@@ -302,10 +302,10 @@ def _load_from_hub(source: str, split: str) -> Iterable[Any]:
             f"the dataset {name!r} could not be loaded from the hub ({reason}); write a subset as "
             f"'{name}:subset', or pass the path of a local file"
         ) from None
-    return _undecoded(rows)
+    return undecoded(rows)
 
 
-def _undecoded(rows: Iterable[Any]) -> Iterable[Any]:
+def undecoded(rows: Iterable[Any]) -> Iterable[Any]:
     """Images and audio of a dataset of `datasets` as bytes or paths: they are decoded when a model reads them."""
     features = getattr(rows, "features", None)
     if not hasattr(rows, "cast_column") or not features:

@@ -74,7 +74,7 @@ def test_a_minimal_file_loads_and_everything_else_has_a_default(tmp_path):
         ("  name: tiny", "  name: tiny\nmodel:\n  device: cpu", "line 3: model is a duplicate of line 1"),
         ("train:", "trane:", "did you mean train?"),
         ("train:", "run: {task: mth}\ntrain:", "line 3: run.task: no task is called 'mth'; did you mean math?"),
-        ("train:", "run: {task: vision}\ntrain:", "the task vision is not supported yet"),
+        ("train:", "run: {task: visoin}\ntrain:", "no task is called 'visoin'; did you mean vision"),
         ("  train_files_path: rows.jsonl", "  {}", "data.train_files_path is missing"),
         ("  train_files_path: rows.jsonl", "  train_files_path: a\n  dataset: gsm8k", "both set"),
         ("  name: tiny", "  name: [", "not valid YAML"),

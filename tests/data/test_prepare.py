@@ -64,7 +64,7 @@ def test_the_card_describes_the_files(case, tmp_path):
     assert [entry["name"] for entry in card["source"]["files"]] == [
         Path(file.rpartition("=")[2]).name for file in case.files
     ]
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(
+    assert sorted(path.name for path in (tmp_path / "out").iterdir() if path.name != "media") == sorted(
         ["card.json", *(f"{split}.jsonl" for split in card["splits"])]
     )
 
@@ -73,16 +73,20 @@ def test_no_two_splits_share_a_prompt(case):
     splits = list(prepare_samples(find_dataset(case.dataset), case.files)[0].values())
     seen: set[str] = set()
     for samples in splits:
-        prompts = {prompt_of(sample) for sample in samples}
+        prompts = {(prompt_of(sample), sample.media) for sample in samples}
         assert not prompts & seen
         seen |= prompts
 
 
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def test_preparing_twice_makes_the_same_bytes(case, tmp_path):
     once = prepare(case.dataset, files=case.files, output=tmp_path / "out")
-    first = {path.name: path.read_bytes() for path in once.iterdir()}
+    first = files_of(once)
     again = prepare(case.dataset, files=case.files, output=tmp_path / "out")
-    assert {path.name: path.read_bytes() for path in again.iterdir()} == first
+    assert files_of(again) == first
     assert {path.name for path in tmp_path.iterdir()} <= {"out", "rows", ".out.lock"}  # nothing is left over
 
 

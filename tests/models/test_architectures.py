@@ -126,7 +126,8 @@ def test_an_architecture_learns_samples_and_resumes_from_its_checkpoint(folder_o
 
 
 def test_every_trainable_architecture_of_the_catalogue_is_tested(folder_of):
-    named = {entry.architecture for entry in catalog().values() if entry.not_yet is None}
+    of_text = [entry for entry in catalog().values() if not {"vision", "audio"} & set(entry.tasks)]
+    named = {entry.architecture for entry in of_text if entry.not_yet is None}
     assert named <= {architecture for _, architecture in folder_of.values()}
 
 

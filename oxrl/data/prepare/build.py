@@ -125,5 +125,8 @@ def _with_instruction(sample: Sample, instruction: str) -> Sample:
     if not instruction:
         return sample
     last = max(index for index, message in enumerate(sample.messages) if message.role == "user")
-    prompt = Message("user", f"{sample.messages[last].content}\n\n{instruction}")
+    content = sample.messages[last].content
+    added = f"\n\n{instruction}"
+    asked = content + added if isinstance(content, str) else [*content, {"type": "text", "text": added}]
+    prompt = Message("user", asked)
     return replace(sample, messages=(*sample.messages[:last], prompt, *sample.messages[last + 1 :]))

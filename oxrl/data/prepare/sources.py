@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from oxrl.data.formats import RawRow
 from oxrl.data.prepare.recipe import Dataset
-from oxrl.data.sources import read_rows
+from oxrl.data.sources import read_rows, undecoded
 from oxrl.machine.hub import offline_if_unreachable
 
 
@@ -75,7 +75,9 @@ def _from_hub(dataset: Dataset, hub: str) -> tuple[list[Part], str]:
                 return _files_from_hub(name, dataset.splits)
             builder = datasets.load_dataset_builder(name, subset or None)
             builder.download_and_prepare()
-        loaded = {ours: (theirs, builder.as_dataset(split=theirs)) for ours, theirs in dataset.splits.items()}
+        loaded = {
+            ours: (theirs, undecoded(builder.as_dataset(split=theirs))) for ours, theirs in dataset.splits.items()
+        }
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{name} could not be loaded from the hub ({reason}); {local_copy_hint(dataset)}") from None

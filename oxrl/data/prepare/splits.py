@@ -6,6 +6,7 @@ import hashlib
 import unicodedata
 from collections.abc import Mapping, Sequence
 
+from oxrl.data.media import identity
 from oxrl.data.prepare.recipe import SPLITS, Dataset
 from oxrl.types import Sample
 
@@ -13,11 +14,12 @@ SEED = 0
 
 
 def prompt_key(sample: Sample) -> str:
-    """Return a key that is equal for equal prompts: case, whitespace and system messages are ignored."""
+    """Return a key that is equal for equal prompts: case, whitespace and system messages are ignored, media are not."""
     replied = sample.messages and sample.messages[-1].role == "assistant"
     prompt = sample.messages[:-1] if replied else sample.messages
     text = "\n".join(f"{message.role}: {message.content}" for message in prompt if message.role != "system")
-    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+    plain = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+    return " ".join([plain, *(str(identity(medium)) for medium in sample.media)])
 
 
 def split_by_prompt(samples: Sequence[Sample], dataset: Dataset) -> dict[str, list[Sample]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -18,11 +19,12 @@ from oxrl.data.prepare.recipe import Dataset
 from oxrl.data.prepare.sources import local_copy_hint, sha256_of
 from oxrl.data.prepare.table import find_dataset
 from oxrl.parsing import parse_json, read_json
-from oxrl.types import Sample
+from oxrl.types import Media, Sample
 
 logger = logging.getLogger(__name__)
 
 CARD = "card.json"
+MEDIA = "media"  # folder of images and sounds
 
 
 def data_dir() -> Path:
@@ -119,11 +121,30 @@ def _write_split(path: Path, samples: Sequence[Sample]) -> dict[str, Any]:
     with path.open("w", encoding="utf-8", newline="\n") as file:
         for number, sample in enumerate(samples, 1):
             where = f"{path.name}:{number}"
-            line = json.dumps(_columns(sample), ensure_ascii=False)
-            read = to_sample(RawRow(where, json.loads(line)))
-            assert read == replace(sample, id=where), f"{where} would be read as {read}, it is {sample}"
+            stored = replace(sample, id=where, media=tuple(_stored(medium, path.parent) for medium in sample.media))
+            line = json.dumps({**_columns(sample), **_media_columns(stored, path.parent)}, ensure_ascii=False)
+            read = to_sample(RawRow(where, json.loads(line)), folder=path.parent)
+            assert read == stored, f"{where} would be read as {read}, it is {sample}"
             file.write(line + "\n")
     return {"file": path.name, "rows": len(samples), "sha256": sha256_of(path)}
+
+
+def _stored(medium: Media, folder: Path) -> Media:
+    """Write a medium to a file that is named by its content, and return it as this file."""
+    content = medium.data if isinstance(medium.data, bytes) else Path(medium.data).read_bytes()
+    file = folder / MEDIA / hashlib.sha256(content).hexdigest()[:32]
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(content)
+    return Media(medium.kind, str(file.absolute()))
+
+
+def _media_columns(sample: Sample, folder: Path) -> dict[str, list[str]]:
+    """Return paths relative to the folder: `{"images": ["media/0f3c"]}`."""
+    columns: dict[str, list[str]] = {}
+    for medium in sample.media:
+        name = "images" if medium.kind == "image" else "audio"
+        columns.setdefault(name, []).append(str(Path(str(medium.data)).relative_to(folder.absolute())))
+    return columns
 
 
 def _columns(sample: Sample) -> dict[str, Any]:

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from oxrl.data.prepare.alpaca import ALPACA
 from oxrl.data.prepare.competition_math import MATH, MATH_HARD
 from oxrl.data.prepare.dolly import DOLLY
+from oxrl.data.prepare.geometry3k import GEOMETRY3K
 from oxrl.data.prepare.gpqa import GPQA
 from oxrl.data.prepare.gsm8k import GSM8K
 from oxrl.data.prepare.gym import PREFIX, gym_dataset
 from oxrl.data.prepare.hh_rlhf import HH_RLHF
 from oxrl.data.prepare.humaneval import HUMANEVAL
+from oxrl.data.prepare.librispeech import LIBRISPEECH
 from oxrl.data.prepare.mbpp import MBPP
 from oxrl.data.prepare.oasst import OASST, OASST_PAIRS
 from oxrl.data.prepare.openr1_math import OPENR1_MATH
@@ -23,7 +25,7 @@ from oxrl.names import did_you_mean
 
 _TABLE = (
     GSM8K, SVAMP, MATH, MATH_HARD, OPENR1_MATH, GPQA, MBPP, HUMANEVAL, ULTRAFEEDBACK, ULTRAFEEDBACK_PAIRS, HH_RLHF,
-    OASST, OASST_PAIRS, ALPACA, DOLLY, SELF_INSTRUCT,
+    OASST, OASST_PAIRS, ALPACA, DOLLY, SELF_INSTRUCT, GEOMETRY3K, LIBRISPEECH,
 )  # fmt: skip
 DATASETS: Mapping[str, Dataset] = {dataset.name: dataset for dataset in _TABLE}
 
