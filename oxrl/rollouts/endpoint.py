@@ -105,7 +105,9 @@ class RecordingEndpoint:
         max_body: int,
         max_sessions: int,
         time_limit: float,
+        policy: GeneratorClient | None = None,
     ) -> None:
+        self._policy = policy
         self._token = secrets.token_urlsafe(16)
         self.url = f"{url}/{self._token}"
         self._generator, self._render, self._sampling, self._seed = generator, render, sampling, seed
@@ -131,6 +133,11 @@ class RecordingEndpoint:
         )
         rewritten = sum(recorded.before.rewritten > 0 for recorded in session.recorded)
         return Rollout(prompt, tuple(session.turns), error=session.error, metadata={"rewritten": rewritten})
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """The conversations so far."""
+        return tuple(self._sessions)
 
     def drop(self, id: str) -> None:
         """Delete a conversation."""
@@ -237,9 +244,9 @@ class RecordingEndpoint:
         try:
             prompt, transcript = self._continued(session, request)
             seed = mixed_seed(self._seed, zlib.crc32(id.encode()), number)
-            policy = GeneratorClient(self._generator, self._render, request.sampling, seed)
+            policy = self._policy or GeneratorClient(self._generator, self._render, request.sampling, seed)
             with anyio.fail_after(self._time_limit):
-                generation = await policy.generate(transcript.prompt_ids, media=transcript.media)
+                generation = await policy.generate(transcript.prompt_ids, request.sampling, media=transcript.media)
         except ValueError as error:
             raise _HTTPError(400, str(error)) from error
         except TimeoutError as error:
@@ -334,13 +341,14 @@ async def recording_endpoint(
     max_body: int = 16 * 2**20,
     max_sessions: int = 10_000,
     time_limit: float = 600.0,
+    policy: GeneratorClient | None = None,
 ) -> AsyncIterator[RecordingEndpoint]:
     """`async with recording_endpoint(generator, render, sampling) as endpoint:`; port 0 selects a free port.
 
     `tool_parser` parses calls if a request has tools; it defaults to the parser of the chat template. Requests of more
     than `max_body` bytes are refused, and those for a new conversation while `max_sessions` are kept (see `drop`); a
     generation that takes longer than `time_limit` seconds is cancelled. The address has a token: pass it to the agent
-    alone.
+    alone. Inside of an environment, `policy` is that of the episode: its seeds, limits and recorded turns are used.
     """
     address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
     if not address.is_loopback:
@@ -359,6 +367,7 @@ async def recording_endpoint(
             max_body=max_body,
             max_sessions=max_sessions,
             time_limit=time_limit,
+            policy=policy,
         )
         async with task_group() as tasks:
             tasks.start_soon(partial(listener.serve, endpoint.serve))

@@ -391,6 +391,8 @@ def _as_episode_error(function: Callable[..., Any], *expected: type[Exception]) 
     """A game may raise anything: it is an error of its episode, unless it is `expected`."""
     try:
         yield
+    except EpisodeError:
+        raise
     except expected:
         raise
     except Exception as error:

@@ -99,3 +99,31 @@ def test_a_run_with_the_tools_of_a_server_goes_on_after_the_server_is_killed(tmp
     assert len(rewards(run)) == 3 and min(rewards(run)[0], rewards(run)[-1]) > 0
     assert sum(row["ungraded"] for row in run.history) > 0
     assert len(pids()) == 3 and not any(map(is_running, pids()))  # the check before the run, its start, its restart
+
+
+def test_the_reward_of_an_environment_of_verifiers_rises(tmp_path):
+    pytest.importorskip("verifiers")
+    run = train(tmp_path, 10, f"rollout.env=verifiers:{Path(__file__).parents[1] / 'rollouts' / 'vowels_env.py'}")
+    assert sum(rewards(run)[-3:]) > sum(rewards(run)[:3]) + 0.5
+    assert run.history[-1]["reward_ends_with_a_vowel"] == rewards(run)[-1]
+
+
+def test_a_task_of_reasoning_gym_is_trained_with_its_own_scorer(tmp_path):
+    run = train(tmp_path, 2, "rollout.env=reasoning_gym:leg_counting", "data.env_rows=4", "rollout.n_samples=2")
+    assert len(rewards(run)) == 2 and run.history[-1]["ungraded"] == 0
+
+
+def test_a_run_whose_server_is_gone_stops_with_its_address(tmp_path):
+    pytest.importorskip("websockets")
+    from tests.rollouts.openenv_server import served_by_sockets
+
+    with served_by_sockets() as (url, server):
+
+        def stop_after_the_second_step(step, metrics):
+            if step == 2:
+                server.shutdown()
+
+        with pytest.raises(RuntimeError, match=f"could not be graded; the first failure: the server {url}"):
+            train(tmp_path, 5, f"rollout.env=openenv:{url}", callbacks=[stop_after_the_second_step])
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in steps] == [1, 2] and all("reward" in line for line in steps)

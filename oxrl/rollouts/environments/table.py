@@ -59,6 +59,14 @@ KINDS = (
         f"{_HOME}.reasoning_gym_env:open_reasoning_gym", f"{_HOME}.reasoning_gym_env:reasoning_gym_rows",
         reward="reasoning_gym_score",
     ),
+    EnvironmentKind(
+        "verifiers", "NAME", "an environment of the verifiers library, by its module or FILE.py", "verifiers",
+        "verifiers", f"{_HOME}.verifiers_env:open_verifiers", f"{_HOME}.verifiers_env:verifiers_rows",
+    ),
+    EnvironmentKind(
+        "openenv", "URL", "a server with reset and step, with the messages of OpenEnv", "websockets", "openenv",
+        f"{_HOME}.openenv_env:open_openenv", f"{_HOME}.openenv_env:openenv_rows",
+    ),
 )  # fmt: skip
 _BY_SCHEME = {kind.scheme: kind for kind in KINDS}
 

@@ -1,0 +1,83 @@
+"""A server with the messages of OpenEnv: `with served(sockets=True) as url:` pays for actions that end with a vowel."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from websockets.http11 import Request, Response
+from websockets.sync.server import ServerConnection, serve
+
+SCHEMA = {"action": {"properties": {"message": {"type": "string"}, "metadata": {"type": "object"}}}}
+
+
+class World:
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def answer(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
+        if kind == "reset":
+            self.seed = data["seed"]
+            return {"observation": {"text": f"seed {self.seed}"}, "reward": None, "done": False}
+        self.steps += 1
+        reward = float(data["message"][-1:] in set("aeiou"))
+        return {"observation": {"text": f"step {self.steps}"}, "reward": reward, "done": self.steps == 2}
+
+
+def _talk(connection: ServerConnection) -> None:
+    world = World()
+    for message in connection:
+        asked = json.loads(message)
+        if asked["type"] == "close":
+            return
+        connection.send(json.dumps({"type": "observation", "data": world.answer(asked["type"], asked["data"])}))
+
+
+def _schema(connection: ServerConnection, request: Request) -> Response | None:
+    if request.path == "/schema":
+        return connection.respond(200, json.dumps(SCHEMA))
+    return None
+
+
+@contextmanager
+def served_by_sockets() -> Iterator[tuple[str, Any]]:
+    with serve(_talk, "127.0.0.1", 0, process_request=_schema) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.socket.getsockname()[1]}", server
+        server.shutdown()
+        thread.join()
+
+
+@contextmanager
+def served_by_http() -> Iterator[str]:
+    worlds: dict[str, World] = {}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            world = worlds.setdefault(asked["episode_id"], World())
+            self._send(200, world.answer(self.path[1:], asked if self.path == "/reset" else asked["action"]))
+
+        def do_GET(self) -> None:
+            self._send(200, SCHEMA) if self.path == "/schema" else self._send(404, {})
+
+        def _send(self, status: int, body: Any) -> None:
+            text = json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("content-length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
