@@ -404,7 +404,7 @@ def test_a_tracker_is_chosen_by_an_option(tmp_path):
 
 def test_the_list_of_models_has_a_header_over_its_columns():
     header, tiny, *_ = run("models", "list").output.splitlines()
-    assert header.split() == ["name", "size", "architecture", "tasks", "tuning", "status"]
+    assert header.split() == ["name", "size", "architecture", "tasks", "tuning", "status", "verified"]
     assert header.index("architecture") == tiny.index("LlamaForCausalLM")
 
 

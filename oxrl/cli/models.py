@@ -13,27 +13,38 @@ from oxrl.cli.base import Json, exit_on_user_error, path
 
 app = typer.Typer(no_args_is_help=True, help="The model catalogue and its verification records.")
 app.command("scout")(onboarding.scout)
+app.command("onboard")(onboarding.onboard)
 
 
 @app.command("list")
 def models_list(json_: Json = False) -> None:
-    """List the catalogue: size, architecture, tasks, tuning, and whether the model was verified.
+    """List models: size, architecture, tasks, tuning, and by whom, when and with which versions one was verified.
 
     oxrl models list
     """
-    from oxrl.models.catalog import catalog
+    with exit_on_user_error():
+        from oxrl.models.catalog import Entry, catalog
+        from oxrl.onboarding.records import local_models
 
-    entries = catalog().values()
+        here = {name: record for name, record in local_models().items() if record.get("entry")}
+        own = [Entry(**record["entry"])._replace(name=name) for name, record in here.items()]
+        cards = {entry.name: _card(entry) for entry in [*catalog().values(), *own]}
     if json_:
-        typer.echo(json.dumps({entry.name: _card(entry) for entry in entries}))
+        typer.echo(json.dumps(cards))
         return
-    header = ("name", "size", "architecture", "tasks", "tuning", "status")
-    rows = [(e.name, e.size, e.architecture, ", ".join(e.tasks), e.strategy, e.status) for e in entries]
+    header = ("name", "size", "architecture", "tasks", "tuning", "status", "verified")
+    rows = [
+        (e.name, e.size, e.architecture, ", ".join(e.tasks), e.strategy, card["status"], card["verified"] or "")
+        for e, card in zip([*catalog().values(), *own], cards.values(), strict=True)
+    ]
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     for number, row in enumerate((header, *rows)):
         line = "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
         typer.secho(line, bold=number == 0)
     typer.echo("tuning: full weights or LoRA, by default; config-ready: not verified here; not yet: cannot be trained")
+    typer.echo(
+        "verified long ago: with another major version of torch or transformers; `oxrl models onboard` repeats it"
+    )
 
 
 ModelName = Annotated[
@@ -54,7 +65,7 @@ def models_show(name: ModelName, json_: Json = False) -> None:
         from oxrl.models.catalog import find_entry, record_of
 
         entry = find_entry(name)
-        card = {**_card(entry), "record": record_of(entry.name)}
+        card = {**_card(entry), "record": record_of(entry.name, local=True)}
     if json_:
         typer.echo(json.dumps(card))
         return
@@ -65,9 +76,12 @@ def models_show(name: ModelName, json_: Json = False) -> None:
 
 
 def _card(entry: Any) -> dict[str, Any]:
-    derived = {each: getattr(entry, each) for each in ("source", "strategy", "reason", "status")}
+    from oxrl.onboarding.records import current_status
+
+    derived = {each: getattr(entry, each) for each in ("source", "strategy", "reason")}
+    status, verification = current_status(entry)
     fields = {key: list(value) if isinstance(value, tuple) else value for key, value in entry._asdict().items()}
-    return {**fields, **derived}
+    return {**fields, **derived, "status": status, "verified": None if verification is None else str(verification)}
 
 
 @app.command("config")

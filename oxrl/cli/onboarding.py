@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from oxrl.cli import completion
-from oxrl.cli.base import Json, exit_on_user_error, path
+from oxrl.cli.base import Json, exit_on_failure, exit_on_user_error, path
 
 if TYPE_CHECKING:
     from oxrl.onboarding.findings import Scouting
 
 COLOURS = {"blocked": "red", "repair": "yellow", "note": "cyan", "ok": None}
+
+STATUS_COLOURS = {"verified": "green", "verified with changes": "green", "not verified": "red", "unfinished": "yellow"}
 
 ScoutedName = Annotated[
     str,
@@ -71,6 +73,59 @@ def scout(
         if fixed and fixed.changes:
             typer.echo(f"written to {fixed.name}; the weights there are links")
     if report.status == "blocked":
+        raise typer.Exit(1)
+
+
+def onboard(
+    names: Annotated[
+        list[str], typer.Argument(metavar="NAME...", help="Models as for scout.", autocompletion=completion.models)
+    ],
+    budget: Annotated[float, typer.Option(min=0.1, help="Minutes for all models together.")] = 60.0,
+    limit: Annotated[float, typer.Option(min=0.1, help="Minutes for one attempt.")] = 30.0,
+    memory: Annotated[
+        float | None, typer.Option(min=0.01, help="GiB that a run may need; default: what this machine has free.")
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="Engine that samples; default embedded.", autocompletion=completion.engines)
+    ] = None,
+    agent: Annotated[
+        str | None,
+        typer.Option(metavar="COMMAND", help="A program that gets the failure folder and writes changed.yaml there."),
+    ] = None,
+    by: Annotated[str | None, typer.Option(help="Who verifies, for the record.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(parser=path, help="Folder of the records; default the package's or the cache.")
+    ] = None,
+    work: Annotated[
+        Path | None, typer.Option(parser=path, help="Folder of attempts and failures; default in the cache.")
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Also models that are done, from the first attempt.")] = False,
+    trust_remote_code: Trust = False,
+    json_: Json = False,
+) -> None:
+    """Scout, repair, plan and verify models; a failure goes to the remedies, one at a time. It can be resumed.
+
+    oxrl models onboard Qwen/Qwen3-0.6B ./my-model --budget 90
+    """
+    with exit_on_failure("onboarding", lambda: "; the same command goes on"):
+        from oxrl.onboarding.pipeline import Options, default_work
+        from oxrl.onboarding.pipeline import onboard as onboard_models
+
+        options = Options(
+            work or default_work(), output, budget, limit, memory, engine, agent, by, again=again,
+            trust_remote_code=trust_remote_code,
+        )  # fmt: skip
+        results = onboard_models(names, options)
+    if json_:
+        typer.echo(json.dumps([result.as_dict() for result in results]))
+    else:
+        for result in results:
+            colour = STATUS_COLOURS[result.status]
+            typer.secho(f"{result.name}: {result.status} ({result.attempts} attempts)", fg=colour)
+            details = [*result.changes, result.why, f"record: {result.record}" if result.record else ""]
+            for detail in filter(None, details):
+                typer.echo(f"  {detail}")
+    if not all(result.status.startswith("verified") for result in results):
         raise typer.Exit(1)
 
 

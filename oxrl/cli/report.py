@@ -12,15 +12,19 @@ from oxrl.cli.base import Json, exit_on_user_error, path
 
 
 def report(
-    run: Annotated[Path, typer.Argument(parser=path, help="The folder of a failed run.")],
+    run: Annotated[Path, typer.Argument(parser=path, help="The folder of a failed run, or a model's record.")],
     send: Annotated[
         str | None, typer.Option(metavar="OWNER/REPO", help="File the report as an issue; needs GITHUB_TOKEN.")
     ] = None,
     json_: Json = False,
 ) -> None:
-    """Print a bug report of a failed run, with secrets removed; with --send, file it on GitHub.
+    """Print a bug report of a failed run, or the text that publishes a model's record; with --send, file it on GitHub.
+
+    Secrets are removed, and an issue that has the same fingerprint is not filed again.
 
     oxrl report runs/first
+
+    oxrl report my-model.json
 
     oxrl report runs/first --send OWNER/REPO
     """
@@ -28,7 +32,12 @@ def report(
     from oxrl.diagnose.bug_report import send as send_report
 
     with exit_on_user_error():
-        written = report_of(run)
+        if run.is_file():
+            from oxrl.onboarding.publish import report_of_record
+
+            written = report_of_record(run)
+        else:
+            written = report_of(run)
         if not json_:
             typer.echo(f"# {written.title}\n\n{written.body}", nl=False)
         try:

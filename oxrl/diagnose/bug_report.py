@@ -122,7 +122,8 @@ def send(report: Report, repository: str, run: Path, *, environ: Mapping[str, st
     if not token:
         raise ValueError("--send needs a token: set GITHUB_TOKEN to one that may write issues of the repository")
     base = _checked_base(environ.get("GITHUB_API_URL") or GITHUB)
-    sent_file = find_failure(run) / SENT
+    # Beside a record of a model, in the record of a failed run.
+    sent_file = run.with_suffix(f".{SENT}") if run.is_file() else find_failure(run) / SENT
     sent = read_json(sent_file) if sent_file.is_file() else {}
     if sent.get("repository") == repository:  # GitHub's search index lags behind new issues
         return Sent(sent["url"], known=True)

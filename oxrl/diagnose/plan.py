@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -497,6 +498,7 @@ def resident_memory() -> int:
     return int(resident.split()[1]) * 1024 if resident else GIB // 2
 
 
+@cache
 def measure_speed(device: str) -> Speed:
     """Measure this machine in a fraction of a second: a compute-bound and a memory-bound matrix product."""
     import time

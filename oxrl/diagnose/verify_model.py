@@ -1,4 +1,4 @@
-"""Verify that oxRL can train a model: load and probe it, then run two steps each of SFT, DPO and GRPO.
+"""Verify that oxRL can train a model: load and probe it, then run two steps each of SFT, DPO and GRPO, and of a LoRA.
 
 Every run uses the public entry point, is resumed from the checkpoint of its first step, and must end with the same
 logits as the uninterrupted run. The record holds the measurements, versions, machine and problems. Whether the model
@@ -13,19 +13,21 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from oxrl.config import Config, check_config
 from oxrl.models.catalog import Entry, Strategy
 from oxrl.models.load import check_model, check_tokenizer, load_model, load_tokenizer
 from oxrl.rewards.grade import reads
 from oxrl.run.checkpoint import environment
+from oxrl.run.spec import model_config
 from oxrl.run.train import RunResult, train_run
-from oxrl.types import ModelConfig, Rollout
+from oxrl.types import Rollout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ALGORITHMS = ("sft", "dpo", "grpo")
+TRIALS = (*ALGORITHMS, "lora")  # "lora": dpo with an adapter, whose reference is the model without it
 PROMPTS = ("Tell me something about the sea.", "Write a sentence about a fox.")
 ROWS: dict[str, list[dict[str, str]]] = {
     "sft": [{"prompt": prompt, "response": "It is blue, and it is quick."} for prompt in PROMPTS],
@@ -41,6 +44,8 @@ ROWS: dict[str, list[dict[str, str]]] = {
     "grpo": [{"prompt": prompt} for prompt in PROMPTS],
 }
 STEPS = 2
+Settings: TypeAlias = Mapping[str, Mapping[str, Any]]
+NO_SETTINGS: Settings = MappingProxyType({})
 
 
 @reads()
@@ -52,8 +57,9 @@ def any_difference(rollout: Rollout) -> float:
 
 def verify_entry(entry: Entry, weights: str | None = None) -> dict[str, Any]:
     """Return the record of a catalogue model; `weights` is a path to a local copy, whose identity is checked."""
-    record = verify_model(weights or entry.source, entry.strategy, entry.lora_targets, expected=entry)
-    return {"name": entry.name, "source": entry.source, **record}
+    record = verify_model(weights or entry.source, entry.strategy, entry.lora_targets, expected=entry, trials=TRIALS)
+    command = f"oxrl models verify {entry.name}"
+    return {"name": entry.name, "source": entry.source, "command": command, **record, "changes": [], "attempts": []}
 
 
 def verify_model(
@@ -62,37 +68,51 @@ def verify_model(
     lora_targets: Sequence[str] = (),
     *,
     expected: Entry | None = None,
-    algorithms: Sequence[str] = ALGORITHMS,
+    trials: Sequence[str] = ALGORITHMS,
+    settings: Settings = NO_SETTINGS,
+    stop_at_failure: bool = False,
 ) -> dict[str, Any]:
-    """Return the record of a model; `record["problems"]` is empty if all checks passed."""
-    check_model(ModelConfig(weights))
+    """Return the record of a model; `record["problems"]` is empty if all checks passed.
+
+    `settings` are sections of the config that differ from the usual ones. A failed run is a problem in the record, or
+    raised with `stop_at_failure`.
+    """
     started = time.monotonic()
-    model, tokenizer = load_model(weights), load_tokenizer(weights)
-    check_tokenizer(model, tokenizer)
-    record: dict[str, Any] = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "environment": {"oxrl": version("oxrl"), **environment()},
-        "architecture": type(model).__name__,
-        "parameters": sum(weight.numel() for weight in model.parameters()),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "strategy": strategy,
-    }
-    if expected is not None:
-        _check_identity(record, expected)
-    record |= _probe(model)
-    before, exact = _logits(model), model.device.type == "cpu"
-    del model
-    problems: list[str] = []
     with tempfile.TemporaryDirectory(prefix="oxrl-verify-") as scratch:
-        for algorithm in algorithms:
-            config = _config(weights, algorithm, strategy, lora_targets, Path(scratch))
+        configs = {
+            trial: trial_config(weights, trial, strategy, lora_targets, Path(scratch), settings)
+            for trial in trials
+            if not (trial == "lora" and strategy == "lora")
+        }
+        loaded = model_config(next(iter(configs.values())))
+        check_model(loaded)
+        model, tokenizer = load_model(loaded._replace(gradient_checkpointing=False)), load_tokenizer(loaded)
+        check_tokenizer(model, tokenizer)
+        record: dict[str, Any] = {
+            "date": datetime.now(UTC).date().isoformat(),
+            "environment": {"oxrl": version("oxrl"), **environment()},
+            "architecture": type(model).__name__,
+            "parameters": sum(weight.numel() for weight in model.parameters()),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "strategy": strategy,
+            "settings": {section: dict(keys) for section, keys in settings.items()},
+        }
+        if expected is not None:
+            _check_identity(record, expected)
+        record |= _probe(model)
+        before, exact = _logits(model), model.device.type == "cpu"
+        del model
+        problems: list[str] = []
+        for trial, config in configs.items():
             try:
-                record[algorithm] = _two_steps(config, Path(scratch) / algorithm, before)
+                record[trial] = _two_steps(config, Path(scratch) / trial, before)
             except (RuntimeError, FloatingPointError) as failure:  # not finite, or sampler and trainer disagree
-                problems.append(f"{algorithm}: {failure}")
+                if stop_at_failure:
+                    raise
+                problems.append(f"{trial}: {failure}")
             else:
-                problems += [f"{algorithm}: {each}" for each in _problems(record[algorithm], record["dtype"], exact)]
-            shutil.rmtree(Path(scratch) / algorithm)  # checkpoints of a large model fill the disk
+                problems += [f"{trial}: {each}" for each in _problems(record[trial], record["dtype"], exact)]
+            shutil.rmtree(Path(scratch) / trial, ignore_errors=True)  # checkpoints of a large model fill the disk
     return {**record, "seconds": round(time.monotonic() - started, 1), "problems": problems}
 
 
@@ -129,28 +149,31 @@ def _probe(model: PreTrainedModel) -> dict[str, str]:
     }
 
 
-def _config(weights: str, algorithm: str, strategy: Strategy, lora_targets: Sequence[str], folder: Path) -> Config:
-    data = folder / f"{algorithm}.jsonl"
+def trial_config(
+    weights: str, trial: str, strategy: Strategy, lora_targets: Sequence[str], folder: Path, settings: Settings
+) -> Config:
+    """Return the config of a trial; its few rows are written to `folder`."""
+    algorithm = "dpo" if trial == "lora" else trial
+    data = folder / f"{trial}.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in ROWS[algorithm]), encoding="utf-8")
-    return check_config(
-        {
-            "model": {"name": weights},
-            "data": {"train_files_path": str(data)},
-            "train": {
-                "alg_name": algorithm,
-                "lr": 1e-4,
-                "train_batch_size_per_gpu": len(PROMPTS),
-                "train_steps_per_epoch": STEPS,
-                "checkpoint_every": 1,
-            },
-            "lora": {
-                "enabled": strategy == "lora",
-                "target_modules": list(lora_targets) or "all-linear",
-            },
-            "rollout": {"n_samples": 2, "max_tokens": 8, "filter": "check_reward_nonzero_std"},
-            "reward": {"reward_func": f"{__name__}:any_difference" if algorithm == "grpo" else None},
-        }
-    )
+    usual: dict[str, dict[str, Any]] = {
+        "model": {"name": weights},
+        "data": {"train_files_path": str(data)},
+        "train": {
+            "alg_name": algorithm,
+            "lr": 1e-4,
+            "train_batch_size_per_gpu": len(PROMPTS),
+            "train_steps_per_epoch": STEPS,
+            "checkpoint_every": 1,
+        },
+    }
+    if "lora" in (strategy, trial):
+        usual["lora"] = {"enabled": True, "target_modules": list(lora_targets) or "all-linear"}
+    if algorithm == "grpo":
+        usual["rollout"] = {"n_samples": 2, "max_tokens": 8, "filter": "check_reward_nonzero_std"}
+        usual["reward"] = {"reward_func": f"{__name__}:any_difference"}
+    sections = {*usual, *settings} - (set() if algorithm == "grpo" else {"rollout", "inference_engine"})
+    return check_config({section: {**usual.get(section, {}), **settings.get(section, {})} for section in sections})
 
 
 def _two_steps(config: Config, folder: Path, before: Tensor) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The model catalogue (`catalog.toml`), and the documentation page generated from it.
 
-A model is verified if `verified/` contains a record of `oxrl models verify` for it without problems. Loading is in
+A model is verified if `verified/` contains a record of `oxrl models onboard` for it without problems. Loading is in
 `load`, verification in `oxrl.diagnose.verify_model`.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from oxrl.models.builtin import BUILTIN_MODELS
+from oxrl.models.builtin import BUILTIN_MODELS, cache_dir
 from oxrl.names import did_you_mean
 
 RECORDS = Path(__file__).parent / "verified"
@@ -97,13 +97,18 @@ def catalogued(name: str) -> Entry | None:
     return catalog().get(name.lower())
 
 
-def record_of(name: str) -> dict[str, Any] | None:
-    """Return the record of `oxrl models verify`, or None."""
-    file = RECORDS / f"{name}.json"
-    if not file.is_file():
-        return None
-    record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return record
+def local_records() -> Path:
+    """Return the folder of records of models that were verified on this machine."""
+    return cache_dir() / "verified"
+
+
+def record_of(name: str, *, local: bool = False) -> dict[str, Any] | None:
+    """Return the record of `oxrl models verify` in the package, or None; with `local` also one of this machine."""
+    for folder in (local_records(), RECORDS) if local else (RECORDS,):
+        if (file := folder / f"{name}.json").is_file():
+            record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+            return record
+    return None
 
 
 def as_yaml(config: Mapping[str, Any]) -> str:
@@ -122,9 +127,10 @@ def document() -> str:
         "named, in upper or lower case (`oxrl train --model qwen3-0.6b`); a folder of that name takes precedence. "
         "Training works with any causal language model that transformers can load, listed here or not.",
         "",
-        "- **verified**: `oxrl models verify NAME` was run with exactly these weights, and its record is in the "
-        "repository: SFT, DPO and GRPO, two steps each, with finite losses, changed weights, log-probs of sampler and "
-        "trainer that agree, and a resumed run with the same result.",
+        "- **verified**: `oxrl models onboard NAME` ([onboarding](onboarding.md)) was run with exactly these weights, "
+        "and its record is in the repository: SFT, DPO, GRPO and a LoRA adapter, two steps each, with finite losses, "
+        "changed weights, log-probs of sampler and trainer that agree, and a resumed run with the same result. "
+        "`oxrl models list` adds those of your machine.",
         "- **config-ready**: its config is checked, and a small random model of the same architecture passes the "
         "same checks in the tests; these weights were not tested.",
         "- **not yet**: oxRL cannot train it yet; `oxrl models show NAME` has the reason.",
@@ -135,7 +141,7 @@ def document() -> str:
     for entry in catalog().values():
         cells = [entry.name, entry.size, entry.architecture, ", ".join(entry.tasks), entry.strategy, entry.template]
         lines.append(f"| {' | '.join([*cells, entry.licence, entry.status])} |")
-    lines += ["", *(line for entry in catalog().values() for line in _verified_lines(entry))]
+    lines += ["", "## Verified", "", *(line for entry in catalog().values() for line in _verified_lines(entry))]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -145,11 +151,14 @@ def _verified_lines(entry: Entry) -> list[str]:
         return []
     versions = ", ".join(f"{name} {version}" for name, version in record["environment"].items() if name != "threads")
     gap = max(record["grpo"]["logprob_gap"])
-    resumed = max(record[algorithm]["resume_gap"] for algorithm in ("sft", "dpo", "grpo"))
+    trials = [name for name in ("sft", "dpo", "grpo", "lora") if name in record]
+    resumed = max(record[trial]["resume_gap"] for trial in trials)
+    changed = "; ".join(f"{each['repair']}: {each['message']}" for each in record["changes"]) or "nothing"
     return [
-        f"`{entry.name}` was verified on {record['date']} in {record['dtype']}, {record['strategy']} "
-        f"({versions}): layout {record['layout']}, generation in {record['generation']}; log-probs of sampler and "
-        f"trainer differ by at most {gap:.1e}, logits of a resumed and an uninterrupted run by {resumed:.2g}.",
+        f"`{entry.name}` was verified on {record['date']} by {record.get('by') or 'an unnamed user'} in "
+        f"{record['dtype']}, {record['strategy']} ({versions}): {', '.join(trials)}; layout {record['layout']}, "
+        f"generation in {record['generation']}; log-probs of sampler and trainer differ by at most {gap:.1e}, logits "
+        f"of a resumed and an uninterrupted run by {resumed:.2g}. Changed: {changed}. Command: `{record['command']}`.",
         "",
     ]
 

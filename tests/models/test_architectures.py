@@ -109,7 +109,7 @@ def test_an_architecture_learns_samples_and_resumes_from_its_checkpoint(folder_o
     folder, architecture = folder_of[shape]
     known = {entry.architecture: entry.lora_targets for entry in catalog().values()}
     algorithms = ALGORITHMS if shape in WITH_EVERY_ALGORITHM else ONE_ALGORITHM[strategy]
-    record = verify_model(str(folder), strategy, known.get(architecture, ()), algorithms=algorithms)
+    record = verify_model(str(folder), strategy, known.get(architecture, ()), trials=algorithms)
     assert record["problems"] == []
     assert record["architecture"] == architecture
     for algorithm in algorithms:
@@ -152,7 +152,7 @@ def test_the_text_model_is_loaded_from_a_folder_with_a_vision_tower(tmp_path, ti
     whole = AutoModelForImageTextToText.from_config(whole_config).eval()
     whole.save_pretrained(tmp_path / "whole")
     tiny[1].save_pretrained(tmp_path / "whole")
-    record = verify_model(str(tmp_path / "whole"), algorithms=["sft"])
+    record = verify_model(str(tmp_path / "whole"), trials=["sft"])
     assert record["architecture"] == text
     assert record["problems"] == []
     tokens = torch.arange(20)[None]

@@ -1,0 +1,256 @@
+"""Onboarding brings in what can be, says of the others why not, and records each attempt of the bugfixer."""
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from oxrl.cli import app
+from oxrl.onboarding.agent import changed_task
+from oxrl.onboarding.attempt import attempt_here, attempt_in_child
+from oxrl.onboarding.pipeline import Options, onboard, planned
+from oxrl.onboarding.remedies import REMEDIES, Task, next_remedy
+from tests.onboarding.families import MAKERS, copy, plain
+
+BROUGHT_IN = {  # with these changes
+    "base": ["pad_token", "template"],
+    "wrong_end": ["end_token"],
+    "end_outside": ["template"],
+    "resized": ["vocabulary", "dtype", "rope"],
+    "experts": [],
+    "hybrid": [],
+    "gguf": ["template"],
+}
+NOT = {
+    "vision": "images",
+    "reward_model": "use it as reward.model",
+    "missing_shard": "the shard model-00002-of-00002.safetensors is missing",
+    "own_code": "contains custom code; review it",
+    "encoder": "not a causal language model",
+}
+PLANTED = "tests.onboarding.planted:"
+AGENT = """
+import sys, pathlib, yaml
+folder = pathlib.Path(sys.argv[1])
+config = yaml.safe_load((folder / "config.yaml").read_text())
+config["inference_engine"]["name"] = "embedded"
+(folder / "changed.yaml").write_text(yaml.safe_dump(config))
+"""
+
+
+@pytest.fixture(scope="module")
+def brought_in(complete_run, families, tmp_path_factory):
+    """All families, onboarded in one go, and the options for another one."""
+    home = tmp_path_factory.mktemp("onboarding")
+    names = [copy(path, home / family) if path.is_dir() else path for family, path in families.items()]
+    options = Options(home / "work", home / "records", trials=("grpo",), attempt=attempt_here, by="a test")
+    results = onboard(list(map(str, names)), options)
+    return dict(zip(families, results, strict=True)), list(map(str, names)), options
+
+
+@pytest.mark.parametrize("family", BROUGHT_IN)
+def test_what_can_be_brought_in_is_verified_with_the_changes_it_needed(brought_in, family):
+    result = brought_in[0][family]
+    assert result.status == ("verified with changes" if BROUGHT_IN[family] else "verified"), result.why
+    record = json.loads(result.record.read_text())
+    assert [each["repair"] for each in record["changes"]] == BROUGHT_IN[family]
+    assert record["problems"] == [] and len(record["grpo"]["loss"]) == 2 and record["grpo"]["resume_gap"] == 0
+    assert max(record["grpo"]["logprob_gap"]) < 1e-3
+    assert record["command"] == f"oxrl models onboard {record['source']}"
+    assert record["environment"].keys() >= {"oxrl", "torch", "transformers", "device", "threads"}
+    assert (record["by"], len(record["attempts"])) == ("a test", 1)
+    assert record["layout"] == ("padded" if family == "hybrid" else "shared")
+
+
+@pytest.mark.parametrize("family", NOT)
+def test_what_cannot_is_reported_with_the_reason_and_no_code_is_executed(brought_in, families, family):
+    result = brought_in[0][family]
+    assert (result.status, result.record) == ("not verified", None)
+    assert NOT[family] in result.why
+    assert not (families["own_code"] / "executed").exists()
+
+
+def test_a_second_call_does_nothing_again(brought_in):
+    results, names, options = brought_in
+    assert BROUGHT_IN.keys() | NOT.keys() == MAKERS.keys() == results.keys()
+
+    def never(task, folder, seconds):
+        raise AssertionError("an attempt was repeated")
+
+    again = onboard(names, replace(options, attempt=never))
+    assert [each.status for each in again] == [each.status for each in results.values()]
+    with pytest.raises(AssertionError, match="repeated"):
+        onboard([names[4]], replace(options, attempt=never, again=True))
+
+
+def fixed_with(tmp_path, engine, **more):
+    """Onboard a small model with a planted engine; returns the result, its record and the remedies tried."""
+    folder = plain(tmp_path / "model")
+    options = Options(
+        tmp_path / "work", tmp_path / "records", trials=("grpo",), attempt=attempt_here, engine=PLANTED + engine, **more
+    )
+    (result,) = onboard([str(folder)], options)
+    record = json.loads(result.record.read_text()) if result.record else None
+    return result, record, [each["remedy"] for each in record["attempts"]] if record else list(result.changes)
+
+
+@pytest.mark.trains
+def test_of_the_remedies_for_memory_the_third_fits(tmp_path):
+    result, record, remedies = fixed_with(tmp_path, "BOUNDED")
+    assert remedies == ["smaller_micro_batches", "gradient_checkpointing", "lora", None]
+    assert [each["signal"] and each["signal"]["kind"] for each in record["attempts"]] == ["out_of_memory"] * 3 + [None]
+    assert (result.status, record["strategy"]) == ("verified with changes", "lora")
+    assert record["settings"]["train"] == {"micro_batch_tokens": 128}
+
+
+@pytest.mark.trains
+def test_a_flaky_engine_is_tried_again_and_one_that_refuses_is_replaced(tmp_path):
+    _, record, remedies = fixed_with(tmp_path / "flaky", "FLAKY")
+    assert remedies == ["again", None]
+    assert record["settings"]["inference_engine"]["name"] == f"{PLANTED}FLAKY"
+    _, record, remedies = fixed_with(tmp_path / "broken", "BROKEN")
+    assert remedies == ["again", "embedded_engine", None]
+    assert record["settings"]["inference_engine"] == {"name": "embedded"}
+    assert {each["signal"]["message"] for each in record["attempts"][:2]} == {
+        "the engine does not know this architecture"
+    }
+
+
+@pytest.mark.trains
+def test_a_template_that_refuses_some_rows_is_replaced(tmp_path):
+    folder = plain(tmp_path / "model")
+    template = (folder / "chat_template.jinja").read_text()
+    refusal = "{% if 'fox' in messages[0].content %}{{ raise_exception('no foxes') }}{% endif %}"
+    (folder / "chat_template.jinja").write_text(refusal + template)
+    options = Options(tmp_path / "work", tmp_path / "records", trials=("sft",), attempt=attempt_here)
+    (result,) = onboard([str(folder)], options)
+    record = json.loads(result.record.read_text())
+    first, second = record["attempts"]
+    assert (first["signal"]["kind"], first["remedy"]) == ("template", "repair_template")
+    assert "no foxes" in first["signal"]["message"] and second["signal"] is None
+    assert record["settings"] == {"model": {"chat_template": "chatml"}}
+
+
+def test_a_fault_outside_of_the_table_ends_in_a_report_that_names_it_or_goes_to_the_agent(tmp_path):
+    result, record, _ = fixed_with(tmp_path / "alone", "OUTSIDE")
+    assert (result.status, record, result.attempts) == ("not verified", None, 1)
+    assert result.why.startswith("exception: a planted fault that is in no table; there is no remedy")
+    failure = tmp_path / "alone" / "work" / result.name.strip("/").replace("/", "-") / "failure"
+    assert "a planted fault" in (failure / "traceback.txt").read_text()
+    assert json.loads((failure / "signal.json").read_text())["kind"] == "exception"
+
+
+@pytest.mark.trains
+def test_an_agent_returns_a_changed_config_that_is_tried(tmp_path):
+    (tmp_path / "agent.py").write_text(AGENT)
+    command = f"{sys.executable} {tmp_path / 'agent.py'}"
+    result, record, remedies = fixed_with(tmp_path, "OUTSIDE", agent=command)
+    assert remedies == ["agent", None]
+    assert record["settings"] == {"inference_engine": {"name": "embedded"}}
+    assert result.status == "verified with changes"
+
+
+@pytest.mark.parametrize(
+    ("sections", "problem"),
+    [
+        ({"model": {"name": "other"}}, "model.name cannot be changed by an agent"),
+        ({"model": {"trust_remote_code": True}}, "model.trust_remote_code cannot be changed"),
+        ({"reward": {"reward_func": "easy.py:one"}}, "reward.reward_func cannot be changed"),
+        ({"inference_engine": {"name": "mine.py:ENGINE"}}, "inference_engine.name is one of"),
+        ({"model": {"name": "tiny"}}, "it changes nothing"),
+        ([], "it must have sections"),
+        ({"model": 3}, "model must be a section"),
+    ],
+)
+def test_an_agent_may_not_change_what_the_test_means(sections, problem):
+    with pytest.raises(ValueError, match=problem):
+        changed_task(Task("tiny"), sections)
+    assert changed_task(Task("tiny"), {"lora": {"enabled": True}, "train": {"lr": 1e-5}}).strategy == "lora"
+
+
+def test_an_agent_that_fails_or_answers_nothing_ends_the_attempts(tmp_path):
+    for command, why in (("false", "ended with status 1"), ("true", "wrote no changed.yaml")):
+        result, _, _ = fixed_with(tmp_path / command, "OUTSIDE", agent=command)
+        assert f"agent (the agent {why})" in result.why
+    with pytest.raises(ValueError, match="cannot be started"):
+        fixed_with(tmp_path / "none", "OUTSIDE", agent="./no-such-program")
+
+
+def test_the_plan_refuses_what_does_not_fit_and_remedies_are_used_up(families, tmp_path):
+    options = Options(tmp_path / "work", tmp_path / "records", trials=("dpo",), attempt=attempt_here, memory=0.01)
+    (result,) = onboard([str(families["experts"])], options)
+    assert result.changes == ("smaller_micro_batches", "gradient_checkpointing", "lora")
+    assert "the plan needs" in result.why and "four_bit (oxRL does not load weights in 4 bits)" in result.why
+    assert planned(Task(str(families["experts"]), trials=("dpo",)), 64.0, tmp_path) is None
+
+
+def test_a_budget_that_is_used_up_leaves_the_rest_for_the_next_call(families, tmp_path):
+    seconds = iter([0.0, 0.0, 30.0, 30.0, 30.0, 90.0, 90.0])
+
+    def fails(task, folder, limit):
+        folder.mkdir(parents=True, exist_ok=True)
+        return attempt_here(replace(task, weights="/nowhere"), folder, limit)
+
+    options = Options(
+        tmp_path / "work", tmp_path / "records", budget=1.0, trials=("sft",), attempt=fails, clock=lambda: next(seconds)
+    )
+    results = onboard([str(families["experts"]), str(families["hybrid"])], options)
+    assert [each.status for each in results] == ["not verified", "unfinished"]
+    assert "refused: there is no model '/nowhere'" in results[0].why
+    assert "budget" in results[1].why
+
+
+def test_an_interrupted_onboarding_goes_on_with_the_next_remedy(families, tmp_path):
+    options = Options(tmp_path / "work", tmp_path / "records", trials=("sft",))
+    name, tried = str(families["experts"]), []
+
+    def stopped(task, folder, seconds):
+        tried.append(task)
+        if len(tried) == 2:
+            raise KeyboardInterrupt
+        signal = {"kind": "time_out", "exception": "", "message": "too slow", "fingerprint": ""}
+        return attempt_here(task, folder, seconds)._replace(record=None, signal=signal)
+
+    with pytest.raises(KeyboardInterrupt):
+        onboard([name], replace(options, attempt=stopped))
+    assert [task.value("rollout", "max_tokens", 8) for task in tried] == [8, 4]
+    (result,) = onboard([name], replace(options, attempt=stopped))
+    assert [task.value("rollout", "max_tokens", 8) for task in tried] == [8, 4, 4, 2]
+    assert result.changes == ("fewer_tokens", "fewer_tokens_again") and "time_out: too slow" in result.why
+
+
+@pytest.mark.trains
+def test_a_child_process_verifies_and_one_that_is_too_slow_is_ended(families, tmp_path):
+    task = Task(str(families["experts"]), trials=("sft",))
+    assert attempt_in_child(task, tmp_path / "slow", 0.0).signal["kind"] == "time_out"
+    outcome = attempt_in_child(task, tmp_path / "child", 1e6)
+    assert outcome.signal is None and outcome.record["problems"] == []
+    assert outcome.record["sft"] == attempt_here(task, tmp_path / "here", 0.0).record["sft"]
+
+
+def test_every_remedy_changes_the_task_or_says_why_not():
+    task = Task("tiny", settings={"model": {"dtype": "float16"}, "inference_engine": {"name": "vllm"}})
+    for kind in REMEDIES:
+        used, now = [], task
+        while True:
+            remedy, changed, skipped = next_remedy(kind, now, used)
+            if remedy is None:
+                break
+            assert changed != now or remedy.name == "again"
+            used.append(remedy.name)
+            now = changed
+        assert all(each["why_not"] for each in skipped)
+        assert next_remedy(kind, now, [remedy.name for remedy in REMEDIES[kind]])[0] is None
+    assert next_remedy("exception", task, [])[0] is None
+
+
+def test_the_command_prints_one_result_per_model_and_fails_if_one_is_not_verified(families, tmp_path):
+    arguments = ["--work", str(tmp_path / "work"), "--output", str(tmp_path / "records")]
+    done = CliRunner().invoke(app, ["models", "onboard", str(families["encoder"]), "/nowhere", *arguments, "--json"])
+    assert done.exit_code == 1
+    encoder, nowhere = json.loads(done.stdout)
+    assert "not a causal language model" in encoder["why"] and "there is no model '/nowhere'" in nowhere["why"]
+    done = CliRunner().invoke(app, ["models", "onboard", "/nowhere", *arguments])
+    assert "/nowhere: not verified (0 attempts)" in done.stdout
