@@ -22,6 +22,7 @@ from oxrl.view.files import MISSING, identity, lines_with_offsets, open_inside, 
 Json: TypeAlias = dict[str, Any]
 _STEP_FILE = re.compile(r"step_(\d{1,12})\.jsonl")
 _LOGGED_STEP = re.compile(rb'\{"step": (\d{1,12})[,}]')
+_IDS, _MASK = re.compile(rb'\s*\{"ids":\s*\[([^\]]*)\]'), re.compile(rb'"mask":\s*\[([01,\s]*)\]')
 _KEPT = 8  # steps whose answers are kept in memory
 
 
@@ -185,7 +186,7 @@ def _read_step(file: BinaryIO, version: tuple[str, int, int]) -> _Step:
     answers: list[Json] = []
     places: dict[tuple[str, str], _Place] = {}
     for offset, line in lines_with_offsets(file):
-        raw = _parsed(line)
+        raw = _head(line) or _parsed(line)
         if raw is None:
             continue
         if raw.get("kind") == "step":
@@ -196,9 +197,27 @@ def _read_step(file: BinaryIO, version: tuple[str, int, int]) -> _Step:
     return _Step(version, header, answers, places)
 
 
+def _head(line: bytes) -> Json | None:
+    """An answer with counts for tokens, whose numbers are most of the line and are not parsed; None if it is unusual.
+
+    A quote inside of a text is escaped, so the last `"tokens":` is the key; in a record it is the last one.
+    """
+    before, key, tokens = line.rpartition(b'"tokens":')
+    before, ids, mask = before.rstrip(), _IDS.match(tokens), _MASK.search(tokens)
+    if not key or not before.endswith(b",") or ids is None or mask is None or not tokens.rstrip().endswith(b"}}"):
+        return None
+    answer = _parsed(before[:-1] + b"}")
+    if answer is None or answer.get("kind") != "answer":
+        return None
+    length = ids[1].count(b",") + 1 if ids[1].strip() else 0
+    return {**answer, "tokens": {"length": length, "trained": mask[1].count(b"1")}}
+
+
 def _without_tokens(answer: Json) -> Json:
     """The answer with counts instead of tokens."""
     tokens = answer.get("tokens") or {}
+    if "length" in tokens:
+        return answer
     mask = tokens.get("mask") or []
     answer = _with_text(answer)
     counted = {"length": len(tokens.get("ids") or []), "trained": sum(map(bool, mask)) if mask else None}

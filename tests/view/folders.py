@@ -139,7 +139,7 @@ def header(step: int, answers: list[dict[str, Any]], **others: Any) -> dict[str,
         groups.setdefault(each["group"], []).append(each)
     summaries = []
     for group, own in groups.items():
-        rewards = [each["reward"] for each in own]
+        rewards = [each.get("reward") for each in own]
         graded = [reward for reward in rewards if reward is not None] or [0.0]
         middle = sum(graded) / len(graded)
         std = math.sqrt(sum((reward - middle) ** 2 for reward in graded) / len(graded))

@@ -81,6 +81,28 @@ def test_a_step_comes_without_tokens_and_an_answer_with_them(tmp_path):
         steps.answer(3, "7", "5")
 
 
+def test_answers_with_an_unusual_line_are_counted_in_the_same_way(tmp_path):
+    quoted = answer(7, 0, '"tokens": {"ids": [1]} and "mask": [0]', 1.0)
+    reordered = {"tokens": quoted["tokens"], **{name: value for name, value in quoted.items() if name != "tokens"}}
+    without = answer(7, 2, "none", None) | {"tokens": None}
+    lines = [quoted, reordered | {"index": 1}, without, answer(7, 3, "", 0.0) | {"tokens": {"ids": [], "mask": []}}]
+    write_step(tmp_path, 3, lines)
+    found = [each["tokens"] for each in Steps(tmp_path).step(3)["answers"]]
+    expected = {"length": len(quoted["tokens"]["ids"]), "trained": sum(quoted["tokens"]["mask"])}
+    assert found == [expected, expected, {"length": 0, "trained": None}, {"length": 0, "trained": 0}]
+    assert Steps(tmp_path).answer(3, "7", "0") == quoted
+
+
+def test_a_row_of_a_dataset_has_the_text_of_its_tokens(tmp_path):
+    tokens = answer(0, 0, "it is 4", 1.0)["tokens"]
+    write_step(
+        tmp_path, 1, [{"kind": "row", "group": 0, "index": 1, "sample_id": "row-1", "tokens": tokens}], groups=[]
+    )
+    (row,) = Steps(tmp_path).step(1)["answers"]
+    assert (row["prompt"], row["text"]) == ("What is 2+2?", "it is 4")
+    assert Steps(tmp_path).answer(1, "0", "1")["text"] == "it is 4"
+
+
 def test_a_step_that_is_written_again_is_read_again(tmp_path):
     steps = Steps(tmp_path)
     write_step(tmp_path, 3, [answer(7, 0, "before", 1.0)])
