@@ -118,6 +118,7 @@ def test_what_a_model_wrote_does_not_end_the_data_of_an_exported_page(tmp_path):
     written = export_page(Runs([run]), tmp_path / "pages" / "page.html")
     html = written.path.read_text()
     assert (written.steps, written.left_out) == (1, 0)
+    assert build_page('{"a": "</script><script>"}').html.count("<script>") == 1
     assert len(re.findall("</script", html)) == 2 and "connect-src 'none'" in html
 
 
