@@ -60,6 +60,7 @@ def test_resuming_a_finished_run_has_nothing_to_do(trained):
     folder, _ = trained
     again = run("train", "--output", folder / "out", "--resume")
     assert again.exit_code == 0, again.output
+    assert f"to watch: oxrl view {folder / 'out'}" in again.output
     assert "nothing was left to do" in again.output
 
 
