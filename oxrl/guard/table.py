@@ -29,6 +29,7 @@ class GuardCheck(NamedTuple):
     remedy: str
     action: Action
     samples: bool = False  # of runs that sample only
+    fixed: bool = False  # always on: without it a run could only do harm
 
 
 _PROOFS: tuple[GuardCheck, ...] = (
@@ -83,6 +84,7 @@ _PROOFS: tuple[GuardCheck, ...] = (
         EVERY,
         "lower train.lr, or look at the rows in failure/batch.jsonl",
         "stop",
+        fixed=True,
     ),
     GuardCheck(
         "trained_parameters",
@@ -105,6 +107,7 @@ _PROOFS: tuple[GuardCheck, ...] = (
         "`oxrl mismatch RUN` finds the cause: other weights, precision, temperature or cut-offs",
         "stop",
         samples=True,
+        fixed=True,
     ),
     GuardCheck(
         "sampler_weights",
@@ -176,9 +179,13 @@ def actions_of(chosen: Mapping[str, str]) -> dict[str, Action]:
             raise ValueError(f"{name!r:.100} is no check{hint}")
         if action not in ACTIONS:
             raise ValueError(f"the action of {name} is {action!r:.100}; it must be one of {', '.join(ACTIONS)}")
+        if name != ALL and CHECKS[name].fixed and action != "stop":
+            raise ValueError(f"the check {name} cannot be set to {action}: it always stops a run")
     known: dict[str, Action] = {action: action for action in get_args(Action)}
-    others = chosen.get(ALL)
-    return {name: known[chosen.get(name, check.action if others is None else others)] for name, check in CHECKS.items()}
+    return {
+        name: check.action if check.fixed else known[chosen.get(name, chosen.get(ALL, check.action))]
+        for name, check in CHECKS.items()
+    }
 
 
 def document() -> str:
@@ -224,7 +231,8 @@ no check failed; 1: one did, and stopped the run; 2: there is no run.
 _TAIL = """
 ## Choose the action
 
-`run.checks` has an action by name: `stop`, `warn` or `off`; `all` stands for every check that is not named.
+`run.checks` has an action by name: `stop`, `warn` or `off`; `all` stands for every check that is not named. `finite`
+and `logprob_gap` always stop a run; the latter has its limit in `train.max_logprob_gap`.
 
 ```yaml
 run:

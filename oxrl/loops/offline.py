@@ -9,10 +9,11 @@ from typing import TypeAlias
 
 import anyio
 
+from oxrl.guard.monitor import UNGUARDED, Guard
 from oxrl.loops.callbacks import Callbacks
 from oxrl.loops.memory_limits import MemoryLimits, resumed_limits
 from oxrl.loops.progress import AlgorithmAt, Progress, SaveFn, algorithm_switch, no_checkpoint, reading
-from oxrl.loops.step import check_backend, needed_methods, train_step
+from oxrl.loops.step import check_backend, needed_methods, observe_credit, train_step
 from oxrl.loops.step_record import NO_RECORD, NoRecord, TrainedStep
 from oxrl.tracking.metrics import Sink, log_to_console
 from oxrl.types import Algorithm, Backend, DataSource, Item, Memory, TrainingState
@@ -50,6 +51,7 @@ async def run_offline(
     state: TrainingState = TrainingState(),  # noqa: B008 - immutable
     evaluate: EvaluateFn = no_evaluation,
     recorder: NoRecord = NO_RECORD,
+    guard: Guard = UNGUARDED,
     log: Sink = log_to_console,
     save: SaveFn = no_checkpoint,
     limits: MemoryLimits | None = None,
@@ -66,7 +68,7 @@ async def run_offline(
         progress = Progress(config, state, log, save, limits, callbacks)
         if state.cursor:
             source.restore(state.cursor["data"])
-    async with progress.failures_annotated():
+    async with guard.explaining(), progress.failures_annotated():
         await progress.evaluate_at_start(partial(evaluate, progress.memory))
         for step in range(state.step + 1, config.num_steps + 1):
             async with progress.saved_if_interrupted():
@@ -74,7 +76,10 @@ async def run_offline(
             with anyio.CancelScope(shield=True):  # a cancelled call to a remote backend would leave a step half done
                 current, items = algorithm_at(step), source.get_prompts(config.batch_size)
                 recorder.begin()
-                metrics = await train_step(backend, current, items, limits, progress.memory, recorder.credited)
+                guard.begin(step)
+                on_credit = partial(observe_credit, recorder, guard, backend, current, limits)
+                metrics = await train_step(backend, current, items, limits, progress.memory, on_credit)
+                guard.updated(metrics)
                 metrics |= algorithm_switch(step, algorithm_at)
                 metrics |= await progress.evaluate(
                     step, partial(evaluate, progress.memory), partial(_eval_loss, current)

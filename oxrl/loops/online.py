@@ -12,17 +12,19 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import anyio
 
 from oxrl.algorithms import algorithm as named_algorithm
 from oxrl.concurrency import task_group
+from oxrl.guard.monitor import UNGUARDED, Guard
 from oxrl.loops.callbacks import Callbacks
 from oxrl.loops.memory_limits import MemoryLimits, resumed_limits
 from oxrl.loops.progress import AlgorithmAt, Progress, SaveFn, algorithm_switch, due, no_checkpoint, reading
 from oxrl.loops.rollout_queue import RolloutQueue, prefetching
-from oxrl.loops.step import CreditedFn, check_backend, needed_methods, not_recorded, optimizer_steps
+from oxrl.loops.step import CreditedFn, check_backend, needed_methods, not_recorded, observe_credit, optimizer_steps
 from oxrl.loops.step_record import NO_RECORD, NoRecord, TrainedStep
 from oxrl.names import renamed_keywords
 from oxrl.rewards.primitives import normalize_rewards
@@ -30,10 +32,12 @@ from oxrl.rollouts.batches import as_rollout, group_rollouts
 from oxrl.rollouts.buffer import Group
 from oxrl.rollouts.collect import AsyncRolloutManager
 from oxrl.rollouts.report import rollout_metrics
+from oxrl.tracking.health import CheckError
 from oxrl.tracking.metrics import Sink, log_to_console
 from oxrl.types import (
     Algorithm,
     Backend,
+    GenerationConfig,
     Generator,
     Item,
     Memory,
@@ -175,6 +179,7 @@ async def run_online(
     offload_engine: OffloadFn = no_offload,
     observe: ObserveFn = no_observer,
     recorder: NoRecord = NO_RECORD,
+    guard: Guard = UNGUARDED,
     log: Sink = log_to_console,
     save: SaveFn = no_checkpoint,
     limits: MemoryLimits | None = None,
@@ -198,24 +203,30 @@ async def run_online(
     await _sync(backend, generators)
     async with progress.failures_annotated():
         await progress.evaluate_at_start(evaluate)
-    async with progress.failures_annotated(), prefetching(queue, config.num_steps - state.step):
+    sampling: GenerationConfig | None = getattr(manager.config.generate_fn, "sampling", None)
+    steps = config.num_steps - state.step
+    async with guard.explaining(), progress.failures_annotated(), prefetching(queue, steps):
         for step in range(state.step + 1, config.num_steps + 1):
             current = algorithm_at(step)
             async with progress.saved_if_interrupted():
                 batch = await queue.next(backend)
             metrics = rollout_metrics(batch.groups, batch.version) | batch.costs()
+            guard.begin(step)
             items = rollout_items(current, shape(batch.groups), render)
+            guard.sampled(batch.groups, batch.left_out, items, render)
+            await guard.probe(backend, generators[0], sampling, updated=False)
             with anyio.CancelScope(shield=True):  # an interrupt between an update and its record would lose the update
                 recorder.begin()
                 async with offload_engine():
-                    metrics |= await train_batch(
-                        backend, current, items, config, progress.memory, limits, recorder.credited
-                    )
+                    on_credit = partial(observe_credit, recorder, guard, backend, current, limits)
+                    metrics |= await train_batch(backend, current, items, config, progress.memory, limits, on_credit)
                     _check_gap(metrics, config.max_logprob_gap)
+                    guard.updated(metrics)
                     await move_reference(step)
                 synced = due(step, config.sync_every) or step == config.num_steps
                 if synced:
                     metrics |= await _sync(backend, generators)
+                    await guard.probe(backend, generators[0], sampling)
                 metrics |= await progress.evaluate(step, evaluate, lambda found: -found["eval_reward"])
                 queue.trained(synced=synced)
                 metrics |= algorithm_switch(step, algorithm_at)
@@ -271,7 +282,7 @@ def rollout_items(algorithm: Algorithm, groups: Sequence[Group], render: Render)
         raise ValueError(f"{algorithm.name} learns from files; it cannot learn from its own samples")
     items = [item for group in groups for item in algorithm.online.items(group, render)]
     if items and not any(row.mask.any() for item in items for row in item):
-        raise RuntimeError(f"{algorithm.name} found nothing to train on in the {len(groups)} groups of this step")
+        raise CheckError("mask", f"{algorithm.name} found nothing to train on in the {len(groups)} groups of this step")
     return items
 
 
@@ -318,10 +329,11 @@ def _check_gap(metrics: Mapping[str, float], allowed: float) -> None:
     """On the same weights, sampler and trainer must agree; otherwise every importance ratio of the run is wrong."""
     gap = metrics.get("logprob_gap", 0.0)
     if metrics["age"] == 0 and not gap <= allowed:
-        raise RuntimeError(
+        raise CheckError(
+            "logprob_gap",
             f"logprob_gap: sampler and trainer differ by {gap:.3g} in a token's log-prob on the same weights, and "
             f"{allowed:g} is allowed (train.max_logprob_gap); the engine has other weights, another precision or "
-            "another temperature (`oxrl mismatch RUN` shows which)"
+            "another temperature (`oxrl mismatch RUN` shows which)",
         )
 
 

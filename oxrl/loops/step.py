@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,7 +15,9 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from oxrl.data.pack import collate, count_units, pack
+from oxrl.guard.monitor import Guard
 from oxrl.loops.memory_limits import Budget, MemoryLimits, limits_of, sized
+from oxrl.loops.step_record import NoRecord
 from oxrl.tracking.metrics import memory_gib
 from oxrl.types import Algorithm, Backend, Batch, Item, Layout, Memory, Outputs, Row, TrainFuture
 
@@ -68,12 +70,25 @@ def needed_methods(algorithm: Algorithm) -> set[str]:
     return {"forward_backward", "optim_step"} | ({"logprobs"} if algorithm.needs else set())
 
 
-CreditedFn: TypeAlias = Callable[[Sequence[Item]], None]
-"""(the rows of a step with all that the loss needs), before they are trained on: for records of a step."""
+CreditedFn: TypeAlias = Callable[[Sequence[Item]], Awaitable[None]]
+"""(the rows of a step with all that the loss needs), before they are trained on: for records and checks of a step."""
 
 
-def not_recorded(items: Sequence[Item]) -> None:
+async def not_recorded(items: Sequence[Item]) -> None:
     """For steps that are not recorded."""
+
+
+async def observe_credit(
+    recorder: NoRecord,
+    guard: Guard,
+    backend: Backend,
+    algorithm: Algorithm,
+    limits: MemoryLimits,
+    items: Sequence[Item],
+) -> None:
+    """Record the rows of a step, and check them."""
+    recorder.credited(items)
+    await guard.credited(backend, algorithm, items, limits.micro_batch_tokens)
 
 
 async def train_step(
@@ -122,7 +137,7 @@ async def optimizer_steps(
             memory.clear()
             memory.update(before)
             credited = await credit_step(backend, algorithm, items, limits, memory)
-            on_credit(credited)
+            await on_credit(credited)
         indices = np.array_split(np.arange(len(credited)), mini_batches)[number % mini_batches]
         part = [credited[index] for index in indices]
         return await update(backend, algorithm, part, limits.micro_batch_tokens, optimizer_step)
@@ -136,7 +151,10 @@ async def update(
     """Forward, backward and optimizer step over rows that carry all that the loss needs."""
     counts = count_units(credited)
     if not counts["token"]:
-        raise ValueError(f"none of the {len(credited)} items of this step has a trained token: the loss mask is empty")
+        with annotated(check="mask"):
+            raise ValueError(
+                f"none of the {len(credited)} items of this step has a trained token: the loss mask is empty"
+            )
     parts = pack(credited, budget, layout=layout_of(backend), parallel=parallel_of(backend))
     batches = [collate(part) for part in parts]
     with annotated(batches=batches):

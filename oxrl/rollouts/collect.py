@@ -29,6 +29,7 @@ from oxrl.rollouts.filters import keep_all
 from oxrl.rollouts.record import rollout_from_json, rollout_to_json
 from oxrl.seeds import mixed_seed
 from oxrl.tracking.activity import Activity
+from oxrl.tracking.health import CheckError
 from oxrl.types import (
     DataSource,
     EnvFn,
@@ -304,7 +305,10 @@ class AsyncRolloutManager:
         why = f"{tally['filtered_groups']:.0f} were filtered out, {tally['ungraded_groups']:.0f} could not be graded"
         if not chosen:
             first = f"; the first failure: {failures[0]}" if failures else ""
-            raise RuntimeError(f"none of {tally['drawn']:.0f} prompts yielded a group to train on: {why}{first}")
+            message = f"none of {tally['drawn']:.0f} prompts yielded a group to train on: {why}{first}"
+            if failures and failures[0].startswith("reward "):
+                raise CheckError("reward_errors", message)
+            raise RuntimeError(message)
         logger.warning(
             "only %d of %d groups after %d prompts: %s", len(chosen), self.config.batch_size, tally["drawn"], why
         )

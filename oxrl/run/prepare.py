@@ -46,6 +46,8 @@ from oxrl.types import Sample
 
 logger = logging.getLogger(__name__)
 
+CHECKED_SAMPLES = 256  # whose masks are compared with what is trained
+
 
 def prepare_run(config: Config, output: str | Path | None = None, *, resume: bool = False) -> RunSpec:
     """Resolve a config for training in `output`. Wrong input raises a ValueError that explains it."""
@@ -190,6 +192,7 @@ def resolve(
         **data._asdict(),
         num_steps=config.train.total_number_of_epochs * steps_per_epoch,
         online=online,
+        samples=() if online else tuple(samples[:CHECKED_SAMPLES]),
         choices=choices,
     )
 

@@ -19,7 +19,7 @@ from oxrl.rewards import Reward
 from oxrl.rollouts.collect import RolloutConfig
 from oxrl.rollouts.filters import check_reward_nonzero_std, keep_all, named_filter
 from oxrl.run.folder import resolve_weights
-from oxrl.types import Algorithm, DataSource, GenerationConfig, ModelConfig
+from oxrl.types import Algorithm, DataSource, GenerationConfig, ModelConfig, Sample
 
 
 class Choice(NamedTuple):
@@ -54,6 +54,7 @@ class RunSpec:
     left_out: int  # rows that could not be read, or are too long
     num_steps: int
     online: bool
+    samples: tuple[Sample, ...] = ()  # of an offline run, the first of what its rows were made from
     choices: tuple[Choice, ...] = ()  # values of its config that depend on the model
 
     @property

@@ -15,6 +15,7 @@ from oxrl.config.registry import find_engine
 from oxrl.data.render import Renderer
 from oxrl.guard.findings import FindingsFile
 from oxrl.guard.monitor import Guard
+from oxrl.guard.rows import references_of_samples
 from oxrl.loops.callbacks import Callbacks, StopTraining, as_logger
 from oxrl.loops.memory_limits import MemoryLimits, resumed_limits
 from oxrl.loops.memory_warmup import advice_on_memory, warm_up_memory
@@ -247,6 +248,8 @@ async def _run_loop(
         spec.config.run.checks,
         write=FindingsFile(spec.folder, keep_until=state.step if resuming else -1),
         past=read_metrics(file) if file.exists() else (),
+        references=references_of_samples(spec.samples, Renderer(spec.tokenizer, max_len=spec.config.data.max_seq_len)),
+        all_trained=spec.lora is None,
     )
     log = all_of(write, sinks, guard.logged)
     await callbacks("on_start", spec)
@@ -255,7 +258,7 @@ async def _run_loop(
             limits = resumed_limits(spec.config.train.micro_batch_tokens, state, backend)
         await _warm_up(spec, backend, limits)
         rest: dict[str, Any] = {"state": state, "limits": limits, "log": log, "save": save, "callbacks": callbacks}
-        rest["recorder"] = recorder
+        rest |= {"recorder": recorder, "guard": guard}
         _report_micro_batches(backend, console.activity)
         if spec.online:
             return await _run_online(spec, backend, console=console, **rest)
@@ -304,6 +307,7 @@ async def _run_offline(spec: RunSpec, backend: Any, *, limits: MemoryLimits, **r
     from oxrl.loops.progress import scheduled
 
     config = spec.config
+    rest["guard"].prepared(spec.rows[: len(spec.samples)])
     return await run_offline(
         backend,
         scheduled(spec.schedule),

@@ -16,6 +16,7 @@ Row: TypeAlias = Mapping[str, Any]
 Test: TypeAlias = Callable[[Row, Sequence[Row]], str | None]
 """(the first row, the last rows) -> what is wrong, with numbers; None if nothing is."""
 
+LOSSES = ("objective", "nll", "preference", "judged", "ranking")  # that measure quality
 FAR_ABOVE = 2.0  # a loss has diverged above this factor of its first value, and by this much
 LITTLE_ENTROPY = 0.01  # nats per token
 MUCH_KL = 0.5  # a KL term of the loss, above which it outweighs most policy terms
@@ -33,6 +34,7 @@ class Check(NamedTuple):
     remedy: str
     evaluations: bool = False
     samples: bool = False  # of runs that sample only
+    reads: tuple[str, ...] = ()  # a run that logs none of these metrics cannot be checked
 
 
 class CheckError(RuntimeError):
@@ -60,7 +62,7 @@ class HealthWarning(NamedTuple):
 
 def _diverged(first: Row, last: Sequence[Row]) -> str | None:
     """Only of losses that measure quality: the surrogate of a policy gradient may have any value."""
-    name = next((name for name in ("objective", "nll", "preference", "judged", "ranking") if name in first), None)
+    name = next((name for name in LOSSES if name in first), None)
     if name is None or "reward" in first or not _numbers([first, *last], name):
         return None
     start = first[name]
@@ -175,6 +177,7 @@ CHECKS: tuple[Check, ...] = (
         3,
         "the loss of 3 steps is more than twice its first value, and more than 2 above it",
         "lower train.lr, raise train.warmup_steps_ratio, or look at the rows (`oxrl data show`)",
+        reads=LOSSES,
     ),
     Check(
         "chosen_falls",
@@ -183,6 +186,7 @@ CHECKS: tuple[Check, ...] = (
         3,
         "the log-prob of chosen responses fell by its first value and by at least 20, for 3 steps",
         "lower train.lr, raise beta, or choose a loss with an NLL term (dpnll, cpo)",
+        reads=("chosen_logprob",),
     ),
     Check(
         "entropy",
@@ -192,6 +196,7 @@ CHECKS: tuple[Check, ...] = (
         "the entropy of 5 steps is below 0.01, and was above 0.1",
         "lower train.lr, or set kl_coef or entropy_coef in train.alg_params",
         samples=True,
+        reads=("entropy",),
     ),
     Check(
         "truncated",
@@ -201,6 +206,7 @@ CHECKS: tuple[Check, ...] = (
         "every response of 5 steps is cut off",
         "raise rollout.max_tokens, or reward responses that end",
         samples=True,
+        reads=("truncated",),
     ),
     Check(
         "empty",
@@ -210,6 +216,7 @@ CHECKS: tuple[Check, ...] = (
         "every response of 3 steps is empty",
         "check the chat template and the reward",
         samples=True,
+        reads=("longest",),
     ),
     Check(
         "constant_reward",
@@ -219,6 +226,7 @@ CHECKS: tuple[Check, ...] = (
         "all rewards of 5 steps are equal",
         "check the reward (`oxrl rewards test`), use easier or harder prompts, or a higher rollout.temperature",
         samples=True,
+        reads=("reward",),
     ),
     Check(
         "no_gradient",
@@ -227,6 +235,7 @@ CHECKS: tuple[Check, ...] = (
         3,
         "the gradient of 3 steps is zero",
         "RL: responses to a prompt need different rewards; else check which tokens are trained (`oxrl data show`)",
+        reads=("grad_norm",),
     ),
     Check(
         "worse_than_before",
@@ -245,6 +254,7 @@ CHECKS: tuple[Check, ...] = (
         "the responses of 5 steps have less than an eighth of their first length, and earn no more",
         "check how the reward treats short responses (`oxrl rewards test`), lower train.lr, or set kl_coef",
         samples=True,
+        reads=("length",),
     ),
     Check(
         "kl",
@@ -254,6 +264,7 @@ CHECKS: tuple[Check, ...] = (
         "the KL term of 5 steps is above 0.5, ten times its first value, and grows",
         "lower train.lr, raise kl_coef, or update the reference (model.ref_update)",
         samples=True,
+        reads=("kl",),
     ),
     Check(
         "held_out",
@@ -301,7 +312,15 @@ class HealthMonitor:
 
     def judged(self) -> list[str]:
         """The names of the checks that had enough rows so far."""
-        return [check.name for check in CHECKS if self._has_enough(check)]
+        return [check.name for check in CHECKS if self._has_enough(check) and not self._lacks(check)]
+
+    def missing(self) -> dict[str, str]:
+        """The checks that cannot be made, with the metrics that they would need."""
+        return {check.name: " or ".join(check.reads) for check in CHECKS if self._lacks(check)}
+
+    def _lacks(self, check: Check) -> bool:
+        logged = self.recent[-1] if self.recent else {}
+        return bool(logged and check.reads) and not any(name in logged for name in check.reads)
 
     def _has_enough(self, check: Check) -> bool:
         if check.evaluations:

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 _WORDS = {1: "int8", 2: "int16", 4: "int32", 8: "int64"}
+
+
+def bit_sums(weights: Mapping[str, Tensor]) -> dict[str, int]:
+    """One number per tensor that changes with any of its bits."""
+    import torch
+
+    plain = [weight.detach() for weight in weights.values()]
+    sums = [weight.view(getattr(torch, _WORDS[weight.element_size()])).sum() for weight in plain]
+    return dict(zip(weights, torch.stack(sums).tolist() if sums else [], strict=True))
 
 
 def fingerprint(module: nn.Module) -> str:
@@ -16,10 +26,6 @@ def fingerprint(module: nn.Module) -> str:
 
     It is made of one sum per tensor, over its bits as integers: not proof against a forger.
     """
-    import torch
-
-    trained = [(name, weight.detach()) for name, weight in module.named_parameters() if weight.requires_grad]
-    sums = [weight.view(getattr(torch, _WORDS[weight.element_size()])).sum() for _, weight in trained]
-    totals = torch.stack(sums).tolist() if sums else []
-    text = ";".join(f"{name}:{total}" for (name, _), total in zip(trained, totals, strict=True))
+    trained = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
+    text = ";".join(f"{name}:{total}" for name, total in bit_sums(trained).items())
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

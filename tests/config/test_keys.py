@@ -383,7 +383,7 @@ KEYS = {
     "run.rank_time_limit": Effect(2.0, engine_timeout, (*RL, "inference_engine.name=http")),
     "run.max_restarts": Effect(0, launch_attempts, ROWS, 1),
     "run.trackers": Effect(["tensorboard"], written("tensorboard"), SFT, True),
-    "run.checks": Effect({"finite": "off"}, state_of("finite"), SFT, "off in run.checks"),
+    "run.checks": Effect({"mask": "off"}, state_of("mask"), SFT, "off in run.checks"),
     "run.tracking_uri": Effect("sqlite:///mine.db", store_of_mlflow, MLFLOW, ["sqlite:///mine.db"]),
     "train.alg_name": Effect("grpo", prepared(lambda run: run.online), SFT, True),
     "train.alg_params": Effect({"beta": 0.5}, logged("grad_norm"), PAIRS),
