@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -72,6 +73,7 @@ class Guard:
         self._probes: list[Sampled] = []
         self._parameters: ParameterWatch | None = None
         self._online = False
+        self._seconds = 0.0
         self.states: dict[str, Finding] = {}
         self._health = HealthMonitor(past)
         for name, action in self.actions.items():
@@ -120,6 +122,7 @@ class Guard:
 
     def logged(self, step: int, metrics: Mapping[str, float]) -> None:
         """A sink for the metrics of a run."""
+        self.step = step
         warnings = self._health.note({"step": step, **metrics})
         for warning in warnings:
             self.fault(warning.name, warning.problem)
@@ -137,6 +140,19 @@ class Guard:
         """A step starts."""
         self.step = step
         self._started = self._started or step
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self._seconds += time.monotonic() - started
+
+    def costs(self) -> dict[str, float]:
+        """The seconds that the checks of a step took, as a metric; none for a guard whose checks are off."""
+        seconds, self._seconds = self._seconds, 0.0
+        return {"check_seconds": seconds} if self.active else {}
 
     @property
     def _age(self) -> int:
@@ -156,8 +172,13 @@ class Guard:
         self, groups: Sequence[Group], left_out: Sequence[LeftOut], items: Sequence[Item], render: Render
     ) -> None:
         """The rollouts of a step, and the rows that they became."""
-        if not self.active:
-            return
+        if self.active:
+            with self._timed():
+                self._check_sampled(groups, left_out, items, render)
+
+    def _check_sampled(
+        self, groups: Sequence[Group], left_out: Sequence[LeftOut], items: Sequence[Item], render: Render
+    ) -> None:
         self._online = True
         tokenizer = render.tokenizer if isinstance(render, Renderer) else None
         rollouts = [each for group in groups for each in group if not each.greedy and each.error is None]
@@ -195,8 +216,11 @@ class Guard:
 
     async def credited(self, backend: Backend, algorithm: Algorithm, items: Sequence[Item], budget: int) -> None:
         """The rows of a step with advantages and log-probs of other models, before they are trained on."""
-        if not self.active:
-            return
+        if self.active:
+            with self._timed():
+                await self._check_credited(backend, algorithm, items, budget)
+
+    async def _check_credited(self, backend: Backend, algorithm: Algorithm, items: Sequence[Item], budget: int) -> None:
         rows = [row for item in items for row in item]
         if self.wants("mask"):
             references = {**self._references, **self._sampled_references}
@@ -232,8 +256,11 @@ class Guard:
 
     def updated(self, metrics: Mapping[str, float]) -> None:
         """The metrics of an update."""
-        if not self.active:
-            return
+        if self.active:
+            with self._timed():
+                self._check_updated(metrics)
+
+    def _check_updated(self, metrics: Mapping[str, float]) -> None:
         wrong = [name for name in ("loss", "grad_norm") if not math.isfinite(metrics.get(name, 0.0))]
         self.judge("finite", f"{' and '.join(wrong)} is not finite" if wrong else None)
         if "logprob_gap" in metrics and metrics.get("age") == 0:
@@ -272,7 +299,8 @@ class Guard:
                 f"after the update to version {weights.version} of the weights the engine has version "
                 f"{generator.version}",
             )
-        now = await sample_probe(generator, backend, self._prompt, sampling, weights.version)
+        with self._timed():
+            now = await sample_probe(generator, backend, self._prompt, sampling, weights.version)
         if now is not None:
             self._compare(now, source_of(weights))
 

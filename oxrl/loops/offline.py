@@ -85,7 +85,7 @@ async def run_offline(
                     step, partial(evaluate, progress.memory), partial(_eval_loss, current)
                 )
                 version = state.version + step - state.step
-                metrics |= recorder.record(TrainedStep(step, current, version - 1, metrics))
+                metrics |= recorder.record(TrainedStep(step, current, version - 1, metrics)) | guard.costs()
                 await progress.record(step, metrics, version, {"data": source.state()})
             if progress.finished:
                 break

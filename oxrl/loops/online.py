@@ -234,7 +234,7 @@ async def run_online(
                 version = (await backend.get_weights()).version
                 limits.note_slots(generators)
                 sampled = TrainedStep(step, current, batch.version, metrics, batch.groups, batch.left_out)
-                metrics |= recorder.record(sampled)
+                metrics |= recorder.record(sampled) | guard.costs()
                 await progress.record(step, metrics, version, queue.state(batch.collected))
             if progress.finished:
                 break

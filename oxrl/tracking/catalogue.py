@@ -108,6 +108,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("wait_seconds", ("rl",), "seconds that training waited for a batch"),
     Metric("step_seconds", ("supervised", "pairs", "labels", "rm"), "seconds of the step"),
     Metric("record_seconds", (), "seconds spent on the record of the step", "it is above 2% of it", rare=True),
+    Metric("check_seconds", (), "seconds spent on the checks of the step", "it is above 2% of it", rare=True),
     Metric("sync_seconds", ("rl",), "seconds of the weight update of an engine with its own weights", rare=True),
     Metric("engine_gap", ("rl",), "gap between its log-probs and the trainer's after the update", "it grows",
            rare=True),
