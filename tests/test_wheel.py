@@ -70,6 +70,14 @@ def test_invalid_input_is_reported_where_torch_is_not_installed(installed):
     assert "did you mean lr?" in done.stderr
 
 
+def test_the_wheel_contains_the_page_of_oxrl_view(installed, tmp_path):
+    python, folder = installed
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n')
+    run(python.parent / "oxrl", "view", tmp_path / "run", "--export", tmp_path / "page.html", cwd=folder)
+    assert "<script>" in (tmp_path / "page.html").read_text()
+
+
 def test_the_wheel_contains_the_catalogue_and_its_records(installed):
     python, folder = installed
     listed = run(python.parent / "oxrl", "models", "list", cwd=folder).splitlines()

@@ -45,7 +45,7 @@ class Exported(NamedTuple):
 
 def build_page(data: str = "", connect: str = "'self'") -> Page:
     """Put the page together; `data` is what an exported page has inside, as JSON."""
-    folder = files("oxrl.view") / "page"
+    folder = files("oxrl.view") / "web"
     style = (folder / "style.css").read_text(encoding="utf-8")
     script = "\n".join((folder / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)
     script = f'"use strict";\n{script}'
