@@ -171,6 +171,12 @@ def test_requests_go_through_one_table(tmp_path):
             runs.respond(path)
 
 
+def test_a_run_without_the_guard_shows_what_its_curves_say(tmp_path):
+    append(tmp_path / "metrics.jsonl", *({"step": step, "loss": 0.0, "grad_norm": 0.0} for step in (1, 2, 3)))
+    (found,) = json.loads(Runs([tmp_path]).respond("run/0/warnings").body)
+    assert (found["step"], found["check"], found["state"]) == (3, "no_gradient", "warned") and found["remedy"]
+
+
 def test_stages_are_runs_of_their_own_and_equal_names_get_more_of_their_path(tmp_path):
     write_run(tmp_path / "one" / "sft", steps=1)
     write_run(tmp_path / "one" / "rl", steps=1)

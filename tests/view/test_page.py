@@ -193,6 +193,15 @@ def test_findings_are_marks_that_lead_to_their_step(browser, run):
         assert text_of(page, "h1") == "Step 24" and "reward_by_length" in text_of(page, ".findings")
 
 
+def test_a_chart_is_used_with_the_keyboard(browser, run):
+    with shown(browser, run) as page:
+        page.focus("figure[data-metric=reward] svg.chart")
+        for key in ("ArrowLeft", "ArrowLeft", "ArrowRight", "ArrowLeft", "Enter"):
+            page.keyboard.press(key)
+        page.wait_for_selector("main[data-shown=step]")
+        assert text_of(page, "h1") == "Step 39"
+
+
 def test_a_run_grows_while_it_is_watched_and_only_new_bytes_are_read(browser, tmp_path):
     run = write_run(tmp_path / "live", steps=5)
     with shown(browser, run) as page:

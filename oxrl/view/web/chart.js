@@ -52,7 +52,7 @@ function thinned(points, x, width) {
 /** One panel: {title, help, series: [{run, label, points, dashed}], marks: [{step, state, message, run}]}. */
 class Chart {
   constructor({ title, help = "", onPick = null }) {
-    Object.assign(this, { title, onPick, series: [], marks: [], step: null });
+    Object.assign(this, { title, onPick, series: [], marks: [], steps: [], step: null });
     this.readout = h("span", { class: "readout" });
     this.svg = s("svg", { class: "chart", tabindex: onPick ? 0 : null, role: "img", height: HEIGHT });
     this.element = h("figure", { class: "panel", "data-metric": title },
@@ -67,7 +67,8 @@ class Chart {
   }
 
   update(series, marks = []) {
-    Object.assign(this, { series, marks });
+    const steps = new Set(series.flatMap((each) => each.points.map(([step]) => step)));
+    Object.assign(this, { series, marks, steps: [...steps].sort((a, b) => a - b) });
     this.draw();
   }
 
@@ -153,13 +154,9 @@ class Chart {
         s("path", { class: `mark run-${run}`, d: markPath(run, this.x(point[0]), this.y(point[1]), 4) })));
   }
 
-  steps() {
-    return [...new Set(this.series.flatMap((each) => each.points.map(([step]) => step)))].sort((a, b) => a - b);
-  }
-
   stepAt(event) {
     const x = event.clientX - this.svg.getBoundingClientRect().left;
-    return nearest(this.steps().map((step) => [step, 0]), null, (step) => Math.abs(this.x(step) - x))?.[0] ?? null;
+    return nearest(this.steps.map((step) => [step, 0]), null, (step) => Math.abs(this.x(step) - x))?.[0] ?? null;
   }
 
   point(event) {
@@ -179,7 +176,7 @@ class Chart {
   }
 
   key(event) {
-    const steps = this.steps();
+    const { steps } = this;
     const at = this.step === null ? steps.length : steps.indexOf(this.step);
     if (event.key === "Enter" && this.step !== null && this.onPick) this.onPick(this.series[0].run, this.step);
     else if (event.key === "ArrowLeft") showStep(steps[Math.max(0, at - 1)] ?? null);

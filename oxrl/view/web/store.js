@@ -46,6 +46,11 @@ async function loadKept(path) {
   return responses.get(path);
 }
 
+/** Ask again for what a longer run answers in another way. */
+function forget(beginning) {
+  for (const path of responses.keys()) if (path.startsWith(beginning)) responses.delete(path);
+}
+
 /** JSON as Python writes it: NaN and Infinity are null here. */
 function parseJSON(text) {
   try {
@@ -111,9 +116,9 @@ class Run {
     if (metrics) {
       this.grown = Date.now();
       this.config = await loadJSON(this.path("config"));
-      this.warnings = await loadJSON(this.path("warnings"));
+      if (!this.checks.rows.length) this.warnings = await loadJSON(this.path("warnings")); // reads the whole file
     }
-    if (metrics || other) for (const path of responses.keys()) if (path.startsWith(this.path("prompt"))) responses.delete(path);
+    if (metrics || other) forget(this.path("prompt"));
     return metrics || checks || other;
   }
 
