@@ -39,6 +39,7 @@ class ModelFacts(NamedTuple):
     kept_keys: int  # of `kept`, keys and values, which rows that share a prompt do not share
     cache: int  # keys and values of one token in generation
     head_trained: bool = True
+    towers: int = 0  # parameters of encoders of images and audio
 
 
 class GenerationLoad(NamedTuple):

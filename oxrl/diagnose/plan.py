@@ -14,8 +14,11 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+import numpy as np
+
 from oxrl.config import Config
 from oxrl.config.registry import find_backend, find_engine, resolved
+from oxrl.data.media_features import body_of, towers_of
 from oxrl.data.pack import computed_tokens
 from oxrl.data.render import Renderer
 from oxrl.diagnose.memory import (
@@ -42,7 +45,16 @@ from oxrl.generators.vllm.server import CPU_SETTINGS
 from oxrl.loops.memory_warmup import heaviest, longest_items
 from oxrl.machine.hardware import Device, Hardware, detect_hardware
 from oxrl.machine.inventory import device_as_json
-from oxrl.models.load import adapter_base, find_model, load_model_config, resolve_device, resolve_dtype
+from oxrl.models.load import (
+    adapter_base,
+    auto_class,
+    find_model,
+    freeze_part,
+    load_model_config,
+    reads_media,
+    resolve_device,
+    resolve_dtype,
+)
 from oxrl.models.lora import LoraSettings, attach_lora, read_adapter_config
 from oxrl.run.data import longest_possible_items
 from oxrl.run.placement import SHARE, sharding_of
@@ -72,6 +84,7 @@ class Rows(NamedTuple):
     median: float
     longest: int
     tokens: int
+    media_tokens: int = 0
 
 
 class Shards(NamedTuple):
@@ -258,6 +271,8 @@ def chosen_device(device: str, hardware: Hardware) -> Device:
 def _tuning(config: Config, facts: ModelFacts) -> str:
     if facts.trained == facts.parameters:
         return "all weights"
+    if facts.towers:
+        return "the towers" if facts.trained == facts.towers else "all weights but those of the towers"
     return f"LoRA, r={config.lora.r}" if config.lora.enabled else "the model's adapter"
 
 
@@ -271,12 +286,15 @@ def _passes(spec: RunSpec) -> tuple[str, ...]:
 
 
 def row_lengths(spec: RunSpec) -> Rows:
+    render = Renderer(spec.tokenizer)
     if spec.online:
-        render = Renderer(spec.tokenizer)
-        lengths = [len(render.prompt(sample.messages, tools=sample.tools, media=sample.media)) for sample in spec.rows]
+        rows = [render.prompt(sample.messages, tools=sample.tools, media=sample.media) for sample in spec.rows]
     else:
-        lengths = [len(row) for item in spec.rows for row in item]
-    return Rows(len(spec.rows), spec.left_out, min(lengths), statistics.median(lengths), max(lengths), sum(lengths))
+        rows = [row.tokens for item in spec.rows for row in item]
+    lengths = [len(row) for row in rows]
+    found = (len(spec.rows), spec.left_out, min(lengths), statistics.median(lengths), max(lengths), sum(lengths))
+    stand_for_media = list(render.placeholder_ids)
+    return Rows(*found, sum(int(np.isin(row, stand_for_media).sum()) for row in rows) if stand_for_media else 0)
 
 
 def heaviest_work(spec: RunSpec, facts: ModelFacts) -> Work:
@@ -336,14 +354,23 @@ def model_facts(config: ModelConfig, lora: LoraSettings | None = None) -> ModelF
         targets = read["target_modules"] if isinstance(read["target_modules"], str) else tuple(read["target_modules"])
         lora = LoraSettings(read["r"], read["lora_alpha"], 0.0, targets)
         config = config._replace(name=adapter_base(source.where), revision=None)
-    return shape_facts(load_model_config(config), dtype, lora, trust_remote_code=config.trust_remote_code)
+    parsed = load_model_config(config)
+    return shape_facts(parsed, dtype, lora, trust_remote_code=config.trust_remote_code, freeze=config.freeze)
 
 
 def shape_facts(
-    parsed: Any, dtype: torch.dtype, lora: LoraSettings | None = None, *, trust_remote_code: bool = False
+    parsed: Any,
+    dtype: torch.dtype,
+    lora: LoraSettings | None = None,
+    *,
+    trust_remote_code: bool = False,
+    freeze: str = "towers",
 ) -> ModelFacts:
     """Count the facts of a transformers config, such as a `Qwen2Config`."""
     model = on_meta(parsed, dtype, lora, trust_remote_code)
+    towers = towers_of(body_of(model)) if lora is None and reads_media(parsed) else []
+    if towers:
+        freeze_part(model, freeze)
     weights = {id(weight): weight for weight in model.parameters()}
     trained = [weight for weight in weights.values() if weight.requires_grad]
     text = parsed.get_text_config()
@@ -366,16 +393,16 @@ def shape_facts(
         kept_keys=keys,
         cache=cache_bytes(text, dtype.itemsize),
         head_trained=head.requires_grad,
+        towers=sum(weight.numel() for tower in towers for weight in tower.parameters()),
     )
 
 
 def on_meta(parsed: Any, dtype: torch.dtype, lora: LoraSettings | None, trust_remote_code: bool) -> PreTrainedModel:
     import torch
-    from transformers import AutoModelForCausalLM
 
     _register_attention()
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
+        model = auto_class(parsed).from_config(
             parsed, dtype=dtype, attn_implementation=ATTENTION, trust_remote_code=trust_remote_code
         )
     return model if lora is None else attach_lora(model, lora)
@@ -603,6 +630,9 @@ def describe(plan: Plan) -> Mapping[str, str]:
     """Return the plan as text: heading -> one or more lines."""
     facts, rows = plan.facts, plan.rows
     active = f", {_count(facts.active)} active per token" if facts.active < facts.parameters else ""
+    towers = f", {_count(facts.towers)} of them in towers" if facts.towers else ""
+    lengths = f"{rows.shortest} to {rows.longest} tokens, median {rows.median:g}"
+    shown = f"; {rows.media_tokens} of {rows.tokens} tokens are of images or audio" if rows.media_tokens else ""
     what = "prompts" if plan.rollouts_per_step else "rows"
     left_out = f", {rows.left_out} left out" if rows.left_out else ""
     sampled = f", {plan.rollouts_per_step} completions sampled" if plan.rollouts_per_step else ""
@@ -610,10 +640,10 @@ def describe(plan: Plan) -> Mapping[str, str]:
     alternate = " (training and generation alternate)" if plan.memory.generation else ""
     micro_batches = f"micro-batches of at most {plan.micro_batch_tokens} tokens"
     return {
-        "model": f"{plan.model}: {_count(facts.parameters)} parameters{active}, {plan.dtype}",
+        "model": f"{plan.model}: {_count(facts.parameters)} parameters{active}{towers}, {plan.dtype}",
         "tuning": f"{plan.tuning}: {_count(facts.trained)} parameters are trained",
         "algorithm": f"{plan.algorithm}" + (f", with {', '.join(plan.passes)}" if plan.passes else ""),
-        "data": f"{rows.items} {what}{left_out}; {rows.shortest} to {rows.longest} tokens, median {rows.median:g}",
+        "data": f"{rows.items} {what}{left_out}; {lengths}{shown}",
         "steps": f"{plan.steps} of {plan.rows_per_step} {what}{sampled}; {micro_batches}",
         "output": str(plan.folder),
         "memory": "\n".join([*components, f"{'peak':12} {gib(plan.memory.peak):>10}{alternate}"]),

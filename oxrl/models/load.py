@@ -185,7 +185,7 @@ def count_parameters(config: ModelConfig) -> int:
 
     parsed = load_model_config(config)
     with torch.device("meta"):
-        model = _auto_class(parsed).from_config(parsed, trust_remote_code=config.trust_remote_code)
+        model = auto_class(parsed).from_config(parsed, trust_remote_code=config.trust_remote_code)
     return sum(weight.numel() for weight in model.parameters())
 
 
@@ -229,7 +229,7 @@ def load_model(
     if not is_trainable:
         return freeze(model)
     if not hasattr(model, "peft_config"):
-        _freeze_part(model, config.freeze)
+        freeze_part(model, config.freeze)
     if config.gradient_checkpointing:
         enable_gradient_checkpointing(model)
     return model
@@ -283,7 +283,7 @@ def _attach_processor(model: Any, config: ModelConfig) -> None:
         attach_towers(inner, processor)
 
 
-def _freeze_part(model: PreTrainedModel, part: str) -> None:
+def freeze_part(model: PreTrainedModel, part: str) -> None:
     """Freeze the towers of a model that reads media with their projections, or all but these."""
     from oxrl.data.media_features import body_of, towers_of
 
@@ -470,7 +470,7 @@ def _load_weights(source: Source, config: ModelConfig) -> PreTrainedModel:
         return load_gguf_model(Path(source.where), dtype=dtype, attn_implementation=config.attn_implementation)
     if not sys.stderr.isatty():
         disable_progress_bar()  # no progress bars in log files
-    model, report = _auto_class(load_model_config(config)).from_pretrained(
+    model, report = auto_class(load_model_config(config)).from_pretrained(
         prepare_builtin(source.where) if source.kind == "builtin" else source.where,
         dtype=dtype,
         attn_implementation=config.attn_implementation,
@@ -499,7 +499,7 @@ def _build_empty(source: Source, config: ModelConfig) -> PreTrainedModel:
     trusted = config.trust_remote_code
     parsed = AutoConfig.from_pretrained(where, revision=config.revision or "main", trust_remote_code=trusted)
     return (
-        _auto_class(parsed)
+        auto_class(parsed)
         .from_config(
             parsed,
             dtype=resolve_dtype(config.dtype, resolve_device(config.device)),
@@ -533,7 +533,7 @@ def reads_media(config: PreTrainedConfig) -> bool:
     return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), same) is same
 
 
-def _auto_class(config: PreTrainedConfig) -> Any:
+def auto_class(config: PreTrainedConfig) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
     return AutoModelForMultimodalLM if reads_media(config) else AutoModelForCausalLM

@@ -1,0 +1,125 @@
+"""Images and audio on their way through a run: what `data show` and `plan` say, environments, records, checkpoints."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import torch
+
+from oxrl.algorithms.rows import rows_of
+from oxrl.data.media import identity
+from oxrl.data.processor import processor_of, save_tokenizer
+from oxrl.data.render import Renderer
+from oxrl.diagnose.data import inspect_data, print_report, problems
+from oxrl.diagnose.plan import shape_facts
+from oxrl.models.load import load_model_config, load_tokenizer
+from oxrl.rollouts.envs import GeneratorClient, gym_env, with_tools
+from oxrl.rollouts.record import rollout_from_json, rollout_to_json
+from oxrl.testing import ScriptedGenerator
+from oxrl.types import Episode, GenerationConfig, Message, ModelConfig, Rollout, Sample, Score
+from tests.drawings import encoded, picture, png
+
+IMAGE = 262
+Built = tuple[ModelConfig, Any]
+
+
+def test_data_show_says_which_images_and_how_many_tokens_and_names_problems(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "red.png").write_bytes(encoded(picture("red", 84, 56)))
+    (tmp_path / "blue.png").write_bytes(encoded(picture("blue", 84, 56)))
+    rows = [
+        {"prompt": "Which? <image>", "response": "red", "images": ["red.png"]},
+        {"prompt": "Which? <image>", "response": "red", "images": ["blue.png"]},
+        {"prompt": "<image> or <image>?", "response": "red", "images": ["red.png"]},
+        {"prompt": "Which?", "response": "red", "images": ["nowhere.png"]},
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    report = inspect_data(str(tmp_path / "rows.jsonl"), "tiny-vlm", "sft", 2048, {})
+    numbers = report.statistics()
+    assert (numbers["images"], numbers["media_tokens"], numbers["skipped"], numbers["duplicates"]) == (2, 12, 2, 0)
+    assert "rows.jsonl:3: message 0 has a place for an image" in report.skipped[0]
+    assert "rows.jsonl:4: there is no file" in report.skipped[1]
+    print_report(report, 1)
+    shown = capsys.readouterr().out
+    assert f"image 1: {tmp_path / 'red.png'}, 84x56 pixels, 6 tokens" in shown
+    assert "<|image_pad|> x 6" in shown and "2 images, which are 12 of these tokens" in shown
+    assert problems(report)
+
+
+def test_a_plan_counts_the_towers_which_are_not_trained() -> None:
+    facts = shape_facts(load_model_config(ModelConfig("tiny-vlm")), torch.float32)
+    assert facts.parameters == facts.trained + facts.towers == 774_656
+    whole = shape_facts(load_model_config(ModelConfig("tiny-vlm")), torch.float32, freeze="nothing")
+    assert whole.trained == facts.parameters and whole.towers == facts.towers > 0
+
+
+def test_a_saved_tokenizer_has_its_processor_with_it(tiny_vlm: Built, tmp_path: Path) -> None:
+    save_tokenizer(tiny_vlm[1], tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(load_model_config(tiny_vlm[0]).to_dict()))
+    processor = processor_of(load_tokenizer(str(tmp_path)))
+    assert processor is not None
+    before = processor_of(tiny_vlm[1])
+    assert before is not None
+    features = processor.features((png("red"),))
+    assert all((features[name] == value).all() for name, value in before.features((png("red"),)).items())
+
+
+def episode_of(env: Any, sample: Sample, tokenizer: Any, texts: list[str]) -> tuple[Rollout, ScriptedGenerator]:
+    generator = ScriptedGenerator(tokenizer, texts)
+    policy = GeneratorClient(generator, Renderer(tokenizer), GenerationConfig(), 0, media=sample.media)
+    episode: Episode = anyio.run(partial(env, sample, policy))
+    return Rollout(sample, episode.turns, score=Score(1.0), prompt_messages=episode.prompt_messages), generator
+
+
+class Walk:
+    """Each observation is a larger picture."""
+
+    def reset(self, seed: int) -> tuple[Any, dict[str, Any]]:
+        self.steps = 0
+        return self.seen(), {}
+
+    def step(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.steps += 1
+        return self.seen(), 1.0, self.steps == 2, False, {}
+
+    def seen(self) -> Any:
+        return np.full((56, 56 + 28 * self.steps, 3), 40 * self.steps, np.uint8)
+
+
+def test_a_game_may_be_seen_in_pictures(tiny_vlm: Built) -> None:
+    def shown(observation: Any) -> list[dict[str, Any]]:
+        return [{"type": "image", "image": observation}, {"type": "text", "text": "Your move."}]
+
+    sample = Sample("s", (Message("user", "Walk."),))
+    rollout, generator = episode_of(
+        gym_env(lambda sample: Walk(), to_text=shown), sample, tiny_vlm[1], ["left", "right"]
+    )
+    assert [len(request.media) for request in generator.requests] == [1, 2]
+    assert [request.tokens.count(IMAGE) for request in generator.requests] == [4, 4 + 6]
+    (row,) = rows_of(rollout)
+    assert len(row.media) == 2 and (row.tokens == IMAGE).sum() == 10 and not row.mask[row.tokens == IMAGE].any()
+    rendered = Renderer(tiny_vlm[1]).prompt(rollout.messages[:-2], media=row.media)
+    assert rendered.tolist() == list(generator.requests[1].tokens)
+    assert rollout_from_json(json.loads(json.dumps(rollout_to_json(rollout)))) == rollout
+
+
+def test_a_tool_may_answer_with_a_picture(tiny_vlm: Built) -> None:
+    def look(where: str) -> Any:
+        """Look there."""
+        return ["You see:", picture("green", 56, 56)]
+
+    sample = Sample(
+        "s", (Message("user", [{"type": "image"}, {"type": "text", "text": "Look."}]),), media=(png("red"),)
+    )
+    call = '<tool_call>{"name": "look", "arguments": {"where": "up"}}</tool_call>'
+    rollout, generator = episode_of(with_tools([look]), sample, tiny_vlm[1], [call, "Green."])
+    first, second = generator.requests
+    assert first.media == sample.media and second.media[:1] == sample.media
+    assert identity(second.media[1]) != identity(sample.media[0])
+    assert (first.tokens.count(IMAGE), second.tokens.count(IMAGE)) == (4, 8)
+    assert tiny_vlm[1].decode(second.tokens).count("You see:<|vision_start|>") == 1
+    assert [row.media for row in rows_of(rollout)][-1] == second.media
