@@ -10,7 +10,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from oxrl.rollouts.step_answers import (
     chosen_groups,
     group_summary,
     merged_groups,
+    numbers_of,
     row_line,
 )
 from oxrl.seeds import mixed_seed
@@ -114,7 +115,7 @@ class StepRecorder(NoRecord):
 
     def record(self, trained: TrainedStep) -> dict[str, float]:
         started = time.monotonic()
-        computed = computed_by_row(self._passes, self._items, trained.algorithm)
+        computed = computed_by_row(self._passes, trained.algorithm)
         header = self._header(trained, computed)
         if trained.groups is None:
             groups, lines = self._items_recorded(trained.step, computed)
@@ -207,34 +208,33 @@ def _derivative(loss: Tensor, logprob: Tensor) -> Tensor:
     return torch.zeros_like(logprob) if found is None else found.detach()
 
 
-def computed_by_row(passes: Sequence[_Pass], items: Sequence[Item], algorithm: Algorithm) -> dict[str, Computed]:
+def computed_by_row(passes: Sequence[_Pass], algorithm: Algorithm) -> dict[str, Computed]:
     """The numbers of the last pass over each row, by the row's id."""
-    rows = {row.id: row for item in items for row in item}
     corrected = algorithm.parameters.get("correction", "none") != "none"
     found: dict[str, Computed] = {}
-    for batch, *tensors in passes:
-        logprob, gradient, policy = (each.float().cpu().numpy() for each in tensors)
-        for name, start, end in zip(batch.ids, batch.borders, batch.borders[1:], strict=False):
-            row = rows.get(name)
-            if row is None or len(row) != end - start:  # of a memory warm-up
-                continue
-            numbers = {"policy_logprob": logprob[start:end], "gradient": gradient[start:end]}
-            found[name] = numbers | _against_sampler(row, logprob[start:end], policy[start:end], corrected)
+    for each in passes:
+        numbers = {"policy_logprob": _array(each.logprob), "gradient": _array(each.gradient)}
+        numbers |= _against_sampler(each, corrected)
+        borders = each.batch.borders
+        for name, start, end in zip(each.batch.ids, borders, borders[1:], strict=False):
+            found[name] = {key: values[start:end] for key, values in numbers.items()}
     return found
 
 
-def _against_sampler(
-    row: Row, logprob: np.ndarray[Any, Any], policy: np.ndarray[Any, Any], corrected: bool
-) -> dict[str, np.ndarray[Any, Any]]:
+def _against_sampler(each: _Pass, corrected: bool) -> dict[str, np.ndarray[Any, Any]]:
     """The ratio in the loss, and the tokens that it gives no gradient though they have an advantage."""
-    advantage, before = (
-        row.streams.get(name) for name in ("advantage", "policy_logprob" if corrected else "sampler_logprob")
-    )
-    if advantage is None:
+    streams = each.batch.streams
+    if "advantage" not in streams:
         return {}
-    clipped = row.mask & (np.asarray(advantage) != 0) & (policy == 0)
-    ratio = {} if before is None else {"ratio": np.exp(np.minimum(logprob - np.asarray(before), 80.0))}
-    return {**ratio, "clipped": clipped.astype(np.float32)}
+    clipped = each.batch.mask & (streams["advantage"] != 0) & (each.policy_gradient == 0)
+    before = streams.get("policy_logprob" if corrected else "sampler_logprob")
+    ratio = {} if before is None else {"ratio": _array((each.logprob - before).clamp(max=80.0).exp())}
+    return {**ratio, "clipped": _array(clipped)}
+
+
+def _array(values: Tensor) -> np.ndarray[Any, Any]:
+    found: np.ndarray[Any, Any] = values.float().cpu().numpy()
+    return found
 
 
 def _totals(items: Sequence[Item], computed: Mapping[str, Computed]) -> dict[str, float]:
@@ -255,15 +255,9 @@ def _totals(items: Sequence[Item], computed: Mapping[str, Computed]) -> dict[str
 
 
 def _mean_logprob(item: Item, computed: Mapping[str, Computed]) -> float:
-    sums = [
-        (float((computed[row.id]["policy_logprob"] * row.mask).sum()), int(row.mask.sum()))
-        for row in item
-        if row.id in computed
-    ]
-    return sum(total for total, _ in sums) / max(1, sum(count for _, count in sums))
-
-
-Hash: TypeAlias = Callable[[bytes], None]
+    known = [(row, numbers["policy_logprob"]) for row in item if (numbers := numbers_of(row, computed))]
+    total = sum(float((logprob * row.mask).sum()) for row, logprob in known)
+    return total / max(1, sum(int(row.mask.sum()) for row, _ in known))
 
 
 def _digest(parts: Iterable[bytes]) -> str:
@@ -281,7 +275,7 @@ def _rollout_digests(groups: Sequence[Group], left_out: Sequence[LeftOut]) -> di
     return {
         "data": _digest(f"{each.group} {each.index} {each.sample.id}".encode() for each in rollouts),
         "prompts": _digest(np.array(each.turns[0].prompt_ids).tobytes() for each in rollouts if each.turns),
-        "versions": _digest(np.array(each.versions, np.int64).tobytes() for each in rollouts),
+        "versions": _digest(repr(turn.generation.versions or turn.generation.version).encode() for turn in turns),
         "tokens": _digest(np.array(turn.generation.token_ids, np.int64).tobytes() for turn in turns),
         "sampler_logprobs": _digest(np.array(turn.generation.logprobs, np.float64).tobytes() for turn in turns),
         "rewards": _digest(

@@ -144,6 +144,12 @@ def with_tokens(head: Mapping[str, Any], rows: Sequence[Row], computed: Mapping[
     return f'{json_text(head)[:-1]},"tokens":{_tokens(rows, computed, pieces) if rows else "null"}}}'
 
 
+def numbers_of(row: Row, computed: Mapping[str, Computed]) -> Computed:
+    """What was computed for a row; nothing where another row has its id."""
+    found = computed.get(row.id, {})
+    return found if all(len(values) == len(row) for values in found.values()) else {}
+
+
 def _tokens(rows: Sequence[Row], computed: Mapping[str, Computed], pieces: Pieces) -> str:
     ids = np.concatenate([row.tokens for row in rows])
     mask = np.concatenate([row.mask for row in rows])
@@ -154,7 +160,7 @@ def _tokens(rows: Sequence[Row], computed: Mapping[str, Computed], pieces: Piece
         "rows": json_text([len(row) for row in rows]),
     }
     known = {name: [row.streams.get(stream) for row in rows] for name, stream in FROM_ROW.items()}
-    known |= {name: [computed.get(row.id, {}).get(name) for row in rows] for name in COMPUTED}
+    known |= {name: [numbers_of(row, computed).get(name) for row in rows] for name in COMPUTED}
     for name, parts in known.items():
         if all(part is None for part in parts):
             fields[name] = "null"

@@ -132,5 +132,9 @@ def json_numbers(values: np.ndarray[Any, Any], known: np.ndarray[Any, Any]) -> s
     """`[null,-0.12,3]`: the shortest text of each number that reads back as the same float32; null where not known."""
     shown = known & np.isfinite(values)
     texts = np.full(len(values), "null", dtype=object)
-    texts[shown] = values[shown].astype("U").tolist()
+    known_values = values[shown]
+    if len(known_values) and (known_values == known_values[0]).all():  # an advantage, a version
+        texts[shown] = str(known_values[0])
+    else:
+        texts[shown] = known_values.astype("U").tolist()
     return f"[{','.join(texts.tolist())}]"

@@ -2,22 +2,25 @@
 
 from functools import partial
 
+import anyio
 import numpy as np
 import pytest
 import torch
 
+from oxrl.data.buffer import DataBuffer
+from oxrl.loops.offline import OfflineConfig, run_offline
 from oxrl.loops.step_record import StepRecorder
+from oxrl.models.load import load_model
 from oxrl.rollouts.buffer import LeftOut
 from oxrl.rollouts.filters import check_reward_nonzero_std
 from oxrl.rollouts.step_answers import chosen_groups, merged_groups
 from oxrl.tracking.step_files import StepFiles, read_step
-from oxrl.types import Generation, Rollout, Sample, Score, Turn
+from oxrl.types import Generation, Rollout, Row, Sample, Score, Turn
 from oxrl.weights.fingerprint import fingerprint
 from tests.loops.test_online import Setting
 
 
-def recorded(setting, folder, steps=1, manager=None, mode="full", **rest):
-    """Run with a recorder, and return its records."""
+def recorder_of(setting, folder, mode):
     recorder = StepRecorder(
         StepFiles(folder, keep=100, keep_until=-1),
         mode,
@@ -26,7 +29,12 @@ def recorded(setting, folder, steps=1, manager=None, mode="full", **rest):
         weights=partial(fingerprint, setting.backend.module),
     )
     setting.backend.observe_pass = recorder.passed
-    setting.run(steps, manager, recorder=recorder, **rest)
+    return recorder
+
+
+def recorded(setting, folder, steps=1, manager=None, mode="full", **rest):
+    """Run with a recorder, and return its records."""
+    setting.run(steps, manager, recorder=recorder_of(setting, folder, mode), **rest)
     return [read_step(folder, step) for step in range(1, steps + 1)]
 
 
@@ -134,3 +142,24 @@ def test_filtered_groups_are_recorded_with_the_filter(tmp_path):
     left_out = next(each for each in record.answers if each["group"] == 1)
     assert left_out["left_out"] == reasons[1] and left_out["tokens"]["ids"] and left_out["tokens"]["gradient"] is None
     assert left_out["messages"][-1]["role"] == "assistant"
+
+
+def test_of_many_rows_those_with_the_least_and_the_most_likely_tokens_are_recorded(tmp_path):
+    rows = [Row(f"r{number}", [1, *range(10, 14 + number)], [0, *[1] * (4 + number)]) for number in range(8)]
+    setting = Setting("sft")
+    recorder = recorder_of(setting, tmp_path, "groups")
+    source, config = DataBuffer([(row,) for row in rows], shuffle=False), OfflineConfig(1, 8)
+    quiet = {"recorder": recorder, "log": lambda step, metrics: None}
+    anyio.run(lambda: run_offline(setting.backend, setting.algorithm, source, config, **quiet))
+    record = read_step(tmp_path, 1)
+    own = load_model("tiny")
+    ids = [torch.from_numpy(row.tokens)[None] for row in rows]
+    means = [-own(each, labels=each).loss.item() for each in ids]
+    chosen = [group["group"] for group in record.step["groups"] if group["recorded"]]
+    assert len(chosen) == 4 and {int(np.argmin(means)), int(np.argmax(means))} < set(chosen)
+    assert [answer["sample_id"] for answer in record.answers] == [f"r{number}" for number in chosen]
+    first = record.answers[0]["tokens"]
+    logprob = [value for value in first["policy_logprob"] if value is not None]
+    assert np.mean(logprob) == pytest.approx(means[chosen[0]], abs=1e-4)
+    assert first["gradient"][0] is None and first["gradient"][1] == pytest.approx(-1 / record.step["totals"]["trained"])
+    assert first["advantage"] is first["ratio"] is first["clipped"] is None
