@@ -11,15 +11,19 @@ from oxrl.algorithms import algorithm
 from oxrl.algorithms.rows import rows_of
 from oxrl.backends.forward import LanguageModel, _share
 from oxrl.backends.local import on_device
+from oxrl.config import ConfigError, check_config
 from oxrl.data.buffer import DataBuffer
+from oxrl.data.media_features import example
 from oxrl.data.pack import collate, computed_tokens, pack
 from oxrl.data.render import Renderer
 from oxrl.generators.embedded.generator import EmbeddedGenerator
 from oxrl.rollouts.collect import RolloutConfig, RolloutSampler, sampling_manager
 from oxrl.rollouts.record import rollout_from_json, rollout_to_json
+from oxrl.run.prepare import prepare_run
 from oxrl.testing import ScriptedGenerator, fake_rollout
 from oxrl.types import GenerationConfig, Message, Request, Row, Sample
 from tests.drawings import png
+from tests.rows import write_jsonl
 
 CAT, DOG = png("orange", 56, 56), png("brown", 60, 90)
 PROMPT = (Message("user", "What is in the picture?"),)
@@ -113,3 +117,17 @@ def test_fingerprints_depend_on_media_and_without_them_are_those_of_former_versi
 
     assert len({fingerprint(), fingerprint(CAT), fingerprint(DOG)}) == 3
     assert fingerprint() == "c35abc8ef8f9f0f5d76e535f25a4c30e"
+
+
+def test_a_run_whose_engine_gets_token_ids_only_refuses_rows_with_images_before_it_loads_weights(tmp_path):
+    (tmp_path / "cat.png").write_bytes(example("image").data)
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "What is it?", "image": "cat.png", "answer": "a cat"}])
+    settings = {
+        "model": {"name": "tiny-vlm"},
+        "data": {"train_files_path": str(rows)},
+        "train": {"alg_name": "grpo"},
+        "reward": {"reward_func": "exact_match"},
+        "inference_engine": {"name": "vllm"},
+    }
+    with pytest.raises(ConfigError, match="rows.jsonl:1 has images or audio, and the engine vllm gets token ids only"):
+        prepare_run(check_config(settings), tmp_path / "run")

@@ -131,7 +131,7 @@ class MediaTowers:
         weights = [weight for tower in towers_of(body) for weight in tower.parameters()]
         if any(weight.requires_grad for weight in weights):
             self._outputs.clear()
-            return self._pass_all(body, self._groups(body, distinct))
+            return self._pass_all(body, self._groups(body, distinct), least=int(torch.is_grad_enabled()))
         self._forget_unless(tuple(weight._version for weight in weights))
         found = {medium: kept for medium in distinct if (kept := self._outputs.get(identity(medium))) is not None}
         with torch.no_grad(), _evaluating(body):
@@ -163,9 +163,13 @@ class MediaTowers:
         return list(groups.values())
 
     def _pass_all(
-        self, body: Any, groups: Sequence[Sequence[Media]]
+        self, body: Any, groups: Sequence[Sequence[Media]], least: int = 0
     ) -> tuple[dict[Media, tuple[Tensor, ...]], Tensor | None]:
-        """Run the towers over each group; where other ranks have more of them, also over an example, times 0."""
+        """Run the towers over each group; where other ranks have more of them, also over an example, times 0.
+
+        Trained towers run at least once: their optimizer steps must not depend on how rows are spread over passes, and
+        DeepSpeed keeps the last gradient of weights that get none.
+        """
         found: dict[Media, tuple[Tensor, ...]] = {}
         idle: Tensor | None = None
         kinds = self.kinds
@@ -174,12 +178,10 @@ class MediaTowers:
             for group in groups:
                 if group[0].kind == kind:
                     found |= self._run(body, group)
-            for _ in range(agreed - count):
+            for _ in range(max(agreed, least) - count):
                 outputs = self._run(body, [example(kind)])
-                added = (
-                    torch.stack([level.float().sum() for levels in outputs.values() for level in levels]).sum() * 0.0
-                )
-                idle = added if idle is None else idle + added
+                for level in (level for levels in outputs.values() for level in levels):
+                    idle = level.float().sum() * 0.0 + (0.0 if idle is None else idle)
         return found, idle
 
     def _run(self, body: Any, media: Sequence[Media]) -> dict[Media, tuple[Tensor, ...]]:

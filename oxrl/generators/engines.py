@@ -117,7 +117,10 @@ def as_engine_request(
             f"only an aborted generation can be resumed, not one with finish_reason {request.partial.finish_reason}"
         )
     if request.media:
-        raise ValueError("the request has media; engines accept token ids only")
+        raise ValueError(
+            "the request has media, and this engine gets token ids only: sample with the embedded engine "
+            "(inference_engine.name: embedded)"
+        )
     tokens = (*map(int, request.tokens), *partial)
     if not request.tokens:
         raise ValueError("the prompt is empty: every prompt needs at least one token")

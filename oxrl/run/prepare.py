@@ -10,6 +10,7 @@ from typing import Any
 
 from oxrl.config import Config, ConfigError
 from oxrl.config.checks import contradictions, remarks
+from oxrl.config.registry import find_engine
 from oxrl.machine.packages import refuse_broken
 from oxrl.models.chat_templates import read_template
 from oxrl.models.load import check_model, context_length, load_tokenizer
@@ -245,6 +246,12 @@ def _check_online(config: Config, samples: Sequence[Sample]) -> Config:
     _check_reuse(config)
     rollout_config(config, None)
     environment(config)
+    named = next((sample.id for sample in samples if sample.media), None)
+    if named is not None and not find_engine(config.engine).shares_weights:
+        raise ConfigError(
+            f"{named} has images or audio, and the engine {config.engine} gets token ids only: set "
+            "inference_engine.name to embedded"
+        )
     check_engine_settings(config)
     return config
 

@@ -15,6 +15,7 @@ from oxrl.backends.distributed.worker import Settings
 from oxrl.backends.local import NonFiniteError, create_pytorch_backend
 from oxrl.config import check_config
 from oxrl.data.assemble import assemble
+from oxrl.data.media_features import example
 from oxrl.data.pack import collate, count_units
 from oxrl.data.render import Renderer
 from oxrl.data.sources import load_samples
@@ -23,7 +24,7 @@ from oxrl.models.load import builds_empty, load_model, load_tokenizer
 from oxrl.models.lora import LoraSettings, attach_lora, attach_reference
 from oxrl.run.backends import worker_of
 from oxrl.run.prepare import resolve
-from oxrl.types import ModelConfig
+from oxrl.types import ModelConfig, Row
 from tests.algorithms.conftest import raw_rows
 from tests.contracts import together
 from tests.contracts.test_backend import BACKENDS, load_tiny, some_items, split, train
@@ -373,3 +374,39 @@ async def test_a_gradient_that_is_not_finite_changes_no_weight(sharded, tmp_path
     with pytest.raises(NonFiniteError, match="optim_step: the gradient is not finite"):
         await train_step(backend, built, items, 90)
     await same_weights(untouched, backend, atol=0)
+
+
+def reads_images(freeze):
+    return load_model(ModelConfig("tiny-vlm", dtype="float32", device="cpu", freeze=freeze))
+
+
+@pytest.mark.parametrize("freeze", ["towers", "nothing"])
+async def test_a_rank_whose_rows_have_no_images_takes_part_in_the_passes_of_the_tower(sharded, freeze):
+    """Two micro-batches, one for each rank: in every other step only one of them has images."""
+    load = partial(reads_images, freeze)
+    one, two = local(load), sharded(load)
+    model = one.module.inner
+    wide, high = example("image", 112, 56), example("image", 56, 112)
+    pad = model.media_towers.placeholders(model, wide)
+    mask = np.arange(len(pad) + 8) >= len(pad) + 4
+
+    def row(name, *media):
+        middle = pad if media else [65] * len(pad)
+        return (Row(name, [257, 260, *middle, 261, 66, 67, 68, 69, 70], mask, media=media),)
+
+    steps = (
+        [row("a", wide), row("b")],
+        [row("c"), row("d")],
+        [row("e"), row("f", high)],
+        [row("g", wide), row("h", high)],
+    )
+    sft = algorithm("sft")
+    for items in steps:
+        counts = count_units(items)
+        found = [
+            (await backend.forward_backward([collate([item]) for item in items], sft, counts))["loss"]
+            for backend in (one, two)
+        ]
+        assert found[1] == pytest.approx(found[0], abs=1e-5)
+        assert (await two.optim_step())["grad_norm"] == pytest.approx((await one.optim_step())["grad_norm"], abs=1e-4)
+    await same_weights(one, two)

@@ -24,6 +24,7 @@ from oxrl.backends.forward import LanguageModel, Probed, attention_of, register_
 from oxrl.backends.layout import prepare_layout, probe_batch, relative_gap, rounding
 from oxrl.backends.local import PyTorchTrainingBackend, on_device
 from oxrl.backends.optimizer import schedule
+from oxrl.data.media_features import media_towers
 from oxrl.seeds import seed_everything
 
 if TYPE_CHECKING:
@@ -111,6 +112,8 @@ def shard_model(
     module.layout, module.probed = described.probed.layout, described.probed
     register_attention()
     set_attention(module.inner, described.attention)
+    if (towers := media_towers(module.inner)) is not None:
+        towers.agree = _most_of_any_rank
     if frozen:
         module.eval().requires_grad_(False)
     sharded = ShardedModel(module, described.dtypes, described.probe)
@@ -123,6 +126,14 @@ def shard_model(
             if hasattr(loaded.inner, name):
                 setattr(module.inner, name, getattr(loaded.inner, name))
     return sharded
+
+
+def _most_of_any_rank(passes: list[int]) -> list[int]:
+    """A pass over a sharded tower is a collective: ranks whose rows have fewer media make it over an example."""
+    counts = torch.tensor(passes, device="cuda" if torch.cuda.is_available() else "cpu")
+    dist.all_reduce(counts, dist.ReduceOp.MAX)
+    most: list[int] = counts.tolist()
+    return most
 
 
 def _build(load: Load, heads: Sequence[str], temperature: float) -> tuple[LanguageModel | None, LanguageModel]:
