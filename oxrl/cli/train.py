@@ -229,12 +229,14 @@ def _how_to_resume(folder: Path) -> str:
 
 
 def _report(result: RunResult, config: Config, *, as_json: bool) -> None:
-    from oxrl.tracking.health import find_warnings
+    from oxrl.guard.findings import states_of
+    from oxrl.tracking.health import HealthWarning
     from oxrl.tracking.metrics import read_metrics
 
     last = result.history[-1] if result.history else {}
     logged = read_metrics(result.folder / "metrics.jsonl")
-    warnings = find_warnings(logged)
+    faults = sorted(each for each in states_of(result.folder) if each.is_fault)
+    warnings = [HealthWarning(each.step, each.check, each.message, each.remedy) for each in faults]
     if as_json:
         found = {"folder": str(result.folder), "checkpoint": str(result.checkpoint), "last": last}
         typer.echo(json.dumps({**found, "warnings": [each._asdict() for each in warnings]}))

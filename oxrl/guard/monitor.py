@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager, contextmanager
 from types import MappingProxyType
 from typing import Any
 
+from oxrl.data.media_features import media_towers
 from oxrl.data.render import Renderer
 from oxrl.guard.findings import Finding, State
 from oxrl.guard.losses import run_alone_and_packed, smallest_items, wrong_packing, wrong_split
@@ -253,6 +254,7 @@ class Guard:
             self.skipped("frozen_parameters", "the weights are not in this process")
         else:
             self._parameters = ParameterWatch(module, backend)
+            self.all_trained &= media_towers(module) is None  # towers may be frozen on purpose
 
     def updated(self, metrics: Mapping[str, float]) -> None:
         """The metrics of an update."""

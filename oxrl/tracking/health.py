@@ -84,7 +84,8 @@ def _worse_than_before(first: Row, last: Sequence[Row]) -> str | None:
     for name, better, sign in (("eval_reward", max, 1), ("eval_loss", min, -1)):
         if first["step"] == 0 and _numbers([first, *last], name):
             best = better(row[name] for row in last)
-            if sign * (first[name] - best) > 0.02 * abs(first[name]):
+            by_chance = f"{name}_low" in first and best >= first[f"{name}_low"]  # inside of its interval
+            if sign * (first[name] - best) > 0.02 * abs(first[name]) and not by_chance:
                 return f"{name} was {first[name]:.4g} before training, and {best:.4g} in the best evaluation since then"
             return None
     return None

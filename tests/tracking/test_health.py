@@ -66,6 +66,10 @@ def test_every_check_has_a_sick_run():
 
 HEALTHY = {
     "no worse than before": [{"step": 0, "eval_reward": 0.5}, *rows(eval_reward=[0.4, 0.495, 0.3, 0.2])],
+    "no worse than before, as far as its interval tells": [
+        {"step": 0, "eval_reward": 0.4, "eval_reward_low": 0.3, "eval_reward_high": 0.5},
+        *rows(eval_reward=[0.33, 0.32, 0.31, 0.33]),
+    ],
     "no evaluation before training": rows(eval_loss=[1.0, 2.0, 3.0, 4.0, 5.0]),
     "falling loss": rows(nll=[6.0 / step + 0.1 * (step % 3) for step in range(1, 30)]),
     "one bad step": rows(nll=[1.0, 0.9, 9.0, 9.0, 0.8, 0.7, 0.7]),
