@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from oxrl.models.builtin import TINY_VOCABULARY
+from oxrl.models.builtin import TINY_VOCABULARY, prepare_builtin
 from oxrl.models.load import load_hf_tokenizer, load_model
 
 SMALL = {
@@ -24,13 +24,6 @@ HYBRID = {
     "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_expand": 2, "mamba_chunk_size": 8,
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
-VISION = {
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 16,
-}
 OUTSIDE = (  # the end of a turn belongs to the message after it
     "{% for m in messages %}{% if not loop.first %}{{ '<|im_end|>\n' }}{% endif %}"
     "{{ '<|im_start|>' + m.role + '\n' + m.content }}{% endfor %}"
@@ -105,12 +98,8 @@ def hybrid(folder: Path) -> Path:
 
 
 def vision(folder: Path) -> Path:
-    text = transformers.LlamaConfig(**SMALL)
-    sight = transformers.SiglipVisionConfig(**VISION, patch_size=4)
-    config = transformers.Idefics3Config(vision_config=sight.to_dict(), text_config=text.to_dict(), image_token_id=260)
-    _saved(transformers.Idefics3ForConditionalGeneration(config), folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "Idefics3ImageProcessor"}))
-    return folder
+    """The built-in Qwen2-VL with random weights, which reads images."""
+    return copy(prepare_builtin("tiny-vlm"), folder)
 
 
 def reward_model(folder: Path) -> Path:

@@ -21,10 +21,10 @@ BROUGHT_IN = {  # with these changes
     "resized": ["vocabulary", "dtype", "rope"],
     "experts": [],
     "hybrid": [],
+    "vision": [],
     "gguf": ["template"],
 }
 NOT = {
-    "vision": "images",
     "reward_model": "use it as reward.model",
     "missing_shard": "the shard model-00002-of-00002.safetensors is missing",
     "own_code": "contains custom code; review it",
