@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from oxrl.algorithms.credit import BASELINES
-from oxrl.algorithms.policy_recipes import CORRECTIONS, KL_TERMS
+from oxrl.algorithms.policy_recipes import CORRECTIONS, KL_TERMS, REJECTIONS
 from oxrl.algorithms.preference import DIVERGENCES, MARGIN_LOSSES
 from oxrl.algorithms.supervised import TEACHER_DIVERGENCES
 
@@ -170,6 +170,19 @@ PARAMETERS: Mapping[str, Parameter] = {
     ),
     "cposimpo.beta": _MEAN_BETA,
     "cposimpo.gamma": _MARGIN._replace(typical="about half of beta"),
+    "rejection": Parameter(
+        "sequences whose sampler and trainer differ by more than rejection_bound are left out, by the geometric "
+        "mean of the ratio or the mean of the k3 estimate",
+        one_of(REJECTIONS),
+        "none; geometric or k3 beside a correction, with rollout.lag above 0",
+        "set it if some completions of an external engine differ much more than the others; see the metric rejected",
+    ),
+    "rejection_bound": Parameter(
+        "bound of rejection: geometric keeps ratios from 1 / (1 + bound) to 1 + bound, k3 estimates up to bound",
+        FROM_ZERO,
+        "0.001 to 0.1",
+        "lower it if the metric rejected is 0, raise it if most sequences are rejected",
+    ),
     "desirable_weight": _SIDE_WEIGHT._replace(
         meaning="weight of the responses labelled good", change="raise it if there are fewer good than bad responses"
     ),

@@ -189,6 +189,31 @@ def masked_importance(
     return ratio * (mask & (ratio >= low) & (ratio <= high))
 
 
+def geometric_rejection(
+    trainer_logprob: Tensor, sampler_logprob: Tensor, mask: Tensor, segment: Tensor, *, bound: float
+) -> Tensor:
+    """1 for sequences with (p_trainer(y) / p_sampler(y))^(1/|y|) in [1 / (1 + bound), 1 + bound], else 0; per token."""
+    log_ratio = logprob_gap(trainer_logprob, sampler_logprob, mask).detach()
+    mean = _segment_mean(log_ratio, mask, segment)
+    return (mean.abs() <= math.log1p(bound))[segment] * mask
+
+
+def k3_rejection(
+    trainer_logprob: Tensor, sampler_logprob: Tensor, mask: Tensor, segment: Tensor, *, bound: float
+) -> Tensor:
+    """1 for sequences whose mean of r - 1 - log r, with r = p_trainer / p_sampler, is at most bound, else 0."""
+    log_ratio = logprob_gap(trainer_logprob, sampler_logprob, mask).detach()
+    mean = _segment_mean(_exp(log_ratio) - 1 - log_ratio, mask, segment)
+    return (mean <= bound)[segment] * mask
+
+
+def _segment_mean(values: Tensor, mask: Tensor, segment: Tensor) -> Tensor:
+    """The mean over the trained tokens of each sequence; 0 for one without any."""
+    number = int(segment.max()) + 1 if len(segment) else 0
+    totals = values.new_zeros(number).index_add(0, segment, values * mask)
+    return totals / values.new_zeros(number).index_add(0, segment, mask.to(values.dtype)).clamp(min=1)
+
+
 def sequence_importance(
     trainer_logprob: Tensor,
     sampler_logprob: Tensor,

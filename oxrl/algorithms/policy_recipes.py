@@ -40,14 +40,26 @@ def _regularised(kl_coef: float) -> Callable[..., None]:
     default = kl_coef
 
     def regularised(
-        *, kl_coef: float = default, kl_estimator: str = "k3", entropy_coef: float = 0.0, correction: str = "none"
+        *,
+        kl_coef: float = default,
+        kl_estimator: str = "k3",
+        entropy_coef: float = 0.0,
+        correction: str = "none",
+        rejection: str = "none",
+        rejection_bound: float = 0.01,
     ) -> None:
         """Options of every policy loss: KL to a reference in the loss, an entropy bonus, and importance weights for the
-        gap between sampler and trainer (`truncated`, `masked` or `sequence`)."""
+        gap between sampler and trainer (`truncated`, `masked` or `sequence`). `rejection` leaves out sequences whose
+        gap is above a bound (`geometric` or `k3`)."""
 
     return regularised
 
 
+REJECTIONS: Mapping[str, Callable[..., Tensor] | None] = {
+    "none": None,
+    "geometric": policy.geometric_rejection,
+    "k3": policy.k3_rejection,
+}
 CORRECTIONS: Mapping[str, Callable[..., Tensor] | None] = {
     "none": None,
     "truncated": policy.truncated_importance,
@@ -100,7 +112,8 @@ def policy_gradient(
         def loss_fn(outputs: Outputs, batch: Batch) -> Losses:
             view = policy_view(outputs, batch)
             terms = {"policy": Term(corrected(view, batch).sum(), unit), **add_kl(outputs, batch, view)}
-            return Losses({**terms, **_entropy_term(outputs, view, entropy_coef)}, _policy_metrics(view))
+            metrics = {**_policy_metrics(view), **_rejected(parameters, view, batch)}
+            return Losses({**terms, **_entropy_term(outputs, view, entropy_coef)}, metrics)
 
         credit = credit_of(partial(advantage, **accepted(advantage, parameters)), **accepted(credit_of, parameters))
         return Algorithm(
@@ -122,7 +135,7 @@ def policy_gradient(
 
 def _needs(parameters: Parameters) -> tuple[str, ...]:
     """A correction needs the policy's log-probs before the step; the exact KL is computed in the forward pass."""
-    own = "sampler" if parameters["correction"] == "none" else "policy"
+    own = "sampler" if parameters["correction"] == parameters["rejection"] == "none" else "policy"
     in_loss = parameters["kl_coef"] and parameters["kl_estimator"] != "full"
     return (own, "ref") if in_loss or parameters.get("kl_in_reward") else (own,)
 
@@ -135,16 +148,39 @@ def _reads(parameters: Parameters) -> dict[str, Read]:
 def _corrected(loss: Loss, parameters: Parameters) -> Callable[[Policy, Batch], Tensor]:
     """The loss per token; with a correction its ratio is against the trainer's policy before the step."""
     correct = lookup("correction", parameters["correction"], CORRECTIONS)
-    own = accepted(loss, parameters)
+    own, kept = accepted(loss, parameters), _kept(parameters)
 
     def losses(view: Policy, batch: Batch) -> Tensor:
         if correct is None:
-            return loss(view, **own)
+            return kept(view, batch) * loss(view, **own)
         before = batch.streams["policy_logprob"]
         weights = correct(before, view.sampler_logprob, view.mask, view.segment)
-        return weights * loss(view._replace(sampler_logprob=before), **own)
+        return kept(view, batch) * weights * loss(view._replace(sampler_logprob=before), **own)
 
     return losses
+
+
+def _kept(parameters: Parameters) -> Callable[[Policy, Batch], Tensor]:
+    """1 for the tokens of sequences that are kept, 0 for those that the rejection leaves out."""
+    reject = lookup("rejection", parameters["rejection"], REJECTIONS)
+
+    def kept(view: Policy, batch: Batch) -> Tensor:
+        if reject is None:
+            return view.mask.to(view.logprob.dtype)
+        before = batch.streams["policy_logprob"]
+        return reject(before, view.sampler_logprob, view.mask, view.segment, bound=parameters["rejection_bound"]).to(
+            view.logprob.dtype
+        )
+
+    return kept
+
+
+def _rejected(parameters: Parameters, view: Policy, batch: Batch) -> dict[str, Term]:
+    """The share of sequences that are left out."""
+    if parameters["rejection"] == "none":
+        return {}
+    left_out = torch.unique(view.segment[view.mask & (_kept(parameters)(view, batch) == 0)])
+    return {"rejected": Term(view.logprob.new_tensor(float(len(left_out))), "sequence")}
 
 
 def _kl_added(
@@ -182,7 +218,13 @@ def _policy_metrics(view: Policy) -> dict[str, Term]:
 
 
 def ppo(
-    *, value_coef: float = 0.1, value_clip: float = 0.2, entropy_coef: float = 0.0, correction: str = "none"
+    *,
+    value_coef: float = 0.1,
+    value_clip: float = 0.2,
+    entropy_coef: float = 0.0,
+    correction: str = "none",
+    rejection: str = "none",
+    rejection_bound: float = 0.01,
 ) -> None:
     """GAE over a value head on the shared backbone, clipped surrogate, clipped value loss. Schulman et al. 2017."""
 
@@ -199,7 +241,8 @@ def actor_critic(name: str = "ppo") -> Recipe:
                 "policy": Term(corrected(view, batch).sum(), "token"),
                 "value": Term(parameters["value_coef"] * value_loss.sum(), "token"),
             }
-            return Losses({**terms, **_entropy_term(outputs, view, entropy_coef)}, _policy_metrics(view))
+            metrics = {**_policy_metrics(view), **_rejected(parameters, view, batch)}
+            return Losses({**terms, **_entropy_term(outputs, view, entropy_coef)}, metrics)
 
         return Algorithm(
             name,

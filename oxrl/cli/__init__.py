@@ -19,6 +19,7 @@ from oxrl.cli import (
     config,
     data,
     doctor,
+    env,
     export,
     generate,
     mismatch,
@@ -60,7 +61,7 @@ COMMANDS = (
     steps.explain,
     steps.diff,
 )
-GROUPS = {"config": config.app, "data": data.app, "rewards": rewards.app, "models": models.app}
+GROUPS = {"config": config.app, "data": data.app, "env": env.app, "rewards": rewards.app, "models": models.app}
 for command in COMMANDS:
     app.command()(command)
 app.command("eval")(evaluate)

@@ -346,6 +346,10 @@ class Rollout(_Section):
     )
     filter: str | None = Field(None, description="filter of groups, such as check_min_reward or FILE.py:FUNCTION")
     filter_params: dict[str, Any] = Field({}, description="parameters of the filter")
+    sampler: Literal["uniform", "solve_rate"] = Field(
+        "uniform", description="solve_rate: prompts whose last groups all earned the same are drawn less often"
+    )
+    sampler_params: dict[str, Any] = Field({}, description="of solve_rate: groups, low, high, solved, unsolved")
     max_draws: int | None = Field(
         None, ge=1, description="maximum prompts sampled per step; default ten times the batch"
     )
@@ -427,6 +431,10 @@ class Data(_Section):
     max_seq_len: int | None = Field(2048, ge=2, description="maximum tokens of a row, prompt and completion together")
     overlong: Literal["drop", "truncate", "error"] = Field("drop", description="handling of rows over max_seq_len")
     bad_rows: Literal["stop", "skip"] = Field("stop", description="handling of rows that cannot be read")
+    template_kwargs: dict[str, Any] = Field(
+        {},
+        description="variables of the chat template: {enable_thinking: false}; in sampling and evaluation, too",
+    )
     env_rows: int = Field(512, ge=1, description="rows that rollout.env makes itself, without files")
     env_val_rows: int = Field(0, ge=0, description="held-out rows that rollout.env makes, from other seeds")
 

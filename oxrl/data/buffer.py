@@ -70,6 +70,12 @@ class DataBuffer(Generic[T]):
             raise ValueError(f"invalid state: epoch_id {epoch!r}, sample_offset {offset!r} for {len(self)} items")
         self._seek(epoch, offset)
 
+    def note(self, id: str, reward: float) -> None:
+        """Rewards do not change the order of this stream."""
+
+    def report(self) -> dict[str, float]:
+        return {}
+
     def _seek(self, epoch: int, offset: int) -> None:
         self._epoch, self._offset = epoch, offset
         self._order = self._order_of(epoch)
@@ -140,6 +146,21 @@ class MixedBuffer(Generic[T]):
         for name, source in self._sources.items():
             source.restore(state["sources"][name])
         self._drawn = {name: int(state["drawn"][name]) for name in self._sources}
+
+    def note(self, id: str, reward: float) -> None:
+        """Pass the mean reward of a group to the sources that remember it."""
+        for source in self._sources.values():
+            if hasattr(source, "note"):
+                source.note(id, reward)
+
+    def report(self) -> dict[str, float]:
+        """Metrics of the sources, weighted by their shares."""
+        reports = {name: source.report() for name, source in self._sources.items() if hasattr(source, "report")}
+        names = {metric for found in reports.values() for metric in found}
+        return {
+            metric: sum(self._shares[name] * found[metric] for name, found in reports.items()) / self._total
+            for metric in sorted(names)
+        }
 
     def _next_source(self) -> str:
         draws = sum(self._drawn.values()) + 1

@@ -289,7 +289,7 @@ def _prompts(config: Config, folder: Path, count: int) -> list[tuple[int, ...]]:
     from oxrl.data.render import Renderer
 
     spec = resolve(config)
-    render = Renderer(spec.tokenizer)
+    render = Renderer(spec.tokenizer, template_kwargs=spec.config.data.template_kwargs)
     samples = spec.source.get_prompts(count)
     return [
         tuple(map(int, render.prompt(sample.messages, tools=sample.tools, media=sample.media))) for sample in samples

@@ -286,7 +286,7 @@ def _passes(spec: RunSpec) -> tuple[str, ...]:
 
 
 def row_lengths(spec: RunSpec) -> Rows:
-    render = Renderer(spec.tokenizer)
+    render = Renderer(spec.tokenizer, template_kwargs=spec.config.data.template_kwargs)
     if spec.online:
         rows = [render.prompt(sample.messages, tools=sample.tools, media=sample.media) for sample in spec.rows]
     else:

@@ -33,7 +33,7 @@ from oxrl.rewards import Reward, as_reward, check_samples
 from oxrl.rewards.grade import AnyReward, grade
 from oxrl.rewards.length import sampled_tokens
 from oxrl.rollouts.collect import RolloutSampler
-from oxrl.run.folder import last_stage, read_recorded, resolve_weights
+from oxrl.run.folder import last_stage, read_recorded, resolve_weights, template_kwargs_of
 from oxrl.run.reward import reward_variants, summed_rewards
 from oxrl.types import GenerationConfig, Rollout, Sample, Status
 
@@ -405,6 +405,7 @@ class EvalModel(NamedTuple):
     path: str
     tokenizer: Any
     longest: tuple[int, str]  # tokens and sample id of the longest prompt
+    render: Renderer  # with the template variables of a run
 
     @classmethod
     def find(cls, name: str, samples: Sequence[Sample]) -> EvalModel:
@@ -413,11 +414,11 @@ class EvalModel(NamedTuple):
         if path != name:
             _warn_of_tools(Path(name) / "config.yaml")
         tokenizer = load_tokenizer(path)
-        render = Renderer(tokenizer)
+        render = Renderer(tokenizer, template_kwargs=template_kwargs_of(name))
         longest = max(
             (len(render.prompt(each.messages, tools=each.tools, media=each.media)), each.id) for each in samples
         )
-        return cls(name, path, tokenizer, longest)
+        return cls(name, path, tokenizer, longest, render)
 
     def load(self) -> Any:
         model = load_model(self.path, is_trainable=False)
@@ -449,7 +450,7 @@ async def _answer(
     from oxrl.generators.embedded.generator import EmbeddedGenerator
 
     generator = EmbeddedGenerator(model.load(), model.tokenizer)
-    sampler = RolloutSampler(generator, Renderer(model.tokenizer), sampling, seed=sampling.seed)
+    sampler = RolloutSampler(generator, model.render, sampling, seed=sampling.seed)
     first, *others = variants
     rollouts = await sample_and_grade(
         sampler, samples, variants[first], n=n, time_limit=time_limit, on_prompt_done=advance

@@ -18,7 +18,7 @@ from oxrl.evaluation.result import Evaluation
 from oxrl.loops.statistics import Comparison, Estimate, compare, estimate, ratio_estimate
 from oxrl.models.load import check_model, load_model, load_tokenizer
 from oxrl.models.reward_model import is_reward_model
-from oxrl.run.folder import resolve_weights
+from oxrl.run.folder import resolve_weights, template_kwargs_of
 from oxrl.types import Item, Sample
 
 Kind: TypeAlias = Literal["perplexity", "pairs"]
@@ -126,7 +126,7 @@ class _RowModel(NamedTuple):
     def find(cls, name: str, samples: Sequence[Sample], kind: Kind) -> _RowModel:
         path = resolve_weights(name)
         check_model(path)
-        render = Renderer(load_tokenizer(path))
+        render = Renderer(load_tokenizer(path), template_kwargs=template_kwargs_of(name))
         assemble = pair_items if kind == "pairs" else supervised_items
         items = [assemble(sample, render) for sample in samples]
         if empty := [sample.id for sample, own in zip(samples, items, strict=True) if not _trained(own)]:

@@ -24,7 +24,14 @@ from anyio.lowlevel import RunVar
 
 from oxrl.concurrency import task_group
 from oxrl.rewards.grade import Reward, Ungraded
-from oxrl.rewards.judge import RUBRIC, judge_messages, judged_score
+from oxrl.rewards.judge import (
+    RUBRIC,
+    comparison_messages,
+    comparison_order,
+    comparison_scores,
+    judge_messages,
+    judged_score,
+)
 from oxrl.types import Message, Rollout, Score
 
 logger = logging.getLogger(__name__)
@@ -64,6 +71,7 @@ def llm_judge(
     backoff: float = 1.0,
     concurrency: int = 8,
     cache: str = "",
+    compare: bool = False,
     options: Mapping[str, Any] = {},
 ) -> Reward:
     """Score from 0 to 1 that a model behind an OpenAI-compatible endpoint gives to the response, by `rubric`.
@@ -71,7 +79,8 @@ def llm_judge(
     `base_url` is as in `https://api.openai.com/v1`; `api_key_env` names the environment variable that holds the key.
     Network errors, 429, 5xx and time-outs (`reward.time_limit`, per attempt) are retried `retries` times, after
     `backoff` seconds that double with each retry; any other failure is ungraded, never 0. Equal requests are sent once:
-    scores are cached in memory, and in the folder `cache` if it is set. `options` are added to the request.
+    scores are cached in memory, and in the folder `cache` if it is set. `options` are added to the request. With
+    `compare` all completions of a prompt are scored in one request, relative to each other (RULER).
     """
     endpoint = Endpoint(base_url.rstrip("/"), model, api_key_env, options)
     _check_endpoint(endpoint)
@@ -92,6 +101,16 @@ def llm_judge(
                 tasks.start_soon(one, index)
         return [results[index] for index in range(len(rollouts))]
 
+    async def compared(rollouts: Sequence[Rollout], time_limit: float) -> list[Score | Ungraded]:
+        order = comparison_order(rollouts)
+        messages = comparison_messages(rollouts, order, rubric)
+        try:
+            async with _shared_limiter(limiter, concurrency):
+                reply = await send_with_retries(endpoint, messages, time_limit, retries, backoff)
+            return [Score(each) for each in comparison_scores(reply, order)]
+        except (JudgeError, ValueError) as error:
+            return [Ungraded(f"reward llm_judge failed: {error}")] * len(rollouts)
+
     async def judged(rollout: Rollout, time_limit: float) -> Score | Ungraded:
         messages = judge_messages(rollout, rubric, SCALE)
         key = content_key(endpoint, messages)
@@ -104,7 +123,7 @@ def llm_judge(
             scores.put(key, score)
         return Score((score - SCALE[0]) / (SCALE[1] - SCALE[0]))
 
-    return Reward("llm_judge", outcomes)
+    return Reward("llm_judge", compared if compare else outcomes)
 
 
 def _shared_limiter(limiter: RunVar[anyio.CapacityLimiter], concurrency: int) -> anyio.CapacityLimiter:

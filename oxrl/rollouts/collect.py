@@ -65,6 +65,14 @@ SelectFn: TypeAlias = Callable[[Sequence[Group], int], Any]
 """(finished groups, number wanted) -> the groups to keep; sync or async."""
 
 
+NoteFn: TypeAlias = Callable[[str, float], None]
+"""(id of a prompt, mean reward of a group of completions): for a source that draws by it."""
+
+
+def nothing_to_note(id: str, reward: float) -> None:
+    """For sources whose order does not depend on rewards."""
+
+
 async def nothing_to_abort() -> None:
     """For generate functions that cannot be interrupted."""
 
@@ -143,6 +151,8 @@ class AsyncRolloutManager:
     abort: Callable[[], Awaitable[None]] = nothing_to_abort
     drawn: int = 0  # prompts so far; the next one gets this number
     activity: Activity = field(default_factory=Activity, repr=False, compare=False)
+    note: NoteFn = nothing_to_note
+    report: Callable[[], Mapping[str, float]] = dict
     _warned_of_scores: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -182,7 +192,7 @@ class AsyncRolloutManager:
             left_out += [LeftOut("not selected", group) for group in accepted if id(group) not in kept]
         self._check_enough(chosen, tally, failures)
         left_out += [LeftOut("carried", group) for group in self.partial_samples]
-        return Collected(chosen, {**tally, "carried": float(len(self.partial_samples))}, left_out)
+        return Collected(chosen, {**tally, "carried": float(len(self.partial_samples)), **self.report()}, left_out)
 
     async def _round(self, groups: Sequence[Group], missing: int, version: int) -> list[Group]:
         """Sample and grade all groups; abort the rest once `missing` of them have finished."""
@@ -257,6 +267,8 @@ class AsyncRolloutManager:
         failures += [rollout.error for rollout in group if rollout.error is not None]
         tally["ungraded"] += len(group) - len(graded)
         sampled = [rollout for rollout in graded if not rollout.greedy]
+        if rewards := [rollout.reward for rollout in sampled if rollout.reward is not None]:
+            self.note(sampled[0].sample.id, math.fsum(rewards) / len(rewards))
         if len(sampled) < self.config.min_group_size or (len(sampled) == len(graded) and self.config.greedy):
             tally["ungraded_groups"] += 1
             left_out.append(LeftOut("too few graded answers", graded))
@@ -520,4 +532,5 @@ def sampling_manager(
 ) -> AsyncRolloutManager:
     """Return a manager that collects rollouts of `source`'s prompts with `sampler`, which advances `activity`."""
     config = replace(config, generate_fn=sampler)
-    return AsyncRolloutManager(source, config, abort=sampler.abort, activity=activity or Activity())
+    memory: dict[str, Any] = {name: getattr(source, name) for name in ("note", "report") if hasattr(source, name)}
+    return AsyncRolloutManager(source, config, abort=sampler.abort, activity=activity or Activity(), **memory)

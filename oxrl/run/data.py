@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -13,6 +14,7 @@ from oxrl.data.buffer import DataBuffer, MixedBuffer
 from oxrl.data.prepare import check_trainable, split_file
 from oxrl.data.prompts import as_prompt
 from oxrl.data.render import Renderer
+from oxrl.data.solve_rate import SolveRateBuffer
 from oxrl.data.sources import Loaded, load_samples
 from oxrl.rewards import check_samples
 from oxrl.run.environment import environment_rows
@@ -84,7 +86,7 @@ def _items(config: Config, loaded: Loaded, tokenizer: Any, name: str, *, context
     rendered = assemble(
         loaded.samples,
         first_algorithm(config),
-        Renderer(tokenizer, max_len=data.max_seq_len),
+        Renderer(tokenizer, max_len=data.max_seq_len, template_kwargs=data.template_kwargs),
         max_len=data.max_seq_len,
         overlong=data.overlong,
         bad_rows=data.bad_rows,
@@ -118,7 +120,8 @@ def _prompts(
     config: Config, loaded: Loaded, tokenizer: Any, name: str, *, context: int | None
 ) -> tuple[list[Sample], int]:
     """Prompts that leave room for a response and that the reward can grade, and the number of rows left out."""
-    data, render = config.data, Renderer(tokenizer, max_len=config.data.max_seq_len)
+    data = config.data
+    render = Renderer(tokenizer, max_len=data.max_seq_len, template_kwargs=data.template_kwargs)
     room = None if data.max_seq_len is None else data.max_seq_len - config.rollout.max_tokens
     fitting: list[Sample] = []
     lengths: dict[str, int] = {}
@@ -158,11 +161,21 @@ def _progress_bar(title: str) -> Callable[[Iterable[Sample]], Iterable[Sample]]:
 
 
 def _source(config: Config, parts: dict[str, list[Any]]) -> DataSource[Any]:
-    buffers = {name: DataBuffer(items, seed=config.run.seed) for name, items in parts.items()}
+    buffers = {name: _buffer(config, items) for name, items in parts.items()}
     if len(buffers) == 1:
         return next(iter(buffers.values()))
     ratios = config.data.train_ratios or {name: float(len(items)) for name, items in parts.items()}
     return MixedBuffer(buffers, ratios=ratios)
+
+
+def _buffer(config: Config, items: list[Any]) -> DataBuffer[Any]:
+    if config.rollout.sampler == "uniform" or not isinstance(items[0], Sample):
+        return DataBuffer(items, seed=config.run.seed)
+    params = config.rollout.sampler_params
+    known = set(inspect.signature(SolveRateBuffer).parameters) - {"items", "seed"}
+    if unknown := sorted(params.keys() - known):
+        raise ConfigError(f"rollout.sampler_params.{unknown[0]} is no parameter: {', '.join(sorted(known))}")
+    return SolveRateBuffer(items, seed=config.run.seed, **params)
 
 
 def longest_possible_items(spec: RunSpec, vocabulary: int) -> list[Item]:
@@ -174,7 +187,7 @@ def longest_possible_items(spec: RunSpec, vocabulary: int) -> list[Item]:
     config = spec.config
     return longest_answers(
         spec.rows,
-        Renderer(spec.tokenizer),
+        Renderer(spec.tokenizer, template_kwargs=config.data.template_kwargs),
         spec.algorithm,
         prompts=config.batch_size,
         answers=config.rollout.n_samples,

@@ -264,6 +264,13 @@ def read_recorded(file: Path) -> dict[str, Any]:
     return recorded
 
 
+def template_kwargs_of(name: str) -> dict[str, Any]:
+    """The variables of the chat template that a run was trained with; {} for other models."""
+    file = last_stage(Path(name)) / "config.yaml"
+    section = read_recorded(file).get("data", {}) if file.is_file() else {}
+    return dict(section.get("template_kwargs") or {})
+
+
 def resolve_weights(name: str) -> str:
     """The best checkpoint of a run folder; any other name as it is."""
     if not name:

@@ -34,7 +34,7 @@ from oxrl.run.checkpoint import (
 from oxrl.run.data import longest_possible_items
 from oxrl.run.environment import open_environment
 from oxrl.run.failure import failures_recorded
-from oxrl.run.folder import RolloutLog, create_folder, record_config, record_inputs, resolve_weights
+from oxrl.run.folder import RolloutLog, create_folder, record_config, record_inputs, resolve_weights, template_kwargs_of
 from oxrl.run.prepare import prepare_run, starting_from
 from oxrl.run.recorder import open_recorder
 from oxrl.run.reward import load_reward
@@ -328,7 +328,7 @@ async def _run_online(
     from oxrl.rollouts.collect import RolloutSampler, sampling_manager
 
     config, rollout, train = spec.config, spec.config.rollout, spec.config.train
-    render, sampling = Renderer(spec.tokenizer), sampling_config(config)
+    render, sampling = Renderer(spec.tokenizer, template_kwargs=config.data.template_kwargs), sampling_config(config)
     async with (
         open_engine(config, spec.tokenizer, spec.folder, backend) as engine,
         open_environment(config) as env,
@@ -408,4 +408,6 @@ def open_model(name: str) -> tuple[Any, Renderer]:
     weights = resolve_weights(name)
     check_model(ModelConfig(weights))
     tokenizer = load_tokenizer(weights)
-    return EmbeddedGenerator(load_model(weights, is_trainable=False), tokenizer), Renderer(tokenizer)
+    return EmbeddedGenerator(load_model(weights, is_trainable=False), tokenizer), Renderer(
+        tokenizer, template_kwargs=template_kwargs_of(name)
+    )

@@ -75,6 +75,12 @@ class Workspace:
             "from oxrl.rewards.allowance import current_allowance\n\n\n"
             "def seconds_left(rollout):\n    return current_allowance().left\n"
         )
+        self.template = folder / "thinking.jinja"
+        self.template.write_text(
+            "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>{% endfor %}"
+            "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is defined %}Hm. {% endif %}"
+            "{% endif %}"
+        )
         self.hanging = folder / "hanging.py"
         self.hanging.write_text(
             "import threading\n\nimport anyio\n\n\n"
@@ -147,6 +153,7 @@ IMPOSSIBLE = (*RL, "rollout.filter=check_min_reward", "rollout.filter_params={{m
 TOOLS = (*RL, "rollout.env=tools", "rollout.tools=[oxrl.rollouts.tools:calculator]")
 WORLD = ("train.alg_name=grpo", "rollout.env=gym:CartPole-v1", "rollout.max_tokens=6", *STEPS)
 HANGING = (*RL, "rollout.env={home.hanging}:world", "rollout.env_seconds=0.02", "train.train_steps_per_epoch=1")
+THINKING = (*SFT, "model.chat_template={home.template}")
 HANGING_TOOL = (*TOOLS, "rollout.tools=['{home.hanging}:calculator']", "rollout.tool_seconds=0.02")
 
 
@@ -446,6 +453,9 @@ KEYS = {
     "data.format": Effect("preference", rows_drawn, SFT),
     "data.max_seq_len": Effect(30, size, LONG, 3),
     "data.overlong": Effect("truncate", size, (*LONG, "data.max_seq_len=30"), 4),
+    "data.template_kwargs": Effect(
+        {"enable_thinking": False}, prepared(lambda run: text_drawn(run)), THINKING
+    ),
     "data.env_rows": Effect(5, prepared(lambda run: len(run.rows)), WORLD, 5),
     "data.env_val_rows": Effect(3, prepared(lambda run: len(run.held_out)), WORLD, 3),
     "data.bad_rows": Effect("skip", size, (*SFT, "data.train_files_path={home.bad}"), 2),
@@ -471,6 +481,10 @@ KEYS = {
     "rollout.partial_rollouts": Effect(True, logged("wasted"), CROWDED, [0, 0]),
     "rollout.filter": Effect("check_reward_nonzero_std", failed, INFERRED),
     "rollout.filter_params": Effect({"min_reward": 9}, failed, (*RL, "rollout.filter=check_min_reward")),
+    "rollout.sampler": Effect("solve_rate", logged("sampler_unseen"), RL),
+    "rollout.sampler_params": Effect(
+        {"low": -0.5}, logged("sampler_unsolved"), (*INFERRED, "rollout.sampler=solve_rate")
+    ),
     "rollout.max_draws": Effect(4, failed, IMPOSSIBLE),
     "rollout.lag": Effect(1, logged("age"), (*RL, "train.train_steps_per_epoch=3")),
     "rollout.force_strict_on_policy": Effect(True, refused, (*RL, "train.iterations=2")),

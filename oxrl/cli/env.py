@@ -1,0 +1,38 @@
+"""`oxrl env ...`: play episodes of an environment."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from oxrl.cli.base import Json, exit_on_user_error
+
+app = typer.Typer(no_args_is_help=True, help="Try the environment of a config.")
+
+
+@app.command("try")
+def env_try(
+    config: Annotated[Path, typer.Argument(help="The YAML file of a run.")],
+    episodes: Annotated[int, typer.Option(min=1, help="Episodes to play, each of another prompt.")] = 3,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Override a key: rollout.max_turns=4.")] = None,
+    json_: Json = False,
+) -> None:
+    """Play some episodes with the model and print them, before anything is trained.
+
+    oxrl env try config.yaml --episodes 3
+    """
+    with exit_on_user_error():
+        from oxrl.config import load_stages
+        from oxrl.diagnose.episodes import episode_fields, episode_lines, play_episodes
+
+        stages = load_stages(config, set_ or [])
+        played = play_episodes(stages.get("rl") or next(iter(stages.values())), episodes)
+    if json_:
+        typer.echo(json.dumps([episode_fields(rollout) for rollout in played]))
+        return
+    for rollout in played:
+        for line in episode_lines(rollout):
+            typer.echo(line)

@@ -1,0 +1,73 @@
+"""Some episodes of a config with its model before training: what is asked, answered and earned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from oxrl.concurrency import run_blocking
+from oxrl.config import Config, ConfigError
+from oxrl.data.render import Renderer
+from oxrl.loops.evaluate import sample_and_grade
+from oxrl.models.load import load_model
+from oxrl.rollouts.collect import RolloutSampler
+from oxrl.run.environment import check_tool_servers, open_environment
+from oxrl.run.prepare import resolve
+from oxrl.run.reward import load_reward
+from oxrl.run.spec import sampling_config
+from oxrl.types import Rollout
+
+
+def play_episodes(config: Config, count: int) -> list[Rollout]:
+    """One episode of each of the first `count` prompts that the run would draw, graded as in the run."""
+    from oxrl.generators.embedded.generator import EmbeddedGenerator
+
+    spec = resolve(config)
+    if not spec.online:
+        raise ConfigError(f"{config.train.alg_name} plays no episodes: set train.alg_name to one that samples")
+    check_tool_servers(spec.config)
+    reward = load_reward(spec.config)
+    generator = EmbeddedGenerator(load_model(spec.model, is_trainable=False), spec.tokenizer)
+    render = Renderer(spec.tokenizer, template_kwargs=spec.config.data.template_kwargs)
+
+    async def play() -> list[Rollout]:
+        async with open_environment(spec.config) as env:
+            sampler = RolloutSampler(
+                generator,
+                render,
+                sampling_config(spec.config),
+                env=env,
+                seed=spec.config.run.seed,
+                max_tokens=spec.config.data.max_seq_len,
+                env_seconds=spec.config.rollout.env_seconds,
+            )
+            samples = spec.source.get_prompts(count)
+            return await sample_and_grade(sampler, samples, reward, time_limit=spec.config.reward.time_limit)
+
+    return run_blocking(play)
+
+
+def episode_fields(rollout: Rollout) -> dict[str, Any]:
+    """An episode as JSON: messages, reward, tokens, how it ended, its error."""
+    score = rollout.score
+    return {
+        "id": rollout.sample.id,
+        "messages": [message.to_dict() for message in rollout.messages],
+        "reward": rollout.reward,
+        "per_turn": list(score.per_turn) if score is not None and score.per_turn is not None else None,
+        "parts": dict(score.parts) if score is not None else {},
+        "turns": len(rollout.turns),
+        "sampled_tokens": int(sum(rollout.loss_mask)),
+        "tokens": len(rollout.tokens),
+        "ended": rollout.metadata.get("ended") or (rollout.generation.finish_reason if rollout.turns else None),
+        "error": rollout.error,
+    }
+
+
+def episode_lines(rollout: Rollout) -> Iterator[str]:
+    found = episode_fields(rollout)
+    yield f"{found['id']}: {found['turns']} turns, {found['sampled_tokens']} sampled of {found['tokens']} tokens"
+    for message in rollout.messages:
+        yield f"  {message.role}: {message.text!r}"
+    reward = "ungraded" if found["reward"] is None else f"reward {found['reward']:g}"
+    yield f"  {reward}; ended: {found['ended']}" + (f"; {found['error']}" if found["error"] else "")

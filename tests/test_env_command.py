@@ -1,0 +1,23 @@
+"""`oxrl env try` plays episodes with the model of a config and prints them."""
+
+import json
+
+from typer.testing import CliRunner
+
+from oxrl.cli import app
+
+
+def test_episodes_are_played_with_the_model_and_printed(tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "model: {name: tiny}\ntrain: {alg_name: grpo}\n"
+        "rollout: {env: 'reasoning_gym:leg_counting', max_tokens: 4}\ndata: {env_rows: 4}\n"
+    )
+    asked = ["env", "try", str(config), "--episodes", "2"]
+    played = json.loads(CliRunner().invoke(app, [*asked, "--json"]).stdout)
+    assert len(played) == 2 and all(each["sampled_tokens"] == 4 and each["reward"] is not None for each in played)
+    assert played[0]["messages"][0]["role"] == "user" and played[0]["messages"][1]["role"] == "assistant"
+    text = CliRunner().invoke(app, asked).stdout
+    assert f"{played[0]['id']}: 1 turns, 4 sampled" in text and "reward 0" in text
+    refused = CliRunner().invoke(app, [*asked, "--set", "rollout.env=gym:"])
+    assert refused.exit_code == 2
