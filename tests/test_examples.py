@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-BIG = {"demo.py", "sft_orders.py"}  # these train a real model for minutes
+BIG = {"demo.py", "sft_orders.py", "see_shapes.py"}  # these train for minutes
 SMALL = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name not in BIG)
 
 
@@ -48,6 +48,15 @@ def test_the_quick_start_has_at_most_48_lines_and_learns_capital_letters(run):
 def test_the_plain_loop_learns(run):
     before, after = before_and_after(run("grpo_loop.py", "--steps", "10")[-1])
     assert before < 0.25 and after > 0.4
+
+
+@pytest.mark.trains
+def test_held_out_pictures_are_described_and_with_exchanged_pictures_nothing_is_learned(run):
+    lines = run("see_shapes.py", "--steps", "160")
+    right = {line.partition(":")[0]: float(re.search(r"right (\d\.\d+)", line)[1]) for line in lines if "right" in line}
+    assert right["before"] < 0.1
+    assert right["after supervised training"] > 0.9
+    assert right["after the same with exchanged pictures"] < 0.25
 
 
 @pytest.mark.trains
