@@ -7,14 +7,13 @@ from typing import Any
 
 from oxrl.concurrency import run_blocking
 from oxrl.config import Config, ConfigError
-from oxrl.data.render import Renderer
 from oxrl.loops.evaluate import sample_and_grade
 from oxrl.models.load import load_model
 from oxrl.rollouts.collect import RolloutSampler
 from oxrl.run.environment import check_tool_servers, open_environment
 from oxrl.run.prepare import resolve
 from oxrl.run.reward import load_reward
-from oxrl.run.spec import sampling_config
+from oxrl.run.spec import renderer, sampling_config
 from oxrl.types import Rollout
 
 
@@ -28,7 +27,7 @@ def play_episodes(config: Config, count: int) -> list[Rollout]:
     check_tool_servers(spec.config)
     reward = load_reward(spec.config)
     generator = EmbeddedGenerator(load_model(spec.model, is_trainable=False), spec.tokenizer)
-    render = Renderer(spec.tokenizer, template_kwargs=spec.config.data.template_kwargs)
+    render = renderer(spec.config, spec.tokenizer)
 
     async def play() -> list[Rollout]:
         async with open_environment(spec.config) as env:

@@ -26,7 +26,7 @@ from oxrl.run.build import check_servers, open_engine
 from oxrl.run.checkpoint import checkpoints, read_state
 from oxrl.run.folder import last_stage
 from oxrl.run.prepare import resolve
-from oxrl.run.spec import first_algorithm, model_config, sampling_config
+from oxrl.run.spec import first_algorithm, model_config, renderer, sampling_config
 from oxrl.tracking.metrics import read_metrics
 from oxrl.types import GenerationConfig, Generator, Request, Row, Weights
 
@@ -286,10 +286,9 @@ def _prompts(config: Config, folder: Path, count: int) -> list[tuple[int, ...]]:
     recent = dict.fromkeys(tuple(turn["prompt_ids"]) for turn in _recorded(folder))
     if recent:
         return list(recent)[:count]
-    from oxrl.data.render import Renderer
 
     spec = resolve(config)
-    render = Renderer(spec.tokenizer, template_kwargs=spec.config.data.template_kwargs)
+    render = renderer(spec.config, spec.tokenizer)
     samples = spec.source.get_prompts(count)
     return [
         tuple(map(int, render.prompt(sample.messages, tools=sample.tools, media=sample.media))) for sample in samples

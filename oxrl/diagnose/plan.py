@@ -20,7 +20,6 @@ from oxrl.config import Config
 from oxrl.config.registry import find_backend, find_engine, resolved
 from oxrl.data.media_features import body_of, towers_of
 from oxrl.data.pack import computed_tokens
-from oxrl.data.render import Renderer
 from oxrl.diagnose.memory import (
     BATCH_SIZES,
     GIB,
@@ -59,7 +58,7 @@ from oxrl.models.lora import LoraSettings, attach_lora, read_adapter_config
 from oxrl.run.data import longest_possible_items
 from oxrl.run.placement import SHARE, sharding_of
 from oxrl.run.prepare import resolve
-from oxrl.run.spec import RunSpec, frozen_model_config, model_config, reference_is_adapter
+from oxrl.run.spec import RunSpec, frozen_model_config, model_config, reference_is_adapter, renderer
 from oxrl.types import Item, ModelConfig
 
 if TYPE_CHECKING:
@@ -286,7 +285,7 @@ def _passes(spec: RunSpec) -> tuple[str, ...]:
 
 
 def row_lengths(spec: RunSpec) -> Rows:
-    render = Renderer(spec.tokenizer, template_kwargs=spec.config.data.template_kwargs)
+    render = renderer(spec.config, spec.tokenizer)
     if spec.online:
         rows = [render.prompt(sample.messages, tools=sample.tools, media=sample.media) for sample in spec.rows]
     else:

@@ -13,13 +13,12 @@ from oxrl.data.assemble import assemble
 from oxrl.data.buffer import DataBuffer, MixedBuffer
 from oxrl.data.prepare import check_trainable, split_file
 from oxrl.data.prompts import as_prompt
-from oxrl.data.render import Renderer
 from oxrl.data.solve_rate import SolveRateBuffer
 from oxrl.data.sources import Loaded, load_samples
 from oxrl.rewards import check_samples
 from oxrl.run.environment import environment_rows
 from oxrl.run.reward import check_references, configured_reward
-from oxrl.run.spec import RunSpec, first_algorithm
+from oxrl.run.spec import RunSpec, first_algorithm, renderer
 from oxrl.types import Algorithm, DataSource, Item, Sample
 
 logger = logging.getLogger(__name__)
@@ -86,7 +85,7 @@ def _items(config: Config, loaded: Loaded, tokenizer: Any, name: str, *, context
     rendered = assemble(
         loaded.samples,
         first_algorithm(config),
-        Renderer(tokenizer, max_len=data.max_seq_len, template_kwargs=data.template_kwargs),
+        renderer(config, tokenizer),
         max_len=data.max_seq_len,
         overlong=data.overlong,
         bad_rows=data.bad_rows,
@@ -121,7 +120,7 @@ def _prompts(
 ) -> tuple[list[Sample], int]:
     """Prompts that leave room for a response and that the reward can grade, and the number of rows left out."""
     data = config.data
-    render = Renderer(tokenizer, max_len=data.max_seq_len, template_kwargs=data.template_kwargs)
+    render = renderer(config, tokenizer)
     room = None if data.max_seq_len is None else data.max_seq_len - config.rollout.max_tokens
     fitting: list[Sample] = []
     lengths: dict[str, int] = {}
@@ -187,7 +186,7 @@ def longest_possible_items(spec: RunSpec, vocabulary: int) -> list[Item]:
     config = spec.config
     return longest_answers(
         spec.rows,
-        Renderer(spec.tokenizer, template_kwargs=config.data.template_kwargs),
+        renderer(config, spec.tokenizer),
         spec.algorithm,
         prompts=config.batch_size,
         answers=config.rollout.n_samples,

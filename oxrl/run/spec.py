@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from oxrl.algorithms import algorithm
 from oxrl.config import Config, ConfigError
 from oxrl.config.registry import find_engine, resolved
+from oxrl.data.render import Renderer
 from oxrl.models.lora import LoraSettings
 from oxrl.names import did_you_mean
 from oxrl.rewards import Reward
@@ -65,6 +66,11 @@ class RunSpec:
     def with_config(self, config: Config) -> RunSpec:
         """The same run with other sizes in its config: micro-batch, checkpointing, slots."""
         return replace(self, config=config, model=model_config(config))
+
+
+def renderer(config: Config, tokenizer: Any) -> Renderer:
+    """How a run renders its rows and prompts."""
+    return Renderer(tokenizer, max_len=config.data.max_seq_len, template_kwargs=config.data.template_kwargs)
 
 
 def expected_samples(config: Config, steps: int) -> float:

@@ -38,7 +38,7 @@ from oxrl.run.folder import RolloutLog, create_folder, record_config, record_inp
 from oxrl.run.prepare import prepare_run, starting_from
 from oxrl.run.recorder import open_recorder
 from oxrl.run.reward import load_reward
-from oxrl.run.spec import RunSpec, first_algorithm, rollout_config, sampling_config
+from oxrl.run.spec import RunSpec, first_algorithm, renderer, rollout_config, sampling_config
 from oxrl.seeds import seed_everything
 from oxrl.tracking.activity import Activity
 from oxrl.tracking.catalogue import results
@@ -248,7 +248,7 @@ async def _run_loop(
         spec.config.run.checks,
         write=FindingsFile(spec.folder, keep_until=state.step if resuming else -1),
         past=read_metrics(file) if file.exists() else (),
-        references=references_of_samples(spec.samples, Renderer(spec.tokenizer, max_len=spec.config.data.max_seq_len)),
+        references=references_of_samples(spec.samples, renderer(spec.config, spec.tokenizer)),
         all_trained=spec.lora is None,
     )
     log = all_of(write, sinks, guard.logged)
@@ -328,7 +328,7 @@ async def _run_online(
     from oxrl.rollouts.collect import RolloutSampler, sampling_manager
 
     config, rollout, train = spec.config, spec.config.rollout, spec.config.train
-    render, sampling = Renderer(spec.tokenizer, template_kwargs=config.data.template_kwargs), sampling_config(config)
+    render, sampling = renderer(config, spec.tokenizer), sampling_config(config)
     async with (
         open_engine(config, spec.tokenizer, spec.folder, backend) as engine,
         open_environment(config) as env,
