@@ -1,7 +1,7 @@
 """Sampling in bfloat16 beside a float32 trainer on a CPU: speed, and the gap in log-probs.
 
 `smollm2-135m`, 32 sequences of 40 prompt tokens and 32 new ones, one thread; rounds of both alternate. Processor time,
-so that other processes on the machine matter less. `inference_engine.dtype: bfloat16` samples in this way.
+so that other processes on the machine matter less. `inference_engine.precision: bfloat16` samples in this way.
 
     python benchmarks/rounded.py [--rounds 3]
 """

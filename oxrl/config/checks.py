@@ -114,7 +114,7 @@ INACTIVE_KEYS = (
     InactiveKey("inference_engine.name", lambda _, roles: "sampler" in roles, "with an algorithm that does not sample"),
     _engine_key("transfer"),
     _engine_key("replicas"),
-    _engine_key("dtype"),
+    _engine_key("precision"),
     _engine_key("capture"),
     _engine_key("compile"),
     _engine_key("cache_gib"),

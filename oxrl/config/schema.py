@@ -532,9 +532,9 @@ class InferenceEngine(_Open):
     )
     adapter: bool = Field(False, description="vllm with lora: send the base weights once, then only the adapter")
     colocated: bool = Field(False, description="vllm: shares the training devices and sleeps during training")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+    precision: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="embedded, vllm: precision of sampling; auto: model.dtype. The embedded engine samples from a copy "
+        description="embedded: precision of sampling; auto: that of the model. Another one samples from a copy "
         "of the weights in another precision: bfloat16 is faster on CPUs with bfloat16 instructions; set "
         "train.alg_params.correction",
     )
@@ -616,7 +616,7 @@ class Config(_Section):
 
     def allowed_gap(self, itemsize: int) -> float:
         """Maximum log-prob difference between sampler and trainer, for weights of `itemsize` bytes each."""
-        half = itemsize < 4 or self.inference_engine.dtype in ("bfloat16", "float16")
+        half = itemsize < 4 or self.inference_engine.precision in ("bfloat16", "float16")
         return self.train.max_logprob_gap or (2.0 if half else 0.05)
 
     @property

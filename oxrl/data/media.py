@@ -32,7 +32,7 @@ Kind: TypeAlias = Literal["image", "audio"]
 MAX_PIXELS = 1 << 26  # 8192 x 8192: a small file can decode to gigabytes
 MAX_SAMPLES = 1 << 28  # of all channels: 45 minutes in stereo at 48 kHz
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # formats that start other programs are left out
-NEEDS = "images and audio need more packages: pip install 'oxrl[multimodal]'"
+NEEDS = "images and audio need more packages: pip install -e '.[multimodal]'"
 
 _DATA_URL = re.compile(r"data:(?P<type>[\w.+-]+/[\w.+-]+)?(?:;[\w=.+-]+)*;base64,", re.ASCII)
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")

@@ -241,7 +241,7 @@ def with_engine(memory: Memory, config: Config, facts: ModelFacts, device: Devic
     if record.shares_weights:  # in another precision it has a copy, of half the size at most
         return (
             memory
-            if engine.dtype == "auto"
+            if engine.precision == "auto"
             else memory._replace(others={**memory.others, "engine": facts.weight_bytes})
         )
     if record.external or (config.run.rollout_gpus and not on_cpu):

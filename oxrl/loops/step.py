@@ -137,7 +137,8 @@ async def optimizer_steps(
             memory.clear()
             memory.update(before)
             credited = await credit_step(backend, algorithm, items, limits, memory)
-            await on_credit(credited)
+            with annotated(items=list(credited)):
+                await on_credit(credited)
         indices = np.array_split(np.arange(len(credited)), mini_batches)[number % mini_batches]
         part = [credited[index] for index in indices]
         return await update(backend, algorithm, part, limits.micro_batch_tokens, optimizer_step)

@@ -38,7 +38,7 @@ async def open_embedded(config: Config, tokenizer: Any, folder: Path, trainer: A
     rollout = config.rollout
     model, engine = trainer.model, config.inference_engine
     own = {"slots": rollout.slots, "mode": rollout.mode, "capture": capture_options(config, model.device.type)}
-    dtype = model.dtype if engine.dtype == "auto" else resolve_dtype(engine.dtype, model.device.type)
+    dtype = model.dtype if engine.precision == "auto" else resolve_dtype(engine.precision, model.device.type)
     if dtype == model.dtype:
         yield Engine(EmbeddedGenerator(model, tokenizer, **own))
         return
@@ -46,9 +46,9 @@ async def open_embedded(config: Config, tokenizer: Any, folder: Path, trainer: A
 
     if config.train.alg_params.get("correction", "none") == "none":
         logger.warning(
-            "inference_engine.dtype: %s samples from rounded weights and train.alg_params.correction is not set: the "
+            "inference_engine.precision: %s samples from rounded weights without train.alg_params.correction: the "
             "loss takes the samples for on-policy ones; set correction: truncated",
-            engine.dtype,
+            engine.precision,
         )
     yield Engine(RoundedGenerator(model, tokenizer, dtype, **own))
 
@@ -233,10 +233,9 @@ def engine_options(config: Config) -> dict[str, Any]:
     """
     model = model_config(config)
     device = resolve_device(model.device)
-    dtype = model.dtype if config.inference_engine.dtype == "auto" else config.inference_engine.dtype
     options: dict[str, Any] = {
         "load_format": "dummy",
-        "dtype": str(resolve_dtype(dtype, device)).removeprefix("torch."),
+        "dtype": str(resolve_dtype(model.dtype, device)).removeprefix("torch."),
         "max_num_seqs": config.rollout.slots,
         "tensor_parallel_size": config.rollout.tensor_parallel_size,
         "seed": config.run.seed,

@@ -517,7 +517,7 @@ KEYS = {
     "inference_engine.colocated": Effect(
         True, of_config(lambda config: config.replicas), (*VLLM, "run.backend=ray", "run.training_gpus=2"), 2
     ),
-    "inference_engine.dtype": Effect("bfloat16", logged("logprob_gap"), RL),
+    "inference_engine.precision": Effect("bfloat16", logged("logprob_gap"), RL),
     "inference_engine.capture": Effect(False, of_config(on_a_gpu("capture")), RL, False),
     "inference_engine.compile": Effect(True, of_config(on_a_gpu("compiles")), RL, True),
     "inference_engine.cache_gib": Effect(0.5, of_config(on_a_gpu("cache_bytes")), RL, 2**29),

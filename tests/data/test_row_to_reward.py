@@ -13,6 +13,7 @@ from oxrl.algorithms import algorithm
 from oxrl.data.assemble import assemble
 from oxrl.data.prepare import DATASETS, find_dataset, prepare_samples
 from oxrl.data.render import Renderer
+from oxrl.models.load import load_tokenizer
 from oxrl.rewards import BUILDERS, check_samples, grade, reward
 from oxrl.rewards.trial import synthetic_rollout, wrong_answers
 from oxrl.types import Item, Sample
@@ -41,13 +42,16 @@ def trained_text(item: Item, tokenizer: Any) -> list[str]:
 
 
 def last_text(messages: Any) -> str:
-    return str(messages[-1].content).strip() + END_OF_TURN
+    content = messages[-1].content  # of parts, the text behind the last medium
+    return (content if isinstance(content, str) else content[-1]["text"]).strip() + END_OF_TURN
 
 
 def test_every_row_is_rendered_for_its_algorithm(case, smollm2):
-    tokenizer = smollm2[1]
+    samples = samples_of(case)
+    kinds = {medium.kind for sample in samples for medium in sample.media}
+    tokenizer = load_tokenizer({"image": "tiny-vlm", "audio": "tiny-audio"}[kinds.pop()]) if kinds else smollm2[1]
     render = Renderer(tokenizer)
-    for sample in samples_of(case):
+    for sample in samples:
         if sample.chosen:
             (item,) = assemble([sample], algorithm("dpo"), render).items
             chosen, rejected = item
@@ -64,7 +68,7 @@ def test_every_row_is_rendered_for_its_algorithm(case, smollm2):
             assert text.endswith(last_text(sample.messages))
             assert text.count(END_OF_TURN) == sum(message.role == "assistant" for message in sample.messages)
         else:
-            prompt = tokenizer.decode(render.prompt(sample.messages))
+            prompt = tokenizer.decode(render.prompt(sample.messages, media=sample.media))
             assert prompt.endswith(last_text(sample.messages) + "\n" + ASSISTANT_HEADER)
 
 

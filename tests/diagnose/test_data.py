@@ -78,10 +78,10 @@ def test_rows_beyond_the_context_of_the_model_are_a_problem(tmp_path: Path) -> N
 
 
 def test_a_part_that_is_not_text_is_a_problem_of_its_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    picture = [{"type": "text", "text": "See"}, {"type": "image_url", "image_url": {"url": "cat.png"}}]
+    picture = [{"type": "text", "text": "See"}, {"type": "video", "video": "cat.mp4"}]
     row = {"messages": [{"role": "user", "content": picture}, {"role": "assistant", "content": "A cat."}]}
     out = _printed(_file(tmp_path, _turn("yes"), row), capsys)
-    assert "data.jsonl:2: messages[0] has a content part that is not text" in out
+    assert "data.jsonl:2: messages[0] has a content part that is neither text nor an image nor audio" in out
     assert "problem: skipped: 1" in out
 
 

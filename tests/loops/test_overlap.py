@@ -272,7 +272,7 @@ def test_a_partial_rollout_is_resumed_only_within_the_maximum_age(oldest, expire
     prompt = tuple(map(int, setting.render.prompt(SAMPLES[0].messages)))
     partial = Turn(prompt, Generation((97, 98), (-1.0, -1.0), "aborted", 3), (Message("assistant", "ab"),))
     manager.partial_samples = [tuple(Rollout(SAMPLES[0], (partial,), group=0, index=index) for index in range(2))]
-    (group,), counts = anyio.run(manager.collect, 5, oldest)
+    (group,), counts, _ = anyio.run(manager.collect, 5, oldest)
     assert counts["expired"] == expired
     assert all((each.generation.token_ids[:2] == (97, 98)) is not bool(expired) for each in group)
 
@@ -291,7 +291,7 @@ class Counted:
 
     async def collect(self, version, max_age):
         self.batches += 1
-        return [(Rollout(SAMPLES[0], group=self.batches),)], {}
+        return [(Rollout(SAMPLES[0], group=self.batches),)], {}, []
 
     def state(self):
         return {"batches": self.batches}
