@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from oxrl.diagnose.step_difference import place_of
-from oxrl.run.folder import last_stage
+from oxrl.run.folder import current_stage
 from oxrl.tracking.step_files import StepRecord, read_step
 
 MOST = 0.5  # a share from which on something is a reason for learning little
@@ -107,7 +107,7 @@ def _line(token: Token) -> str:
 
 def explain(run: str | Path, step: int, group: int | None = None, answer: int | None = None) -> Explained:
     """Explain a recorded step. `group` and `answer` choose the answer whose tokens are shown; without `group`, none."""
-    record = read_step(last_stage(Path(run)), step)
+    record = read_step(current_stage(Path(run)), step)
     reasons = tuple(reasons_of(record))
     nothing = [reason for reason in reasons if reason.name in NOTHING]
     learned = "nothing" if nothing else "little" if reasons else "something"

@@ -12,10 +12,15 @@ from oxrl.rollouts.filters import check_reward_nonzero_std
 from oxrl.types import Rollout, Status
 
 
+def reward_std(rewards: Sequence[float]) -> float:
+    """The standard deviation; exactly 0 for equal rewards, whose mean may be rounded."""
+    return 0.0 if min(rewards) == max(rewards) else float(np.std(rewards))
+
+
 def rollout_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
     """Return rewards, lengths, entropy and age of a batch, for weights of this version."""
     sampled = [rollout for group in groups for rollout in group if not rollout.greedy]
-    rewards = np.array([rollout.score.value for rollout in sampled if rollout.score is not None])
+    rewards = [rollout.score.value for rollout in sampled if rollout.score is not None]
     lengths = np.array([sampled_tokens(rollout) for rollout in sampled])
     logprobs = [x for rollout in sampled for turn in rollout.turns for x in turn.generation.logprobs]
     versions = [each for rollout in sampled for each in rollout.versions]
@@ -32,11 +37,11 @@ def rollout_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
         "generated_tokens": float(generated),
         **_cut_mass(sampled),
     }
-    if not len(rewards):
+    if not rewards:
         return metrics
     flat = sum(not check_reward_nonzero_std(group) for group in groups)
-    spread = {"reward_std": float(rewards.std()), "flat_groups": float(flat)}
-    return {"reward": float(rewards.mean()), **spread, **_reward_parts(sampled), **metrics}
+    spread = {"reward_std": reward_std(rewards), "flat_groups": float(flat)}
+    return {"reward": float(np.mean(rewards)), **spread, **_reward_parts(sampled), **metrics}
 
 
 def _cut_mass(rollouts: Sequence[Rollout]) -> dict[str, float]:

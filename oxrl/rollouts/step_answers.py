@@ -10,6 +10,7 @@ import numpy as np
 
 from oxrl.algorithms.rows import ungraded_rows_of
 from oxrl.rollouts.buffer import Group, LeftOut
+from oxrl.rollouts.report import reward_std
 from oxrl.seeds import mixed_seed
 from oxrl.tracking.step_files import json_numbers, json_text
 from oxrl.types import Media, Rollout, Row
@@ -42,7 +43,7 @@ class Recorded(NamedTuple):
 
     @property
     def spread(self) -> float:
-        return float(np.std(self.rewards)) if self.rewards else -1.0
+        return reward_std(self.rewards) if self.rewards else -1.0
 
 
 def merged_groups(groups: Sequence[Group], left_out: Sequence[LeftOut]) -> list[Recorded]:
@@ -89,7 +90,7 @@ def group_summary(group: Recorded, recorded: bool) -> dict[str, Any]:
         "sample_id": group.rollouts[0].sample.id,
         "rewards": [each.reward for each in group.rollouts if not each.greedy],
         "mean": float(np.mean(rewards)) if rewards else None,
-        "std": float(np.std(rewards)) if rewards else None,
+        "std": reward_std(rewards) if rewards else None,
         "recorded": recorded,
         "left_out": None if trained else group.left_out[0],
     }

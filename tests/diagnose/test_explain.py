@@ -74,3 +74,12 @@ def test_an_answer_that_is_not_recorded_names_those_that_are(tmp_path):
         explain(tmp_path, 1, group=9)
     with pytest.raises(ValueError, match="no record of step 2"):
         explain(tmp_path, 2)
+
+
+def test_the_stage_that_was_started_last_is_explained(tmp_path):
+    (tmp_path / "stages.yaml").touch()
+    recorded(Setting("grpo"), tmp_path / "sft")
+    (tmp_path / "rl").mkdir()
+    (tmp_path / "rl" / "config.yaml").touch()
+    with pytest.raises(ValueError, match="/rl"):
+        explain(tmp_path, 1)
