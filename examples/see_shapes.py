@@ -1,9 +1,9 @@
 """Teach a model that reads images, from random weights, to name the colour and the number of circles in a picture.
 
-In the control, pictures are exchanged between rows, and the same training stays at chance: the answers come from the
-pictures. All numbers are of held-out pictures.
+Or, with `--hear`, one that reads audio to name the pitch of a tone. In the control, media are exchanged between rows,
+and the same training stays at chance: the answers come from the media. All numbers are of held-out media.
 
-python examples/see_shapes.py [--steps 200]
+python examples/see_shapes.py [--steps 200] [--hear]
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import random
 
 import anyio
+import numpy as np
 from PIL import Image, ImageDraw
 
 from oxrl import (
@@ -30,9 +31,10 @@ from oxrl.data.media import as_media
 from oxrl.data.pack import collate, count_units
 from oxrl.types import Media
 
-MODEL = ModelConfig("tiny-vlm", device="cpu", freeze="nothing")  # from random weights, the tower is trained too
 COLOURS = {"red": (220, 30, 30), "green": (20, 150, 40), "blue": (30, 60, 220), "yellow": (230, 200, 20)}
-BATCH = 24
+HERTZ = (250, 370, 550, 800, 1200, 1800, 2700, 4000)
+RATE, BATCH = 16000, 24
+Pairs = list[tuple[Media, str]]
 
 
 def draw(rng: random.Random) -> tuple[Media, str]:
@@ -46,75 +48,76 @@ def draw(rng: random.Random) -> tuple[Media, str]:
     return as_media(image, "image"), f"{colour} {count}"
 
 
-def question(picture: Media) -> Message:
-    return Message("user", [{"type": "image", "image": picture}, {"type": "text", "text": "?"}])
+def sound(rng: random.Random) -> tuple[Media, str]:
+    """Return a tone of one of eight pitches, a little too low or high, in some noise, and its description: "550 Hz"."""
+    hertz, length = rng.choice(HERTZ), rng.randint(RATE // 5, RATE // 2)
+    start, exact = rng.randint(0, RATE // 2 - length), hertz * rng.uniform(0.92, 1.08)
+    samples = np.random.default_rng(rng.getrandbits(32)).normal(0, 0.01, RATE // 2)
+    samples[start : start + length] += rng.uniform(0.2, 0.8) * np.sin(2 * np.pi * exact * np.arange(length) / RATE)
+    return as_media({"array": samples.astype(np.float32), "sampling_rate": RATE}, "audio"), f"{hertz} Hz"
+
+
+def question(medium: Media) -> Message:
+    return Message("user", [{"type": medium.kind, medium.kind: medium}, {"type": "text", "text": "?"}])
 
 
 class Pupil:
-    """A model in training."""
+    """A model in training, from random weights; the tower is trained, too."""
 
-    def __init__(self, steps: int) -> None:
-        model, tokenizer = load_model(MODEL), load_tokenizer(MODEL)
+    def __init__(self, name: str, steps: int) -> None:
+        config = ModelConfig(name, device="cpu", freeze="nothing")
+        model, tokenizer = load_model(config), load_tokenizer(config)
         self.render, self.generator = Renderer(tokenizer), EmbeddedGenerator(model, tokenizer)
         self.backend = create_pytorch_backend(
             model, lr=2e-3, lr_scheduler="cosine", num_steps=2 * steps, warmup_steps=10
         )
 
-    async def learn(self, pictures: list[tuple[Media, str]], steps: int, rng: random.Random) -> None:
+    async def learn(self, pairs: Pairs, steps: int, rng: random.Random) -> None:
         rows = [
-            self.render.conversation([question(picture), Message("assistant", text)], id=f"picture {number}")[0]
-            for number, (picture, text) in enumerate(pictures)
+            self.render.conversation([question(medium), Message("assistant", text)], id=f"row {number}")[0]
+            for number, (medium, text) in enumerate(pairs)
         ]
         for _ in range(steps):
             items = [(row,) for row in rng.sample(rows, BATCH)]
             await self.backend.forward_backward([collate(items)], algorithm("sft"), count_units(items))
             await self.backend.optim_step()
 
-    async def describe(self, pictures: list[tuple[Media, str]]) -> list[str]:
+    async def describe(self, pairs: Pairs) -> list[str]:
         requests = [
-            Request(tuple(self.render.prompt([question(picture)]).tolist()), seed=number, media=(picture,))
-            for number, (picture, _) in enumerate(pictures)
+            Request(tuple(self.render.prompt([question(medium)]).tolist()), seed=number, media=(medium,))
+            for number, (medium, _) in enumerate(pairs)
         ]
         greedy = GenerationConfig(max_new_tokens=10, temperature=0.0)
         return [generation.text for generation in await self.generator.generate(requests, greedy)]
 
 
-def numbers_right(answers: list[str], pictures: list[tuple[Media, str]]) -> float:
-    return sum(answer[-1:] == text[-1:] for answer, (_, text) in zip(answers, pictures, strict=True)) / len(pictures)
+def report(name: str, answers: list[str], pairs: Pairs, chance: float) -> None:
+    compared = [(answer, text) for answer, (_, text) in zip(answers, pairs, strict=True)]
+    right = sum(answer == text for answer, text in compared) / len(compared)
+    shown = ", ".join(f"{text}: {answer[:10]!r}" for answer, text in compared[:4])
+    print(f"{name}: right {right:.2f} (chance {chance:.2f}); {shown}", flush=True)
 
 
-def report(name: str, answers: list[str], pictures: list[tuple[Media, str]]) -> None:
-    pairs = [(answer, text) for answer, (_, text) in zip(answers, pictures, strict=True)]
-    right = sum(answer == text for answer, text in pairs) / len(pairs)
-    numbers = numbers_right(answers, pictures)
-    shown = ", ".join(f"{text}: {answer[:10]!r}" for answer, text in pairs[:4])
-    print(f"{name}: right {right:.2f} (chance 0.06), number {numbers:.2f} (chance 0.25); {shown}", flush=True)
+async def main(steps: int, hear: bool) -> None:
+    name, example, media = ("tiny-audio", sound, "sounds") if hear else ("tiny-vlm", draw, "pictures")
+    chance = 1 / 8 if hear else 1 / 16
+    rng = random.Random(0)
+    training, held_out = [example(rng) for _ in range(600)], [example(rng) for _ in range(100)]
+    pupil = Pupil(name, steps)
+    report("before", await pupil.describe(held_out), held_out, chance)
+    await pupil.learn(training, steps, random.Random(1))
+    report("after supervised training", await pupil.describe(held_out), held_out, chance)
 
-
-async def supervised(steps: int) -> tuple[list[tuple[Media, str]], list[tuple[Media, str]]]:
-    rng, order = random.Random(0), random.Random(1)
-    training, held_out = [draw(rng) for _ in range(600)], [draw(rng) for _ in range(100)]
-    pupil = Pupil(steps)
-    report("before", await pupil.describe(held_out), held_out)
-    await pupil.learn(training, steps, order)
-    report("after supervised training", await pupil.describe(held_out), held_out)
-    return training, held_out
-
-
-async def control(steps: int, training: list[tuple[Media, str]], held_out: list[tuple[Media, str]]) -> None:
-    texts = [text for _, text in training]
-    exchanged = random.Random(2).sample(texts, len(texts))
-    pupil = Pupil(steps)
-    pairs = [(picture, text) for (picture, _), text in zip(training, exchanged, strict=True)]
-    await pupil.learn(pairs, steps, random.Random(1))
-    report("after the same with exchanged pictures", await pupil.describe(held_out), held_out)
-
-
-async def main(steps: int) -> None:
-    await control(steps, *await supervised(steps))
+    texts = random.Random(2).sample([text for _, text in training], len(training))
+    exchanged = [(medium, text) for (medium, _), text in zip(training, texts, strict=True)]
+    control = Pupil(name, steps)
+    await control.learn(exchanged, steps, random.Random(1))
+    report(f"after the same with exchanged {media}", await control.describe(held_out), held_out, chance)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=200)
-    anyio.run(main, parser.parse_args().steps)
+    parser.add_argument("--hear", action="store_true", help="tones instead of pictures")
+    arguments = parser.parse_args()
+    anyio.run(main, arguments.steps, arguments.hear)
