@@ -30,6 +30,7 @@ _HOMES = {
     "oxrl.concurrency": "run_blocking",
     "oxrl.config": "Config ConfigError load_config load_stages",
     "oxrl.evaluation.evaluate": "Evaluation evaluate",
+    "oxrl.data.actions": "ActionTokens ActionWords",
     "oxrl.data.buffer": "DataBuffer MixedBuffer",
     "oxrl.data.prepare": "prepare",
     "oxrl.data.prompts": "fill_prompts",

@@ -44,6 +44,10 @@ from oxrl.config import (
     load_config as load_config,
     load_stages as load_stages,
 )
+from oxrl.data.actions import (
+    ActionTokens as ActionTokens,
+    ActionWords as ActionWords,
+)
 from oxrl.data.buffer import (
     DataBuffer as DataBuffer,
     MixedBuffer as MixedBuffer,

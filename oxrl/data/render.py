@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from oxrl.data.actions import ActionCodec
 from oxrl.data.parts import checked_content, take_media
 from oxrl.data.processor import MediaProcessor, processor_of
 from oxrl.data.template import EndlessTemplateError, TemplateError, apply_template
@@ -57,13 +58,15 @@ class _Turn(NamedTuple):
 class Renderer:
     """`Renderer(tokenizer).conversation(messages, id="train.jsonl:12")`: the `Render` protocol for one tokenizer.
 
-    Media are read by the tokenizer's processor, which `load_tokenizer` finds, or by the one given here.
+    Media are read by the tokenizer's processor, which `load_tokenizer` finds, or by the one given here. With `actions`,
+    an answer that is given as actions, `Message("assistant", "", {"actions": [[0.5, -1.0]]})`, becomes their tokens.
     """
 
     tokenizer: PreTrainedTokenizerBase
     max_len: int | None = None  # for `text` only, which is split; conversations are never cut here
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     processor: MediaProcessor | None = None
+    actions: ActionCodec | None = None
     _shapes: list[_Shape] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -83,6 +86,8 @@ class Renderer:
 
         `media` are in the order of their parts in the messages; without such parts they belong to the first user.
         """
+        if messages and "actions" in messages[-1].extra:
+            return [self._action_row(messages, tools, media, id)]
         trained = [i for i, message in enumerate(messages) if message.role == "assistant" and i >= first_trained]
         if not trained:
             roles = ", ".join(message.role for message in messages[first_trained:]) or "none"
@@ -141,6 +146,19 @@ class Renderer:
         processor = self.processor if self.processor is not None else processor_of(self.tokenizer)
         return frozenset() if processor is None else processor.placeholder_ids
 
+    @cached_property
+    def allowed_tokens(self) -> tuple[int, ...]:
+        """Ids that an answer may have: those of the actions and the end of a turn, ascending; () without actions."""
+        return (
+            () if self.actions is None else tuple(sorted({*self.actions.token_ids(self.tokenizer), self.end_token_id}))
+        )
+
+    @cached_property
+    def end_token_id(self) -> int:
+        """The token with which the chat template ends an assistant's turn."""
+        chat = [{"role": "user", "content": "Go on."}, {"role": "assistant", "content": "Yes."}]
+        return self._id(self._turn(chat, ()).end)
+
     def opened(self, prompt_ids: Sequence[int]) -> str:
         """Return what a prompt already has of the response: `"<think>\\n"` with some reasoning models, or `""`."""
         tail = self._special.split(self._decode(list(prompt_ids[-_MAX_OPENED:])))[-1]
@@ -150,6 +168,24 @@ class Renderer:
     def as_sampled(self, text: str) -> str:
         """Return the text as it is read back from a sampled completion: through tokens, without special ones."""
         return str(self.tokenizer.decode(self._ids(text), skip_special_tokens=True))
+
+    def _action_row(self, messages: Sequence[Message], tools: Tools, media: Sequence[Media], id: str) -> Row:
+        """The last message, of actions, is trained, in the context of those before it."""
+        if self.actions is None:
+            raise ValueError(
+                f"{id}: the answer is of actions, and nothing says which tokens they have: set data.actions, such as "
+                "{low: [-1, -1], high: [1, 1]}, or pass Renderer(tokenizer, actions=ActionTokens(...))"
+            )
+        chat, media = self._chat(messages[:-1], tools, id, media)
+        text = self._write(chat, tools, generation_prompt=True)
+        prompt = self._expanded_ids(text, media, id)
+        try:
+            answer = (*self.actions.encode(messages[-1].extra["actions"], self.tokenizer), self.end_token_id)
+        except ValueError as error:
+            raise ValueError(f"{id}: {error}") from error
+        ids = [*prompt, *answer]
+        mask = np.arange(len(ids)) >= len(prompt)
+        return Row(id, np.array(ids), mask, id, media=tuple(media), media_spans=self.spans(ids, media, id))
 
     def _turn(self, chat: Chat, tools: Tools) -> _Turn:
         """Return the prompt before the last message of `chat`, and the assistant's completion."""
