@@ -107,8 +107,6 @@ def test_components_that_take_only_tokens_refuse_media(tiny, tiny_model):
         LanguageModel(tiny_model)(collate([(row,) for row in rows((CAT,), ())]))
     with pytest.raises(ValueError, match="row of seed 0 has media"):
         anyio.run(EmbeddedGenerator(tiny_model, tiny[1]).generate, [Request((1, 2), media=(CAT,))], GenerationConfig())
-    with pytest.raises(ValueError, match="sample s has media"):
-        oxrl.create_rollout(tiny_model, tiny[1], SAMPLES["sft"], GenerationConfig())
 
 
 def test_fingerprints_depend_on_media_and_without_them_are_those_of_former_versions():

@@ -117,7 +117,7 @@ def media_of_column(value: Any, kind: Kind, folder: Path | str) -> list[Media]:
     """Return the media of a column: one, or a list of them; None and an empty list are none."""
     if value is None or (isinstance(value, list | tuple | str) and not value):
         return []
-    several = isinstance(value, list | tuple) and not _is_one(value, kind)
+    several = isinstance(value, list | tuple) and not isinstance(value, Media) and not _is_one(value, kind)
     return [as_media(each, kind, folder) for each in (value if several else [value])]
 
 

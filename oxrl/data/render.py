@@ -320,7 +320,7 @@ class Renderer:
             own = media[used : used + self._placed(turn.prompt)] if media else ()
             used += len(own)
             try:
-                expanded = turn._replace(prompt=self._expand(turn.prompt, own, name))
+                expanded = turn._replace(prompt=self.expanded(turn.prompt, own, name))
                 prompt_ids, completion_ids = self._turn_ids(previous_end, expanded)
             except TemplateError as error:
                 raise TemplateError(f"{name}: {error}") from error
@@ -418,8 +418,8 @@ class Renderer:
     def _placed(self, text: str) -> int:
         return self._media_processor("").placed(text)
 
-    def _expand(self, text: str, media: Sequence[Media], id: str) -> str:
-        """The text with each placeholder replaced by those of its medium."""
+    def expanded(self, text: str, media: Sequence[Media], id: str) -> str:
+        """Return a text from the chat template with each placeholder replaced by those of its medium."""
         if not media:
             return text
         try:
@@ -437,7 +437,7 @@ class Renderer:
             raise ValueError(f"{id}: {error}") from error
 
     def _expanded_ids(self, text: str, media: Sequence[Media], id: str) -> list[int]:
-        return self._ids(self._expand(text, media, id))
+        return self._ids(self.expanded(text, media, id))
 
     def _is_text(self, ids: Sequence[int]) -> BoolArray:
         return ~np.isin(np.array(ids), list(self.placeholder_ids))

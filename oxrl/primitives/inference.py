@@ -7,15 +7,18 @@ concurrently.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard, cast
 
 import numpy as np
 
 from oxrl.algorithms import kl
 from oxrl.algorithms.kl import KLFn
 from oxrl.concurrency import run_blocking
+from oxrl.data.parts import checked_content, take_media
 from oxrl.data.render import Renderer
 from oxrl.data.template import apply_template
 from oxrl.rewards.grade import AnyReward, grade
@@ -38,6 +41,7 @@ from oxrl.types import (
     Generation,
     GenerationConfig,
     Generator,
+    Media,
     Message,
     Request,
     Rollout,
@@ -52,11 +56,14 @@ if TYPE_CHECKING:
 
 Chat: TypeAlias = Conversation | Sequence[Message | Mapping[str, Any]]
 Prompt: TypeAlias = str | Chat | Sequence[int]
-"""A text to continue, a chat, or token ids."""
+"""A text to continue, a chat, whose parts may have images or audio, or token ids."""
 GenerateFn: TypeAlias = Callable[
     ["PreTrainedModel", "PreTrainedTokenizerBase", Sequence[Sequence[int]], GenerationConfig], list[Generation]
 ]
-"""(model, tokenizer, token ids of each prompt, config) -> one generation per prompt."""
+"""(model, tokenizer, token ids of each prompt, config) -> one generation per prompt.
+
+One that reads images or audio has the argument `media`: a tuple of `Media` per prompt, with placeholders in its ids.
+"""
 AnyGenerator: TypeAlias = GenerateFn | Generator
 """A function, or an engine: its own weights are used, not those of `model`."""
 TemplateFn: TypeAlias = Callable[
@@ -71,31 +78,54 @@ def embedded_generator(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Sequence[int]],
     config: GenerationConfig,
+    *,
+    media: Sequence[tuple[Media, ...]] = (),
 ) -> list[Generation]:
-    """Sample from the model in this process."""
+    """Sample from the model in this process; `media` are those of each prompt."""
     from oxrl.generators.embedded.generator import EmbeddedGenerator
 
     if isinstance(model, str):
         raise ValueError(f"the model is the text {model!r}; load it: load_model({model!r})")
-    return EmbeddedGenerator(model, tokenizer).complete(prompts, config)
+    return EmbeddedGenerator(model, tokenizer).complete(prompts, config, media=media)
 
 
 def _is_engine(generator: AnyGenerator) -> TypeGuard[Generator]:
     return hasattr(generator, "generate")
 
 
+class _Asked(NamedTuple):
+    """A prompt as generators get it: token ids, and the media of the placeholders in them."""
+
+    ids: list[int]
+    media: tuple[Media, ...] = ()
+
+
 def _completed(
     generator: AnyGenerator,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[_Asked],
     config: GenerationConfig,
 ) -> list[Generation]:
     """Return one generation per prompt, by a function or by an engine; the seed of a prompt is its index."""
     if _is_engine(generator):
-        requests = [Request(tuple(prompt), seed=index) for index, prompt in enumerate(prompts)]
+        requests = [Request(tuple(each.ids), seed=index, media=each.media) for index, each in enumerate(prompts)]
         return run_blocking(generator.generate, requests, config)
-    return cast("GenerateFn", generator)(model, tokenizer, prompts, config)
+    function = _with_media(cast("GenerateFn", generator), [each.media for each in prompts])
+    return function(model, tokenizer, [each.ids for each in prompts], config)
+
+
+def _with_media(function: GenerateFn, media: Sequence[tuple[Media, ...]]) -> GenerateFn:
+    """The function with its argument `media`, if any prompt has some."""
+    if not any(media):
+        return function
+    if "media" not in (parameters := inspect.signature(function).parameters):
+        name = getattr(function, "__name__", type(function).__name__)
+        raise ValueError(
+            f"a prompt has images or audio, and the generator {name}({', '.join(parameters)}) has no argument media, "
+            "which gets a tuple of them per prompt; add it, or use embedded_generator"
+        )
+    return cast("GenerateFn", partial(cast("Any", function), media=media))
 
 
 def tokenizer_template(
@@ -148,8 +178,8 @@ def batch_generate(
     template_fn: TemplateFn = tokenizer_template,
 ) -> list[Generation]:
     """Generate one completion per prompt, batched."""
-    ids = [_prompt_ids(tokenizer, prompt, template_fn) for prompt in prompts]
-    return _completed(generator, model, tokenizer, ids, config)
+    asked = [_asked(tokenizer, prompt, template_fn) for prompt in prompts]
+    return _completed(generator, model, tokenizer, asked, config)
 
 
 def generate_with_logprobs(
@@ -163,9 +193,9 @@ def generate_with_logprobs(
     logprob_extractor: LogprobExtractor = sampled_logprobs,
 ) -> tuple[Generation, list[float]]:
     """Generate a completion and return it with the log-prob of each token."""
-    ids = _prompt_ids(tokenizer, prompt, template_fn)
-    (generation,) = _completed(generator, model, tokenizer, [ids], config)
-    return generation, logprob_extractor(model, ids, generation)
+    asked = _asked(tokenizer, prompt, template_fn)
+    (generation,) = _completed(generator, model, tokenizer, [asked], config)
+    return generation, logprob_extractor(model, asked.ids, generation)
 
 
 def generate_conversation_turn(
@@ -181,8 +211,8 @@ def generate_conversation_turn(
 ) -> tuple[Conversation, Generation]:
     """Return the conversation with the assistant's next message; `tool_parser` defaults to the chat template's."""
     given = _messages(conversation)
-    ids = _ids(tokenizer, apply_chat_template(tokenizer, given, tools=tools, template_fn=template_fn))
-    (generation,) = _completed(generator, model, tokenizer, [ids], config)
+    asked = _asked_in_chat(tokenizer, given, template_fn, tools=tools)
+    (generation,) = _completed(generator, model, tokenizer, [asked], config)
     before = begin(Renderer(tokenizer), given, tools=tools)
     text = before.text_of(generation)
     truncated = generation.finish_reason != "stop"
@@ -207,7 +237,7 @@ def create_rollout(
     """Sample one rollout, graded by `reward_fn`; with `ref_model`, `kl_divergence` is the mean over its tokens.
 
     A `tool_parser` alone parses calls; with `tools` or a `tool_executor` they are executed. A `Sample` as prompt
-    provides the reference answer for the reward.
+    provides the reference answer for the reward, and its images or audio.
     """
     executes = bool(tools) or tool_executor is not None
     if not executes and tool_parser is None:
@@ -250,21 +280,27 @@ def create_batch_rollouts(
     kl_fn: KLFn = kl.k3,
 ) -> list[Rollout]:
     """Sample `n_samples_per_prompt` rollouts of each prompt, in prompt order; `group` is the prompt's number."""
+    samples = [_sample(prompt, number) for number, prompt in enumerate(prompts)]
+    asked = [
+        _asked(tokenizer, sample if sample.media else prompt, tokenizer_template, chat=True)
+        for sample, prompt in zip(samples, prompts, strict=True)
+    ]
+    opened = [Renderer(tokenizer).opened(each.ids) for each in asked]
     pending = [
-        Rollout(_sample(prompt, number), group=number, index=index)
-        for number, prompt in enumerate(prompts)
+        Rollout(sample, group=number, index=index)
+        for number, sample in enumerate(samples)
         for index in range(n_samples_per_prompt)
     ]
-    ids = [_prompt_ids(tokenizer, prompt, tokenizer_template, chat=True) for prompt in prompts]
-    opened = [Renderer(tokenizer).opened(each) for each in ids]
-    prompt_ids_of = [ids[rollout.group] for rollout in pending]
-    sampled = _completed(generator, model, tokenizer, prompt_ids_of, gen_config)
+    sampled = _completed(generator, model, tokenizer, [asked[rollout.group] for rollout in pending], gen_config)
     generations = [
         generation._replace(opened=opened[rollout.group]) for rollout, generation in zip(pending, sampled, strict=True)
     ]
     rollouts = [
-        replace(rollout, turns=(Turn(tuple(prompt_ids), generation, (Message("assistant", generation.text),)),))
-        for rollout, prompt_ids, generation in zip(pending, prompt_ids_of, generations, strict=True)
+        replace(
+            rollout,
+            turns=(Turn(tuple(asked[rollout.group].ids), generation, (Message("assistant", generation.text),)),),
+        )
+        for rollout, generation in zip(pending, generations, strict=True)
     ]
     return _finished(rollouts, model, ref_model, reward_fn, kl_fn)
 
@@ -314,7 +350,8 @@ class _FunctionGenerator:
         generations: list[Generation] = []
         for request in requests:
             config = sampling._replace(seed=request.seed)
-            generations += await called(self.function, self.model, self.tokenizer, [request.tokens], config)
+            function = _with_media(self.function, [request.media])
+            generations += await called(function, self.model, self.tokenizer, [request.tokens], config)
         return generations
 
     async def abort(self) -> None: ...
@@ -327,7 +364,8 @@ class _FunctionGenerator:
 async def _run_episode(
     env: EnvFn, sample: Sample, render: Renderer, generator: Generator, sampling: GenerationConfig
 ) -> Rollout:
-    episode = await env(sample, GeneratorClient(generator, render, sampling, sampling.seed, pauses=()))
+    client = GeneratorClient(generator, render, sampling, sampling.seed, pauses=(), media=sample.media)
+    episode = await env(sample, client)
     return Rollout(
         sample,
         episode.turns,
@@ -360,7 +398,8 @@ def _mean_kl(rollout: Rollout, model: PreTrainedModel, ref_model: PreTrainedMode
     rows = []
     for turn in rollout.turns:
         tokens = [*turn.prompt_ids, *turn.generation.token_ids]
-        rows.append(Row(rollout.id, np.array(tokens), np.arange(len(tokens)) >= len(turn.prompt_ids)))
+        mask = np.arange(len(tokens)) >= len(turn.prompt_ids)
+        rows.append(Row(rollout.id, np.array(tokens), mask, media=turn.media or rollout.sample.media))
     was_training = model.training, ref_model.training
     own, ref = (torch.cat(get_reference_logprobs(each, rows)) for each in (model, ref_model))
     model.train(was_training[0])
@@ -375,27 +414,44 @@ def _messages(chat: Chat) -> tuple[Message, ...]:
 
 def _sample(prompt: Any, number: int) -> Sample:
     if isinstance(prompt, Sample):
-        if prompt.media:
-            raise ValueError(f"sample {prompt.id} has media, and generate functions get token ids only")
         return prompt
     if isinstance(prompt, str):
         return Sample(f"prompt:{number}", messages=(Message("user", prompt),))
-    return Sample(f"prompt:{number}", messages=() if _are_ids(prompt) else _messages(prompt))
+    messages, media = ((), ()) if _are_ids(prompt) else _media_taken(_messages(prompt))
+    return Sample(f"prompt:{number}", messages=messages, media=media)
 
 
-def _prompt_ids(
-    tokenizer: PreTrainedTokenizerBase, prompt: Any, template_fn: TemplateFn, *, chat: bool = False
-) -> list[int]:
-    """Return the token ids of a prompt; with `chat`, a text is a user message if there is a chat template."""
+def _media_taken(
+    messages: Sequence[Message], media: Sequence[Media] = ()
+) -> tuple[tuple[Message, ...], tuple[Media, ...]]:
+    """Return the messages with bare parts for their media, and these media with those given beside the messages."""
+    return take_media([each._replace(content=checked_content(each.content)) for each in messages], media)
+
+
+def _asked(tokenizer: PreTrainedTokenizerBase, prompt: Any, template_fn: TemplateFn, *, chat: bool = False) -> _Asked:
+    """Return a prompt as token ids; with `chat`, a text is a user message if there is a chat template."""
+    media: tuple[Media, ...] = ()
     if isinstance(prompt, Sample):
-        prompt = prompt.messages
+        prompt, media = prompt.messages, prompt.media
     if isinstance(prompt, str):
         if not (chat and tokenizer.chat_template):
-            return _ids(tokenizer, prompt)
+            return _Asked(_ids(tokenizer, prompt))
         prompt = [Message("user", prompt)]
     if _are_ids(prompt):
-        return [int(token) for token in prompt]
-    return _ids(tokenizer, apply_chat_template(tokenizer, prompt, template_fn=template_fn))
+        return _Asked([int(token) for token in prompt])
+    return _asked_in_chat(tokenizer, _messages(prompt), template_fn, media)
+
+
+def _asked_in_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    template_fn: TemplateFn,
+    media: Sequence[Media] = (),
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> _Asked:
+    placed, found = _media_taken(messages, media)
+    text = apply_chat_template(tokenizer, placed, tools=tools, template_fn=template_fn)
+    return _Asked(_ids(tokenizer, Renderer(tokenizer).expanded(text, found, "the prompt")), found)
 
 
 def _are_ids(prompt: Any) -> bool:

@@ -173,6 +173,8 @@ FORMS: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "marker": ({"prompt": "See <image>: what?", "answer": "red", "images": ["red.png"]}, ["See ", None, ": what?"]),
     "bytes of datasets": ({**ASKED, "image": {"bytes": RED.data, "path": None}}, [None, "What is it?"]),
     "base64": ({**ASKED, "images": [TEXT]}, [None, "What is it?"]),
+    "Media": ({**ASKED, "image": RED}, [None, "What is it?"]),
+    "several Media": ({**ASKED, "images": (RED, RED)}, [None, None, "What is it?"]),
     "PIL": ({**ASKED, "image": picture("red", 56, 56)}, [None, "What is it?"]),
     "array": ({**ASKED, "image": np.asarray(picture("red", 56, 56))}, [None, "What is it?"]),
     "TRL": (

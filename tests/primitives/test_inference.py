@@ -1,9 +1,11 @@
 """Plain functions for scripts that use the same code as training."""
 
 import anyio
+import numpy as np
 import pytest
 import torch
 
+from oxrl.data.media_features import MediaRow, own_inputs
 from oxrl.data.render import Renderer
 from oxrl.models.load import load_model
 from oxrl.models.reference import create_reference_model
@@ -20,6 +22,7 @@ from oxrl.primitives.inference import (
 from oxrl.rollouts.envs import dialogue
 from oxrl.rollouts.tools import calculator, execute_functions, execute_tools, parse_xml_tools, tool_schema
 from oxrl.types import Conversation, GenerationConfig, Message, Request, Sample, Status
+from tests.drawings import png
 from tests.rollouts.scripted_text import ScriptedText
 
 CONFIG = GenerationConfig(max_new_tokens=6, seed=5)
@@ -197,3 +200,80 @@ def test_turns_of_the_real_model_have_their_own_seeds(model, tiny):
     assert sum(rollout.loss_mask) == sum(len(turn.generation.token_ids) for turn in rollout.turns)
     other = create_multiturn_rollout(model, tiny[1], CHAT, config._replace(seed=6), env=env)
     assert other.tokens != rollout.tokens
+
+
+RED, BLUE = png("red"), png("blue", 84, 56)
+SEEN = Conversation((Message("user", [{"type": "image", "image": RED}, {"type": "text", "text": "Which colour?"}]),))
+IMAGE = 262  # <|image_pad|>
+
+
+@pytest.fixture(scope="module")
+def seeing(tiny_vlm):
+    return load_model(tiny_vlm[0])
+
+
+def own_logprobs(model, ids, answer, medium):
+    """By the model's own forward pass."""
+    inputs = own_inputs(model, MediaRow("", np.array([*ids, *answer.token_ids]), (medium,)))
+    with torch.no_grad():
+        p = model(**inputs, use_cache=False).logits[0].log_softmax(-1)
+    return [float(p[len(ids) - 1 + i, token]) for i, token in enumerate(answer.token_ids)]
+
+
+def test_prompts_may_have_images_in_their_parts_or_beside_them(seeing, tiny_vlm):
+    tokenizer = tiny_vlm[1]
+    beside = Sample("s", (Message("user", "Which colour?"),), answer="red", media=(RED,))
+    seen, shown = (
+        create_rollout(seeing, tokenizer, prompt, CONFIG, reward_fn=lambda rollout: len(rollout.sample.media))
+        for prompt in (SEEN, beside)
+    )
+    assert seen.generation.token_ids == shown.generation.token_ids and shown.reward == 1.0
+    assert seen.turns[0].prompt_ids.count(IMAGE) == 4 and seen.sample.media == (RED,)
+    expected = own_logprobs(seeing, seen.turns[0].prompt_ids, seen.generation, RED)
+    assert seen.generation.logprobs == pytest.approx(expected, abs=1e-5)
+    assert generate(seeing, tokenizer, SEEN, CONFIG).token_ids == seen.generation.token_ids
+    longer, answer = generate_conversation_turn(seeing, tokenizer, SEEN, CONFIG)
+    assert answer.token_ids == seen.generation.token_ids
+    again = generate(seeing, tokenizer, (*longer.messages, Message("user", "Sure?")), CONFIG)
+    assert len(longer.messages) == 2 and again.token_ids
+
+
+def test_a_group_and_a_dialogue_with_an_image_are_compared_with_it(seeing, tiny_vlm):
+    reference = create_reference_model(seeing)
+    with torch.no_grad():
+        next(reference.model.visual.parameters()).mul_(3)  # what the image is worth differs, and nothing else
+    sample = Sample("s", (Message("user", "Which colour?"),), media=(BLUE,))
+    both = create_batch_rollouts(seeing, tiny_vlm[1], [CHAT, sample], CONFIG, ref_model=reference)
+    assert both[0].kl_divergence == pytest.approx(0, abs=1e-9) and both[1].kl_divergence > 1e-7
+    answers = scripted("Red.", "Blue.")
+
+    def generator(model, tokenizer, prompts, config, media):
+        assert media == [(BLUE,)]
+        return answers(model, tokenizer, prompts, config)
+
+    rollout = create_multiturn_rollout(
+        *(seeing, tiny_vlm[1], sample, CONFIG),
+        env=dialogue(lambda messages: "Sure?", max_turns=2),
+        ref_model=reference,
+        generator=generator,
+    )
+    assert len(rollout.turns) == 2 and rollout.kl_divergence > 1e-7
+    assert [turn.prompt_ids.count(IMAGE) for turn in rollout.turns] == [6, 6]
+
+
+def test_a_generate_function_gets_media_if_it_takes_them(seeing, tiny_vlm, model, tiny):
+    given = []
+
+    def generator(model, tokenizer, prompts, config, media):
+        given.append(media)
+        return scripted("red")(model, tokenizer, prompts, config)
+
+    assert create_rollout(seeing, tiny_vlm[1], SEEN, CONFIG, generator=generator).response == "red"
+    dialogued = create_multiturn_rollout(
+        seeing, tiny_vlm[1], SEEN, CONFIG, generator=generator, env=dialogue(lambda messages: None)
+    )
+    assert dialogued.response == "red" and given == [[(RED,)], [(RED,)]]
+    with pytest.raises(ValueError, match=r"generator generator\(model, .*\) has no argument media"):
+        generate(seeing, tiny_vlm[1], SEEN, CONFIG, generator=scripted("red"))
+    with pytest.raises(ValueError, match="the prompt: the row has images or audio, but the model reads text only"):
+        generate(model, tiny[1], SEEN, CONFIG)
