@@ -12,6 +12,7 @@ import argparse
 import ast
 import copy
 import difflib
+import importlib
 import importlib.abc
 import importlib.util
 import os
@@ -22,7 +23,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch  # noqa: F401 - imported once here, not once in each of a thousand children
 
 ROOT = Path(__file__).parents[1]
 MODULES = ("preference", "unpaired", "policy", "credit", "kl", "supervised", "rows", "advantages", "online")
@@ -104,6 +104,19 @@ class _Instead(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         exec(compile(self.code, self.module, "exec"), module.__dict__)
 
 
+def import_libraries(modules: Sequence[str]) -> None:
+    """Import what the tests import, once here and not once in each of a thousand children."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    for name in ("tests.conftest", *(f"tests.algorithms.{test_file(module).stem}" for module in modules)):
+        importlib.import_module(name)
+    for name in [name for name in sys.modules if name.split(".")[0] in ("oxrl", "tests")]:
+        del sys.modules[name]
+
+
+def test_file(module: str) -> Path:
+    return ROOT / "tests" / "algorithms" / f"test_{TESTED_BY.get(module, module)}.py"
+
+
 def survives(module: str, code: str) -> bool:
     child = os.fork()
     if child == 0:
@@ -112,11 +125,9 @@ def survives(module: str, code: str) -> bool:
             silence = os.open(os.devnull, os.O_WRONLY)
             os.dup2(silence, 1)
             os.dup2(silence, 2)
-            for name in [name for name in sys.modules if name.startswith("oxrl")]:
-                del sys.modules[name]
             sys.meta_path.insert(0, _Instead(f"oxrl.algorithms.{module}", code))
-            test = str(ROOT / "tests" / "algorithms" / f"test_{TESTED_BY.get(module, module)}.py")
-            status = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--timeout=120", test]) != 0)
+            options = ["-x", "-q", "-p", "no:cacheprovider", "--timeout=120"]
+            status = int(pytest.main([*options, str(test_file(module))]) != 0)
         finally:
             os._exit(status)
     _, status = os.waitpid(child, 0)
@@ -131,10 +142,14 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="count them, run nothing")
     arguments = parser.parse_args()
     sys.path.insert(0, str(ROOT))
+    if not arguments.list:
+        import_libraries(arguments.modules)
     for module in arguments.modules:
         source = (ROOT / "oxrl" / "algorithms" / f"{module}.py").read_text()
         plain = ast.unparse(ast.parse(source)).splitlines()
         created = list(mutants(source, arguments.only))
+        if not arguments.list and not survives(module, source):
+            sys.exit(f"{test_file(module)} fails without any mutation")
         alive = 0
         with ThreadPoolExecutor(arguments.jobs) as pool:
             results = list(pool.map(partial(survives, module), [] if arguments.list else [code for _, code in created]))
