@@ -193,25 +193,18 @@ def geometric_rejection(
     trainer_logprob: Tensor, sampler_logprob: Tensor, mask: Tensor, segment: Tensor, *, bound: float
 ) -> Tensor:
     """1 for sequences with (p_trainer(y) / p_sampler(y))^(1/|y|) in [1 / (1 + bound), 1 + bound], else 0; per token."""
-    log_ratio = logprob_gap(trainer_logprob, sampler_logprob, mask).detach()
-    mean = _segment_mean(log_ratio, mask, segment)
-    return (mean.abs() <= math.log1p(bound))[segment] * mask
+    log_ratio = logprob_gap(trainer_logprob, sampler_logprob, mask)
+    kept = _means(log_ratio, mask, segment).abs() <= math.log1p(bound)
+    return (kept[segment] & mask).to(log_ratio.dtype)
 
 
 def k3_rejection(
     trainer_logprob: Tensor, sampler_logprob: Tensor, mask: Tensor, segment: Tensor, *, bound: float
 ) -> Tensor:
     """1 for sequences whose mean of r - 1 - log r, with r = p_trainer / p_sampler, is at most bound, else 0."""
-    log_ratio = logprob_gap(trainer_logprob, sampler_logprob, mask).detach()
-    mean = _segment_mean(_exp(log_ratio) - 1 - log_ratio, mask, segment)
-    return (mean <= bound)[segment] * mask
-
-
-def _segment_mean(values: Tensor, mask: Tensor, segment: Tensor) -> Tensor:
-    """The mean over the trained tokens of each sequence; 0 for one without any."""
-    number = int(segment.max()) + 1 if len(segment) else 0
-    totals = values.new_zeros(number).index_add(0, segment, values * mask)
-    return totals / values.new_zeros(number).index_add(0, segment, mask.to(values.dtype)).clamp(min=1)
+    log_ratio = logprob_gap(trainer_logprob, sampler_logprob, mask)
+    kept = _means(_exp(log_ratio) - 1 - log_ratio, mask, segment) <= bound
+    return (kept[segment] & mask).to(log_ratio.dtype)
 
 
 def sequence_importance(
@@ -228,11 +221,8 @@ def sequence_importance(
     The ratio of whole responses is unbiased except for the cap; `geometric` takes its |y|-th root, as in GSPO.
     """
     log_ratio = logprob_gap(trainer_logprob, sampler_logprob, mask).detach()
-    num_sequences = int(segment.max()) + 1 if len(segment) else 0
-    totals = log_ratio.new_zeros(num_sequences).index_add(0, segment, log_ratio)
-    if geometric:
-        totals = totals / _lengths(mask, segment, num_sequences, log_ratio)
-    return totals.clamp(max=_log_cap(cap)).exp()[segment] * mask
+    log_weight = _means(log_ratio, mask, segment) if geometric else _sums(log_ratio, segment)
+    return log_weight.clamp(max=_log_cap(cap)).exp()[segment] * mask
 
 
 def _trained(values: Tensor, mask: Tensor) -> Tensor:
@@ -260,6 +250,18 @@ def _exp(log_ratio: Tensor) -> Tensor:
 
 def _surrogate(ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float) -> Tensor:
     return -(ratio * advantage).minimum(ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
+
+
+def _sums(values: Tensor, segment: Tensor) -> Tensor:
+    """The sum over each sequence: [T] -> [S]."""
+    num_sequences = int(segment.max()) + 1 if len(segment) else 0
+    return values.new_zeros(num_sequences).index_add(0, segment, values)
+
+
+def _means(values: Tensor, mask: Tensor, segment: Tensor) -> Tensor:
+    """The mean over the trained tokens of each sequence, of values that are 0 elsewhere: [T] -> [S]."""
+    sums = _sums(values, segment)
+    return sums / _lengths(mask, segment, len(sums), values)
 
 
 def _lengths(mask: Tensor, segment: Tensor, num_sequences: int, like: Tensor) -> Tensor:

@@ -15,9 +15,11 @@ from oxrl.algorithms.policy import (
     dr_grpo,
     entropy_bonus,
     fixed_length,
+    geometric_rejection,
     gmpo,
     grpo,
     gspo,
+    k3_rejection,
     masked_importance,
     opd,
     per_sequence_mean,
@@ -426,6 +428,15 @@ def weights_of(correction, trainer=LOGPROB, sampler=SAMPLER, dtype=torch.float64
 
 RATIO = np.exp(LOGPROB - SAMPLER) * MASK
 PRODUCT = np.array([np.prod(RATIO[(s == SEGMENT) & MASK]) for s in range(len(LENGTHS))])
+GEOMETRIC = PRODUCT ** (1 / np.array(LENGTHS))
+K3 = np.array([np.mean((RATIO - 1 - np.log(RATIO, where=MASK))[(s == SEGMENT) & MASK]) for s in range(len(LENGTHS))])
+
+
+def kept(sequences):
+    assert 2 < sequences.sum() < len(LENGTHS) - 2, "the bound separates the sequences"
+    return sequences[SEGMENT] * MASK * 1.0
+
+
 CORRECTIONS = {
     "truncated": (truncated_importance, {}, np.where(RATIO > 2, 2, RATIO)),
     "truncated-tight": (truncated_importance, {"cap": 1.1}, np.where(RATIO > 1.1, 1.1, RATIO)),
@@ -435,8 +446,10 @@ CORRECTIONS = {
     "geometric": (
         sequence_importance,
         {"geometric": True, "cap": 1.3},
-        np.minimum(PRODUCT ** (1 / np.array(LENGTHS)), 1.3)[SEGMENT] * MASK,
+        np.minimum(GEOMETRIC, 1.3)[SEGMENT] * MASK,
     ),
+    "geometric-rejection": (geometric_rejection, {"bound": 0.5}, kept((GEOMETRIC >= 1 / 1.5) & (GEOMETRIC <= 1.5))),
+    "k3-rejection": (k3_rejection, {"bound": 0.4}, kept(K3 <= 0.4)),
 }
 every_correction = pytest.mark.parametrize("name", CORRECTIONS)
 
@@ -482,8 +495,18 @@ def test_empty_inputs_give_empty_losses():
         assert correction(view.logprob, view.sampler_logprob, view.mask, view.segment, **parameters).shape == (0,)
 
 
+@pytest.mark.parametrize(
+    ("correction", "bound"), [(geometric_rejection, math.expm1(0.25)), (k3_rejection, math.expm1(0.25) - 0.25)]
+)
+def test_a_rejection_leaves_out_what_is_beyond_its_bound(correction, bound):
+    trainer, sampler = torch.tensor([0.25, 0.25]).double(), torch.zeros(2).double()
+    ones = torch.ones(2).bool(), torch.zeros(2).long()
+    assert correction(trainer, sampler, *ones, bound=bound * (1 + 1e-9)).tolist() == [1, 1]
+    assert correction(trainer, sampler, *ones, bound=bound * (1 - 1e-9)).tolist() == [0, 0]
+
+
 def test_a_cap_that_is_not_positive_is_refused():
-    assert weights_of(truncated_importance, cap=0.5).max() == pytest.approx(0.5)
+    assert weights_of(truncated_importance, cap=0.05).max() == pytest.approx(0.05)
     with pytest.raises(ValueError, match="positive"):
         weights_of(truncated_importance, cap=0.0)
 
