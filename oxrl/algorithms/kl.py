@@ -137,5 +137,5 @@ def kl_penalty_loss(
     logprob: Tensor, ref_logprob: Tensor, mask: Tensor, *, kl_coef: float = 0.04, estimator: Estimator = k3
 ) -> Tensor:
     """KL in the loss from log-probs of sampled tokens. GRPO's term by default: Shao et al. 2024, arXiv:2402.03300."""
-    kl = estimator(logprob.masked_fill(~mask, 0.0), ref_logprob.detach().masked_fill(~mask, 0.0))
+    kl = estimator(logprob.masked_fill(~mask, 0.0), ref_logprob.detach())
     return kl_penalty(kl, mask, kl_coef=kl_coef)

@@ -160,7 +160,8 @@ def test_gae_is_the_recursion(gamma, lam, length, ended):
 
 def test_gae_by_hand_with_its_usual_parameters():
     rewards, values = torch.tensor([0.0, 1.0]), torch.tensor([0.5, 0.25])
-    np.testing.assert_allclose(gae(rewards, values, ended=True), [-0.25 + 0.95 * 0.75, 0.75], rtol=1e-6)
+    for ended in ({}, {"ended": True}):
+        np.testing.assert_allclose(gae(rewards, values, **ended), [-0.25 + 0.95 * 0.75, 0.75], rtol=1e-6)
     cut = gae(rewards, values, ended=False, last_value=2.0)
     np.testing.assert_allclose(cut, [-0.25 + 0.95 * 2.75, 2.75], rtol=1e-6)
 
@@ -251,7 +252,8 @@ TURNS = torch.tensor([False, True, True, False, False, True, False, True, True])
 
 
 def test_a_reward_is_on_the_last_token_of_its_turn():
-    assert reward_on_last_token(2.0, TURNS).tolist() == [0, 0, 0, 0, 0, 0, 0, 0, 2]
+    for one in (2.0, torch.tensor(2.0)):
+        assert reward_on_last_token(one, TURNS).tolist() == [0, 0, 0, 0, 0, 0, 0, 0, 2]
     assert reward_on_last_token(torch.tensor([1.0, 2.0, 3.0]), TURNS).tolist() == [0, 0, 1, 0, 0, 2, 0, 0, 3]
     assert reward_on_last_token(1.0, torch.tensor([False, True, True, False])).tolist() == [0, 0, 1, 0]
 

@@ -32,10 +32,13 @@ def test_likelihood_is_a_sum_over_trained_tokens_with_the_unit_token():
 
 @pytest.mark.parametrize("weight", [0.0, 0.5, 1.0])
 def test_distillation_mixes_likelihood_and_divergence(weight):
-    losses = distilled(outputs(teacher_kl=[0.0, 0.5, 0.25, 0.0, 1.25]), BATCH, kd_weight=weight)
+    seen = outputs(teacher_kl=[0.0, 0.5, 0.25, 0.0, 1.25])
+    seen.statistics["teacher_kl"].requires_grad_()
+    losses = distilled(seen, BATCH, kd_weight=weight)
     assert {term.unit for term in losses.terms.values()} == {"token"}
     assert float(losses.terms["data"].total.detach()) == pytest.approx((1 - weight) * 7)
-    assert float(losses.terms["kd"].total) == pytest.approx(weight * 2)
+    assert float(losses.terms["kd"].total.detach()) == pytest.approx(weight * 2)
+    assert not any(metric.total.requires_grad for metric in losses.metrics.values())
     assert float(losses.metrics["nll"].total) == 7.0, "whatever its weight in the loss is"
     assert float(losses.metrics["teacher_kl"].total) == pytest.approx(2)
 
@@ -60,7 +63,7 @@ DIVERGENCES = {
 }
 
 
-@pytest.mark.parametrize("temperature", [1.0, 3.0])
+@pytest.mark.parametrize("temperature", [0.1, 1.0, 3.0])
 @pytest.mark.parametrize("name", DIVERGENCES)
 def test_a_divergence_is_softened_and_scaled_back_by_the_square_of_the_temperature(name, temperature):
     student, teacher = RNG.normal(size=(2, 4, 7)) * 3
