@@ -54,6 +54,8 @@ def gym_rows(name: str, settings: Settings, size: int, seed: int) -> list[Sample
 
 def _make(name: str, arguments: Mapping[str, Any]) -> Any:
     gymnasium = import_module("gymnasium")
+    if name.startswith("oxrl/"):
+        import_module("oxrl.rollouts.environments.reach")  # registers it
     try:
         return gymnasium.make(name, disable_env_checker=True, **arguments)
     except Exception as error:  # an environment may raise anything
