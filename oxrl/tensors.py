@@ -29,6 +29,12 @@ class Head(NamedTuple):
     scale: float = 1.0
     softcap: float | None = None
 
+    def over(self, tokens: Tensor) -> Head:
+        """The projection on these tokens alone, in their order."""
+        # An embedding is a gather whose gradient is summed in a fixed order, on a GPU too.
+        weight = nn.functional.embedding(tokens, self.weight)
+        return self._replace(weight=weight, bias=None if self.bias is None else self.bias[tokens])
+
 
 class Other(NamedTuple):
     """Another model at the same positions, for statistics of two models: its hidden states [N, H'] and its head."""
@@ -116,18 +122,24 @@ def token_logprobs(
     statistics: Mapping[str, Statistic] = MappingProxyType({}),
     other: Other | None = None,
     chunk: int | None = None,
+    allowed: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """`logprob` and the named statistics of each masked token, `[T]` each, 0 elsewhere.
 
     `hidden[i - 1]` predicts `tokens[i]`: the shift happens here. A mask never covers the first token
     of a row, so no row reads the hidden states of its neighbour. `other.hidden` is `[T, H']` too.
+    With `allowed`, ascending ids that include all masked tokens, distributions are over these tokens alone.
     """
     trained = mask.nonzero().squeeze(1)
     wanted = {"logprob": logprob, **statistics}
+    targets = tokens[trained]
+    if allowed is not None:
+        targets, head = torch.searchsorted(allowed, targets), head.over(allowed)
+        other = other and other._replace(head=other.head.over(allowed))
     values = project(
         hidden[trained - 1],
         head,
-        tokens[trained],
+        targets,
         list(wanted.values()),
         other=other and Other(other.hidden[trained - 1], other.head),
         chunk=chunk,

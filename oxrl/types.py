@@ -98,6 +98,7 @@ class GenerationConfig(NamedTuple):
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
+    allowed_tokens: tuple[int, ...] = ()  # the distribution is over these alone; (): the whole vocabulary
 
 
 class Media(NamedTuple):
@@ -152,13 +153,14 @@ class Generation(NamedTuple):
     """
 
     token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]  # under the full softmax at the sampling temperature
+    logprobs: tuple[float, ...]  # under the softmax at the sampling temperature, over `allowed_tokens` if there are any
     finish_reason: Literal["stop", "length", "aborted"]
     version: int = 0
     text: str = ""
     cut_mass: float = 0.0  # mean probability removed by top-p, top-k and min-p per token
     versions: tuple[int, ...] = ()  # of the weights that sampled each token; (): all are of `version`
     opened: str = ""  # what the prompt already has of the response: "<think>\n" with templates of reasoning models
+    allowed_tokens: tuple[int, ...] = ()  # those of its `GenerationConfig`
 
     @property
     def full_text(self) -> str:
@@ -462,6 +464,7 @@ class Row:
     scalars: Mapping[str, float] = field(default_factory=dict)
     media: tuple[Media, ...] = ()  # rows share a prompt's forward pass only if tokens and media are equal
     media_spans: tuple[tuple[int, int], ...] = ()  # first token and end of each, where a row may be truncated
+    allowed_tokens: tuple[int, ...] = ()  # log-probs and statistics are over these alone; (): the whole vocabulary
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", np.asarray(self.tokens, dtype=np.int64))
@@ -473,6 +476,10 @@ class Row:
                 raise ValueError(f"row {self.id}: {name} has {len(stream)} entries for {len(self.tokens)} tokens")
         if self.mask[0]:
             raise ValueError(f"row {self.id}: its first token is marked as trained, but nothing comes before it")
+        if self.allowed_tokens:
+            trained = self.tokens[self.mask]
+            if len(others := trained[~np.isin(trained, self.allowed_tokens)]):
+                raise ValueError(f"row {self.id}: its trained token {others[0]} is not one of allowed_tokens")
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -495,6 +502,7 @@ class Batch:
     streams: Mapping[str, Tensor]  # each [T] float32
     scalars: Mapping[str, Tensor]  # each [R] float32
     media: tuple[tuple[Media, ...], ...] = ()  # of each row; (): no row has any
+    allowed_tokens: tuple[tuple[int, ...], ...] = ()  # of each row; (): no row has any
 
     @property
     def num_rows(self) -> int:
@@ -587,10 +595,13 @@ class PolicyClient(Protocol):
     @property
     def render(self) -> Render: ...
 
-    async def generate(self, prompt_ids: Sequence[int], *, media: Sequence[Media] | None = None) -> Generation:
+    async def generate(
+        self, prompt_ids: Sequence[int], *, media: Sequence[Media] | None = None, allowed_tokens: Sequence[int] = ()
+    ) -> Generation:
         """Generate from these tokens. If the generation was aborted, end the episode and return the turns so far.
 
-        `media` are those of the prompt, in order, if they are not the sample's.
+        `media` are those of the prompt, in order, if they are not the sample's. With `allowed_tokens`, only these are
+        sampled, and log-probs are over them alone.
         """
         ...
 

@@ -130,6 +130,7 @@ def _with_response_of(row: Row, other: Row) -> Row:
         np.concatenate([row.mask[:prompt_end], other.mask[response_start:]]),
         scalars={**row.scalars, "mismatched": 1.0},
         media=row.media,
+        allowed_tokens=row.allowed_tokens,
     )
 
 

@@ -1,7 +1,8 @@
 """A rollout to trainable rows: sampled tokens are trained as sampled, all others are masked.
 
 A turn extends the row if its prompt starts with all tokens of the row; otherwise, because the chat template rewrote
-earlier turns, it starts a new row. Rows of one rollout share its id as their `sequence`. Advantages are in `credit`.
+earlier turns or other tokens were allowed, it starts a new row. Rows of one rollout share its id as their `sequence`.
+Advantages are in `credit`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class _RowBuilder:
     rewards: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     media: tuple[Media, ...] = ()
+    allowed_tokens: tuple[int, ...] = ()
 
     def add_prompt(self, tokens: Sequence[int]) -> None:
         zeros = [0] * len(tokens)
@@ -74,6 +76,7 @@ def rows_of(rollout: Rollout) -> list[Row]:
             },
             scalars={"reward": float(rollout.score.value), "ended": ended},
             media=row.media or rollout.sample.media,
+            allowed_tokens=row.allowed_tokens,
         )
         for index, row in enumerate(rows)
     ]
@@ -87,8 +90,10 @@ def ungraded_rows_of(rollout: Rollout) -> list[Row]:
 def _build_rows(turns: Sequence[Turn], rewards: Sequence[Sequence[float]]) -> list[_RowBuilder]:
     rows: list[_RowBuilder] = []
     for turn, turn_rewards in zip(turns, rewards, strict=True):
-        if not rows or list(turn.prompt_ids[: len(rows[-1].tokens)]) != rows[-1].tokens:
-            rows.append(_RowBuilder())
+        allowed = turn.generation.allowed_tokens
+        extends = rows and list(turn.prompt_ids[: len(rows[-1].tokens)]) == rows[-1].tokens
+        if not extends or rows[-1].allowed_tokens != allowed:
+            rows.append(_RowBuilder(allowed_tokens=allowed))
         rows[-1].add_prompt(turn.prompt_ids[len(rows[-1].tokens) :])
         rows[-1].media = turn.media
         rows[-1].add_generation(turn.generation, turn_rewards)

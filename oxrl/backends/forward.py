@@ -98,7 +98,7 @@ class LanguageModel(nn.Module):
         if to_be_compared:
             # Detached from the parameter, not only from its gradient: a sharded one is emptied when this call ends.
             return Other(hidden, self.head._replace(weight=self.head.weight.detach()))
-        values = token_logprobs(hidden, batch.tokens, batch.mask, self.head, statistics, other)
+        values = _token_values(hidden, batch, self.head, statistics, other)
         return Outputs(values.pop("logprob"), values, **self._read_heads(hidden, batch))
 
     @property
@@ -172,6 +172,23 @@ def _check_rotation(inner: PreTrainedModel, batch: Batch) -> None:
             f"{type(inner).__name__} (longrope) uses different rotary angles for rows of more than {limit} tokens, and "
             f"rows of both kinds cannot run together: set data.max_seq_len to {limit}, or train.micro_batch_tokens to 1"
         )
+
+
+def _token_values(
+    hidden: Tensor, batch: Batch, head: Head, statistics: Mapping[str, Statistic], other: Other | None
+) -> dict[str, Tensor]:
+    """`token_logprobs` of a batch, each row over its `allowed_tokens`: one projection for each distinct set."""
+    if not batch.allowed_tokens:
+        return token_logprobs(hidden, batch.tokens, batch.mask, head, statistics, other)
+    rows_of: dict[tuple[int, ...], list[int]] = {}
+    for row, tokens in enumerate(batch.allowed_tokens):
+        rows_of.setdefault(tuple(sorted(set(tokens))), []).append(row)
+    parts = []
+    for tokens, rows in rows_of.items():
+        mask = batch.mask & torch.isin(batch.segments, torch.tensor(rows, device=batch.segments.device))
+        allowed = torch.tensor(tokens, device=hidden.device) if tokens else None
+        parts.append(token_logprobs(hidden, batch.tokens, mask, head, statistics, other, allowed=allowed))
+    return {name: torch.stack([part[name] for part in parts]).sum(0) for name in parts[0]}
 
 
 def head_of(model: PreTrainedModel, temperature: float = 1.0) -> Head:

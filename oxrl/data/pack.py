@@ -183,6 +183,7 @@ def collate(items: Sequence[Item], device: str | torch.device = "cpu") -> Batch:
         streams={name: torch.from_numpy(s.astype(np.float32)).to(device) for name, s in streams.items()},
         scalars={name: torch.from_numpy(s.astype(np.float32)).to(device) for name, s in scalars.items()},
         media=tuple(row.media for row in rows) if any(row.media for row in rows) else (),
+        allowed_tokens=tuple(row.allowed_tokens for row in rows) if any(row.allowed_tokens for row in rows) else (),
         **{name: torch.from_numpy(array).to(device) for name, array in arrays.items()},
     )
 

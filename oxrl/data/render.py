@@ -185,7 +185,8 @@ class Renderer:
             raise ValueError(f"{id}: {error}") from error
         ids = [*prompt, *answer]
         mask = np.arange(len(ids)) >= len(prompt)
-        return Row(id, np.array(ids), mask, id, media=tuple(media), media_spans=self.spans(ids, media, id))
+        spans, allowed = self.spans(ids, media, id), self.allowed_tokens
+        return Row(id, np.array(ids), mask, id, media=tuple(media), media_spans=spans, allowed_tokens=allowed)
 
     def _turn(self, chat: Chat, tools: Tools) -> _Turn:
         """Return the prompt before the last message of `chat`, and the assistant's completion."""

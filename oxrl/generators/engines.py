@@ -129,6 +129,7 @@ def as_engine_request(
             f"the prompt has {len(request.tokens)} tokens; prompt and completion together may have {facts.max_length}"
         )
     check_logprobs(sampling, facts)
+    check_allowed_tokens(sampling, facts)
     max_tokens = min(sampling.max_new_tokens, facts.max_length - len(request.tokens)) - len(partial)
     # An engine counts its random numbers from the first token that it samples itself.
     seed = stream_key(stream_key(sampling.seed, request.seed), len(partial)) >> 1
@@ -152,7 +153,24 @@ def check_logprobs(sampling: GenerationConfig, facts: Facts) -> None:
         )
 
 
-def as_generation(name: str, partial: Generation | None, output: EngineOutput, version: int, decode: Any) -> Generation:
+def check_allowed_tokens(sampling: GenerationConfig, facts: Facts) -> None:
+    """Require log-probs that are normalised over the allowed tokens, as those of the trainer are."""
+    if sampling.allowed_tokens and facts.logprobs != "processed":
+        raise ValueError(
+            "sampling.allowed_tokens is set, and this engine's log-probs are over the whole vocabulary, not over these "
+            "tokens: use the embedded engine (inference_engine.name: embedded), or start vLLM with --logprobs-mode "
+            "processed_logprobs"
+        )
+
+
+def as_generation(
+    name: str,
+    partial: Generation | None,
+    output: EngineOutput,
+    version: int,
+    decode: Any,
+    allowed_tokens: tuple[int, ...] = (),
+) -> Generation:
     """Return the partial generation and the engine's output as one generation; raise if the output is not valid.
 
     `version` is that of the weights when the request was sent. It is used for all tokens of an engine that does not
@@ -164,9 +182,12 @@ def as_generation(name: str, partial: Generation | None, output: EngineOutput, v
     valid = all(isinstance(each, float | int) and -9999 < each <= 1e-3 for each in output.logprobs)
     if len(output.token_ids) != len(output.logprobs) or not valid:
         raise EngineError(f"{name} returned {len(output.token_ids)} tokens whose log-probs are missing or not finite")
+    if allowed_tokens and (others := set(output.token_ids) - set(allowed_tokens)):
+        raise EngineError(f"{name} sampled token {min(others)}, which is not one of allowed_tokens")
     ids, logprobs = (*partial.token_ids, *output.token_ids), (*partial.logprobs, *output.logprobs)
     reason: Any = _FINISH_REASONS[output.finish_reason]
     if output.versions and len(output.versions) != len(output.token_ids):
         raise EngineError(f"{name} returned {len(output.token_ids)} tokens, but versions of {len(output.versions)}")
     versions = (*partial.token_versions, *(output.versions or (version,) * len(output.token_ids)))
-    return Generation(ids, logprobs, reason, version, decode(ids)).with_versions(versions)
+    generation = Generation(ids, logprobs, reason, version, decode(ids), allowed_tokens=allowed_tokens)
+    return generation.with_versions(versions)

@@ -100,6 +100,7 @@ class VLLMEngine(_Server):
             "stop_token_ids": list(request.end_token_ids),
             "seed": request.seed,
             "logprobs": 0,
+            **({"allowed_token_ids": list(sampling.allowed_tokens)} if sampling.allowed_tokens else {}),
         }
         if self._reports_versions:
             return await self._complete_with_versions(

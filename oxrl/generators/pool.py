@@ -184,7 +184,8 @@ class HTTPGenerator:
                 index, version, output = await self._complete(request, sampling, aborts)
         finally:
             self._in_flight.discard(token)
-        return as_generation(self.engines[index].name, request.partial, output, version, self._text)
+        name, allowed = self.engines[index].name, sampling.allowed_tokens
+        return as_generation(name, request.partial, output, version, self._text, allowed)
 
     async def _complete(
         self, request: Request, sampling: GenerationConfig, aborts: int

@@ -399,7 +399,8 @@ def _mean_kl(rollout: Rollout, model: PreTrainedModel, ref_model: PreTrainedMode
     for turn in rollout.turns:
         tokens = [*turn.prompt_ids, *turn.generation.token_ids]
         mask = np.arange(len(tokens)) >= len(turn.prompt_ids)
-        rows.append(Row(rollout.id, np.array(tokens), mask, media=turn.media or rollout.sample.media))
+        media, allowed = turn.media or rollout.sample.media, turn.generation.allowed_tokens
+        rows.append(Row(rollout.id, np.array(tokens), mask, media=media, allowed_tokens=allowed))
     was_training = model.training, ref_model.training
     own, ref = (torch.cat(get_reference_logprobs(each, rows)) for each in (model, ref_model))
     model.train(was_training[0])

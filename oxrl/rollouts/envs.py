@@ -117,9 +117,12 @@ class GeneratorClient:
         sampling: GenerationConfig | None = None,
         *,
         media: Sequence[Media] | None = None,
+        allowed_tokens: Sequence[int] = (),
     ) -> Generation:
         """Generate with `sampling`, by default the client's; `media` are by default those of the sample."""
         limited = self._within_limit(sampling or self.sampling, len(prompt_ids))
+        if allowed_tokens:
+            limited = limited._replace(allowed_tokens=tuple(allowed_tokens))
         with self.time.paused():
             return await self._next(prompt_ids, limited, self.media if media is None else tuple(media))
 
@@ -140,6 +143,11 @@ class GeneratorClient:
         partial_generation = known if known is not None and known.token_ids else None
         request = Request(tuple(prompt_ids), mixed_seed(self.seed, number), partial_generation, media)
         generation = await self._with_retries(request, sampling)
+        if generation.token_ids and generation.allowed_tokens != sampling.allowed_tokens:
+            raise ValueError(
+                f"{type(self.generator).__name__} does not report the allowed_tokens that it was given: it must sample "
+                "only these, normalise log-probs over them, and set Generation.allowed_tokens"
+            )
         self.prompt_tokens += len(request.tokens)
         resumed = len(partial_generation.token_ids) if partial_generation else 0
         self.sampled_tokens += len(generation.token_ids) - resumed

@@ -84,7 +84,7 @@ def _turn_from_json(raw: Mapping[str, Any]) -> Turn:
     generation = raw["generation"]
     return Turn(
         tuple(raw["prompt_ids"]),
-        Generation(**{**generation, **_tuples(generation, "token_ids", "logprobs", "versions")}),
+        Generation(**{**generation, **_tuples(generation, "token_ids", "logprobs", "versions", "allowed_tokens")}),
         _messages(raw["messages"]),
         tuple(_media_from_json(media) for media in raw.get("media", ())),
     )

@@ -49,6 +49,20 @@ def test_a_prompt_that_continues_the_row_extends_it_and_tokens_that_were_not_sam
     assert numbers(row)["reward"] == [0, 0, 0, 0, 0, 0, 1.5]
 
 
+def test_a_turn_with_other_allowed_tokens_starts_a_new_row():
+    first, later = CONTINUED
+    first = first._replace(generation=first.generation._replace(allowed_tokens=(40, 41)))
+    rows = rows_of(rollout(first, later))
+    assert [row.allowed_tokens for row in rows] == [(40, 41), ()]
+    assert [row.tokens[row.mask].tolist() for row in rows] == [[40, 41], [50]]
+    later = later._replace(generation=later.generation._replace(allowed_tokens=(40, 41, 50)))
+    first = first._replace(generation=first.generation._replace(allowed_tokens=(40, 41, 50)))
+    (row,) = rows_of(rollout(first, later))
+    assert row.allowed_tokens == (40, 41, 50)
+    with pytest.raises(ValueError, match="its trained token 41 is not one of allowed_tokens"):
+        replace(row, allowed_tokens=(40, 50))
+
+
 def test_every_sampled_token_keeps_the_version_that_drew_it():
     earlier, later = CONTINUED
     earlier = earlier._replace(generation=earlier.generation.with_versions((4, 5)))

@@ -1,5 +1,7 @@
 """Packed, shuffled and single rows have equal log-probs, for the architectures in use with their special cases."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from oxrl.backends.forward import LanguageModel, _share
+from oxrl import tensors as t
+from oxrl.backends.forward import LanguageModel, _share, set_attention
 from oxrl.backends.layout import prepare_layout
 from oxrl.data.pack import collate, pack
 from oxrl.models.lora import LoraSettings, attach_lora
@@ -320,6 +323,45 @@ def test_a_temperature_divides_the_logits_that_are_sampled_from(shape):
         logits = model(input_ids=tokens[None], use_cache=False).logits[0].float() / 0.7
         expected = logits[:-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
         torch.testing.assert_close(values[row.id], expected, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", ["llama", "gemma2 with soft caps", "phi with a biased head"])
+def test_rows_with_allowed_tokens_have_the_values_and_gradients_of_a_softmax_over_these(shape):
+    """In float64, by slicing the logits of a plain pass: log-probs, entropy and the KL to another model."""
+    model, other = build(shape, "eager"), build(shape, "eager")
+    for weight in other.parameters():
+        weight.data = weight.data + 0.05
+    sets = [(), (3, 7, 50, 119), (0, 1), (3, 7, 50, 119), ()]
+    rows = [
+        row if not allowed else Row(row.id, np.resize(allowed, len(row)), row.mask, allowed_tokens=allowed)
+        for row, allowed in zip(some_rows(), sets, strict=True)
+    ]
+    weights = torch.from_numpy(np.random.default_rng(5).normal(size=(3, sum(map(len, rows)))))
+    modules = [LanguageModel(each, temperature=0.7) for each in (model, other)]
+    prepare_layout(modules[0])
+    batch = collate([(row,) for row in rows])
+    outputs = modules[0](batch, {"entropy": t.entropy, "kl": t.reverse_kl}, modules[1].as_other(batch))
+    ours = torch.stack([outputs.logprob, outputs.statistics["entropy"], outputs.statistics["kl"]])
+    (ours * weights).sum().backward()
+    exact, exact_other = copy.deepcopy(model).double(), copy.deepcopy(other).double()
+    exact.zero_grad()
+    set_attention(exact, "eager")
+    parts = []
+    for row in rows:
+        tokens = torch.tensor(row.tokens)
+        allowed = torch.tensor(row.allowed_tokens or range(120))
+        log_p, log_q = (
+            (each(input_ids=tokens[None], use_cache=False).logits[0, :-1, allowed] / 0.7).log_softmax(-1)
+            for each in (exact, exact_other)
+        )
+        own = log_p.gather(1, torch.searchsorted(allowed, tokens[1:])[:, None])[:, 0]
+        entropy, kl = -(log_p.exp() * log_p).sum(-1), (log_p.exp() * (log_p - log_q.detach())).sum(-1)
+        parts.append(torch.nn.functional.pad(torch.stack([own, entropy, kl]), (1, 0)))
+    expected = torch.cat(parts, dim=1)
+    torch.testing.assert_close(ours.double(), expected, atol=1e-5, rtol=1e-5)
+    (expected * weights).sum().backward()
+    for (name, weight), theirs in zip(model.named_parameters(), exact.parameters(), strict=True):
+        assert relative_gap(weight.grad.double(), theirs.grad) < 1e-5, name
 
 
 def test_a_temperature_of_zero_has_no_log_probs():

@@ -183,6 +183,27 @@ async def test_log_probs_are_the_trainers_at_the_sampling_temperature(policy, te
         )
 
 
+async def test_allowed_tokens_are_normalised_over_or_refused(policy):
+    move(policy.model)
+    await policy.sync(policy.first + 1)
+    allowed, requests = (65, 80, 81, 200), [Request(prompt, seed=2) for prompt in PROMPTS]
+    sampling = SAMPLING._replace(allowed_tokens=allowed, temperature=0.8)
+    if any(isinstance(engine, SGLangEngine) for engine in getattr(policy.generator, "engines", ())):
+        with pytest.raises(ValueError, match=r"allowed_tokens.*over the whole vocabulary"):
+            await policy.generator.generate(requests, sampling)
+        return
+    for request, answer in zip(requests, await policy.generator.generate(requests, sampling), strict=True):
+        assert answer.allowed_tokens == allowed
+        assert set(answer.token_ids) <= set(allowed)
+        expected = []
+        with torch.no_grad():
+            logits = policy.model(torch.tensor([[*request.tokens, *answer.token_ids]])).logits[0].double() / 0.8
+        over = logits[:, list(allowed)].log_softmax(-1)
+        for index, token in enumerate(answer.token_ids, len(request.tokens)):
+            expected.append(float(over[index - 1, allowed.index(token)]))
+        assert answer.logprobs == pytest.approx(expected, abs=1e-4)
+
+
 async def test_seeds_determine_what_is_sampled(policy):
     requests = [Request(PROMPTS[0], seed=seed) for seed in range(4)]
     answers = await policy.generator.generate(requests, SAMPLING)

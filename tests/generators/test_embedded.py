@@ -45,6 +45,60 @@ async def test_log_probs_of_what_was_sampled_are_the_trainers(generator, anyio_b
     assert [value for one in sampled for value in one.logprobs] == pytest.approx(ours, abs=2e-5)
 
 
+ALLOWED = (65, 90, 91, 200, 257)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@pytest.mark.parametrize("mode", MODES)
+async def test_with_allowed_tokens_sampler_and_trainer_normalise_over_the_same_set(mode, anyio_backend):
+    generator = EmbeddedGenerator(load_model("tiny"), load_tokenizer("tiny"), slots=4, mode=mode)
+    with torch.no_grad():
+        generator.model.lm_head.weight *= 3  # far from uniform
+    backend = create_pytorch_backend(generator.model, temperature=0.7)
+    sampling = GenerationConfig(max_new_tokens=12, temperature=0.7, seed=3, allowed_tokens=ALLOWED)
+    free = GenerationConfig(max_new_tokens=12, temperature=0.7, seed=3)
+    requests = [Request(tuple(prompt), seed) for seed, prompt in enumerate(PROMPTS)]
+    restricted, others = await generator.generate(requests, sampling), await generator.generate(requests, free)
+    assert {token for one in restricted for token in one.token_ids} <= set(ALLOWED)
+    rows = [
+        Row(
+            f"{i} {one.allowed_tokens}",
+            [*prompt, *one.token_ids],
+            np.arange(len(prompt) + len(one.token_ids)) >= len(prompt),
+            allowed_tokens=one.allowed_tokens,
+        )
+        for each in (restricted, others)
+        for i, (prompt, one) in enumerate(zip(PROMPTS, each, strict=True))
+    ]
+    batch = collate([(row,) for row in rows])
+    (outputs,) = await backend.logprobs([batch])
+    ours = outputs.logprob[batch.mask].tolist()
+    sampled = [value for one in (*restricted, *others) for value in one.logprobs]
+    assert sampled == pytest.approx(ours, abs=1e-5)
+    assert min(one.cut_mass for one in restricted) == 0
+
+
+@pytest.mark.parametrize(("allowed", "message"), [((5, 600), "has 600"), ((-1,), "has -1")])
+def test_allowed_tokens_that_cannot_be_sampled_are_refused(allowed, message):
+    generator = EmbeddedGenerator(load_model("tiny"), load_tokenizer("tiny"))
+    with pytest.raises(ValueError, match=message):
+        generator.complete([[1]], GenerationConfig(allowed_tokens=allowed))
+
+
+def test_placeholders_of_media_are_no_allowed_tokens(tiny_vlm):
+    config, tokenizer = tiny_vlm
+    generator = EmbeddedGenerator(load_model(config), tokenizer)
+    with pytest.raises(ValueError, match="without the placeholders of media"):
+        generator.complete([[1]], GenerationConfig(allowed_tokens=(65, int(generator._engine.never[0]))))
+
+
+def test_captured_graphs_refuse_allowed_tokens_in_words():
+    generator = EmbeddedGenerator(load_model("tiny"), load_tokenizer("tiny"), capture=Capture(capture=True, span=5))
+    with pytest.raises(ValueError, match="with allowed_tokens, set auto or false"):
+        generator.complete([[1]], GenerationConfig(allowed_tokens=ALLOWED))
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
 def test_log_probs_are_those_of_a_full_forward_pass(generator, temperature):
     sampling = GenerationConfig(max_new_tokens=70, temperature=temperature, seed=5)

@@ -167,3 +167,36 @@ def test_rows_with_different_rules_are_drawn_as_if_alone():
     assert together.tokens.tolist() == [int(one.tokens) for one in alone]
     assert together.tokens[0] == logits[0].argmax()
     torch.testing.assert_close(together.logprobs[0], logits[0].log_softmax(-1).max())
+
+
+ALLOWED = (3, 40, 41, 700, 1999)
+
+
+@pytest.mark.parametrize("rule", [{}, {"temperature": 0.6}, {"top_k": 3}, {"top_p": 0.7}, {"temperature": 0}], ids=str)
+def test_with_allowed_tokens_the_distribution_is_over_these_alone(rule):
+    rule = GenerationConfig(**rule, allowed_tokens=ALLOWED)
+    logits = torch.from_numpy(np.random.default_rng(2).normal(size=(1, 2_000))).float()
+    exact = logits[0, list(ALLOWED)].double().numpy() / (rule.temperature or 1.0)
+    p = dict(zip(ALLOWED, np.exp(exact) / np.exp(exact).sum(), strict=True))
+    drawn = draw(logits.repeat(3_000, 1), [rule] * 3_000, numbers_of(range(3_000), [0] * 3_000))
+    kept = kept_by_reference(list(p.values()), rule) if rule.temperature else {int(exact.argmax())}
+    kept = {ALLOWED[index] for index in kept}
+    for token in kept:
+        share, own = drawn.tokens == token, p[token] / sum(p[each] for each in kept)
+        assert abs(float(share.double().mean()) - own) < 0.03
+        torch.testing.assert_close(drawn.logprobs[share].double(), torch.tensor(np.log(p[token])).expand(share.sum()))
+    assert set(drawn.tokens.tolist()) == kept
+    cut = 0.0 if rule.temperature == 0 else 1.0 - sum(p[each] for each in kept)
+    torch.testing.assert_close(drawn.cut_mass, torch.full((3_000,), cut).double(), atol=1e-6, rtol=0)
+
+
+def test_rows_with_other_allowed_tokens_are_drawn_as_if_alone():
+    logits = torch.from_numpy(np.random.default_rng(4).normal(size=(6, 900))).float()
+    sets = [(), (1, 2, 3), (5, 880), (), (1, 2, 3), (7,)]
+    rules = [GenerationConfig(allowed_tokens=tokens) for tokens in sets]
+    numbers, never = numbers_of(range(6), [0] * 6), torch.tensor([8, 9])
+    drawn = draw(logits, rules, numbers, never)
+    for row in range(6):
+        alone = draw(logits[row : row + 1], rules[row : row + 1], numbers[row : row + 1], never)
+        assert [each[row] for each in drawn] == [each[0] for each in alone]
+        assert not sets[row] or int(drawn.tokens[row]) in sets[row]

@@ -30,7 +30,7 @@ def rich(number=0):
         Turn((1, 2), Generation((3,), (-0.1,), "stop", 4, "x", 0.25), (message, Message("tool", "7"))),
         Turn(
             (1, 2, 3),
-            Generation((5, 6), (-1e-7, -2.5), "length", 5, "y", versions=(5, 6)),
+            Generation((5, 6), (-1e-7, -2.5), "length", 5, "y", versions=(5, 6), allowed_tokens=(5, 6, 7)),
             (Message("assistant", "y"),),
         ),
     )

@@ -117,6 +117,8 @@ class Engine:
         self, request: Request, sampling: GenerationConfig, on_token: Callable[[int], None] = ignore_token
     ) -> Job:
         check_sampling(sampling)
+        if sampling.allowed_tokens:
+            self._allow(sampling.allowed_tokens)
         tokens = np.asarray(request.tokens, dtype=np.int64)
         with eval_mode(self.model):
             check_placeholders(self.model, MediaRow(f"of seed {request.seed}", tokens, request.media))
@@ -186,6 +188,25 @@ class Engine:
             except BaseException:  # in the middle of a step tokens and cache may be inconsistent
                 self._start_over()
                 raise
+
+    def _allow(self, tokens: Sequence[int]) -> None:
+        """Check that these tokens can be sampled; captured graphs, which draw from all tokens, are left for good."""
+        vocabulary = self.model.get_input_embeddings().weight.shape[0]
+        forbidden = set() if self.never is None else set(self.never.tolist())
+        if wrong := [token for token in tokens if not 0 <= token < vocabulary or token in forbidden]:
+            raise ValueError(
+                f"allowed_tokens has {wrong[0]}, which cannot be sampled: ids are from 0 to {vocabulary - 1}, without "
+                "the placeholders of media"
+            )
+        if self.capture.capture:
+            raise ValueError(
+                "inference_engine.capture is true, and captured graphs draw from all tokens: with allowed_tokens, set "
+                "auto or false"
+            )
+        if self.capture.capture is None and self.model.device.type == "cuda":
+            logger.warning("generation runs without captured graphs, which is slower: requests have allowed_tokens")
+            self.capture = self.capture._replace(capture=False)
+            self.limit_slots(self.slots)
 
     def limit_slots(self, slots: int) -> None:
         """Run at most this many sequences; those in flight continue after a fresh prefill."""
@@ -461,7 +482,10 @@ class Engine:
     def _finish(self, job: Job, reason: Literal["stop", "length", "aborted"]) -> None:
         mean_cut = job.cut_mass / max(len(job.tokens), 1)
         text = self._text(job.tokens)
-        generation = Generation(tuple(job.tokens), tuple(job.logprobs), reason, self.version, text, mean_cut)
+        allowed = job.sampling.allowed_tokens
+        generation = Generation(
+            tuple(job.tokens), tuple(job.logprobs), reason, self.version, text, mean_cut, allowed_tokens=allowed
+        )
         job.result = generation.with_versions(job.versions)
 
     def _vacate(self, rows: Sequence[int]) -> None:

@@ -69,8 +69,29 @@ def draw(
     """Sample one token per row of `[B, V]`, each by its own rules and number in [0, 1).
 
     Temperature 0 is greedy, with the log-prob at temperature 1. Tokens below min-p are removed first, then all but the
-    top-k; top-p is a share of the rest, as in vLLM. Tokens of `never` are cut off by every rule.
+    top-k; top-p is a share of the rest, as in vLLM. Tokens of `never` are cut off by every rule. With `allowed_tokens`
+    the vocabulary of a row is these tokens.
     """
+    rows_of: dict[tuple[int, ...], list[int]] = {}
+    for row, rule in enumerate(rules):
+        rows_of.setdefault(rule.allowed_tokens, []).append(row)
+    if not any(rows_of):
+        return _draw(logits, rules, numbers, never)
+    drawn = Drawn(*(torch.zeros(len(logits), dtype=kind, device=logits.device) for kind in _DRAWN))
+    for allowed, rows in rows_of.items():
+        tokens = torch.tensor(allowed or range(logits.shape[1]), device=logits.device)
+        own = _draw(logits[rows][:, tokens], [rules[row] for row in rows], numbers[rows], None if allowed else never)
+        for values, part in zip(drawn, own._replace(tokens=tokens[own.tokens]), strict=True):
+            values[rows] = part
+    return drawn
+
+
+_DRAWN = (torch.int64, torch.float32, torch.float64)
+
+
+def _draw(
+    logits: Tensor, rules: Sequence[GenerationConfig], numbers: NDArray[np.float64], never: Tensor | None
+) -> Drawn:
     p = _probabilities(logits, rules)
     allowed = p if never is None else p.index_fill(1, never, 0.0)
     tokens = torch.zeros(len(p), dtype=torch.int64, device=p.device)

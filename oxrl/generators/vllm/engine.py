@@ -91,7 +91,8 @@ class VLLMRolloutEngine:
         ]
         version = self.version
         pairs = zip(requests, await self._run(jobs), strict=True)
-        return [as_generation(NAME, request.partial, output, version, self._text) for request, output in pairs]
+        allowed = sampling.allowed_tokens
+        return [as_generation(NAME, request.partial, output, version, self._text, allowed) for request, output in pairs]
 
     async def complete(self, request: EngineRequest) -> EngineOutput:
         """Continue one sequence, as `InferenceEngine.complete`."""
@@ -459,6 +460,7 @@ def _sampling_params(job: _Job) -> Any:
         stop=list(sampling.stop),
         stop_token_ids=list(request.end_token_ids),
         seed=request.seed,
+        allowed_token_ids=list(sampling.allowed_tokens) or None,
         logprobs=0,
         prompt_logprobs=0 if job.probing else None,
         output_kind=RequestOutputKind.DELTA,
