@@ -22,19 +22,21 @@ def check(
 ) -> None:
     """Print the state of every check of a run, a line per check.
 
-    Exit code 0: no check failed; 1: one did, and stopped the run; 2: there is no such run.
+    Exit code 0: no check failed; 1: one did, and stopped the run; 2: there is no such run, or it has no checks yet.
 
     oxrl check runs/first
 
     oxrl check runs/first --json
     """
-    from oxrl.guard.findings import states_of
-    from oxrl.run.folder import current_stage, has_run
+    from oxrl.guard.findings import FILE, states_of
+    from oxrl.run.folder import started_run
 
     with exit_on_user_error():
-        folder = current_stage(run)
-        if not has_run(folder):
-            raise ValueError(f"there is no run in {run}: pass the folder that `oxrl train` wrote")
+        folder = started_run(run)
+        if not (folder / FILE).exists():
+            raise ValueError(
+                f"{folder} has no {FILE}: the run has not reached its first step, or a version without checks wrote it"
+            )
         states = states_of(folder)
     if json_:
         typer.echo(json.dumps({"folder": str(folder), "checks": [each._asdict() for each in states]}))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from oxrl.diagnose.step_difference import Difference, first_difference, first_digest
-from oxrl.run.folder import changes, current_stage, read_recorded
+from oxrl.run.folder import changes, read_recorded, started_run
 from oxrl.tracking.step_files import read_index, read_step, recorded_steps
 
 CAUSES = {
@@ -60,7 +60,7 @@ _PAIRS = ("config", "environment")
 
 def diff_runs(first: str | Path, second: str | Path) -> RunDiff:
     """Compare the configs and the records of two runs."""
-    folders = [current_stage(Path(run)) for run in (first, second)]
+    folders = [started_run(Path(run)) for run in (first, second)]
     configs = [read_recorded(folder / "config.yaml") for folder in folders]
     config = changes(configs[0], configs[1]) | {
         key: (new, old) for key, (old, new) in changes(configs[1], configs[0]).items()

@@ -82,11 +82,16 @@ class Explained(NamedTuple):
         return {**self._asdict(), "reasons": reasons, "tokens": [token._asdict() for token in self.tokens]}
 
     def __str__(self) -> str:
-        numbers = "  ".join(f"{name} {value:.4g}" for name, value in self.summary.items() if value is not None)
+        numbers = "  ".join(f"{name} {_number(value)}" for name, value in self.summary.items() if value is not None)
         lines = [f"step {self.step} taught {self.learned}", f"  {numbers}", *(f"  {reason}" for reason in self.reasons)]
         if self.tokens:
             lines += ["", self.answer, _HEADER, *map(_line, self.tokens), SHARE]
         return "\n".join(lines)
+
+
+def _number(value: float) -> str:
+    """A count as it is, anything else with four digits."""
+    return f"{value}" if isinstance(value, int) else f"{value:.4g}"
 
 
 _HEADER = "  position  token         trained   sampler    policy     ratio  clipped  advantage    share"
@@ -191,8 +196,10 @@ def _chosen(record: StepRecord, group: int | None, answer: int | None) -> dict[s
     found = [each for each in record.answers if group in (None, each["group"]) and answer in (None, each["index"])]
     if not found:
         recorded = sorted({each["group"] for each in record.answers})
+        parts = (("group", group), ("answer", answer))
+        wanted = ", ".join(f"{name} {number}" for name, number in parts if number is not None)
         raise ValueError(
-            f"step {record.step['step']} has no record of group {group}, answer {answer}; recorded groups: "
+            f"step {record.step['step']} has no record of {wanted}; recorded groups: "
             f"{', '.join(map(str, recorded)) or 'none'} (rollout.record: full records all)"
         )
     return max(found, key=lambda each: sum(map(abs, filter(None, _list(each, "gradient")))))

@@ -13,7 +13,7 @@ from oxrl.config import Config, ConfigError, check_config
 from oxrl.config.registry import find_engine
 from oxrl.diagnose.step_difference import Difference, first_difference
 from oxrl.run.checkpoint import checkpoints, environment, read_state
-from oxrl.run.folder import current_stage, read_recorded
+from oxrl.run.folder import read_recorded, started_run
 from oxrl.run.prepare import resolve
 from oxrl.tracking.step_files import read_step, recorded_steps
 
@@ -72,7 +72,7 @@ class Replay(NamedTuple):
 
 def replay(run: str | Path, steps: Sequence[int] = ()) -> Replay:
     """Train these steps again (default: all that are recorded) in a temporary folder. The run is not changed."""
-    folder = current_stage(Path(run))
+    folder = started_run(Path(run))
     config = _replayable(check_config(read_recorded(folder / "config.yaml")))
     known = recorded_steps(folder)
     wanted = sorted(steps) or known

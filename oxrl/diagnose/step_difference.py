@@ -162,8 +162,8 @@ def first_digest(before: Mapping[str, Any], now: Mapping[str, Any]) -> Differenc
         if found := _in_digest(stage, before["digests"], now["digests"]):
             return found
         if stage.name == "loss":
-            for name in ("loss", "grad_norm"):
-                if before.get(name) != now.get(name):
+            for name in ("loss", "grad_norm", "lr"):
+                if name in before and name in now and before[name] != now[name]:
                     return Difference(stage.name, name, before.get(name), now.get(name))
     return None
 

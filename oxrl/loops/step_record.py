@@ -194,7 +194,7 @@ def _index_line(header: Mapping[str, Any]) -> dict[str, Any]:
         "groups": len(groups),
         "recorded": sum(group["recorded"] for group in groups),
         **{name: header[name] for name in ("version", "checkpoint", "digests")},
-        **{name: metrics.get(name) for name in ("loss", "grad_norm")},
+        **{name: metrics.get(name) for name in ("loss", "grad_norm", "lr")},
     }
 
 

@@ -18,7 +18,7 @@ import yaml
 from oxrl.config import STAGES, Config, ConfigError, check_config, load_stages
 from oxrl.data.buffer import DataBuffer
 from oxrl.models.catalog import catalogued
-from oxrl.names import source_file, without_digest
+from oxrl.names import did_you_mean, source_file, without_digest
 from oxrl.parsing import ParseError, read_json, read_yaml
 from oxrl.rollouts.buffer import Group
 from oxrl.rollouts.record import digest_of
@@ -257,6 +257,8 @@ def read_recorded(file: Path) -> dict[str, Any]:
     """The content of `config.yaml` or `stages.yaml`, as a run wrote it."""
     try:
         recorded = read_yaml(file)
+    except FileNotFoundError:
+        raise ConfigError(f"{file} does not exist: the run in {file.parent} has not started to train") from None
     except ParseError:
         recorded = None
     if not isinstance(recorded, dict) or not all(isinstance(section, dict) for section in recorded.values()):
@@ -294,6 +296,15 @@ def current_stage(home: Path) -> Path:
     """The folder of the last stage that was started; the run folder itself for a run without stages."""
     started = [home / name for name in STAGES if has_run(home / name)]
     return started[-1] if (home / "stages.yaml").exists() and started else home
+
+
+def started_run(home: Path) -> Path:
+    """`current_stage` of a folder that has a run; a ValueError if it has none."""
+    folder = current_stage(home)
+    if not has_run(folder):
+        hint = "" if home.exists() else did_you_mean(home.name, (other.name for other in home.parent.glob("*/")))
+        raise ConfigError(f"there is no run in {home}: pass the folder that `oxrl train` wrote{hint}")
+    return folder
 
 
 class RolloutLog:

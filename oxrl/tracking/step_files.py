@@ -60,6 +60,8 @@ class StepFiles:
 def record_folder(run: str | Path) -> Path:
     """The folder with the record of a run; a ValueError if there is none."""
     folder = Path(run) / FOLDER
+    if not Path(run).is_dir():
+        raise ValueError(f"there is no folder {run}: pass the folder that `oxrl train` wrote")
     if not folder.is_dir():
         raise ValueError(f"{run} has no record: it is written by `oxrl train` unless rollout.record is off")
     return folder

@@ -66,6 +66,8 @@ def _digest(text: str) -> str:
 
 def export_page(runs: Runs, path: Path, most: int = MOST_EXPORTED) -> Exported:
     """Write the page with its data inside; of the recorded steps the last ones, at most `most` bytes compressed."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder: name the file to write, such as {path / 'page.html'}")
     entries: Json = {"overview": _packed(runs.respond("overview"))}
     whole: list[list[int]] = []
     for number in range(len(runs.runs)):

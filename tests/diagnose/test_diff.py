@@ -76,10 +76,22 @@ def test_a_run_is_equal_to_its_repetition(runs):
     assert command.exit_code == 0 and json.loads(command.stdout)["compared"] == 3
 
 
+@pytest.mark.parametrize("command", [["replay"], ["diff"], ["explain", "--step", "1"], ["check"]])
+def test_a_folder_without_a_run_is_named(command, runs, tmp_path):
+    second = [str(runs.base)] if command == ["diff"] else []
+    missing = CliRunner().invoke(app, [*command, str(tmp_path / "nowhere"), *second])
+    assert missing.exit_code == 2 and "pass the folder that `oxrl train` wrote" in missing.stderr
+    (tmp_path / ".lock").touch()
+    waiting = CliRunner().invoke(app, [*command, str(tmp_path), *second])
+    assert waiting.exit_code == 2 and str(tmp_path) in waiting.stderr and "damaged" not in waiting.stderr
+
+
 def test_steps_whose_files_were_removed_are_compared_by_digest(runs):
     other = runs.train(reward={"reward_func": OTHER}, rollout={"record_steps": 1})
     found = diff_runs(runs.base, other)
     assert (found.step, found.difference.stage) == (1, "reward")
     assert "digest" in str(found)
+    faster = diff_runs(runs.base, runs.train(train={"lr": 2e-2}, rollout={"record_steps": 1}))
+    assert (faster.step, faster.difference.where) == (1, "lr") and faster.cause.startswith("learning rate")
     command = CliRunner().invoke(app, ["diff", str(runs.base), str(other)])
     assert command.exit_code == 1 and "likely cause: reward" in command.stdout

@@ -65,13 +65,19 @@ def test_a_step_that_taught_something_gives_each_token_its_share(tmp_path):
     trained = [token for token in found.tokens if token.trained]
     assert all(token.ratio == pytest.approx(1.0, abs=1e-5) and token.advantage > 0 for token in trained)
     assert "share: |d loss / d log p|" in str(found)
+    many = found._replace(summary={"tokens": 123456, "lr": 1e-5, "reward": None})
+    assert "  tokens 123456  lr 1e-05\n" in str(many), "counts in full"
 
 
 def test_an_answer_that_is_not_recorded_names_those_that_are(tmp_path):
     setting = Setting()
     recorded(setting, tmp_path, 1, setting.manager(batch_size=1, n_samples_per_prompt=2, reward_fn=small_letters))
-    with pytest.raises(ValueError, match="recorded groups: 0"):
+    with pytest.raises(ValueError, match="no record of group 9; recorded groups: 0"):
         explain(tmp_path, 1, group=9)
+    with pytest.raises(ValueError, match="no record of answer 7; recorded groups: 0"):
+        explain(tmp_path, 1, answer=7)
+    with pytest.raises(ValueError, match="there is no folder .*: pass the folder that `oxrl train` wrote"):
+        explain(tmp_path / "nowhere", 1)
     with pytest.raises(ValueError, match="no record of step 2"):
         explain(tmp_path, 2)
 

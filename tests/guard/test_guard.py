@@ -89,6 +89,9 @@ def test_a_run_prints_a_line_per_check_and_exits_with_1_after_a_failed_one(tmp_p
     assert shown.exit_code == 1 and failed["check"] == "diverged" and "lower train.lr" in failed["remedy"]
     missing = CliRunner().invoke(app, ["check", str(tmp_path)])
     assert missing.exit_code == 2 and "there is no run in" in missing.output
+    (tmp_path / "fine" / "checks.jsonl").unlink()
+    unchecked = CliRunner().invoke(app, ["check", str(tmp_path / "fine")])
+    assert unchecked.exit_code == 2 and "fine has no checks.jsonl" in unchecked.output
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo", "rloo"])

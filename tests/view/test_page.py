@@ -184,6 +184,28 @@ def test_two_runs_are_compared(browser, run, tmp_path):
         assert page.locator(curves).count() == 2
 
 
+def test_the_seconds_of_a_run_on_rows_are_those_of_training(browser, tmp_path):
+    run = write_run(tmp_path / "sft", steps=0, recorded=0)
+    append(run / "metrics.jsonl", {"step": 1, "step_seconds": 1.5, "check_seconds": 0.5, "record_seconds": 0.25})
+    write_step(run, 1, [answer(0, 0, "yes", 1.0)], seconds={"step": 1.5})
+    with shown(browser, run, address="#/run/0/step/1") as page:
+        parts = page.locator(".seconds .part").all_inner_texts()
+        assert sorted(parts) == ["check 0.5 s", "record 0.25 s", "train 1 s"]
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("#/run/0/step/last", "there is no step last: a step is a number"),
+        ("#/run/length", "there is no run length"),
+        ("#/run/7", "there is no run 7"),
+    ],
+)
+def test_an_address_that_is_mistyped_is_named(browser, run, address, message):
+    with shown(browser, run, address=address) as page:
+        assert text_of(page, "[role=alert]") == message
+
+
 def test_findings_are_marks_that_lead_to_their_step(browser, run):
     with shown(browser, run) as page:
         assert "rank correlation" in page.locator("figure[data-metric=length] .finding title").first.text_content()

@@ -122,6 +122,11 @@ def test_what_a_model_wrote_does_not_end_the_data_of_an_exported_page(tmp_path):
     assert len(re.findall("</script", html)) == 2 and "connect-src 'none'" in html
 
 
+def test_an_export_to_a_folder_is_refused(run, tmp_path):
+    with pytest.raises(ValueError, match="is a folder: name the file to write, such as .*page.html"):
+        export_page(Runs([run]), tmp_path)
+
+
 def test_an_export_keeps_the_last_steps_that_fit_and_all_metrics(tmp_path):
     runs = Runs([write_run(tmp_path / "run", steps=12)])
     whole = export_page(runs, tmp_path / "whole.html")

@@ -10,7 +10,8 @@ async function show() {
   const route = currentRoute();
   let view;
   try {
-    if (!store.runs[route.run]) throw new Error(`there is no run ${route.run}`);
+    if (!(store.runs[route.run] instanceof Run)) throw new Error(`there is no run ${route.run}`);
+    if (typeof route.step === "string") throw new Error(`there is no step ${route.step}: a step is a number`);
     view = await VIEWS[route.view](route);
   } catch (error) {
     view = { element: h("div", { class: "error", role: "alert" }, error.message) };

@@ -1,6 +1,11 @@
 // Addresses of the views: #/run/0/step/12/group/3/answer/1?colour=ratio. Each can be copied, and goes back in the browser.
 
-const PARTS = { run: Number, step: Number, group: String, answer: String, prompt: String };
+const PARTS = { run: whole, step: whole, group: String, answer: String, prompt: String };
+
+/** A number where the text is one, else the text: views say that there is no such step. */
+function whole(text) {
+  return /^\d{1,12}$/.test(text) ? Number(text) : text;
+}
 
 /** {view, run, step, group, answer, prompt, query} of the address. */
 function currentRoute() {

@@ -141,7 +141,8 @@ function findingsOfStep(run, step) {
 function secondsBar(recorded, metrics) {
   const logged = Object.entries(metrics).filter(([name]) => name.endsWith("_seconds")).map(([name, value]) => [name.replace(/_seconds$/, ""), value]);
   const all = Object.fromEntries([...logged, ...Object.entries(recorded ?? {})].filter(([, value]) => isNumber(value) && value > 0));
-  const parts = Object.entries(all).filter(([name]) => name !== "wait" && (name !== "step" || Object.keys(all).length === 1));
+  if (all.step && !all.train) all.train = all.step - (all.check ?? 0); // a run on rows, whose checks are made in the step
+  const parts = Object.entries(all).filter(([name, value]) => name !== "wait" && name !== "step" && value > 0);
   const total = sum(parts.map(([, value]) => value));
   if (!total) return null;
   const label = parts.map(([name, value]) => `${name} ${short(value)} s`).join(", ");
