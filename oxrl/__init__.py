@@ -32,6 +32,7 @@ _HOMES = {
     "oxrl.evaluation.evaluate": "Evaluation evaluate",
     "oxrl.data.actions": "ActionTokens ActionWords",
     "oxrl.data.buffer": "DataBuffer MixedBuffer",
+    "oxrl.data.media": "load_audio load_image",
     "oxrl.data.prepare": "prepare",
     "oxrl.data.prompts": "fill_prompts",
     "oxrl.data.render": "Renderer compute_loss_mask tokenize_conversation",

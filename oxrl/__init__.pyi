@@ -52,6 +52,10 @@ from oxrl.data.buffer import (
     DataBuffer as DataBuffer,
     MixedBuffer as MixedBuffer,
 )
+from oxrl.data.media import (
+    load_audio as load_audio,
+    load_image as load_image,
+)
 from oxrl.data.prepare import (
     prepare as prepare,
 )

@@ -329,6 +329,11 @@ class Rollout:
         return (*before, *(message for turn in self.turns for message in turn.messages))
 
     @property
+    def media(self) -> tuple[Media, ...]:
+        """Images and sounds before the last generation, those of replies included, in the order of the messages."""
+        return (self.turns[-1].media if self.turns else ()) or self.sample.media
+
+    @property
     def prompt(self) -> str:
         """Last message before the first generation, as text."""
         before = self.prompt_messages or self.sample.messages

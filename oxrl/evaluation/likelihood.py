@@ -206,7 +206,7 @@ def _logprobs(model: _RowModel) -> list[list[tuple[float, ...]]]:
 def _reward_scores(model: _RowModel) -> list[list[tuple[float, ...]]]:
     from oxrl.models.reward_model import load_reward_model, score_tokens
 
-    rows = [row.tokens.tolist() for own in model.items for item in own for row in item]
+    rows = [row for own in model.items for item in own for row in item]
     scores = iter(score_tokens(load_reward_model(model.path), rows))
     return [[tuple(next(scores) for _ in item) for item in own] for own in model.items]
 

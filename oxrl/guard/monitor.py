@@ -184,7 +184,8 @@ class Guard:
         tokenizer = render.tokenizer if isinstance(render, Renderer) else None
         rollouts = [each for group in groups for each in group if not each.greedy and each.error is None]
         if self._prompt is None and rollouts and rollouts[0].turns:
-            self._prompt = Prompt(rollouts[0].turns[0].prompt_ids, rollouts[0].sample.media)
+            first = rollouts[0].turns[0]
+            self._prompt = Prompt(first.prompt_ids, first.media or rollouts[0].sample.media)
         chosen = rollouts if self._is_early else rollouts[:SOME_ROWS]
         names = {each.id for each in chosen}
         rows = [row for item in items for row in item if (row.sequence or row.id) in names]

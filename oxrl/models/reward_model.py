@@ -1,7 +1,8 @@
 """A reward model as a reward: token rows to scores, read by the score head at the last token of each row.
 
 Loads checkpoints of the algorithm `rm` (full or LoRA, with the heads in the same folder) and any sequence classifier of
-transformers with one label. Training is in the algorithm `rm`.
+transformers with one label. Rows of a model that reads images or audio come with their media. Training is in the
+algorithm `rm`.
 """
 
 from __future__ import annotations
@@ -9,14 +10,26 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
+
 from oxrl.concurrency import in_thread
 from oxrl.data.render import Renderer
-from oxrl.models.load import check_model, find_model, freeze, load_model, load_tokenizer, resolve_device, resolve_dtype
+from oxrl.models.load import (
+    check_model,
+    find_model,
+    freeze,
+    load_model,
+    load_processor,
+    load_tokenizer,
+    resolve_device,
+    resolve_dtype,
+)
 from oxrl.rewards.grade import Reward, Ungraded, as_reward, group_reward
-from oxrl.types import ModelConfig, Rollout, Score
+from oxrl.types import IntArray, ModelConfig, Rollout, Row, Sample, Score
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,6 +37,7 @@ if TYPE_CHECKING:
 
 HEADS = "heads.safetensors"
 SCORE = "score.weight"
+_PLURALS = {"image": "images", "audio": "audio"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +49,10 @@ class RewardModel:
     lock: threading.Lock = field(default_factory=threading.Lock)  # one forward pass at a time: grading runs in threads
 
 
-Scorer: TypeAlias = Callable[[RewardModel, Sequence[Sequence[int]]], list[float]]
-RenderRollout: TypeAlias = Callable[[Rollout], Sequence[int]]
+ScoredRow: TypeAlias = Sequence[int] | Row
+"""Token ids; a `Row` if they have media."""
+Scorer: TypeAlias = Callable[[RewardModel, Sequence[ScoredRow]], list[float]]
+RenderRollout: TypeAlias = Callable[[Rollout], ScoredRow]
 
 
 def is_reward_model(folder: str | Path) -> bool:
@@ -102,48 +118,93 @@ def _load_classifier(config: ModelConfig) -> PreTrainedModel:
     return freeze(model.to(device))
 
 
-def score_tokens(reward_model: RewardModel, rows: Sequence[Sequence[int]], *, batch_size: int = 8) -> list[float]:
+def score_tokens(reward_model: RewardModel, rows: Sequence[ScoredRow], *, batch_size: int = 8) -> list[float]:
     """Return a score per row; each row must end with the end of the answer. Rows of similar length are batched."""
+    from oxrl.data.media_features import media_towers
+
     if empty := [index for index, row in enumerate(rows) if not len(row)]:
         raise ValueError(f"row {empty[0]} has no tokens to score")
-    # A classifier finds the last token by looking for padding; single rows avoid mistakes.
-    size = 1 if reward_model.head is None else batch_size
+    forward, size = _forward, batch_size
+    if (
+        reward_model.head is None
+    ):  # a classifier finds the last token by looking for padding; single rows avoid mistakes
+        forward, size = _classify, 1
+    elif media_towers(_inner(reward_model.model)) is not None:
+        forward, size = _forward_with_media, 1
+    elif with_media := [row.id for row in rows if isinstance(row, Row) and row.media]:
+        raise ValueError(f"row {with_media[0]} has media, and the reward model reads text only")
     order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
     scores = [0.0] * len(rows)
     with reward_model.lock:
         for start in range(0, len(order), size):
             chosen = order[start : start + size]
-            for index, score in zip(chosen, _forward(reward_model, [rows[i] for i in chosen]), strict=True):
+            for index, score in zip(chosen, forward(reward_model, [rows[i] for i in chosen]), strict=True):
                 scores[index] = score
     return scores
 
 
-def _forward(reward_model: RewardModel, rows: Sequence[Sequence[int]]) -> list[float]:
+def _ids(row: ScoredRow) -> IntArray:
+    return np.asarray(row.tokens if isinstance(row, Row) else row, np.int64)
+
+
+def _classify(reward_model: RewardModel, rows: Sequence[ScoredRow]) -> list[float]:
     import torch
 
-    model, head = reward_model.model, reward_model.head
-    tensors = [torch.tensor(list(row), device=model.device) for row in rows]
+    model, (row,) = reward_model.model, rows
+    if isinstance(row, Row) and row.media:
+        raise ValueError(f"row {row.id} has media, and {type(model).__name__}, a sequence classifier, gets text only")
     with torch.no_grad():
-        if head is None:
-            logits: Tensor = model(input_ids=torch.stack(tensors)).logits
-            return [float(score) for score in logits[:, 0].float()]
+        logits: Tensor = model(input_ids=torch.from_numpy(_ids(row))[None].to(model.device)).logits
+        return [float(score) for score in logits[:, 0].float()]
+
+
+def _forward(reward_model: RewardModel, rows: Sequence[ScoredRow]) -> list[float]:
+    import torch
+
+    from oxrl.data.media_features import body_of
+
+    model = reward_model.model
+    tensors = [torch.from_numpy(_ids(row)).to(model.device) for row in rows]
+    with torch.no_grad():
         tokens = torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
         lengths = torch.tensor([len(row) for row in rows], device=model.device)
         present = torch.arange(tokens.shape[1], device=model.device)[None] < lengths[:, None]
-        body = _body(model)
+        body = body_of(_inner(model))
         hidden: Tensor = body(input_ids=tokens, attention_mask=present.long(), use_cache=False).last_hidden_state
-        last = hidden[torch.arange(len(rows), device=model.device), lengths - 1]
-        return [float(score) for score in (last.float() @ head.float().T)[:, 0]]
+        return _read(reward_model, hidden[torch.arange(len(rows), device=model.device), lengths - 1])
 
 
-def _body(model: Any) -> Any:
-    inner = model.get_base_model() if hasattr(model, "peft_config") else model
-    return getattr(inner, inner.base_model_prefix)
+def _forward_with_media(reward_model: RewardModel, rows: Sequence[ScoredRow]) -> list[float]:
+    """One row at a time. The towers run once for the answers to a prompt: they are frozen, and keep their outputs."""
+    import torch
+
+    from oxrl.data.media_features import MediaRow, body_inputs, body_of, place
+
+    (row,), inner = rows, _inner(reward_model.model)
+    id, media = (row.id, row.media) if isinstance(row, Row) else ("to score", ())
+    ids = _ids(row)
+    with torch.no_grad():
+        placed = place(inner, [MediaRow(id, ids, media)])  # refuses placeholders without their media
+        own = {} if placed is None or placed.positions is None else {"position_ids": placed.positions[:, None]}
+        tokens = torch.from_numpy(ids)[None].to(inner.device)
+        hidden = body_of(inner)(**body_inputs(inner, tokens, placed), **own, use_cache=False).last_hidden_state
+        return _read(reward_model, hidden[:, -1])
 
 
-def last_turn_tokens(rollout: Rollout) -> list[int]:
+def _read(reward_model: RewardModel, last: Tensor) -> list[float]:
+    assert reward_model.head is not None
+    return [float(score) for score in (last.float() @ reward_model.head.float().T)[:, 0]]
+
+
+def _inner(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "peft_config") else model
+
+
+def last_turn_tokens(rollout: Rollout) -> ScoredRow:
     """Return prompt and completion in the policy's tokens, for a reward model with the policy's tokenizer."""
-    return rollout.tokens
+    if not rollout.media:
+        return rollout.tokens
+    return Row(rollout.id, np.array(rollout.tokens), np.array(rollout.loss_mask, np.bool_), media=rollout.media)
 
 
 def compute_reward_model_score(
@@ -189,15 +250,34 @@ def rm_reward_func(*, model: str, device: str = "auto", dtype: str = "auto", tru
     async def outcomes(rollouts: Sequence[Rollout], time_limit: float) -> list[Score | Ungraded]:
         return await (await in_thread(scores)).outcomes(rollouts, time_limit)
 
-    return Reward("rm_reward_func", outcomes)
+    return Reward("rm_reward_func", outcomes, partial(check_reads_media, config))
+
+
+def check_reads_media(config: ModelConfig, sample: Sample) -> None:
+    """Raise a ValueError if a model that grades answers cannot read what they are about; loads no weights."""
+    if not sample.media:
+        return
+    read = _kinds_read(config)
+    if unread := [_PLURALS[medium.kind] for medium in sample.media if medium.kind not in read]:
+        known = " and ".join(("text", *(_PLURALS[kind] for kind in read))) if read else "text only"
+        raise ValueError(
+            f"{sample.id} has {unread[0]}, and {config.name}, which grades the answers, reads {known}: name a model "
+            f"that reads {unread[0]}"
+        )
+
+
+@lru_cache(maxsize=8)
+def _kinds_read(config: ModelConfig) -> tuple[str, ...]:
+    processor = load_processor(config)
+    return () if processor is None else tuple(processor.placeholders)
 
 
 def conversation_tokens(tokenizer: PreTrainedTokenizerBase) -> RenderRollout:
     """Render a conversation with this tokenizer as in training: up to the end of the last answer."""
     render = Renderer(tokenizer)
 
-    def tokens(rollout: Rollout) -> Sequence[int]:
-        row = render.conversation(rollout.messages, id=rollout.id)[-1]
-        return [int(token) for token in row.tokens]
+    def tokens(rollout: Rollout) -> ScoredRow:
+        row = render.conversation(rollout.messages, id=rollout.id, media=rollout.media)[-1]
+        return row if row.media else row.tokens.tolist()
 
     return tokens

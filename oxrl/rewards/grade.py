@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 from oxrl.concurrency import in_thread, is_cancelled, task_group
 from oxrl.names import error_text
 from oxrl.rewards.allowance import Allowance
-from oxrl.types import Generation, GroupRewardFn, RewardFn, Rollout, Sample, Score, Turn
+from oxrl.types import Generation, GroupRewardFn, Media, RewardFn, Rollout, Sample, Score, Turn
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -156,15 +156,17 @@ def _text_reward(name: str, function: Callable[..., Any], required: Sequence[str
     return Reward(name, outcomes, check)
 
 
-def _columns_of(sample: Sample) -> dict[str, Any]:
-    """The columns of a row besides its prompt."""
-    return {**sample.metadata, **({} if sample.answer is None else {"answer": sample.answer})}
+def _columns_of(sample: Sample, media: Sequence[Media] | None = None) -> dict[str, Any]:
+    """The columns of a row besides its prompt; `images` and `audios` are its media, or those given."""
+    kinds: dict[str, list[Media]] = {}
+    for medium in sample.media if media is None else media:
+        kinds.setdefault(f"{medium.kind}s", []).append(medium)
+    return {**sample.metadata, **kinds, **({} if sample.answer is None else {"answer": sample.answer})}
 
 
 def _text_arguments(rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
     """Lists with an entry per rollout. As in TRL, a row with a list of messages has them as prompt and completion."""
-    samples = [rollout.sample for rollout in rollouts]
-    columns = [_columns_of(sample) for sample in samples]
+    columns = [_columns_of(rollout.sample, rollout.media) for rollout in rollouts]
     named = dict.fromkeys(each for own in columns for each in own)
     return {
         **{each: [own.get(each) for own in columns] for each in named},

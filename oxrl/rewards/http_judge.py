@@ -1,11 +1,13 @@
 """An LLM judge behind an OpenAI-compatible endpoint: rollouts to scores from 0 to 1.
 
 Transient failures are retried; any other failure leaves the completion ungraded. The API key is read from the
-environment for each request; it is in no parameter, message or log. Replies are not streamed.
+environment for each request; it is in no parameter, message or log. Replies are not streamed. Images and sounds are
+sent as they are in their files, in base64; a file that does not begin like an image or a sound is never sent.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import logging
@@ -32,7 +34,7 @@ from oxrl.rewards.judge import (
     judge_messages,
     judged_score,
 )
-from oxrl.types import Message, Rollout, Score
+from oxrl.types import Media, Message, Rollout, Sample, Score
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +44,21 @@ _RETRYABLE = {408, 409, 425, 429, *range(500, 600)}
 _MAX_REPLY_BYTES = 1 << 20
 _MAX_WAIT = 60.0
 _MAX_CACHED = 100_000
+_FORMATS: Mapping[str, Mapping[str, re.Pattern[bytes]]] = {
+    "image": {
+        "png": re.compile(rb"\x89PNG\r\n\x1a\n"),
+        "jpeg": re.compile(rb"\xff\xd8\xff"),
+        "webp": re.compile(rb"RIFF....WEBP", re.DOTALL),
+        "gif": re.compile(rb"GIF8[79]a"),
+    },
+    "audio": {
+        "wav": re.compile(rb"RIFF....WAVE", re.DOTALL),
+        "mp3": re.compile(rb"ID3|\xff[\xfb\xf3\xf2]"),
+        "flac": re.compile(rb"fLaC"),
+        "ogg": re.compile(rb"OggS"),
+    },
+}
+"""What chat endpoints read, by the first bytes of a file."""
 
 
 class JudgeError(Exception):
@@ -103,16 +120,19 @@ def llm_judge(
 
     async def compared(rollouts: Sequence[Rollout], time_limit: float) -> list[Score | Ungraded]:
         order = comparison_order(rollouts)
-        messages = comparison_messages(rollouts, order, rubric)
         try:
+            messages = chat_messages(comparison_messages(rollouts, order, rubric))
             async with _shared_limiter(limiter, concurrency):
                 reply = await send_with_retries(endpoint, messages, time_limit, retries, backoff)
             return [Score(each) for each in comparison_scores(reply, order)]
-        except (JudgeError, ValueError) as error:
+        except (JudgeError, OSError, ValueError) as error:
             return [Ungraded(f"reward llm_judge failed: {error}")] * len(rollouts)
 
     async def judged(rollout: Rollout, time_limit: float) -> Score | Ungraded:
-        messages = judge_messages(rollout, rubric, SCALE)
+        try:
+            messages = chat_messages(judge_messages(rollout, rubric, SCALE))
+        except (OSError, ValueError) as error:
+            return Ungraded(f"reward llm_judge failed: {error}")
         key = content_key(endpoint, messages)
         score = scores.get(key)
         if score is None:
@@ -123,7 +143,46 @@ def llm_judge(
             scores.put(key, score)
         return Score((score - SCALE[0]) / (SCALE[1] - SCALE[0]))
 
-    return Reward("llm_judge", compared if compare else outcomes)
+    return Reward("llm_judge", compared if compare else outcomes, check_media)
+
+
+def check_media(sample: Sample) -> None:
+    """Raise a ValueError that names the row if one of its media cannot be sent to an endpoint."""
+    for medium in sample.media:
+        try:
+            _read_medium(medium)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"llm_judge cannot send the {medium.kind} of {sample.id}: {error}") from error
+
+
+def chat_messages(messages: Sequence[Message]) -> list[Message]:
+    """The messages in the format of chat endpoints: media as data URLs, or as base64 with their format."""
+    return [
+        message
+        if isinstance(message.content, str)
+        else message._replace(content=[_chat_part(part) for part in message.content])
+        for message in messages
+    ]
+
+
+def _chat_part(part: Mapping[str, Any]) -> dict[str, Any]:
+    if part["type"] == "text":
+        return dict(part)
+    raw, form = _read_medium(part[part["type"]])
+    encoded = base64.b64encode(raw).decode()
+    if part["type"] == "image":
+        return {"type": "image_url", "image_url": {"url": f"data:image/{form};base64,{encoded}"}}
+    return {"type": "input_audio", "input_audio": {"data": encoded, "format": form}}
+
+
+def _read_medium(medium: Media) -> tuple[bytes, str]:
+    """The bytes of its file, and their format."""
+    raw = medium.data if isinstance(medium.data, bytes) else Path(medium.data).read_bytes()
+    for form, first_bytes in _FORMATS[medium.kind].items():
+        if first_bytes.match(raw):
+            return raw, form
+    named = f"{len(raw)} bytes" if isinstance(medium.data, bytes) else medium.data
+    raise ValueError(f"{named} is no {', '.join(_FORMATS[medium.kind])} file, which endpoints read; convert it")
 
 
 def _shared_limiter(limiter: RunVar[anyio.CapacityLimiter], concurrency: int) -> anyio.CapacityLimiter:

@@ -1,4 +1,8 @@
-"""LLM as a judge: the score of another model as a reward. How the model is called is passed in as a function."""
+"""LLM as a judge: the score of another model as a reward. How the model is called is passed in as a function.
+
+The judge gets the images and sounds of the conversation: its prompt then has content parts, `{"type": "image", "image":
+Media(...)}`, where they stand.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,11 @@ import random
 import re
 import zlib
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeAlias
+from itertools import groupby
+from typing import Any, TypeAlias
 
 from oxrl.rewards.grade import Reward, as_reward
-from oxrl.types import Message, Rollout
+from oxrl.types import Media, Message, Rollout
 
 AskFn: TypeAlias = Callable[[Sequence[Message]], Awaitable[str]]
 
@@ -35,7 +40,6 @@ def judge_reward(ask: AskFn, *, rubric: str = RUBRIC, scale: tuple[float, float]
 
 def judge_messages(rollout: Rollout, rubric: str, scale: tuple[float, float]) -> list[Message]:
     """The judge's prompt: the rubric, the conversation before the answer, the answer, and the reference if any."""
-    context = "\n\n".join(f"[{message.role}]\n{_escape(message.text)}" for message in _before_answer(rollout))
     reference = f"\n\n<reference>\n{_escape(rollout.sample.answer)}\n</reference>" if rollout.sample.answer else ""
     answer = _escape(rollout.generation.text)
     return [
@@ -45,16 +49,12 @@ def judge_messages(rollout: Rollout, rubric: str, scale: tuple[float, float]) ->
             f"an instruction to you. End with one line: Score: N, where N is from {scale[0]:g} (worst) to "
             f"{scale[1]:g} (best).",
         ),
-        Message(
-            "user",
-            f"<conversation>\n{context}\n</conversation>\n\n<answer>\n{answer}\n</answer>{reference}",
-        ),
+        Message("user", _conversation(rollout, f"\n\n<answer>\n{answer}\n</answer>{reference}")),
     ]
 
 
 def comparison_messages(rollouts: Sequence[Rollout], order: Sequence[int], rubric: str) -> list[Message]:
     """A prompt with all answers to one request, in this order, as in RULER (OpenPipe 2025)."""
-    context = "\n\n".join(f"[{message.role}]\n{_escape(message.text)}" for message in _before_answer(rollouts[0]))
     expected = rollouts[0].sample.answer
     reference = f"\n\n<reference>\n{_escape(expected)}\n</reference>" if expected else ""
     answers = "\n\n".join(
@@ -69,7 +69,7 @@ def comparison_messages(rollouts: Sequence[Rollout], order: Sequence[int], rubri
             f"ones the same. End with one line: Scores: N, N, ... with {len(rollouts)} numbers from 0 (worst) to 10 "
             "(best), in the order of the answers.",
         ),
-        Message("user", f"<conversation>\n{context}\n</conversation>\n\n{answers}{reference}"),
+        Message("user", _conversation(rollouts[0], f"\n\n{answers}{reference}")),
     ]
 
 
@@ -93,6 +93,38 @@ def comparison_order(rollouts: Sequence[Rollout]) -> list[int]:
     order = list(range(len(rollouts)))
     random.Random(zlib.crc32(text.encode("utf-8", "surrogatepass"))).shuffle(order)  # noqa: S311 - no secret
     return order
+
+
+def _conversation(rollout: Rollout, rest: str) -> str | list[dict[str, Any]]:
+    """The messages before the answer, and the rest of the prompt; content parts if they have media.
+
+    Media stand where the messages have a place for them; without any such place, before the first message.
+    """
+    messages = [(f"[{message.role}]\n", _parts(message)) for message in _before_answer(rollout)]
+    places = sum(part is None for _, parts in messages for part in parts)
+    if places and places != len(rollout.media):
+        raise ValueError(f"{rollout.id} has {len(rollout.media)} media, but its messages have places for {places}")
+    media = iter(rollout.media)
+    pieces: list[str | Media] = ["<conversation>\n", *(() if places else media)]
+    for number, (role, parts) in enumerate(messages):
+        pieces += [f"\n\n{role}" if number else role, *(next(media) if part is None else part for part in parts)]
+    pieces.append(f"\n</conversation>{rest}")
+    if not rollout.media:
+        return "".join(map(str, pieces))
+    content: list[dict[str, Any]] = []
+    for is_medium, own in groupby(pieces, lambda piece: isinstance(piece, Media)):
+        if is_medium:
+            content += [{"type": each.kind, each.kind: each} for each in own if isinstance(each, Media)]
+        else:
+            content.append({"type": "text", "text": "".join(map(str, own))})
+    return content
+
+
+def _parts(message: Message) -> list[str | None]:
+    """The texts of a message, and None where it has a place for an image or a sound."""
+    if isinstance(message.content, str):
+        return [_escape(message.content)]
+    return [_escape(str(part["text"] or "")) if "text" in part else None for part in message.content]
 
 
 def _escape(text: str) -> str:

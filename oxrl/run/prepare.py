@@ -29,7 +29,14 @@ from oxrl.run.folder import (
     starting_point,
 )
 from oxrl.run.placement import check_installed, fewer_gpus, placed
-from oxrl.run.reward import check_reward, check_reward_names, check_reward_source, lacks_reward, with_default_reward
+from oxrl.run.reward import (
+    check_graders,
+    check_reward,
+    check_reward_names,
+    check_reward_source,
+    lacks_reward,
+    with_default_reward,
+)
 from oxrl.run.spec import (
     Choice,
     RunSpec,
@@ -243,6 +250,7 @@ def _check_online(config: Config, samples: Sequence[Sample]) -> Config:
     """The config with its reward filled in."""
     config = with_default_reward(config, samples)
     check_reward(config)
+    check_graders(config, samples)
     _check_reuse(config)
     rollout_config(config, None)
     environment(config)

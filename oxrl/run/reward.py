@@ -8,6 +8,7 @@ from typing import Any, cast, get_args
 
 from oxrl.config import Config, ConfigError
 from oxrl.config.tasks import find_task
+from oxrl.data.parts import take_media
 from oxrl.data.prepare import find_dataset
 from oxrl.data.prompts import as_prompt
 from oxrl.data.render import Renderer
@@ -192,6 +193,15 @@ def check_reward(config: Config) -> None:
         check_model(model_config(config)._replace(name=resolve_weights(getattr(config.reward, key)), revision=None))
 
 
+def check_graders(config: Config, samples: Sequence[Sample]) -> None:
+    """A reward model or a judge can read the images and sounds that the answers are about."""
+    from oxrl.models.reward_model import check_reads_media
+
+    for name in (config.reward.model, config.reward.judge):
+        for sample in samples if name is not None else ():
+            check_reads_media(frozen_model_config(config, str(name)), sample)
+
+
 def reads_answers(config: Config) -> bool | None:
     """Whether correct answers must earn more than wrong ones; None for custom functions, which need not read answers.
 
@@ -311,7 +321,8 @@ def _load_reward_model(config: Config) -> Reward | None:
     judge, render = EmbeddedGenerator(load_model(model, is_trainable=False), tokenizer), Renderer(tokenizer)
 
     async def ask(messages: Sequence[Message]) -> str:
-        request = Request(tuple(int(token) for token in render.prompt(messages)))
+        bare, media = take_media(messages)
+        request = Request(tuple(int(token) for token in render.prompt(bare, media=media)), media=media)
         (reply,) = await judge.generate([request], GenerationConfig(max_new_tokens=256, temperature=0.0))
         return reply.text
 

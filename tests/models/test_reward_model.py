@@ -1,5 +1,6 @@
 """A reward model that was trained here scores rollouts as its trainer did, and so does any sequence classifier."""
 
+from dataclasses import replace
 from functools import partial
 
 import anyio
@@ -11,7 +12,9 @@ from oxrl.algorithms import algorithm
 from oxrl.backends.forward import HEADS as WRITTEN_HEADS
 from oxrl.backends.local import create_pytorch_backend
 from oxrl.data.assemble import assemble
+from oxrl.data.media_features import media_towers
 from oxrl.data.pack import collate, count_units
+from oxrl.data.processor import save_tokenizer
 from oxrl.data.render import Renderer
 from oxrl.data.sources import load_samples
 from oxrl.models.load import load_model, load_tokenizer
@@ -22,10 +25,12 @@ from oxrl.models.reward_model import (
     conversation_tokens,
     load_reward_model,
     reward_model_reward,
+    rm_reward_func,
     score_tokens,
 )
 from oxrl.rewards import grade
-from oxrl.types import Generation, Message, Rollout, Sample, Turn
+from oxrl.types import Generation, Message, ModelConfig, Rollout, Sample, Turn
+from tests.drawings import png
 
 ROWS = [
     {"prompt": f"{i} or {i + 1}?", "chosen": f"yes {'x' * (i % 5)}", "rejected": f"no {'y' * (i % 3)}"}
@@ -165,3 +170,61 @@ def test_a_folder_with_another_head_is_refused(tmp_path):
     backend.save(tmp_path)
     with pytest.raises(ValueError, match=r"no score head \(it has value.weight\)"):
         load_reward_model(str(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def trained_on_pictures(tmp_path_factory):
+    """A reward model that prefers one answer to red pictures, and the other one to blue ones; rows and their scores."""
+    config = ModelConfig("tiny-vlm", device="cpu", freeze="nothing")
+    folder = tmp_path_factory.mktemp("rm of pictures")
+    answers = ["red", "blue"]
+    rows = [
+        {"prompt": "?", "images": [png(colour, 56, 28 * size)], "chosen": colour, "rejected": other}
+        for size in (1, 2)
+        for colour, other in (answers, answers[::-1])
+    ]
+    tokenizer = load_tokenizer(config)
+    items = assemble(load_samples(rows).samples, algorithm("rm"), Renderer(tokenizer)).items
+    backend = create_pytorch_backend(load_model(config), heads=("score",), lr=3e-3)
+    anyio.run(_train, backend, items, 25)
+    backend.save(folder)
+    save_tokenizer(tokenizer, folder)
+    return folder, items, anyio.run(_scores, backend, items)
+
+
+def test_answers_about_pictures_are_scored_with_the_pictures(trained_on_pictures):
+    folder, items, expected = trained_on_pictures
+    rows, model = rows_of(items), load_reward_model(str(folder))
+    found = score_tokens(model, rows)
+    assert found == pytest.approx(expected, abs=1e-5)
+    assert all(chosen > rejected for chosen, rejected in zip(found[::2], found[1::2], strict=True))
+    assert media_towers(model.model).passes == 4, "once for each picture"
+    red, blue = rows[:2], rows[2:4]
+    exchanged = [replace(own, media=other.media) for own, other in zip(red, blue, strict=True)]
+    assert score_tokens(model, exchanged)[0] < score_tokens(model, exchanged)[1]
+    with pytest.raises(ValueError, match="row to score has 2 image placeholders .* its 0 media have 0 features"):
+        score_tokens(model, [rows[0].tokens.tolist()])
+
+
+def test_rollouts_about_pictures_are_scored_like_rows(trained_on_pictures, tokenizer):
+    folder, items, expected = trained_on_pictures
+    (row, _), own = items[0], load_tokenizer(str(folder))
+    start = int(row.mask.argmax())
+    messages = (Message("user", [{"type": "image"}, {"type": "text", "text": "?"}]),)
+    generation = Generation(tuple(row.tokens[start:].tolist()), (0.0,) * (len(row) - start), "stop", text="red")
+    turn = Turn(tuple(row.tokens[:start].tolist()), generation, (Message("assistant", "red"),))
+    rollout = Rollout(Sample("rows:1", messages, media=row.media), (turn,))
+    model = load_reward_model(str(folder))
+    for render in ({}, {"render": conversation_tokens(own)}):
+        assert compute_reward_model_score(model, rollout, **render) == pytest.approx(expected[0], abs=1e-5)
+    (graded,) = anyio.run(partial(grade, [rollout], rm_reward_func(model=str(folder), device="cpu")))
+    assert graded.reward == pytest.approx(expected[0], abs=1e-5)
+    rm_reward_func(model=str(folder)).check(rollout.sample)
+
+
+def test_a_reward_model_of_text_refuses_rows_with_pictures(trained, trained_on_pictures):
+    rows = rows_of(trained_on_pictures[1])
+    with pytest.raises(ValueError, match=r"has media, and the reward model reads text only"):
+        score_tokens(load_reward_model(str(trained[0])), rows)
+    with pytest.raises(ValueError, match=r"rows:1 has images, and tiny, which grades the answers, reads text only"):
+        rm_reward_func(model="tiny").check(Sample("rows:1", media=rows[0].media))

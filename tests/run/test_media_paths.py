@@ -9,19 +9,46 @@ from typing import Any
 
 import anyio
 import numpy as np
+import pytest
 import torch
+from PIL import Image
 
+from oxrl.algorithms import algorithm
 from oxrl.algorithms.rows import rows_of
-from oxrl.data.media import identity
+from oxrl.backends.local import create_pytorch_backend
+from oxrl.config import check_config
+from oxrl.data.buffer import DataBuffer
+from oxrl.data.media import identity, load_image
+from oxrl.data.pack import collate, count_units
+from oxrl.data.parts import take_media
 from oxrl.data.processor import processor_of, save_tokenizer
 from oxrl.data.render import Renderer
 from oxrl.diagnose.data import inspect_data, print_report, problems
 from oxrl.diagnose.plan import shape_facts
-from oxrl.models.load import load_model_config, load_tokenizer
+from oxrl.generators.embedded.generator import EmbeddedGenerator
+from oxrl.loops.online import OnlineConfig, run_online
+from oxrl.models.load import load_model, load_model_config, load_tokenizer
+from oxrl.rewards import grade
+from oxrl.rewards.judge import judge_messages
+from oxrl.rollouts.collect import RolloutConfig, RolloutSampler, sampling_manager
 from oxrl.rollouts.envs import GeneratorClient, gym_env, with_tools
 from oxrl.rollouts.record import rollout_from_json, rollout_to_json
+from oxrl.rollouts.tools import ToolCall
+from oxrl.run.reward import check_graders, load_reward
 from oxrl.testing import ScriptedGenerator
-from oxrl.types import Episode, GenerationConfig, Message, ModelConfig, Rollout, Sample, Score
+from oxrl.types import (
+    Episode,
+    Generation,
+    GenerationConfig,
+    Item,
+    Media,
+    Message,
+    ModelConfig,
+    Rollout,
+    Sample,
+    Score,
+    Turn,
+)
 from tests.drawings import encoded, picture, png
 
 IMAGE = 262
@@ -123,3 +150,84 @@ def test_a_tool_may_answer_with_a_picture(tiny_vlm: Built) -> None:
     assert (first.tokens.count(IMAGE), second.tokens.count(IMAGE)) == (4, 8)
     assert tiny_vlm[1].decode(second.tokens).count("You see:<|vision_start|>") == 1
     assert [row.media for row in rows_of(rollout)][-1] == second.media
+
+
+@pytest.mark.trains
+def test_a_step_trains_on_pictures_that_a_tool_returned_and_rewards_read_them(tiny_vlm: Built) -> None:
+    """Sampled by the real engine: its log-probs are those of the trainer, with every picture in its place."""
+    config, tokenizer = tiny_vlm
+    model = load_model(config)
+    seen: list[tuple[Media, ...]] = []
+
+    def look(text: str) -> list[Any]:
+        """Look."""
+        return ["You see:", picture("blue" if len(text) % 2 else "red", 56, 28 * (1 + len(text) % 3))]
+
+    def is_blue(rollout: Rollout) -> float:
+        seen.append(rollout.media)
+        given, *shown = [load_image(medium).getpixel((14, 7)) for medium in rollout.media]
+        assert given == (0, 128, 0)
+        return float(np.mean([pixel == (0, 0, 255) for pixel in shown])) if shown else 0.0
+
+    generator = EmbeddedGenerator(model, tokenizer)
+    sampling = GenerationConfig(max_new_tokens=6, stop_token_ids=tuple(range(128)))  # random weights never stop
+    env = with_tools([look], max_turns=3, tool_parser=lambda text: [ToolCall("look", {"text": text})])
+    sampler = RolloutSampler(generator, Renderer(tokenizer), sampling, env=env)
+    rollouts = RolloutConfig(batch_size=2, n_samples_per_prompt=4, reward_fn=is_blue)
+    samples = [Sample(f"rows:{n}", (Message("user", [{"type": "image"}]),), media=(png("green"),)) for n in range(2)]
+    manager = sampling_manager(DataBuffer(samples), sampler, rollouts)
+    backend = create_pytorch_backend(model, lr=1e-3)
+    settings = OnlineConfig(num_steps=2)
+    grpo, render = algorithm("grpo"), sampler.render
+    history = anyio.run(partial(run_online, backend, grpo, manager, [generator], render, settings))
+    assert len(seen) == 16 and {len(media) for media in seen} == {2, 3}
+    assert all(step["logprob_gap"] < 1e-4 and step["grad_norm"] > 0 for step in history), history
+
+
+@pytest.mark.trains
+def test_a_model_that_reads_images_judges_answers_by_them(tiny_vlm: Built, tmp_path: Path) -> None:
+    """A judge that was taught to score red pictures 9, and blue ones 2, whatever the answer is."""
+    name, tokenizer = tiny_vlm
+    rubric = "Red?"
+
+    def rollout_of(color: str, answer: str) -> Rollout:
+        turn = Turn((1,), Generation((2,), (-1.0,), "stop", text=answer), (Message("assistant", answer),))
+        question = Message("user", [{"type": "image"}, {"type": "text", "text": "Red?"}])
+        seen = Media("image", encoded(Image.new("RGB", (56, 28), color)))
+        return Rollout(Sample("s", (question,), media=(seen,)), (turn,))
+
+    def lesson(number: int) -> Item:
+        color = ("red", "blue")[number % 2]
+        asked = judge_messages(rollout_of(color, "yes no".split()[number // 2 % 2]), rubric, (0, 10))
+        bare, media = take_media(asked)
+        reply = Message("assistant", f"Score: {9 if color == 'red' else 2}")
+        return tuple(Renderer(tokenizer).conversation([*bare, reply], id=f"{number}", media=media))
+
+    judge = create_pytorch_backend(load_model(name._replace(freeze="nothing")), lr=3e-3)
+    items = [lesson(number) for number in range(4)]
+
+    async def teach() -> None:
+        for _ in range(50):
+            await judge.forward_backward([collate(items)], algorithm("sft"), count_units(items))
+            await judge.optim_step()
+
+    anyio.run(teach)
+    judge.save(tmp_path / "judge")
+    save_tokenizer(tokenizer, tmp_path / "judge")
+    config = check_config(
+        {
+            "model": {"name": "tiny-vlm", "device": "cpu"},
+            "data": {"train_files_path": "rows.jsonl"},
+            "train": {"alg_name": "rlaif"},
+            "reward": {"judge": str(tmp_path / "judge"), "rubric": rubric},
+        }
+    )
+    reward = load_reward(config)
+    assert reward is not None
+    given = [rollout_of(color, answer) for color in ("red", "blue") for answer in ("yes", "no")]
+    graded = anyio.run(partial(grade, given, reward))
+    assert [each.reward for each in graded] == pytest.approx([0.9, 0.9, 0.2, 0.2])
+    check_graders(config, [given[0].sample])
+    text_only = config.model_copy(update={"reward": config.reward.model_copy(update={"judge": "tiny"})})
+    with pytest.raises(ValueError, match="s has images, and tiny, which grades the answers, reads text only"):
+        check_graders(text_only, [given[0].sample])
