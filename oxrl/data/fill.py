@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from string import Formatter
 from typing import Any
 
@@ -47,6 +47,11 @@ def _parsed(template: str) -> Iterator[tuple[str, str | None, str]]:
 
 
 _BRACES = "placeholders have the names of columns, as in {question}; write a literal brace twice: {{ and }}"
+
+
+def numbers_text(numbers: Sequence[float] | float) -> str:
+    """`numbers_text([0.12345, -1]) == "0.1235 -1"`: four digits are enough to show a number to a model."""
+    return " ".join(f"{number:.4g}" for number in (numbers if isinstance(numbers, list | tuple) else [numbers]))
 
 
 def _printable(name: str, row: Mapping[str, Any]) -> Any:

@@ -253,6 +253,15 @@ def _alpaca(columns: _Columns) -> Sample:
     return _sample(columns, prompt + _reply(prompt, "output", columns.take("output")))
 
 
+def _actions(columns: _Columns) -> Sample:
+    prompt, actions = _prompt(columns, "prompt", "question", "instruction"), columns.take("actions")
+    if isinstance(actions, str | int | float):
+        actions = [actions]
+    if not isinstance(actions, list | tuple) or not actions:
+        raise BadRow(f"actions must be a list, of numbers or of lists of them, or a word; it is {_kind(actions)}")
+    return _sample(columns, (*prompt, Message("assistant", "", {"actions": actions})))
+
+
 def _prompt_response(columns: _Columns) -> Sample:
     prompt = _prompt(columns, "prompt", "question")
     return _sample(columns, prompt + _reply(prompt, *columns.take_first("response", "completion")))
@@ -327,6 +336,7 @@ FORMATS: dict[str, Format] = {
     "scored": Format((("prompt", "question"), ("responses",), ("rewards",)), _scored),
     "messages": Format((("messages",),), _openai),
     "sharegpt": Format((("conversations",),), _sharegpt),
+    "actions": Format((("prompt", "question", "instruction"), ("actions",)), _actions),
     "alpaca": Format((("instruction",), ("output",)), _alpaca),
     "prompt_response": Format((("prompt", "question"), ("response", "completion")), _prompt_response),
     "prompt_answer": Format((("prompt", "question"), ("answer",)), _prompt_answer),

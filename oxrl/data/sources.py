@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, TypeAlias
 
+from oxrl.data.episodes import is_recording, read_episodes
 from oxrl.data.formats import BadRow, RawRow, recognise, to_sample
 from oxrl.machine.hub import offline_if_unreachable
 from oxrl.names import did_you_mean
@@ -49,12 +50,15 @@ def load_samples(
     bad_rows: Literal["stop", "skip"] = "stop",
     limit: int | None = None,
     split: str = "train",
+    chunk: int = 1,
 ) -> Loaded:
     """Load the samples of any source, at most `limit`; `columns` maps our column names to the source's.
 
     `template` defines columns from others: `{"prompt": "{Body} {Question}", "answer": "Answer", "system": "Be brief"}`.
     Without `format` the first valid row determines it, and a later row of another format is a bad row. A bad row raises
     `BadRow`, or is skipped and listed (`bad_rows="skip"`). If no row is valid, ValueError is raised in any case.
+
+    A folder of recorded episodes gives a sample per step, with `chunk` actions as its answer.
     """
     if bad_rows not in ("stop", "skip"):
         raise ValueError(f"bad_rows must be 'stop' or 'skip', not {bad_rows!r}")
@@ -64,7 +68,11 @@ def load_samples(
     skipped: list[tuple[str, str]] = []
     first_format = format
     folder = _folder_of(source)
-    for row in read_rows(source, split=split):
+    if _is_folder(source) and is_recording(folder, READERS, columns):
+        rows, columns = _not_empty(str(folder), read_episodes(folder, READERS, chunk, columns)), None
+    else:
+        rows = read_rows(source, split=split)
+    for row in rows:
         try:
             sample = to_sample(row, columns=columns, format=format, template=template, folder=folder)
             name = format or recognise(row.columns, columns=columns, template=template)
@@ -86,9 +94,14 @@ def load_samples(
 
 
 def _folder_of(source: Source) -> Path:
-    """Return the folder that paths in rows are relative to: that of the file."""
-    is_file = isinstance(source, str | os.PathLike) and not (isinstance(source, str) and is_hub_id(source))
-    return Path(source).expanduser().parent if is_file else Path()  # type: ignore[arg-type]
+    """Return the folder that paths in rows are relative to: that of the file, or the one that is given."""
+    if not isinstance(source, str | os.PathLike) or (isinstance(source, str) and is_hub_id(source)):
+        return Path()
+    return Path(source).expanduser() if _is_folder(source) else Path(source).expanduser().parent
+
+
+def _is_folder(source: Source) -> bool:
+    return isinstance(source, str | os.PathLike) and Path(source).expanduser().is_dir()
 
 
 def read_rows(source: Source, *, split: str = "train") -> Iterator[RawRow]:
