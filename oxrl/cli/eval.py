@@ -1,4 +1,4 @@
-"""`oxrl eval`: reward, perplexity or preference of a model on held-out rows, and comparison with another model."""
+"""`oxrl eval`: reward, perplexity or preference on held-out rows or episodes, and comparison of two models."""
 
 from __future__ import annotations
 
@@ -38,14 +38,23 @@ def evaluate(
         float | None, typer.Option(min=0, help="Sampling temperature; default 0 (greedy), 0.8 with several samples.")
     ] = None,
     max_tokens: Annotated[
-        int, typer.Option(min=1, help="Maximum tokens per completion; longer ones are truncated.")
-    ] = 512,
+        int | None,
+        typer.Option(min=1, help="Maximum tokens per completion; default 512, or those of the config of --env."),
+    ] = None,
     against: Annotated[
         str | None, typer.Option(help="Another model or run to compare with on the same prompts.")
     ] = None,
     full: Annotated[float, typer.Option(help="Reward at which a completion counts as solved.")] = 1.0,
     seed: Seed = 0,
     output: Annotated[Path | None, typer.Option(parser=path, help="JSONL file for all completions.")] = None,
+    env: Annotated[
+        str | None,
+        typer.Option(help="Instead of --data: play episodes; the YAML file of a run in an environment, or gym:ID."),
+    ] = None,
+    episodes: Annotated[int | None, typer.Option(min=1, help="With --env: held-out episodes; default 100.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="With --env: override a key, rollout.env_args.split=held_out.")
+    ] = None,
     harness: Annotated[
         str | None, typer.Option(help="Instead of --data: comma-separated tasks of lm-evaluation-harness.")
     ] = None,
@@ -58,42 +67,56 @@ def evaluate(
 
     oxrl eval runs/grpo --data held_out.jsonl --reward number_match --samples 8
 
+    oxrl eval runs/reach --env reach.yaml --episodes 200
+
     oxrl eval runs/grpo --harness arc_easy,hellaswag --limit 100
     """
     with exit_on_failure("the evaluation"):
-        if (data is None) == (harness is None):
-            raise ValueError("give --data FILE or NAME, or --harness TASKS, one of the two")
+        if sum(source is not None for source in (data, harness, env)) != 1:
+            raise ValueError("give --data FILE or NAME, --env CONFIG, or --harness TASKS, one of them")
         if harness is not None:
             options: dict[str, Any] = {"reward": reward, "by": by, "param": param, "samples": samples > 1, "k": k}
-            options |= {"temperature": temperature, "against": against, "output": output}
+            options |= {"temperature": temperature, "against": against, "output": output, "max-tokens": max_tokens}
+            options |= {"episodes": episodes, "set": set_}
             _refuse(options, "has no effect with --harness: its tasks define it")
             _harness(model, harness, limit, include_path, seed, json_)
             return
         _refuse({"include-path": include_path}, "is for --harness")
         _check_output(output)
-        from oxrl.evaluation.evaluate import evaluate as measure
-        from oxrl.run.reward import parse_parameters
+        shared: dict[str, Any] = {
+            "samples": samples, "k": _numbers(k), "temperature": temperature, "against": against, "full": full,
+            "seed": seed, "progress": _progress,
+        }  # fmt: skip
+        if env is not None:
+            _refuse({"reward": reward, "by": by, "param": param, "limit": limit}, "has no effect with --env")
+            result = _in_environment(model, env, set_ or [], episodes or 100, max_tokens, shared)
+        else:
+            _refuse({"episodes": episodes, "set": set_}, "is for --env")
+            from oxrl.evaluation.evaluate import evaluate as measure
+            from oxrl.run.reward import parse_parameters
 
-        result = measure(
-            model,
-            str(data),
-            rewards(reward),
-            params=parse_parameters(param or []),
-            limit=limit,
-            samples=samples,
-            k=_numbers(k),
-            temperature=temperature,
-            max_tokens=max_tokens,
-            against=against,
-            full=full,
-            seed=seed,
-            by=_method(by),
-            progress=_progress,
-        )
+            params = parse_parameters(param or [])
+            limits: dict[str, Any] = {"limit": limit, "max_tokens": max_tokens or 512}
+            result = measure(model, str(data), rewards(reward), params=params, by=_method(by), **limits, **shared)
         if output is not None:
             lines = "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in result.answers())
             output.write_text(lines, encoding="utf-8")
     typer.echo(json.dumps(result.to_dict()) if json_ else str(result))
+
+
+def _in_environment(
+    model: str, env: str, overrides: list[str], episodes: int, max_tokens: int | None, shared: dict[str, Any]
+) -> Any:
+    from oxrl.config import load_stages
+    from oxrl.evaluation.episodes import evaluate_episodes
+
+    if Path(env).suffix.lower() in (".yaml", ".yml"):
+        stages = load_stages(env, overrides)
+    else:
+        named = [f"model.name={json.dumps(model)}", "train.alg_name=grpo", f"rollout.env={json.dumps(env)}"]
+        stages = load_stages(None, [*named, *overrides])
+    config = stages.get("rl") or next(iter(stages.values()))
+    return evaluate_episodes(model, config, episodes=episodes, max_tokens=max_tokens, **shared)
 
 
 def _method(by: str | None) -> Any:

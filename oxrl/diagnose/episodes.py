@@ -3,47 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from oxrl.concurrency import run_blocking
 from oxrl.config import Config, ConfigError
-from oxrl.loops.evaluate import sample_and_grade
-from oxrl.models.load import load_model
-from oxrl.rollouts.collect import RolloutSampler
-from oxrl.run.environment import check_tool_servers, open_environment
+from oxrl.run.environment import check_tool_servers
+from oxrl.run.episodes import play
 from oxrl.run.prepare import resolve
-from oxrl.run.reward import load_reward
-from oxrl.run.spec import renderer, sampling_config
+from oxrl.run.spec import sampling_config
 from oxrl.types import Rollout
 
 
 def play_episodes(config: Config, count: int) -> list[Rollout]:
     """One episode of each of the first `count` prompts that the run would draw, graded as in the run."""
-    from oxrl.generators.embedded.generator import EmbeddedGenerator
-
     spec = resolve(config)
     if not spec.online:
         raise ConfigError(f"{config.train.alg_name} plays no episodes: set train.alg_name to one that samples")
     check_tool_servers(spec.config)
-    reward = load_reward(spec.config)
-    generator = EmbeddedGenerator(load_model(spec.model, is_trainable=False), spec.tokenizer)
-    render = renderer(spec.config, spec.tokenizer)
-
-    async def play() -> list[Rollout]:
-        async with open_environment(spec.config) as env:
-            sampler = RolloutSampler(
-                generator,
-                render,
-                sampling_config(spec.config),
-                env=env,
-                seed=spec.config.run.seed,
-                max_tokens=spec.config.data.max_seq_len,
-                env_seconds=spec.config.rollout.env_seconds,
-            )
-            samples = spec.source.get_prompts(count)
-            return await sample_and_grade(sampler, samples, reward, time_limit=spec.config.reward.time_limit)
-
-    return run_blocking(play)
+    return run_blocking(partial(play, spec, spec.source.get_prompts(count), sampling_config(spec.config)))
 
 
 def episode_fields(rollout: Rollout) -> dict[str, Any]:

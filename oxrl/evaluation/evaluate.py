@@ -230,7 +230,7 @@ def evaluate(
     """
     from oxrl.generators.embedded.engine import check_sampling
 
-    ks = _check_choices(samples, k, temperature, against, model)
+    ks = check_choices(samples, k, temperature, against, model)
     default_temperature = 0.0 if samples == 1 else SAMPLING_TEMPERATURE
     sampling = GenerationConfig(max_tokens, default_temperature if temperature is None else temperature, seed=seed)
     check_sampling(sampling)
@@ -250,9 +250,9 @@ def evaluate(
         with progress(each.name, len(rows.samples)) as advance:
             answer = partial(_answer, each, rows.samples, variants, sampling, samples, time_limit, advance)
             rollouts, scores = run_until_interrupted(answer)
-        marks = {name: _summary(graded, ks, full, each.name, rollouts) for name, graded in scores.items()}
+        marks = {name: summarize(graded, ks, full, each.name, rollouts) for name, graded in scores.items()}
         results.append(Result(each.name, rollouts, scores, marks))
-    compared = {} if against is None else {name: _compare(results, name, seed) for name in variants}
+    compared = {} if against is None else {name: compare_results(results, name, seed) for name in variants}
     reward_name = next(iter(variants.values())).name
     return SampledEvaluation(
         data=rows.name,
@@ -320,7 +320,7 @@ def _refuse_sampling(samples: int, temperature: float | None) -> None:
         )
 
 
-def _check_choices(
+def check_choices(
     samples: int, k: Sequence[int] | None, temperature: float | None, against: str | Path | None, model: str | Path
 ) -> tuple[int, ...]:
     """Check the arguments and return the k of each pass@k to report."""
@@ -463,14 +463,14 @@ async def _answer(
             for start in range(0, len(ungraded), n)  # in groups, since each answer is graded in its own thread
             for rollout in await grade(ungraded[start : start + n], variants[other], time_limit=time_limit)
         ]
-    return tuple(rollouts), {name: _scores(each, n) for name, each in graded.items()}
+    return tuple(rollouts), {name: scores_of(each, n) for name, each in graded.items()}
 
 
-def _scores(rollouts: Sequence[Rollout], n: int) -> Scores:
+def scores_of(rollouts: Sequence[Rollout], n: int) -> Scores:
     return tuple(tuple(each.reward for each in rollouts[start : start + n]) for start in range(0, len(rollouts), n))
 
 
-def _summary(scores: Scores, ks: Sequence[int], full: float, model: str, rollouts: Sequence[Rollout]) -> RewardSummary:
+def summarize(scores: Scores, ks: Sequence[int], full: float, model: str, rollouts: Sequence[Rollout]) -> RewardSummary:
     rows = [[reward for reward in row if reward is not None] for row in scores]
     graded = [row for row in rows if row]
     if not graded:
@@ -488,7 +488,7 @@ def _summary(scores: Scores, ks: Sequence[int], full: float, model: str, rollout
     )
 
 
-def _compare(results: Sequence[Result], variant: str, seed: int) -> Comparison:
+def compare_results(results: Sequence[Result], variant: str, seed: int) -> Comparison:
     """Compare prompt by prompt, where both models have a reward."""
     pairs = zip(*(map(_mean, result.scores[variant]) for result in results), strict=True)
     both = [(first, second) for first, second in pairs if first is not None and second is not None]

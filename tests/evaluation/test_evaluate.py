@@ -199,7 +199,7 @@ def test_a_reward_has_its_other_variant_behind_it():
     ("arguments", "message"),
     [
         ([], "--data"),
-        (["--data", "ROWS", "--harness", "x"], "one of the two"),
+        (["--data", "ROWS", "--harness", "x"], "one of them"),
         (["--data", "nowhere.jsonl", "--reward", "contains"], "nowhere.jsonl"),
         (["--data", "gsm8", "--reward", "contains"], "did you mean gsm8k?"),
         (["--data", "gsm8k:dev", "--reward", "contains"], "no split 'dev'"),
