@@ -142,5 +142,5 @@ def _print(report: Scouting) -> None:
 
         typer.echo(f"\nproposed catalogue entry:\n{entry_as_toml(Entry(**report.entry))}")
         typer.echo(f"config to start from:\n{as_yaml(report.config)}", nl=False)
-    if report.repairs:
+    if report.repairs and not report.blockers:
         typer.echo(f"to repair: {', '.join(report.repairs)}; `oxrl models scout {report.name} --fix` writes a copy")

@@ -213,7 +213,9 @@ def media_towers(model: Any) -> MediaTowers | None:
 
 
 def body_of(model: Any) -> Any:
-    return getattr(model, model.base_model_prefix, model)
+    """Return the part of a transformers model below its head."""
+    names = (model.base_model_prefix, "model")  # the prefix of Llama4ForCausalLM is another than its body's name
+    return next((getattr(model, name) for name in names if hasattr(model, name)), model)
 
 
 def language_model_of(model: Any) -> Any:

@@ -441,11 +441,12 @@ def _count_saved(model: PreTrainedModel) -> tuple[int, int]:
     ids = torch.zeros(1, COUNTED_TOKENS, dtype=torch.int64, device="meta")
     model.train()
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
-        body = getattr(inner, inner.base_model_prefix)
-        hidden = body(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).last_hidden_state
+        hidden = body_of(inner)(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).last_hidden_state
     assert hidden.requires_grad, "a pass without gradients saves nothing"
     text = inner.config.get_text_config()
-    heads = 2 * text.num_hidden_layers * text.num_attention_heads * _head_size(text) * hidden.element_size()
+    heads = 0  # layers with a state of fixed size
+    if getattr(text, "num_attention_heads", None) is not None:
+        heads = 2 * text.num_hidden_layers * text.num_attention_heads * _head_size(text) * hidden.element_size()
     return sum(storage.nbytes() for storage in kept.values()) // COUNTED_TOKENS, heads
 
 

@@ -179,9 +179,9 @@ def trial_config(
 def _two_steps(config: Config, folder: Path, before: Tensor) -> dict[str, Any]:
     """Run two steps, then repeat the second one from the checkpoint of the first."""
     result = train_run(config, folder)
-    after = _logits_of(result)
+    after = _logits_of(result, config)
     shutil.rmtree(result.checkpoint)
-    resumed = _logits_of(train_run(config, folder, resume=True))
+    resumed = _logits_of(train_run(config, folder, resume=True), config)
     numbers = {
         "loss": [line["loss"] for line in result.history],
         "grad_norm": [line["grad_norm"] for line in result.history],
@@ -206,9 +206,11 @@ def _problems(numbers: dict[str, Any], dtype: str, exact: bool) -> list[str]:
     return [f"{problem}: {numbers}" for problem, is_failed in failed.items() if is_failed]
 
 
-def _logits_of(result: RunResult) -> Tensor:
+def _logits_of(result: RunResult, config: Config) -> Tensor:
+    """Return the logits of the last checkpoint, loaded with the settings of its run."""
     assert result.checkpoint.name == f"step_{STEPS:04d}", f"{result.checkpoint} is not the last one"
-    return _logits(load_model(str(result.checkpoint), is_trainable=False))
+    settings = model_config(config)._replace(name=str(result.checkpoint), revision=None)
+    return _logits(load_model(settings, is_trainable=False))
 
 
 def _logits(model: PreTrainedModel) -> Tensor:

@@ -159,10 +159,10 @@ def byte_tokenizer(
         pad_token=pad,
         bos_token=bos,
         eos_token=end_of_turn,
-        additional_special_tokens=list(media_tokens) or None,
         chat_template=template,
         model_max_length=context,
         clean_up_tokenization_spaces=False,
+        **({"additional_special_tokens": list(media_tokens)} if media_tokens else {}),  # else an empty list is saved
     )
 
 

@@ -11,7 +11,7 @@ import copy
 import json
 import logging
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
@@ -39,6 +39,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 _MEDIA_CONFIGS = {"vision_config": "images", "audio_config": "audio"}
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 TRAINED_BASE = "oxrl_base.json"  # of an exported adapter: the built-in model that it was trained on
+LFS_POINTER = b"version https://git-lfs"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -132,9 +133,31 @@ def load_hf_tokenizer(
         raise ValueError(f"{where} has no tokenizer: it contains none of {', '.join(TOKENIZER_FILES)}")
     if source.kind == "hub":
         hub_config_file(where, revision)
-    tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code, revision=revision or "main")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            where, trust_remote_code=trust_remote_code, revision=revision or "main"
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, ImportError, OSError) as error:
+        why = _why_no_tokenizer(where, error)
+        raise ValueError(f"the tokenizer of {name_or_path} cannot be loaded: {why}") from error
     _find_processor(tokenizer, source._replace(where=where), trust_remote_code, revision)
     return tokenizer
+
+
+def _why_no_tokenizer(where: str, error: Exception) -> str:
+    """Return what is wrong with the files of a tokenizer, which transformers does not name."""
+    message = " ".join(str(error).split()) or type(error).__name__
+    if "trust_remote_code" in message:
+        return "it needs custom code of the model; review it, and if you trust it set trust_remote_code"
+    for file in (Path(where) / name for name in TOKENIZER_FILES if name.endswith(".json")):
+        if file.is_file() and file.read_bytes()[: len(LFS_POINTER)] == LFS_POINTER:
+            return f"{file.name} is a pointer of Git LFS instead of the file: run `git lfs pull` in its folder"
+        try:
+            if file.is_file():
+                read_json(file)
+        except ValueError as damaged:
+            return f"{damaged}: download it again"
+    return message[:300]
 
 
 def _find_processor(
@@ -171,8 +194,9 @@ def load_model_config(config: ModelConfig) -> PreTrainedConfig:
     if source.kind == "adapter":
         return load_model_config(config._replace(name=adapter_base(source.where), revision=None))
     if source.kind == "gguf":
-        file = Path(source.where)
-        return AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+        from oxrl.models.gguf import load_gguf_config
+
+        return load_gguf_config(Path(source.where))
     where = str(prepare_builtin(source.where)) if source.kind == "builtin" else source.where
     return AutoConfig.from_pretrained(
         where, trust_remote_code=config.trust_remote_code, revision=config.revision or "main"
@@ -470,21 +494,53 @@ def _load_weights(source: Source, config: ModelConfig) -> PreTrainedModel:
         return load_gguf_model(Path(source.where), dtype=dtype, attn_implementation=config.attn_implementation)
     if not sys.stderr.isatty():
         disable_progress_bar()  # no progress bars in log files
-    model, report = auto_class(load_model_config(config)).from_pretrained(
+    parsed = load_model_config(config)
+    model, report = auto_class(parsed).from_pretrained(
         prepare_builtin(source.where) if source.kind == "builtin" else source.where,
         dtype=dtype,
-        attn_implementation=config.attn_implementation,
+        attn_implementation=supported_attention(parsed, config.attn_implementation),
         trust_remote_code=config.trust_remote_code,
         revision=config.revision or "main",
         use_safetensors=True,
+        ignore_mismatched_sizes=True,  # refused here, by name
         output_loading_info=True,
     )
+    if mismatched := sorted(report["mismatched_keys"]):
+        name, stored, expected = mismatched[0]
+        raise ValueError(
+            f"{len(mismatched)} tensors in the weights of {config.name} have other shapes than config.json says, such "
+            f"as {name}: {_shape(stored)} instead of {_shape(expected)}; use the config.json of these weights"
+        )
     if missing := sorted(report["missing_keys"]):
         raise ValueError(
             f"the weights of {config.name} lack {len(missing)} tensors of {type(model).__name__}, such as "
             f"{missing[0]}, which would be initialised at random; use complete weights"
         )
+    _make_savable(model, config.name)
     return model
+
+
+def _shape(sizes: Iterable[int]) -> str:
+    """`_shape((320, 128)) == "320 x 128"`."""
+    return " x ".join(map(str, sizes))
+
+
+def _make_savable(model: PreTrainedModel, name: str) -> None:
+    """Complete a generation config with which transformers would refuse to save the model, at the first checkpoint."""
+    settings = getattr(model, "generation_config", None)
+    if settings is None:
+        return
+    try:
+        settings.validate(strict=True)
+    except ValueError:
+        settings.do_sample = True  # sampling parameters without it are the usual mistake
+    else:
+        return
+    try:
+        settings.validate(strict=True)
+    except ValueError as error:
+        raise ValueError(f"correct the generation_config.json of {name}: {' '.join(str(error).split())}") from error
+    logger.info("the generation config of %s has sampling parameters; do_sample is set to true", name)
 
 
 def _build_empty(source: Source, config: ModelConfig) -> PreTrainedModel:
@@ -503,7 +559,7 @@ def _build_empty(source: Source, config: ModelConfig) -> PreTrainedModel:
         .from_config(
             parsed,
             dtype=resolve_dtype(config.dtype, resolve_device(config.device)),
-            attn_implementation=config.attn_implementation,
+            attn_implementation=supported_attention(parsed, config.attn_implementation),
             trust_remote_code=trusted,
         )
         .eval()
@@ -544,6 +600,8 @@ def _check_architecture(source: Source, config: ModelConfig) -> None:
     from transformers import __version__ as version
 
     raw = _read_config(source, config.revision)
+    if (method := quantisation(raw)) is not None:
+        raise ValueError(f"the weights of {config.name} are quantised ({method}): use the unquantised model")
     kind, custom_code = raw.get("model_type"), raw.get("auto_map") or {}
     if custom_code and config.trust_remote_code:
         return
@@ -565,7 +623,7 @@ def _check_architecture(source: Source, config: ModelConfig) -> None:
     is_encoder = type(parsed) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(parsed, "is_decoder", False)
     encodes = is_encoder or getattr(parsed, "is_encoder_decoder", False)
     if reads_media(parsed) and not encodes:
-        _check_attention_support(model_class(parsed), config.attn_implementation)
+        supported_attention(parsed, config.attn_implementation)
         return
     if type(parsed) not in MODEL_FOR_CAUSAL_LM_MAPPING or encodes:
         if media := [medium for key, medium in _MEDIA_CONFIGS.items() if getattr(parsed, key, None) is not None]:
@@ -577,14 +635,43 @@ def _check_architecture(source: Source, config: ModelConfig) -> None:
             f"the model {config.name} is a {kind} model, which is not a causal language model; use a model that "
             f"transformers loads with AutoModelForCausalLM"
         )
-    _check_attention_support(MODEL_FOR_CAUSAL_LM_MAPPING[type(parsed)], config.attn_implementation)
+    supported_attention(parsed, config.attn_implementation)
 
 
-def _check_attention_support(model_class: type[PreTrainedModel], attention: str) -> None:
+def supported_attention(parsed: PreTrainedConfig, attention: str) -> str:
+    """Return the attention to load a model with: eager where its class has no sdpa; other unsupported ones raise."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(parsed) not in MODEL_FOR_CAUSAL_LM_MAPPING and not reads_media(parsed):  # code of the model's own
+        return attention
+    found = model_class(parsed)
     flags = {"sdpa": "_supports_sdpa", "flex_attention": "_supports_flex_attn"}
     flag = "_supports_flash_attn" if attention.startswith("flash_attention") else flags.get(attention)
-    if flag and not getattr(model_class, flag, False):
-        raise ValueError(f"{model_class.__name__} has no {attention} attention; use attn_implementation='eager'")
+    if flag is None or getattr(found, flag, False):
+        return attention
+    if attention != "sdpa":  # which is the default
+        raise ValueError(f"{found.__name__} has no {attention} attention; use attn_implementation='eager'")
+    _log_eager(found.__name__)
+    return "eager"
+
+
+@cache
+def _log_eager(name: str) -> None:
+    logger.info("%s has no sdpa attention: eager attention is used", name)
+
+
+def quantisation(raw: Mapping[str, Any]) -> str | None:
+    """`quantisation({"quantization_config": {"quant_method": "gptq", ...}}) == "gptq"`: None for plain weights.
+
+    oxRL trains no quantised weights: not of 4 bits, not of 8. GGUF files are dequantised when they are loaded.
+    """
+    text = raw.get("text_config")
+    for section in (raw, text if isinstance(text, Mapping) else {}):
+        for key in ("quantization_config", "compression_config", "quantization"):
+            if settings := section.get(key):
+                fields = settings if isinstance(settings, Mapping) else {}
+                return str(fields.get("quant_method") or (f"{fields['bits']} bits" if "bits" in fields else key))
+    return None
 
 
 def _check_weights(source: Source, revision: str | None) -> None:

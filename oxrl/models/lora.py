@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ADAPTER_CONFIG = "adapter_config.json"
+_MAMBA = {"falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"}  # peft accepts no adapter at their out_proj
 _NO_HEAD_ADAPTER = "is used as one plain matrix, so an adapter there would have no effect; leave it out"
 
 
@@ -150,7 +151,12 @@ def _linear_layers(model: PreTrainedModel) -> list[str]:
 
     head = model.get_output_embeddings()
     return [
-        name for name, module in model.named_modules() if isinstance(module, Linear | Conv1D) and module is not head
+        name
+        for name, module in model.named_modules()
+        if module is not head
+        and not (model.config.model_type in _MAMBA and name.endswith("out_proj"))
+        # A subclass with a result of its own, such as Llama 4's router of experts, can have no adapter.
+        and any(isinstance(module, kind) and type(module).forward is kind.forward for kind in (Linear, Conv1D))
     ]
 
 

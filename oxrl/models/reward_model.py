@@ -83,7 +83,7 @@ def _load_trained(config: ModelConfig, heads: Path) -> RewardModel:
     if SCORE not in weights:
         raise ValueError(f"{heads} has no score head (it has {', '.join(weights)}); the algorithm rm trains one")
     text_config = model.config.get_text_config()
-    if config.attn_implementation == "sdpa" and getattr(text_config, "attn_logit_softcapping", None):
+    if model.config._attn_implementation == "sdpa" and getattr(text_config, "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")  # sdpa ignores the soft cap on attention scores
     return RewardModel(model, weights[SCORE].to(model.device))
 

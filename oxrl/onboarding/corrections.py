@@ -15,7 +15,7 @@ from oxrl.models.chat_templates import TEMPLATES
 from oxrl.models.load import load_hf_tokenizer, load_model_config
 from oxrl.onboarding.fields import OLD_THETA, rope_as_written
 from oxrl.onboarding.files import ModelFiles, stored_dtype
-from oxrl.onboarding.template import TURNS, family_by_tokens, render, turn_end
+from oxrl.onboarding.template import TURNS, family_by_tokens, foreign_mark, render, turn_end
 from oxrl.onboarding.tokens import embedding_rows, ids_of, text_section, written
 from oxrl.parsing import read_json
 from oxrl.types import ModelConfig
@@ -116,18 +116,29 @@ def template_for(tokenizer: PreTrainedTokenizerBase) -> Template:
 
 
 def _templates(tokenizer: PreTrainedTokenizerBase) -> Iterator[Template]:
-    """Its own with the end of the last turn added, then that of its family, then a plain one."""
+    """Its own with the end of the last turn added, then that of its family, then a plain one.
+
+    Its own comes later if it seems to be that of another tokenizer.
+    """
+    own, of_family = list(_completed(tokenizer)), list(_of_family(tokenizer))
+    yield from [*of_family, *own] if own and foreign_mark(tokenizer) else [*own, *of_family]
+    message = "the plain template (User:, Assistant:), which THE MODEL HAS NEVER SEEN: it has to learn to chat"
+    yield Template("plain", TEMPLATES["plain"].text, message)
+
+
+def _completed(tokenizer: PreTrainedTokenizerBase) -> Iterator[Template]:
     own = tokenizer.chat_template
     if isinstance(own, str):
         for end in dict.fromkeys([_end_before_next(tokenizer), tokenizer.eos_token]):
             if end:
                 message = f"its own, with {end} also after the last turn of the assistant"
                 yield Template("own", own + _AFTER_LAST % end, message)
+
+
+def _of_family(tokenizer: PreTrainedTokenizerBase) -> Iterator[Template]:
     if (family := family_by_tokens(tokenizer)) is not None:
         message = f"the {family} template, by the special tokens; compare it with what the model was trained on"
         yield Template(family, TEMPLATES[family].text, message)
-    message = "the plain template (User:, Assistant:), which THE MODEL HAS NEVER SEEN: it has to learn to chat"
-    yield Template("plain", TEMPLATES["plain"].text, message)
 
 
 def _end_before_next(tokenizer: PreTrainedTokenizerBase) -> str | None:

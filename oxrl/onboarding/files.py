@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from oxrl.models.builtin import prepare_builtin
-from oxrl.models.load import SAFETENSORS, Source, adapter_base, find_model, hub_config_file
+from oxrl.models.load import LFS_POINTER, SAFETENSORS, Source, adapter_base, find_model, hub_config_file
 from oxrl.parsing import read_json
 
 HUB_SECONDS = 1.0  # for the hub to respond at all
@@ -123,6 +123,8 @@ def read_header(file: Path) -> dict[str, Tensor]:
     size = file.stat().st_size
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
+        if length == int.from_bytes(LFS_POINTER[:8], "little"):
+            raise ValueError(f"{file.name} is a pointer of Git LFS instead of the file: run `git lfs pull`")
         if not 2 <= length <= min(MAX_HEADER, size - 8):
             raise ValueError(f"{file.name} is not a safetensors file: its header is damaged or cut off")
         try:

@@ -7,6 +7,7 @@ is changed but settings and copies of small files, and each change is in the rec
 from __future__ import annotations
 
 import logging
+import shlex
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +36,7 @@ MAX_ATTEMPTS = 10  # for one model
 BUDGET, LIMIT = 60.0, 30.0  # minutes for all models, and for one attempt
 PLANNED_TRIALS = ("dpo", "grpo")  # a reference, and sampling
 GIB = 2**30
+MAX_MESSAGE = 500  # characters of a failure in the result; the failure folder has all of it
 
 Status: TypeAlias = Literal["verified", "verified with changes", "not verified", "unfinished"]
 
@@ -95,11 +97,11 @@ def onboard(names: Sequence[str], options: Options) -> list[Onboarded]:
 def _onboard_one(name: str, options: Options, deadline: float) -> Onboarded:
     try:
         report = scout(name, trust_remote_code=options.trust_remote_code)
-    except ValueError as error:
+        if report.blockers:
+            return Onboarded(name, "not verified", "; ".join(finding.message for finding in report.blockers))
+        fixed = repair(report, trust_remote_code=options.trust_remote_code)
+    except ValueError as error:  # the other models are onboarded all the same
         return Onboarded(name, "not verified", str(error))
-    if report.blockers:
-        return Onboarded(name, "not verified", "; ".join(finding.message for finding in report.blockers))
-    fixed = repair(report, trust_remote_code=options.trust_remote_code)
     if fixed.failed:
         return Onboarded(name, "not verified", f"a repair did not help: {'; '.join(fixed.failed)}")
     folder = options.work / slug(name)
@@ -221,7 +223,7 @@ def _verified(fixed: Repaired, record: dict[str, Any], state: State, options: Op
         "name": own,
         "source": name,
         "by": options.by,
-        "command": f"oxrl models onboard {name}",
+        "command": command_of(name, options),
         "digest": source_digest(name),
         **record,
         "changes": changes,
@@ -235,6 +237,14 @@ def _verified(fixed: Repaired, record: dict[str, Any], state: State, options: Op
     said = (*(f"{change.repair}: {change.message}" for change in fixed.changes), *remedies)
     status: Status = "verified with changes" if said else "verified"
     return Onboarded(name, status, "", path, len(attempts), said)
+
+
+def command_of(name: str, options: Options) -> str:
+    """Return the command that repeats an onboarding, with the options on which the attempts depend."""
+    chosen = {"--memory": options.memory, "--engine": options.engine, "--agent": options.agent}
+    given = [word for option, value in chosen.items() if value is not None for word in (option, str(value))]
+    trusted = ["--trust-remote-code"] if options.trust_remote_code else []
+    return shlex.join(["oxrl", "models", "onboard", name, *given, *trusted])
 
 
 def _as_recorded(attempt: Mapping[str, Any]) -> dict[str, Any]:
@@ -256,7 +266,8 @@ def _given_up(state: State) -> Onboarded:
     last = attempts[-1]["signal"]
     tried = [str(attempt["remedy"]) for attempt in attempts if attempt["remedy"]]
     skipped = [f"{each['remedy']} ({each['why_not']})" for each in attempts[-1]["skipped"]]
-    parts = [f"{last['kind']}: {str(last['message']).splitlines()[0] if last['message'] else last['exception']}"]
+    message = " ".join(str(last["message"]).split())[:MAX_MESSAGE]
+    parts = [f"{last['kind']}: {message or last['exception']}"]
     parts.append(f"tried {', '.join(tried)}" if tried else "there is no remedy for it in the table")
     parts += [f"not possible: {', '.join(skipped)}"] if skipped else []
     parts.append(f"see {state.folder / 'failure'}")

@@ -107,11 +107,12 @@ def _repaired_template(task: Task) -> Task | str:
     from oxrl.onboarding.scout import scout
     from oxrl.onboarding.template import family_by_tokens
 
-    report = scout(task.weights)
-    fixed = repair(report, only=("template", "end_token"))
+    trusted = bool(task.value("model", "trust_remote_code", False))
+    report = scout(task.weights, trust_remote_code=trusted)
+    fixed = repair(report, only=("template", "end_token"), trust_remote_code=trusted)
     if fixed.changes:
         return replace(task, weights=fixed.name, settings={**task.settings, **fixed.settings})
-    family = family_by_tokens(load_hf_tokenizer(report.where))
+    family = family_by_tokens(load_hf_tokenizer(report.where, trust_remote_code=trusted))
     if family in (None, task.value("model", "chat_template", None)):
         return "; ".join(fixed.failed) or "the scout finds nothing to repair, and no named template fits the tokens"
     return task.having("model", chat_template=family)

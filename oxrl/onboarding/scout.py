@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oxrl.config.tasks import example_config, tasks
+from oxrl.data.processor import processor_of
 from oxrl.models.catalog import Entry, catalog
 from oxrl.models.load import load_hf_tokenizer, load_model_config
 from oxrl.onboarding.fields import field_findings
@@ -51,12 +52,16 @@ def scout(name: str, *, revision: str | None = None, trust_remote_code: bool = F
         findings += template_findings(tokenizer)
         facts["tokens"] = len(tokenizer)
         facts["chat"] = family_of(tokenizer) if _has_working_template(findings) else None
-    findings.append(_tuned(files, tokenizer))
+        findings.append(_tuned(files, tokenizer))
+        findings += _processor(tokenizer)
     config = ModelConfig(files.loadable, trust_remote_code=trust_remote_code)
     if files.config and not any(finding.level == "blocked" and finding.name == "architecture" for finding in findings):
         findings += field_findings(files, load_model_config(config))
     report = Scouting(name, files.source.kind, files.loadable, facts, tuple(_in_order(findings)))
-    return report if report.blockers else _with_proposal(report, files, tokenizer)
+    if report.blockers:
+        return report
+    chosen = {"trust_remote_code": trust_remote_code, "revision": revision}
+    return _with_proposal(report, files, tokenizer, {key: value for key, value in chosen.items() if value})
 
 
 def _in_order(findings: list[Finding]) -> Iterator[Finding]:
@@ -70,31 +75,43 @@ def _tokenizer(
 ) -> PreTrainedTokenizerBase | None:
     try:
         return load_hf_tokenizer(files.loadable, trust_remote_code=trust_remote_code)
-    except (ValueError, OSError, KeyError, TypeError, ImportError, AttributeError) as error:
-        message = " ".join(str(error).split()) or type(error).__name__
-        findings.append(Finding("tokenizer", "blocked", f"the tokenizer cannot be loaded: {message[:300]}"))
+    except ValueError as error:
+        findings.append(Finding("tokenizer", "blocked", str(error)))
         return None
+
+
+def _processor(tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
+    """A model that reads media needs its processor; one of text has none."""
+    try:
+        processor = processor_of(tokenizer)
+    except ValueError as error:
+        yield Finding("processor", "blocked", str(error))
+        return
+    if processor is not None:
+        yield Finding("processor", "ok", "the processor turns media into tokens and features")
 
 
 def _has_working_template(findings: list[Finding]) -> bool:
     return any(finding.name == "turn_end" and finding.level == "ok" for finding in findings)
 
 
-def _tuned(files: ModelFiles, tokenizer: PreTrainedTokenizerBase | None) -> Finding:
+def _tuned(files: ModelFiles, tokenizer: PreTrainedTokenizerBase) -> Finding:
     """Base or instruct, by what the files show; a name is a weaker sign than a chat template."""
     named = re.search(r"(?i)(instruct|chat|[-_]it\b|[-_]sft|[-_]dpo)", Path(files.source.where).name)
-    if tokenizer is not None and tokenizer.chat_template is not None:
+    if tokenizer.chat_template is not None:
         return Finding("tuned", "ok", "instruct: it has a chat template")
     if named:
         return Finding("tuned", "note", f"its name has {named[0]!r}, but it has no chat template")
     return Finding("tuned", "note", "base: it has no chat template, and has probably never seen a conversation")
 
 
-def _with_proposal(report: Scouting, files: ModelFiles, tokenizer: PreTrainedTokenizerBase | None) -> Scouting:
-    """Add the catalogue entry and the config that follow from the findings."""
+def _with_proposal(
+    report: Scouting, files: ModelFiles, tokenizer: PreTrainedTokenizerBase | None, chosen: Mapping[str, Any]
+) -> Scouting:
+    """Add the catalogue entry and the config that follow from the findings, with the options that were chosen."""
     entry = proposed_entry(report, files, tokenizer)
     config = example_config(entry)
-    config["model"]["name"] = report.name
+    config["model"] |= {"name": report.name, **chosen}
     fields = {key: list(value) if isinstance(value, tuple) else value for key, value in entry._asdict().items()}
     return report._replace(entry=fields, config=config)
 

@@ -7,19 +7,21 @@ batches, the decoder) is called expected here; `verify_model` measures it.
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from oxrl.models.catalog import catalog
-from oxrl.models.load import check_model, load_model_config
+from oxrl.models.load import check_model, load_model_config, quantisation
 from oxrl.models.lora import linear_layer_names
 from oxrl.onboarding.files import ModelFiles, licence_of, stored_bytes, stored_dtype
 from oxrl.onboarding.findings import Finding
+from oxrl.onboarding.tokens import embedding_rows, text_section
 from oxrl.types import ModelConfig
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 MEDIA = {"vision_config": "image", "audio_config": "audio"}
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
@@ -38,18 +40,19 @@ def structure(files: ModelFiles, *, trust_remote_code: bool = False) -> tuple[di
         findings.append(Finding("custom_code", "note", named + (" unless needed" if trust_remote_code else "")))
     config = ModelConfig(files.loadable, trust_remote_code=trust_remote_code)
     refusal = _refusal(config)
-    parsed = _parsed(config)
+    parsed, unreadable = _parsed(config)
     if parsed is not None:
         facts |= config_facts(parsed, files.config)
     if is_reward_model(files):
         message = f"this is a reward model: it gives scores; use it as reward.model: {files.name}"
         findings.append(Finding("architecture", "blocked", message))
+    elif quantisation(files.config) is not None:
+        findings.append(Finding("quantization", "blocked", str(refusal)))
     elif refusal is not None or parsed is None:
-        findings.append(Finding("architecture", "blocked", refusal or "its config.json cannot be read"))
+        findings.append(Finding("architecture", "blocked", refusal or unreadable))
     else:
-        facts["licence"] = licence_of(files)
-        findings += _support(parsed, facts, trust_remote_code=trust_remote_code)
-    facts.setdefault("licence", licence_of(files))
+        findings += _support(files, parsed, facts, trust_remote_code=trust_remote_code)
+    facts["licence"] = licence_of(files)
     return facts, findings
 
 
@@ -116,12 +119,12 @@ def _refusal(config: ModelConfig) -> str | None:
     return None
 
 
-def _parsed(config: ModelConfig) -> PreTrainedConfig | None:
-    """Return the transformers config; None if this transformers does not know it."""
+def _parsed(config: ModelConfig) -> tuple[PreTrainedConfig | None, str]:
+    """Return the transformers config; without one, why this transformers cannot read it."""
     try:
-        return load_model_config(config)
-    except (OSError, ValueError, TypeError, KeyError, ImportError):
-        return None
+        return load_model_config(config), ""
+    except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
+        return None, " ".join(str(error).split())
 
 
 def _weights(files: ModelFiles, facts: dict[str, Any]) -> Iterator[Finding]:
@@ -134,21 +137,22 @@ def _weights(files: ModelFiles, facts: dict[str, Any]) -> Iterator[Finding]:
         yield Finding("weights", "note", "a GGUF file is dequantised when it is loaded; it cannot be repaired here")
         return
     for defect in files.defects:
-        yield Finding("weights", "blocked", f"{defect}: download the model again")
+        remedy = "" if "git lfs pull" in defect else ": download the model again"
+        yield Finding("weights", "blocked", f"{defect}{remedy}")
     if not files.tensors and not files.defects:
         if files.source.kind == "hub":
             yield Finding("weights", "note", f"the weights are not here yet: oxrl models fetch {files.source.where}")
         else:
-            yield Finding("weights", "blocked", "there are no weights in safetensors; pickled ones are not loaded")
+            message = "there are no weights in safetensors; pickled ones are not loaded: convert them (save_pretrained)"
+            yield Finding("weights", "blocked", message)
     elif not files.defects:
         count = len({tensor.file for tensor in files.tensors.values()})
         yield Finding("weights", "ok", f"{len(files.tensors)} tensors in {count} safetensors file(s)")
-    if quantized := files.config.get("quantization_config"):
-        method = quantized.get("quant_method", "quantized") if isinstance(quantized, Mapping) else "quantized"
-        yield Finding("quantization", "blocked", f"the weights are quantised ({method}): use the unquantised model")
 
 
-def _support(parsed: PreTrainedConfig, facts: dict[str, Any], *, trust_remote_code: bool) -> Iterator[Finding]:
+def _support(
+    files: ModelFiles, parsed: PreTrainedConfig, facts: dict[str, Any], *, trust_remote_code: bool
+) -> Iterator[Finding]:
     """Yield a finding for each part that has to know the architecture, and add what the planner counts."""
     import torch
     import transformers
@@ -161,9 +165,14 @@ def _support(parsed: PreTrainedConfig, facts: dict[str, Any], *, trust_remote_co
         yield Finding("architecture", "blocked", f"transformers cannot build it: {str(error).splitlines()[0]}")
         return
     name = type(model).__name__
+    if facts["architecture"] not in (name, None):
+        message = f"config.json names {facts['architecture']}, but transformers builds {name} for its model_type"
+        yield Finding("architecture", "note", message)
     facts["architecture"] = name
     facts.setdefault("parameters", sum(weight.numel() for weight in model.parameters()))
-    yield Finding("architecture", "ok", f"{name}, known to transformers {transformers.__version__}")
+    known = f"known to transformers {transformers.__version__}"
+    yield Finding("architecture", "ok", f"{name}, {'by its own code' if _is_own(model) else known}")
+    yield from _shapes(files, model)
     stateful = bool(getattr(model, "_is_stateful", False)) or not set(facts["attention"]) <= ATTENTION
     packed = not stateful and bool(getattr(model, "_supports_sdpa", False))
     layout = "packed rows are expected" if packed else "rows with padding are expected: its layers carry state"
@@ -183,6 +192,47 @@ def _support(parsed: PreTrainedConfig, facts: dict[str, Any], *, trust_remote_co
         return
     facts["active_parameters"] = facts["parameters"] - (counted.parameters - counted.active)
     yield Finding("planner", "ok", f"the planner counts {counted.weight_bytes / 2**30:.3g} GiB in {PLANNED_DTYPE}")
+
+
+def _shapes(files: ModelFiles, model: PreTrainedModel) -> Iterator[Finding]:
+    """Compare the headers of the weights with the tensors of the model that the config describes."""
+    rows, declared = embedding_rows(files.tensors), text_section(files.config).get("vocab_size")
+    if not files.tensors or files.defects or (rows is not None and declared is not None and rows != declared):
+        return  # reported as findings about the weights and the vocabulary
+    needed = {name: weight for name, weight in model.named_parameters() if not _may_be_missing(model, name)}
+    differing = [name for name, weight in needed.items() if _stored_otherwise(files, name, tuple(weight.shape))]
+    if differing:
+        name = differing[0]
+        stored, expected = (" x ".join(map(str, shape)) for shape in (files.tensors[name].shape, needed[name].shape))
+        message = f"{len(differing)} tensors in the weights have other shapes than config.json says, such as {name}:"
+        yield Finding("shapes", "blocked", f"{message} {stored} instead of {expected}")
+        return
+    stored_parameters = sum(tensor.size for tensor in files.tensors.values())
+    parameters = sum(weight.numel() for weight in needed.values())
+    if stored_parameters >= parameters:
+        yield Finding("shapes", "ok", f"the weights have all {parameters:,} parameters of {type(model).__name__}")
+        return
+    missing = sorted(needed.keys() - files.tensors.keys())
+    message = f"the weights lack {parameters - stored_parameters:,} of {parameters:,} parameters"
+    if files.tensors.keys() <= dict(model.state_dict(keep_vars=True)).keys():  # no other names for the same tensors
+        message += f", such as {missing[0]}"
+    head = model.get_output_embeddings()
+    if head is not None and all(needed[name] is head.weight for name in missing):
+        message += "; if the model was trained with tied embeddings, set tie_word_embeddings to true in config.json"
+    yield Finding("shapes", "blocked", message)
+
+
+def _is_own(model: PreTrainedModel) -> bool:
+    return not type(model).__module__.startswith("transformers.")
+
+
+def _may_be_missing(model: PreTrainedModel, name: str) -> bool:
+    return any(re.search(pattern, name) for pattern in model._keys_to_ignore_on_load_missing or ())
+
+
+def _stored_otherwise(files: ModelFiles, name: str, shape: tuple[int, ...]) -> bool:
+    tensor = files.tensors.get(name)
+    return tensor is not None and tensor.shape != shape
 
 
 def lora_targets(architecture: str, linear: list[str]) -> list[str]:

@@ -69,7 +69,9 @@ def template_findings(tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
         yield Finding("turn_end", "repair", str(error), repair="template")
         return
     except ValueError as error:
-        yield Finding("turn_end", "repair", f"the end of a turn is not trained: {error}", repair="template")
+        mark = foreign_mark(tokenizer)
+        foreign = f"; it writes {mark}, which is no token of this tokenizer: it may be another model's" if mark else ""
+        yield Finding("turn_end", "repair", f"the end of a turn is not trained: {error}{foreign}", repair="template")
         return
     yield Finding("turn_end", "ok", f"turns end with {end}, which is inside of the trained mask")
     yield _system_role(tokenizer)
@@ -82,6 +84,15 @@ def family_of(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the family whose marks the rendered text has; "own" if it is none of them."""
     text = render(tokenizer, TURNS[:1], generation_prompt=True)
     return next((name for name, mark in _MARKS.items() if mark in text), "own")
+
+
+def foreign_mark(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the mark of the template's family if it is a special token elsewhere, and not in this tokenizer."""
+    try:
+        mark = _MARKS.get(family_of(tokenizer), "[")
+    except TemplateError:
+        return None
+    return mark if mark.startswith("<") and mark not in tokenizer.get_vocab() else None
 
 
 def family_by_tokens(tokenizer: PreTrainedTokenizerBase) -> str | None:

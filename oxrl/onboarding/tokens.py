@@ -30,8 +30,8 @@ def text_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def ids_of(value: Any) -> tuple[int, ...]:
-    """`ids_of(2) == ids_of([2]) == (2,)`."""
-    return () if value is None else (value,) if isinstance(value, int) else tuple(value)
+    """`ids_of(2) == ids_of([2]) == (2,)`; what is not an id is left out."""
+    return tuple(each for each in (value if isinstance(value, list | tuple) else [value]) if isinstance(each, int))
 
 
 def written(files: ModelFiles, key: str) -> dict[str, tuple[int, ...]]:
@@ -81,6 +81,10 @@ def _ends(files: ModelFiles, tokenizer: PreTrainedTokenizerBase) -> Iterator[Fin
     except ValueError:  # reported as a finding about the template
         end = eos
     stops = written(files, "eos_token_id")
+    if unusable := [file for file, ids in stops.items() if not ids]:
+        message = f"{' and '.join(unusable)} has an eos_token_id that is not the id of a token"
+        yield Finding("end_token", "repair", message, repair="end_token")
+        return
     generation = stops.get("generation_config.json", stops.get("config.json", (eos,)))
     name = _names(tokenizer, (end,))
     if end in generation:
@@ -118,5 +122,6 @@ def _vocabulary(files: ModelFiles, tokenizer: PreTrainedTokenizerBase) -> Iterat
 
 
 def _names(tokenizer: PreTrainedTokenizerBase, ids: tuple[int, ...]) -> str:
-    shown = [f"{id} ({tokenizer.convert_ids_to_tokens(id) or 'no token'})" for id in ids[:_SHOWN]]
+    named = {id: token for token, id in tokenizer.get_vocab().items()}
+    shown = [f"{id} ({named.get(id, 'no token')})" for id in ids[:_SHOWN]]
     return ", ".join([*shown, "..."] if len(ids) > _SHOWN else shown)

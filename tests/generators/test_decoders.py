@@ -49,6 +49,7 @@ STATEFUL = {
         "Qwen3NextConfig",
         {"layer_types": ["linear_attention", "full_attention", "linear_attention"], **LINEAR},
     ),
+    "states only": ("MambaConfig", {"state_size": 8}),
     "chunked attention": (
         "Llama4TextConfig",
         {

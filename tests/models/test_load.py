@@ -35,6 +35,7 @@ from oxrl.models.load import (
     load_hf_tokenizer,
     load_model,
     load_model_and_ref,
+    load_model_config,
     load_tokenizer,
     resolve_device,
     resolve_dtype,
@@ -329,6 +330,15 @@ def test_a_quantised_gguf_file_is_loaded_in_the_requested_dtype(
     assert not hasattr(loaded.config, "quantization_config")
 
 
+def test_a_gguf_file_that_is_cut_off_is_named(tiny_model: Any, tiny: tuple[Any, Any], tmp_path: Path) -> None:
+    file = tmp_path / "cut.gguf"
+    write_gguf(tiny_model, tiny[1], file, quantised=False)
+    _cut(file)
+    for load in (load_tokenizer, load_model_config, load_model):
+        with pytest.raises(ValueError, match=r"cut.gguf cannot be read: it is damaged or cut off"):
+            load(ModelConfig(str(file)))
+
+
 REFUSED = {
     "smolm2-135m": r"no model 'smolm2-135m' \(did you mean 'smollm2-135m'\?\).*\(smollm2-135m, tiny, tiny-audio, ",
     "qwen3-0.6": r"there is no model 'qwen3-0.6' \(did you mean 'qwen3-0.6b'\?\).*oxrl models list",
@@ -468,11 +478,79 @@ def test_decoders_are_accepted_whatever_their_family(tmp_path: Path) -> None:
     check_model(save_config(tmp_path, neox))
 
 
-def test_an_attention_that_the_model_lacks_is_refused(tmp_path: Path) -> None:
-    folder = save_config(tmp_path, BloomConfig(hidden_size=16, n_layer=1, n_head=2, vocab_size=32))
-    with pytest.raises(ValueError, match="BloomForCausalLM has no sdpa attention; use attn_implementation='eager'"):
-        check_model(folder)
-    check_model(ModelConfig(folder, attn_implementation="eager"))
+def test_a_model_without_sdpa_gets_eager_attention_and_any_other_that_it_lacks_is_refused(tmp_path: Path) -> None:
+    config = BloomConfig(hidden_size=16, n_layer=1, n_head=2, vocab_size=32)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    assert load_model(str(tmp_path)).config._attn_implementation == "eager"
+    with torch.device("meta"):
+        assert load_model(str(tmp_path)).config._attn_implementation == "eager"
+    with pytest.raises(ValueError, match="BloomForCausalLM has no flex_attention attention; use attn_impl.*='eager'"):
+        check_model(ModelConfig(str(tmp_path), attn_implementation="flex_attention"))
+
+
+QUANTISED = {
+    "bitsandbytes": {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+    "gptq": {"text_config": {"quantization_config": {"quant_method": "gptq", "bits": 4}}},
+    "4 bits": {"quantization": {"group_size": 64, "bits": 4}},
+    "compression_config": {"compression_config": {"format": "pack-quantized"}},
+}
+
+
+@pytest.mark.parametrize("method", QUANTISED)
+def test_quantised_weights_are_refused_before_they_are_read(method: str, tiny_folder: Path) -> None:
+    config = json.loads((tiny_folder / "config.json").read_text())
+    (tiny_folder / "config.json").write_text(json.dumps({**config, **QUANTISED[method]}))
+    for weights in (True, False):
+        with pytest.raises(ValueError, match=rf"are quantised \({method}\): use the unquantised model"):
+            check_model(str(tiny_folder), weights=weights)
+
+
+def test_tensors_of_other_shapes_than_the_config_are_named(tiny_folder: Path) -> None:
+    config = json.loads((tiny_folder / "config.json").read_text())
+    (tiny_folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 400}))
+    with pytest.raises(ValueError, match=r"have other shapes than config.json says, such as .*: \d+ x \d+ instead of "):
+        load_model(str(tiny_folder))
+
+
+def test_sampling_parameters_without_sampling_do_not_keep_a_model_from_being_saved(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    """transformers loads such a generation config, and refuses to save it: at the first checkpoint of a run."""
+    file = tiny_folder / "generation_config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps({**settings, "do_sample": False, "temperature": 0.6}))
+    load_model(str(tiny_folder)).save_pretrained(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
+    assert (saved["do_sample"], saved["temperature"], saved["eos_token_id"]) == (True, 0.6, settings["eos_token_id"])
+    file.write_text(json.dumps({**settings, "pad_token_id": -1}))
+    with pytest.raises(ValueError, match="correct the generation_config.json of .*`pad_token_id`"):
+        load_model(str(tiny_folder))
+
+
+DAMAGED_TOKENIZERS = {
+    "tokenizer.json is not valid JSON.*: download it again": lambda folder: _cut(folder / "tokenizer.json"),
+    "tokenizer.json is a pointer of Git LFS instead of the file: run `git lfs pull`": lambda folder: (
+        folder / "tokenizer.json"
+    ).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n"),
+    "it needs custom code of the model; review it, and if you trust it set trust_remote_code": lambda folder: _set(
+        folder / "tokenizer_config.json", auto_map={"AutoTokenizer": ["own.T", None]}, tokenizer_class="T"
+    ),
+}
+
+
+def _cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def _set(file: Path, **fields: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+@pytest.mark.parametrize("problem", DAMAGED_TOKENIZERS)
+def test_what_is_wrong_with_a_tokenizer_is_named(problem: str, tiny_folder: Path) -> None:
+    DAMAGED_TOKENIZERS[problem](tiny_folder)
+    with pytest.raises(ValueError, match=rf"the tokenizer of .*tiny cannot be loaded: .*{problem}"):
+        load_tokenizer(str(tiny_folder))
 
 
 def test_pickled_weights_are_refused(tiny_model: Any, tmp_path: Path) -> None:

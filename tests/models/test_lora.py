@@ -9,9 +9,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Llama4TextConfig, MambaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from oxrl.data.media_features import body_of
 from oxrl.models.builtin import prepare_builtin
 from oxrl.models.load import load_model
 from oxrl.models.lora import (
@@ -158,6 +159,18 @@ def test_all_linear_is_every_linear_layer_but_the_head(tiny_model: Any) -> None:
     assert not any(
         "lm_head" in name for name, _ in attach_lora(gpt2, LoraSettings()).named_parameters() if "lora" in name
     )
+
+
+def test_layers_that_cannot_have_an_adapter_are_left_out() -> None:
+    size = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1}
+    mamba = MambaConfig(**size, state_size=4)
+    llama4 = Llama4TextConfig(**size, num_attention_heads=2, num_key_value_heads=2, head_dim=8, num_local_experts=2)
+    for config, left_out in ((mamba, "out_proj"), (llama4, "router")):
+        model = AutoModelForCausalLM.from_config(config)
+        assert any(name.endswith(left_out) for name, _ in model.named_modules())
+        assert left_out not in linear_layer_names(model)
+        hidden = body_of(attach_lora(model, LoraSettings()).get_base_model())(input_ids=IDS % 32, use_cache=False)
+        assert hidden.last_hidden_state.shape == (1, 40, 16)
 
 
 def test_only_the_named_layers_get_an_adapter(tiny_model: Any) -> None:

@@ -141,6 +141,21 @@ def own_code(folder: Path) -> Path:
     return folder
 
 
+def working_code(folder: Path) -> Path:
+    """A Llama whose class is in the model's own files; not one of the twelve."""
+    plain(folder)
+    (folder / "configuration_own.py").write_text(
+        "from transformers import LlamaConfig\n\n\nclass OwnConfig(LlamaConfig):\n    model_type = 'own_model'\n"
+    )
+    (folder / "modeling_own.py").write_text(
+        "from transformers import LlamaForCausalLM\n\nfrom .configuration_own import OwnConfig\n\n\n"
+        "class OwnForCausalLM(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    own = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    change(folder / "config.json", model_type="own_model", architectures=["OwnForCausalLM"], auto_map=own)
+    return folder
+
+
 def encoder(folder: Path) -> Path:
     fields = {key: value for key, value in SMALL.items() if key != "num_key_value_heads"}
     return _saved(transformers.AutoModelForMaskedLM.from_config(transformers.BertConfig(**fields)), folder)

@@ -5,6 +5,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from oxrl.cli import app
@@ -12,7 +13,7 @@ from oxrl.onboarding.agent import changed_task
 from oxrl.onboarding.attempt import attempt_here, attempt_in_child
 from oxrl.onboarding.pipeline import Options, onboard, planned
 from oxrl.onboarding.remedies import REMEDIES, Task, next_remedy
-from tests.onboarding.families import MAKERS, copy, plain
+from tests.onboarding.families import MAKERS, change, copy, plain, working_code
 
 BROUGHT_IN = {  # with these changes
     "base": ["pad_token", "template"],
@@ -70,6 +71,34 @@ def test_what_cannot_is_reported_with_the_reason_and_no_code_is_executed(brought
     assert (result.status, result.record) == ("not verified", None)
     assert NOT[family] in result.why
     assert not (families["own_code"] / "executed").exists()
+
+
+@pytest.mark.trains
+def test_what_the_scout_could_not_know_is_brought_in_or_named(tmp_path):
+    """Faults that only a run shows, another architecture, and code that the user trusts."""
+    sampling = plain(tmp_path / "sampling")
+    change(sampling / "generation_config.json", do_sample=False, temperature=0.6)
+    mamba = plain(tmp_path / "mamba", "MambaConfig", state_size=8)
+    not_finite = plain(tmp_path / "not_finite")
+    weights = load_file(not_finite / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight"][0, 0] = float("nan")
+    save_file(weights, not_finite / "model.safetensors", metadata={"format": "pt"})
+    occupied = plain(tmp_path / "occupied")
+    change(occupied / "config.json", pad_token_id=-1)
+    (tmp_path / "occupied-repaired").mkdir()  # the repair would write there
+    options = Options(tmp_path / "work", tmp_path / "records", trials=("grpo", "lora"), attempt=attempt_here)
+    names = [str(each) for each in (not_finite, occupied, sampling, mamba)]
+    results = onboard(names, options)
+    assert [each.status for each in results] == ["not verified", "not verified", "verified", "verified"]
+    assert (
+        "non_finite: the hidden states of LlamaForCausalLM are not finite: check that its weights are" in results[0].why
+    )
+    assert "exists and was not written by a repair" in results[1].why
+    own_code = str(working_code(tmp_path / "own_code"))
+    (result,) = onboard([own_code], replace(options, trials=("sft",), trust_remote_code=True))
+    record = json.loads(result.record.read_text())
+    assert (result.status, record["architecture"]) == ("verified", "OwnForCausalLM")
+    assert record["command"] == f"oxrl models onboard {own_code} --trust-remote-code"
 
 
 def test_a_second_call_does_nothing_again(brought_in):

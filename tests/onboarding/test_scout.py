@@ -1,20 +1,22 @@
 """The scout says the truth about twelve families, by their small files and headers alone."""
 
 import json
+import shutil
 
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from oxrl.cli import app
 from oxrl.config import check_config
+from oxrl.models.builtin import prepare_builtin
 from oxrl.models.load import load_model
 from oxrl.onboarding.files import locate, read_header
 from oxrl.onboarding.scout import scout
 from oxrl.onboarding.structure import vllm_architectures
 from oxrl.onboarding.template import template_findings, turn_end
 from tests.data import chat_templates
-from tests.onboarding.families import change, copy
+from tests.onboarding.families import change, copy, plain, working_code
 
 TRUTH = {  # status, architecture, and a part of the message of each finding that is not in order
     "base": (
@@ -72,6 +74,146 @@ def test_the_scout_says_the_truth(families, family):
         assert report.facts["parameters"] == _stored(families[family])
         assert check_config(report.config).model.name == str(families[family])
     assert not (families["own_code"] / "executed").exists()
+
+
+OTHER_TEMPLATE = (
+    "{% for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content + '<|eot_id|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+
+
+def _keep(folder, chosen):
+    weights = load_file(folder / "model.safetensors")
+    save_file(
+        {name: each for name, each in weights.items() if chosen(name)},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+
+
+def _text(folder, file, text):
+    (folder / file).write_text(text)
+
+
+PLANTED = {  # finding -> its level, part of its message, and the fault
+    "the template of another family": (
+        "turn_end", "repair", "it writes <|start_header_id|>, which is no token of this tokenizer",
+        lambda folder: _text(folder, "chat_template.jinja", OTHER_TEMPLATE),
+    ),
+    "a template with a mistake": (
+        "turn_end", "repair", "Unexpected end of template",
+        lambda folder: _text(folder, "chat_template.jinja", "{% for m in messages %}"),
+    ),
+    "no end token": (
+        "end_token", "repair", "the tokenizer has no end token",
+        lambda folder: change(folder / "tokenizer_config.json", eos_token=None),
+    ),
+    "an end token without a number": (
+        "end_token", "repair", "generation_config.json has an eos_token_id that is not the id of a token",
+        lambda folder: change(folder / "generation_config.json", eos_token_id="<|im_end|>"),
+    ),
+    "an end token outside of the vocabulary": (
+        "end_token", "repair", "generation_config.json ends with 999 (no token)",
+        lambda folder: change(folder / "generation_config.json", eos_token_id=999),
+    ),
+    "a padding token of another kind of model": (
+        "pad_token", "repair", "but config.json has -1",
+        lambda folder: change(folder / "config.json", pad_token_id=-1),
+    ),
+    "no head": (
+        "shapes", "blocked", "lack 10,240 of 39,072 parameters, such as lm_head.weight; if the model was trained with",
+        lambda folder: _keep(folder, lambda name: name != "lm_head.weight"),
+    ),
+    "no weights of a layer": (
+        "shapes", "blocked", "lack 6,144 of 39,072 parameters, such as model.layers.1.mlp.down_proj.weight",
+        lambda folder: _keep(folder, lambda name: "layers.1.mlp" not in name),
+    ),
+    "the config of another size": (
+        "shapes", "blocked", "such as model.layers.0.mlp.gate_proj.weight: 64 x 32 instead of 80 x 32",
+        lambda folder: change(folder / "config.json", intermediate_size=80),
+    ),
+    "a pointer instead of the weights": (
+        "weights", "blocked", "is a pointer of Git LFS instead of the file: run `git lfs pull`",
+        lambda folder: _text(folder, "model.safetensors", "version https://git-lfs.github.com/spec/v1\noid sha256:4\n"),
+    ),
+    "a tokenizer that is cut off": (
+        "tokenizer", "blocked", "tokenizer.json is not valid JSON",
+        lambda folder: _text(folder, "tokenizer.json", '{"version": "1.0", "added_tokens": ['),
+    ),
+    "no tokenizer": (
+        "tokenizer", "blocked", "has no tokenizer: it contains none of tokenizer.json",
+        lambda folder: [file.unlink() for file in folder.glob("tokenizer*")],
+    ),
+    "the tokenizer of a larger model": (
+        "vocabulary", "blocked", "but the embedding has 100 rows: take the model's tokenizer",
+        lambda folder: plain(folder, vocab_size=100, bos_token_id=1, eos_token_id=2, pad_token_id=0),
+    ),
+    "quantised weights": (
+        "quantization", "blocked", "are quantised (bitsandbytes): use the unquantised model",
+        lambda folder: change(folder / "config.json", quantization_config={"quant_method": "bitsandbytes"}),
+    ),
+    "an unknown architecture": (
+        "architecture", "blocked", "has the type 'qwen99', which transformers",
+        lambda folder: change(folder / "config.json", model_type="qwen99"),
+    ),
+    "the name of another architecture": (
+        "architecture", "note", "config.json names Qwen3ForCausalLM, but transformers builds LlamaForCausalLM",
+        lambda folder: change(folder / "config.json", architectures=["Qwen3ForCausalLM"]),
+    ),
+    "no processor": (
+        "processor", "blocked", "the processor of",
+        lambda folder: (copy(prepare_builtin("tiny-vlm"), folder), (folder / "processor_config.json").unlink()),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_planted_fault_is_found_and_the_exit_code_says_whether_it_can_be_repaired(tmp_path, fault):
+    name, level, part, plant = PLANTED[fault]
+    folder = plain(tmp_path / "model")
+    if fault == "no processor":
+        shutil.rmtree(folder)
+    plant(folder)
+    done = CliRunner().invoke(app, ["models", "scout", str(folder), "--json"])
+    assert done.exit_code == (1 if level == "blocked" else 0), done.output
+    report = json.loads(done.stdout)
+    found = [each for each in report["findings"] if each["name"] == name and each["level"] == level]
+    assert [part in each["message"] for each in found] == [True], report["findings"]
+    assert report["status"] == {"blocked": "blocked", "repair": "needs repair", "note": "ready"}[level]
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_a_file_that_is_not_json_is_named(tmp_path, file):
+    folder = plain(tmp_path / "model")
+    (folder / file).write_text("<!doctype html>")
+    done = CliRunner().invoke(app, ["models", "scout", str(folder)])
+    assert done.exit_code == 2 and f"{file} is not valid JSON" in done.output
+
+
+@pytest.mark.parametrize(
+    ("config", "more", "layout"),
+    [
+        ("MambaConfig", {"state_size": 8}, "padding"),
+        ("GptOssConfig", {"head_dim": 8, "num_local_experts": 2}, "padding"),
+        ("MixtralConfig", {"num_local_experts": 2}, "packed"),  # its experts are stored under other names
+        ("Gemma3TextConfig", {"head_dim": 8, "sliding_window": 16}, "packed"),
+        ("GPTNeoXConfig", {}, "packed"),
+    ],
+)
+def test_other_architectures_are_ready_with_all_their_weights(tmp_path, config, more, layout):
+    report = scout(str(plain(tmp_path / "model", config, **more)))
+    assert report.status == "ready"
+    for name in ("shapes", "planner", "lora"):
+        assert report.finding(name).level == "ok", report.finding(name)
+    assert layout in report.finding("layout").message
+
+
+def test_code_of_the_model_is_executed_and_proposed_only_if_the_user_says_so(tmp_path):
+    folder = str(working_code(tmp_path / "model"))
+    assert "review it" in scout(folder).blockers[0].message
+    report = scout(folder, trust_remote_code=True)
+    assert report.status == "ready" and report.config["model"] == {"name": folder, "trust_remote_code": True}
+    assert "by its own code" in report.finding("architecture").message
 
 
 def test_the_vision_model_is_reported_with_its_modalities_and_processor(families):

@@ -6,6 +6,7 @@ the other. `engine` assigns sequences to rows and samples from the logits.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
@@ -54,6 +55,7 @@ logger = logging.getLogger(__name__)
 
 Mode = Literal["shrinking", "fixed"]
 CHUNK = 64  # tokens per prefill pass in fixed mode
+CACHES = ("past_key_values", "cache_params")  # names under which models take and return their cache
 PREFILL = 2048  # tokens per prefill pass in shrinking mode, if a single prompt is not longer
 
 
@@ -211,6 +213,11 @@ class PaddedDecoder:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
+        accepted = inspect.signature(model.forward).parameters
+        names = [name for name in CACHES if name in accepted]
+        if not names:
+            raise ValueError(f"the embedded engine cannot sample from {type(model).__name__}: it keeps no usual cache")
+        self.cache_name = names[0]
         self.clear()
 
     def enter(
@@ -248,15 +255,17 @@ class PaddedDecoder:
         return (self.present.cumsum(-1) - 1).clamp_min(0)[:, -count:]
 
     def _pass(self, inputs: Mapping[str, Any], positions: Tensor) -> Tensor:
+        # Only the first pass of a Mamba model has padding; its later ones accept no mask.
+        masked = self.cache is None or self.cache_name == "past_key_values"
         output = self.model(
             **inputs,
-            attention_mask=self.present,
+            attention_mask=self.present if masked else None,
             position_ids=positions,
-            past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=1,
+            **{self.cache_name: self.cache},
         )
-        self.cache = output.past_key_values
+        self.cache = getattr(output, self.cache_name)
         logits: Tensor = output.logits[:, -1]
         return logits
 
