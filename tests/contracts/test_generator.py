@@ -1,4 +1,4 @@
-"""The contract of a `Generator`, run over each implementation."""
+"""The contract of a `Generator`, run over each implementation; the embedded engine also with images and with sounds."""
 
 import copy
 from collections.abc import Callable
@@ -7,10 +7,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import anyio
+import numpy as np
 import pytest
 import torch
 
 from oxrl.concurrency import task_group
+from oxrl.data.media_features import MediaRow, example, media_towers, own_inputs
 from oxrl.generators.embedded.generator import EmbeddedGenerator
 from oxrl.generators.http import SGLangEngine, VLLMEngine
 from oxrl.generators.pool import HTTPGenerator
@@ -47,8 +49,8 @@ def pytest_generate_tests(metafunc):
     number, cases = tests.index(metafunc.function.__name__), []
     for index, (name, generator) in enumerate(GENERATORS.items()):
         turn = LOOPS[(number + index) % 2 :][:1]
-        loops = getattr(metafunc.function, "loops", turn if name.startswith("vllm") else LOOPS)
-        cases += [pytest.param(loop, generator.fixture, marks=generator.marks, id=f"{loop}-{name}") for loop in loops]
+        loops = getattr(metafunc.function, "loops", turn if generator.on_one_loop else LOOPS)
+        cases += [pytest.param(loop, name, marks=generator.marks, id=f"{loop}-{name}") for loop in loops]
     metafunc.parametrize(("anyio_backend", "policy"), cases, indirect=True)
 
 
@@ -81,14 +83,21 @@ def vllm_in_actor(ray_replicas):
 
 
 class Case(NamedTuple):
-    """The fixture of a generator, and the marks of its engine."""
+    """The fixture of a generator, and the marks of its engine; or the model of an embedded engine."""
 
     fixture: str | None
     marks: Any = ()
+    model: str = "tiny"
+
+    @property
+    def on_one_loop(self):
+        return bool(self.marks) or self.model != "tiny"
 
 
 GENERATORS = {
     "embedded": Case(None),
+    "embedded with images": Case(None, model="tiny_vlm"),
+    "embedded with sounds": Case(None, model="tiny_audio"),
     "vllm over http": Case("vllm_over_http", pytest.mark.engine("vllm_url")),
     "vllm in process": Case("vllm_here", pytest.mark.engine("vllm_in_process")),
     "vllm in a ray actor": Case("vllm_in_actor", pytest.mark.engine("ray_replicas")),
@@ -103,6 +112,15 @@ class Policy(NamedTuple):
     hold: Callable[[int], Any]
     model: Any
     first: int  # the version that it starts with
+
+    def request(self, tokens, **fields):
+        """A request; for a model that reads media, with one of three after its first token."""
+        towers = media_towers(self.model)
+        if towers is None or not tokens:
+            return Request(tokens, **fields)
+        medium = example(towers.kinds[0], *((56, 56), (112, 56), (56, 84))[tokens[0] % 3])
+        tokens = (*tokens[:1], *towers.placeholders(self.model, medium), *tokens[1:])
+        return Request(tokens, media=(medium,), **fields)
 
     async def sync(self, version):
         await self.generator.update_weights(Weights(self.model, version))
@@ -129,24 +147,31 @@ class Policy(NamedTuple):
 
 
 @pytest.fixture
-async def policy(request, anyio_backend, tiny):
-    model = load_model(tiny[0])
-    if request.param is None:
-        generator = EmbeddedGenerator(model, tiny[1], slots=4)
+async def policy(request, anyio_backend):
+    case = GENERATORS[request.param]
+    config, tokenizer = request.getfixturevalue(case.model)
+    model = load_model(config)
+    if case.fixture is None:
+        generator = EmbeddedGenerator(model, tokenizer, slots=4)
         engine = Engine(generator, partial(holding_embedded, generator))
     else:
-        engine = request.getfixturevalue(request.param)
+        engine = request.getfixturevalue(case.fixture)
     policy = Policy(*engine, model, engine.generator.version + 1)
     await policy.sync(policy.first)
     return policy
 
 
-def logprobs(model, prompt, answer, temperature=1.0):
-    """Return log-probs of the answer's tokens, by a plain forward pass."""
-    ids = torch.tensor([[*prompt, *answer]])
+def logits(model, request, answer=()):
+    """Return logits by a plain forward pass of the model itself."""
+    row = MediaRow("by itself", np.array([*request.tokens, *answer]), request.media)
     with torch.no_grad():
-        p = (model(ids).logits.double() / temperature).log_softmax(-1)[0]
-    return [float(p[len(prompt) + i - 1, token]) for i, token in enumerate(answer)]
+        return model(**own_inputs(model, row)).logits[0].double()
+
+
+def logprobs(model, request, answer, temperature=1.0):
+    """Return log-probs of the answer's tokens."""
+    p = (logits(model, request, answer) / temperature).log_softmax(-1)
+    return [float(p[len(request.tokens) + i - 1, token]) for i, token in enumerate(answer)]
 
 
 def move(model, amount=0.05):
@@ -157,7 +182,7 @@ def move(model, amount=0.05):
 
 
 async def test_there_is_one_generation_per_request_in_order(policy):
-    requests = [Request(prompt, seed=index) for index, prompt in enumerate(PROMPTS)]
+    requests = [policy.request(prompt, seed=index) for index, prompt in enumerate(PROMPTS)]
     answers = await policy.generator.generate(requests, SAMPLING)
     assert len(answers) == len(requests)
     for request, answer in zip(requests, answers, strict=True):
@@ -175,18 +200,16 @@ async def test_log_probs_are_the_trainers_at_the_sampling_temperature(policy, te
     move(policy.model)  # random weights are nearly uniform at every temperature
     await policy.sync(policy.first + 1)
     sampling = SAMPLING._replace(temperature=temperature)
-    for answer, prompt in zip(
-        await policy.generator.generate([Request(prompt) for prompt in PROMPTS], sampling), PROMPTS, strict=True
-    ):
-        assert answer.logprobs == pytest.approx(
-            logprobs(policy.model, prompt, answer.token_ids, temperature or 1.0), abs=2e-4
-        )
+    requests = [policy.request(prompt) for prompt in PROMPTS]
+    for answer, request in zip(await policy.generator.generate(requests, sampling), requests, strict=True):
+        expected = logprobs(policy.model, request, answer.token_ids, temperature or 1.0)
+        assert answer.logprobs == pytest.approx(expected, abs=2e-4)
 
 
 async def test_allowed_tokens_are_normalised_over_or_refused(policy):
     move(policy.model)
     await policy.sync(policy.first + 1)
-    allowed, requests = (65, 80, 81, 200), [Request(prompt, seed=2) for prompt in PROMPTS]
+    allowed, requests = (65, 80, 81, 200), [policy.request(prompt, seed=2) for prompt in PROMPTS]
     sampling = SAMPLING._replace(allowed_tokens=allowed, temperature=0.8)
     if any(isinstance(engine, SGLangEngine) for engine in getattr(policy.generator, "engines", ())):
         with pytest.raises(ValueError, match=r"allowed_tokens.*over the whole vocabulary"):
@@ -196,16 +219,14 @@ async def test_allowed_tokens_are_normalised_over_or_refused(policy):
         assert answer.allowed_tokens == allowed
         assert set(answer.token_ids) <= set(allowed)
         expected = []
-        with torch.no_grad():
-            logits = policy.model(torch.tensor([[*request.tokens, *answer.token_ids]])).logits[0].double() / 0.8
-        over = logits[:, list(allowed)].log_softmax(-1)
+        over = (logits(policy.model, request, answer.token_ids) / 0.8)[:, list(allowed)].log_softmax(-1)
         for index, token in enumerate(answer.token_ids, len(request.tokens)):
             expected.append(float(over[index - 1, allowed.index(token)]))
         assert answer.logprobs == pytest.approx(expected, abs=1e-4)
 
 
 async def test_seeds_determine_what_is_sampled(policy):
-    requests = [Request(PROMPTS[0], seed=seed) for seed in range(4)]
+    requests = [policy.request(PROMPTS[0], seed=seed) for seed in range(4)]
     answers = await policy.generator.generate(requests, SAMPLING)
     assert len({answer.token_ids for answer in answers}) == 4, "n samples of one prompt differ by their seeds"
     again = await policy.generator.generate(requests[::-1], SAMPLING)
@@ -215,18 +236,16 @@ async def test_seeds_determine_what_is_sampled(policy):
 
 
 async def test_temperature_0_takes_the_likeliest(policy):
-    (answer,) = await policy.generator.generate([Request((1, 50, 51))], SAMPLING._replace(temperature=0))
-    ids = [1, 50, 51]
-    for token in answer.token_ids:
-        with torch.no_grad():
-            assert token == int(policy.model(torch.tensor([ids])).logits[0, -1].argmax())
-        ids.append(token)
+    request = policy.request((1, 50, 51))
+    (answer,) = await policy.generator.generate([request], SAMPLING._replace(temperature=0))
+    for index, token in enumerate(answer.token_ids):
+        assert token == int(logits(policy.model, request, answer.token_ids[:index])[-1].argmax())
 
 
 async def test_a_stop_token_ends_an_answer_and_belongs_to_it(policy):
-    (free,) = await policy.generator.generate([Request((1, 2))], SAMPLING)
+    (free,) = await policy.generator.generate([policy.request((1, 2))], SAMPLING)
     stop = free.token_ids[5]
-    (answer,) = await policy.generator.generate([Request((1, 2))], SAMPLING._replace(stop_token_ids=(stop,)))
+    (answer,) = await policy.generator.generate([policy.request((1, 2))], SAMPLING._replace(stop_token_ids=(stop,)))
     assert answer.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
     assert answer.finish_reason == "stop"
 
@@ -234,19 +253,21 @@ async def test_a_stop_token_ends_an_answer_and_belongs_to_it(policy):
 async def test_a_stop_text_ends_an_answer_and_belongs_to_it(policy):
     sampling = SAMPLING._replace(max_new_tokens=16)
     for seed in range(16):
-        (free,) = await policy.generator.generate([Request((1, 2), seed=seed)], sampling)
+        (free,) = await policy.generator.generate([policy.request((1, 2), seed=seed)], sampling)
         letters = [i for i, token in enumerate(free.token_ids[:-1]) if 33 <= token < 127]
         if letters:
             break
     letter = chr(free.token_ids[letters[0]])
-    (answer,) = await policy.generator.generate([Request((1, 2), seed=seed)], sampling._replace(stop=(letter,)))
+    (answer,) = await policy.generator.generate([policy.request((1, 2), seed=seed)], sampling._replace(stop=(letter,)))
     assert answer.token_ids == free.token_ids[: letters[0] + 1]
     assert answer.finish_reason == "stop" and letter in answer.text
 
 
 async def test_an_answer_ends_where_the_models_context_does(policy):
     prompt = tuple(index % 250 for index in range(2040))
-    (answer,) = await policy.generator.generate([Request(prompt)], SAMPLING._replace(max_new_tokens=16))
+    more = len(policy.request(prompt).tokens) - len(prompt)
+    request = policy.request(prompt[: len(prompt) - more])
+    (answer,) = await policy.generator.generate([request], SAMPLING._replace(max_new_tokens=16))
     assert (len(answer.token_ids), answer.finish_reason) == (8, "length")
 
 
@@ -262,8 +283,8 @@ async def test_an_answer_ends_where_the_models_context_does(policy):
 )
 async def test_invalid_requests_are_rejected(policy, tokens, sampling, message):
     with pytest.raises(ValueError, match=message):
-        await policy.generator.generate([Request((1, 2)), Request(tokens)], sampling)
-    (answer,) = await policy.generator.generate([Request((1, 2))], SAMPLING)
+        await policy.generator.generate([policy.request((1, 2)), policy.request(tokens)], sampling)
+    (answer,) = await policy.generator.generate([policy.request((1, 2))], SAMPLING)
     assert answer.token_ids, "a valid request is served afterwards"
 
 
@@ -272,49 +293,53 @@ async def test_tasks_share_the_engine_and_each_gets_its_own_results(policy):
     answers = {}
 
     async def ask(index):
-        (answers[index],) = await policy.generator.generate([Request((index, 7, 9), seed=index)], SAMPLING)
+        (answers[index],) = await policy.generator.generate([policy.request((index, 7, 9), seed=index)], SAMPLING)
 
     with anyio.fail_after(HANG):
         async with task_group() as tasks:
             for index in range(8):
                 tasks.start_soon(ask, index)
-    together = await policy.generator.generate([Request((index, 7, 9), seed=index) for index in range(8)], SAMPLING)
+    together = await policy.generator.generate(
+        [policy.request((index, 7, 9), seed=index) for index in range(8)], SAMPLING
+    )
     assert [answers[index].token_ids for index in range(8)] == [answer.token_ids for answer in together]
 
 
 @on_both_loops
 async def test_an_aborted_generation_returns_its_tokens_and_can_be_resumed(policy):
-    async with policy.in_flight([Request(p, seed=i) for i, p in enumerate(PROMPTS)]) as (answers, _):
+    async with policy.in_flight([policy.request(p, seed=i) for i, p in enumerate(PROMPTS)]) as (answers, _):
         await policy.generator.abort()
     assert [each.finish_reason for each in answers] == ["aborted"] * len(PROMPTS)
     assert all(HELD <= len(each.token_ids) == len(each.logprobs) < LONG.max_new_tokens for each in answers)
     index, aborted = 2, answers[2]
     await policy.sync(policy.first + 1)
     more = SAMPLING._replace(max_new_tokens=len(aborted.token_ids) + 5)
-    (whole,) = await policy.generator.generate([Request(PROMPTS[index], seed=index, partial=aborted)], more)
+    (whole,) = await policy.generator.generate([policy.request(PROMPTS[index], seed=index, partial=aborted)], more)
     assert whole.token_ids[: len(aborted.token_ids)] == aborted.token_ids
     assert whole.logprobs[: len(aborted.logprobs)] == aborted.logprobs
     assert whole.version == policy.first, "that of the oldest weights which sampled a part of it"
     new_tokens = len(whole.token_ids) - len(aborted.token_ids)
     assert whole.token_versions == (policy.first,) * len(aborted.token_ids) + (policy.first + 1,) * new_tokens
     assert whole.finish_reason == ("length" if len(whole.token_ids) == len(aborted.token_ids) + 5 else "stop")
-    assert whole.logprobs == pytest.approx(logprobs(policy.model, PROMPTS[index], whole.token_ids), abs=2e-4)
+    assert whole.logprobs == pytest.approx(
+        logprobs(policy.model, policy.request(PROMPTS[index]), whole.token_ids), abs=2e-4
+    )
 
 
 async def test_only_an_aborted_generation_can_be_resumed(policy):
-    (ended,) = await policy.generator.generate([Request((1, 2))], SAMPLING)
+    (ended,) = await policy.generator.generate([policy.request((1, 2))], SAMPLING)
     with pytest.raises(ValueError, match="only an aborted generation"):
-        await policy.generator.generate([Request((1, 2), partial=ended)], SAMPLING)
+        await policy.generator.generate([policy.request((1, 2), partial=ended)], SAMPLING)
 
 
 async def test_new_weights_are_used_after_an_update(policy):
-    (before,) = await policy.generator.generate([Request((1, 2, 3))], SAMPLING)
+    (before,) = await policy.generator.generate([policy.request((1, 2, 3))], SAMPLING)
     move(policy.model)
     await policy.sync(policy.first + 7)
     assert policy.generator.version == policy.first + 7
-    (after,) = await policy.generator.generate([Request((1, 2, 3))], SAMPLING)
+    (after,) = await policy.generator.generate([policy.request((1, 2, 3))], SAMPLING)
     assert after.version == policy.first + 7
-    assert after.logprobs == pytest.approx(logprobs(policy.model, (1, 2, 3), after.token_ids), abs=2e-4)
+    assert after.logprobs == pytest.approx(logprobs(policy.model, policy.request((1, 2, 3)), after.token_ids), abs=2e-4)
     assert after.token_ids != before.token_ids
 
 
@@ -322,12 +347,13 @@ async def test_new_weights_are_used_after_an_update(policy):
 async def test_weights_can_change_while_requests_are_in_flight(policy):
     """No cache of the old weights survives: the tail has the new ones' log-probs, given the whole text before it."""
     old, prompt = copy.deepcopy(policy.model), (5, 6)
-    async with policy.in_flight([Request(prompt, seed=seed) for seed in range(3)]) as (answers, _):
+    async with policy.in_flight([policy.request(prompt, seed=seed) for seed in range(3)]) as (answers, _):
         move(policy.model, 0.02)
         await policy.sync(policy.first + 1)
     answer = max(answers, key=lambda one: len(one.token_ids))
     by_old, by_new = (
-        (torch.tensor(answer.logprobs) - torch.tensor(logprobs(model, prompt, answer.token_ids))).abs() < 1e-3
+        (torch.tensor(answer.logprobs) - torch.tensor(logprobs(model, policy.request(prompt), answer.token_ids))).abs()
+        < 1e-3
         for model in (old, policy.model)
     )
     switch = int(by_old.int().cumprod(0).sum())
@@ -344,9 +370,9 @@ async def test_weights_can_change_while_requests_are_in_flight(policy):
 
 @on_both_loops
 async def test_a_cancelled_call_does_not_affect_others(policy):
-    async with policy.in_flight([Request((3,), seed=seed) for seed in range(3)]) as (cancelled, tasks):
+    async with policy.in_flight([policy.request((3,), seed=seed) for seed in range(3)]) as (cancelled, tasks):
         tasks.cancel_scope.cancel()
     assert not cancelled
     with anyio.fail_after(HANG):
-        (answer,) = await policy.generator.generate([Request((1, 2))], SAMPLING)
+        (answer,) = await policy.generator.generate([policy.request((1, 2))], SAMPLING)
     assert answer.token_ids
