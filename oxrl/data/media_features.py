@@ -22,6 +22,7 @@ from oxrl.types import Batch, IntArray, Media
 
 TYPE_NUMBERS = {"image": 1, "audio": 3}  # of a token in transformers' `mm_token_type_ids`; 0 is text
 FEATURE_BYTES = 2**30  # of frozen towers' outputs that are kept
+LENGTHS = 2**16  # of media whose number of features is kept
 
 
 class Processor(Protocol):
@@ -120,6 +121,8 @@ class MediaTowers:
             with torch.no_grad():
                 encoded, _ = self.encode(body, [medium])
             self._lengths[key] = len(encoded[medium][0])
+            if len(self._lengths) > LENGTHS:
+                del self._lengths[next(iter(self._lengths))]
         return self._lengths[key]
 
     def encode(self, body: Any, media: Sequence[Media]) -> tuple[dict[Media, tuple[Tensor, ...]], Tensor | None]:
