@@ -93,7 +93,7 @@ def _is_engine(generator: AnyGenerator) -> TypeGuard[Generator]:
     return hasattr(generator, "generate")
 
 
-class _Asked(NamedTuple):
+class _RenderedPrompt(NamedTuple):
     """A prompt as generators get it: token ids, and the media of the placeholders in them."""
 
     ids: list[int]
@@ -104,7 +104,7 @@ def _completed(
     generator: AnyGenerator,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[_Asked],
+    prompts: Sequence[_RenderedPrompt],
     config: GenerationConfig,
 ) -> list[Generation]:
     """Return one generation per prompt, by a function or by an engine; the seed of a prompt is its index."""
@@ -178,8 +178,8 @@ def batch_generate(
     template_fn: TemplateFn = tokenizer_template,
 ) -> list[Generation]:
     """Generate one completion per prompt, batched."""
-    asked = [_asked(tokenizer, prompt, template_fn) for prompt in prompts]
-    return _completed(generator, model, tokenizer, asked, config)
+    rendered = [_rendered_prompt(tokenizer, prompt, template_fn) for prompt in prompts]
+    return _completed(generator, model, tokenizer, rendered, config)
 
 
 def generate_with_logprobs(
@@ -193,9 +193,9 @@ def generate_with_logprobs(
     logprob_extractor: LogprobExtractor = sampled_logprobs,
 ) -> tuple[Generation, list[float]]:
     """Generate a completion and return it with the log-prob of each token."""
-    asked = _asked(tokenizer, prompt, template_fn)
-    (generation,) = _completed(generator, model, tokenizer, [asked], config)
-    return generation, logprob_extractor(model, asked.ids, generation)
+    rendered = _rendered_prompt(tokenizer, prompt, template_fn)
+    (generation,) = _completed(generator, model, tokenizer, [rendered], config)
+    return generation, logprob_extractor(model, rendered.ids, generation)
 
 
 def generate_conversation_turn(
@@ -211,8 +211,8 @@ def generate_conversation_turn(
 ) -> tuple[Conversation, Generation]:
     """Return the conversation with the assistant's next message; `tool_parser` defaults to the chat template's."""
     given = _messages(conversation)
-    asked = _asked_in_chat(tokenizer, given, template_fn, tools=tools)
-    (generation,) = _completed(generator, model, tokenizer, [asked], config)
+    rendered = _rendered_chat(tokenizer, given, template_fn, tools=tools)
+    (generation,) = _completed(generator, model, tokenizer, [rendered], config)
     before = begin(Renderer(tokenizer), given, tools=tools)
     text = before.text_of(generation)
     truncated = generation.finish_reason != "stop"
@@ -281,24 +281,24 @@ def create_batch_rollouts(
 ) -> list[Rollout]:
     """Sample `n_samples_per_prompt` rollouts of each prompt, in prompt order; `group` is the prompt's number."""
     samples = [_sample(prompt, number) for number, prompt in enumerate(prompts)]
-    asked = [
-        _asked(tokenizer, sample if sample.media else prompt, tokenizer_template, chat=True)
+    rendered = [
+        _rendered_prompt(tokenizer, sample if sample.media else prompt, tokenizer_template, chat=True)
         for sample, prompt in zip(samples, prompts, strict=True)
     ]
-    opened = [Renderer(tokenizer).opened(each.ids) for each in asked]
+    opened = [Renderer(tokenizer).opened(each.ids) for each in rendered]
     pending = [
         Rollout(sample, group=number, index=index)
         for number, sample in enumerate(samples)
         for index in range(n_samples_per_prompt)
     ]
-    sampled = _completed(generator, model, tokenizer, [asked[rollout.group] for rollout in pending], gen_config)
+    sampled = _completed(generator, model, tokenizer, [rendered[rollout.group] for rollout in pending], gen_config)
     generations = [
         generation._replace(opened=opened[rollout.group]) for rollout, generation in zip(pending, sampled, strict=True)
     ]
     rollouts = [
         replace(
             rollout,
-            turns=(Turn(tuple(asked[rollout.group].ids), generation, (Message("assistant", generation.text),)),),
+            turns=(Turn(tuple(rendered[rollout.group].ids), generation, (Message("assistant", generation.text),)),),
         )
         for rollout, generation in zip(pending, generations, strict=True)
     ]
@@ -429,30 +429,32 @@ def _media_taken(
     return take_media([each._replace(content=checked_content(each.content)) for each in messages], media)
 
 
-def _asked(tokenizer: PreTrainedTokenizerBase, prompt: Any, template_fn: TemplateFn, *, chat: bool = False) -> _Asked:
+def _rendered_prompt(
+    tokenizer: PreTrainedTokenizerBase, prompt: Any, template_fn: TemplateFn, *, chat: bool = False
+) -> _RenderedPrompt:
     """Return a prompt as token ids; with `chat`, a text is a user message if there is a chat template."""
     media: tuple[Media, ...] = ()
     if isinstance(prompt, Sample):
         prompt, media = prompt.messages, prompt.media
     if isinstance(prompt, str):
         if not (chat and tokenizer.chat_template):
-            return _Asked(_ids(tokenizer, prompt))
+            return _RenderedPrompt(_ids(tokenizer, prompt))
         prompt = [Message("user", prompt)]
     if _are_ids(prompt):
-        return _Asked([int(token) for token in prompt])
-    return _asked_in_chat(tokenizer, _messages(prompt), template_fn, media)
+        return _RenderedPrompt([int(token) for token in prompt])
+    return _rendered_chat(tokenizer, _messages(prompt), template_fn, media)
 
 
-def _asked_in_chat(
+def _rendered_chat(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
     template_fn: TemplateFn,
     media: Sequence[Media] = (),
     tools: Sequence[Mapping[str, Any]] = (),
-) -> _Asked:
+) -> _RenderedPrompt:
     placed, found = _media_taken(messages, media)
     text = apply_chat_template(tokenizer, placed, tools=tools, template_fn=template_fn)
-    return _Asked(_ids(tokenizer, Renderer(tokenizer).expanded(text, found, "the prompt")), found)
+    return _RenderedPrompt(_ids(tokenizer, Renderer(tokenizer).expanded(text, found, "the prompt")), found)
 
 
 def _are_ids(prompt: Any) -> bool:

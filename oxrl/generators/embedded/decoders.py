@@ -216,7 +216,10 @@ class PaddedDecoder:
         accepted = inspect.signature(model.forward).parameters
         names = [name for name in CACHES if name in accepted]
         if not names:
-            raise ValueError(f"the embedded engine cannot sample from {type(model).__name__}: it keeps no usual cache")
+            raise ValueError(
+                f"the embedded engine cannot sample from {type(model).__name__}: its forward has no argument "
+                f"{' or '.join(CACHES)}"
+            )
         self.cache_name = names[0]
         self.clear()
 
