@@ -14,7 +14,7 @@ INSTALL_OXRL := $(PIP) install --no-compile --no-deps --no-build-isolation --edi
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(6, (os.cpu_count() or 1) + 1))")
 TORCH  := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: demo test tests check quick lint bench docs mutants lock clean
+.PHONY: demo test tests check quick gpu lint bench docs mutants lock clean
 
 export OMP_WAIT_POLICY ?= PASSIVE
 # Packages are installed uncompiled, and the few modules that are used are compiled when they are first imported. Where
@@ -35,6 +35,11 @@ check: $(VENV)/.model
 
 quick: $(VENV)/.model
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not engine and not trains"
+
+# What needs a GPU; all other tests run on the CPU, also on a machine that has one.
+gpu: $(VENV)/.dev
+	CUDA_VISIBLE_DEVICES=0 $(BIN)/python -m pytest -n 0 tests/backends/test_compiled_gpu.py tests/generators/test_captured_gpu.py
+	CUDA_VISIBLE_DEVICES=0 $(BIN)/python -m pytest -n 0 tests/backends/test_forward.py -k kernel
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
