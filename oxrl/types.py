@@ -227,6 +227,7 @@ class Turn(NamedTuple):
     generation: Generation
     messages: tuple[Message, ...] = ()
     media: tuple[Media, ...] = ()  # of its prompt, those of replies included; (): those of the sample
+    unused: int = 0  # last tokens of the generation that had no effect, and are not trained
 
 
 class Score(NamedTuple):
@@ -361,10 +362,11 @@ class Rollout:
 
     @property
     def loss_mask(self) -> list[float]:
-        """1 for each of `tokens` that was sampled."""
+        """1 for each of `tokens` that was sampled, and had an effect."""
         mask = [0.0] * len(self.tokens)
-        for start, generation in self._sampled():
-            mask[start : start + len(generation.token_ids)] = [1.0] * len(generation.token_ids)
+        for start, turn in self._sampled():
+            count = len(turn.generation.token_ids) - turn.unused
+            mask[start : start + count] = [1.0] * count
         return mask
 
     @property
@@ -373,8 +375,8 @@ class Rollout:
         if any(turn.generation.token_ids for turn in self.turns) and not self.has_logprobs:
             return None
         logprobs = [0.0] * len(self.tokens)
-        for start, generation in self._sampled():
-            logprobs[start : start + len(generation.logprobs)] = generation.logprobs
+        for start, turn in self._sampled():
+            logprobs[start : start + len(turn.generation.logprobs)] = turn.generation.logprobs
         return logprobs
 
     @property
@@ -382,13 +384,13 @@ class Rollout:
         """Whether the log-probs of sampled tokens are known."""
         return any(turn.generation.logprobs for turn in self.turns)
 
-    def _sampled(self) -> Iterator[tuple[int, Generation]]:
+    def _sampled(self) -> Iterator[tuple[int, Turn]]:
         """Start of each turn in `tokens`; turns that a later prompt rewrote are left out."""
         tokens = tuple(self.tokens)
         for turn in self.turns:
             context = (*turn.prompt_ids, *turn.generation.token_ids)
             if tokens[: len(context)] == context:
-                yield len(turn.prompt_ids), turn.generation
+                yield len(turn.prompt_ids), turn
 
     @property
     def status(self) -> Status:

@@ -32,8 +32,10 @@ class _RowBuilder:
         zeros = [0] * len(tokens)
         self._extend(tokens, False, zeros, zeros, zeros)
 
-    def add_generation(self, generation: Generation, rewards: Sequence[float]) -> None:
+    def add_generation(self, generation: Generation, rewards: Sequence[float], unused: int) -> None:
         self._extend(generation.token_ids, True, generation.logprobs, rewards, generation.token_versions)
+        if unused:
+            self.mask[-unused:] = [False] * unused
 
     def _extend(
         self,
@@ -54,8 +56,9 @@ def rows_of(rollout: Rollout) -> list[Row]:
     """Rows with streams `sampler_logprob`, `sampler_version`, `reward` (per token), scalars `reward` (total), `ended`.
 
     `ended` is the same for all rows: whether the last generation stopped by itself. Discounted sums run over all rows
-    of a rollout as one sequence, so only its end can be truncated. Rows without a sampled token are left out. Without
-    any log-prob there is no stream of them: the policy before the step then counts as the sampler.
+    of a rollout as one sequence, so only its end can be truncated. Rows without a sampled token are left out, and
+    tokens without an effect (`Turn.unused`) masked. Without any log-prob there is no stream of them: the policy before
+    the step then counts as the sampler.
     """
     if rollout.error is not None or rollout.score is None:
         reason = rollout.error or "it has no score"
@@ -96,7 +99,7 @@ def _build_rows(turns: Sequence[Turn], rewards: Sequence[Sequence[float]]) -> li
             rows.append(_RowBuilder(allowed_tokens=allowed))
         rows[-1].add_prompt(turn.prompt_ids[len(rows[-1].tokens) :])
         rows[-1].media = turn.media
-        rows[-1].add_generation(turn.generation, turn_rewards)
+        rows[-1].add_generation(turn.generation, turn_rewards, turn.unused)
     return rows
 
 
@@ -119,7 +122,11 @@ def _rewards_per_token(rollout: Rollout, score: Score) -> list[list[float]]:
         _check(rollout, score.value, per_turn, len(lengths), "per_turn", "turns")
         if lost := [n for n, (value, length) in enumerate(zip(per_turn, lengths, strict=True)) if value and not length]:
             raise ValueError(f"rollout {rollout.id}: turn {lost[0]} has a reward but no sampled token to put it on")
-    return [[0.0] * (n - 1) + [value] if n else [] for value, n in zip(per_turn, lengths, strict=True)]
+    unused = [turn.unused for turn in rollout.turns]
+    return [
+        [0.0] * (length - 1 - without) + [value] + [0.0] * without if length else []
+        for value, length, without in zip(per_turn, lengths, unused, strict=True)
+    ]
 
 
 def _check(rollout: Rollout, value: float, parts: Sequence[float], wanted: int, name: str, of: str) -> None:

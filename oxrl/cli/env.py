@@ -36,3 +36,33 @@ def env_try(
     for rollout in played:
         for line in episode_lines(rollout):
             typer.echo(line)
+
+
+@app.command("record")
+def env_record(
+    config: Annotated[Path, typer.Argument(help="The YAML file of a run in a gym: environment.")],
+    output: Annotated[Path, typer.Option(help="Folder of the recorded episodes; must not exist.")],
+    episodes: Annotated[int, typer.Option(min=1, help="Successful episodes to record.")] = 100,
+    expert: Annotated[
+        str | None, typer.Option(help="FILE.py:FUNCTION or module:function; default the environment's own `expert`.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the first episode.")] = 0,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Override a key: rollout.env_args.squares=3.")] = None,
+    json_: Json = False,
+) -> None:
+    """Record an expert in the environment of a config: steps with pictures, instruction and action, to imitate.
+
+    oxrl env record reach.yaml --episodes 300 --output episodes/reach
+
+    oxrl train --model tiny-vlm --algorithm sft --data episodes/reach --set 'data.actions={low: [-1, -1], high: [1, 1]}'
+    """
+    with exit_on_user_error():
+        from oxrl.config import load_stages
+        from oxrl.run.record_expert import record_expert
+
+        stages = load_stages(config, set_ or [])
+        recorded = record_expert(stages.get("rl") or next(iter(stages.values())), output, episodes, expert, seed)
+    if json_:
+        typer.echo(json.dumps({"folder": str(output), "episodes": episodes, "steps": recorded}))
+        return
+    typer.echo(f"{output}: {episodes} episodes, {recorded} steps")

@@ -33,6 +33,7 @@ from oxrl.config.registry import (
     shardings,
 )
 from oxrl.config.tasks import fill_task, find_task
+from oxrl.data.actions import action_codec
 from oxrl.data.fill import TEMPLATED, placeholders
 from oxrl.guard.table import actions_of
 from oxrl.machine.secrets import secrets_in
@@ -435,8 +436,19 @@ class Data(_Section):
         {},
         description="variables of the chat template: {enable_thinking: false}; in sampling and evaluation, too",
     )
+    actions: dict[str, Any] | None = Field(
+        None,
+        description="tokens of actions in recorded episodes: {low: [-1, -1], high: [1, 1], bins: 64, chunk: 1}, or "
+        "{words: [left, right]}; see docs/environments.md",
+    )
     env_rows: int = Field(512, ge=1, description="rows that rollout.env makes itself, without files")
     env_val_rows: int = Field(0, ge=0, description="held-out rows that rollout.env makes, from other seeds")
+
+    @field_validator("actions")
+    @classmethod
+    def _known_actions(cls, actions: dict[str, Any] | None) -> dict[str, Any] | None:
+        action_codec(actions)
+        return actions
 
     @field_validator("dataset")
     @classmethod

@@ -10,16 +10,18 @@ from __future__ import annotations
 import inspect
 import warnings
 import zlib
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import anyio
 
+from oxrl.data.actions import ActionCodec
 from oxrl.data.parts import Content, take_media
 from oxrl.names import error_text
 from oxrl.rollouts.episode import EpisodeError, EpisodeTime
+from oxrl.rollouts.game import AnswerReader, Game, of_world
 from oxrl.rollouts.tools import (
     Tool,
     ToolCall,
@@ -177,11 +179,12 @@ async def single_turn(sample: Sample, policy: PolicyClient) -> Episode:
     return Episode((Turn(start.prompt_ids, generation, (Message("assistant", generation.text),), start.media),))
 
 
-async def _generate(policy: PolicyClient, before: Transcript) -> Generation:
-    """Other implementations of `PolicyClient` may not know media."""
-    if not before.media:
-        return await policy.generate(before.prompt_ids)
-    return await policy.generate(before.prompt_ids, media=before.media)
+async def _generate(policy: PolicyClient, before: Transcript, allowed_tokens: Sequence[int] = ()) -> Generation:
+    """Other implementations of `PolicyClient` may not know media and restrictions."""
+    given: dict[str, Any] = {"media": before.media} if before.media else {}
+    if allowed_tokens:
+        given["allowed_tokens"] = allowed_tokens
+    return await policy.generate(before.prompt_ids, **given)
 
 
 class _Reaction(NamedTuple):
@@ -190,28 +193,33 @@ class _Reaction(NamedTuple):
     message: Message
     replies: Sequence[Message] = ()
     ended: str = ""
+    unused: int = 0  # last tokens of the generation that had no effect
+    restart: Transcript | None = None  # the next prompt, where it does not extend the conversation
 
 
-ReactFn: TypeAlias = Callable[[str, Transcript, bool], Awaitable[_Reaction]]
-"""(generated text, the conversation before it, whether it was the last turn) -> the reaction."""
+ReactFn: TypeAlias = Callable[[Generation, Transcript, bool], Awaitable[_Reaction]]
+"""(the generation, the conversation before it, whether it was the last turn) -> the reaction."""
 
 
-async def _converse(transcript: Transcript, policy: PolicyClient, react: ReactFn, max_turns: int) -> Episode:
+async def _converse(
+    transcript: Transcript, policy: PolicyClient, react: ReactFn, max_turns: int, allowed_tokens: Sequence[int] = ()
+) -> Episode:
     turns: list[Turn] = []
     for left in reversed(range(max_turns)):
-        generation = await _generate(policy, transcript)
+        generation = await _generate(policy, transcript, allowed_tokens)
         if turns and not generation.token_ids and generation.finish_reason == "length":  # no room for another turn
             reaction = _Reaction(Message("assistant", ""), ended="length")
             break
         if generation.finish_reason == "stop":
-            reaction = await react(transcript.text_of(generation), transcript, left == 0)
+            reaction = await react(generation, transcript, left == 0)
         else:
             reaction = _Reaction(Message("assistant", generation.text), ended=generation.finish_reason)
         replies, added = take_media(reaction.replies)
-        turns.append(Turn(transcript.prompt_ids, generation, (reaction.message, *replies), transcript.media))
+        messages = (reaction.message, *replies)
+        turns.append(Turn(transcript.prompt_ids, generation, messages, transcript.media, reaction.unused))
         if reaction.ended:
             break
-        transcript = transcript.extend(generation, reaction.message, replies, added)
+        transcript = reaction.restart or transcript.extend(generation, reaction.message, replies, added)
     return Episode(tuple(turns), metadata={"ended": reaction.ended, "rewritten": transcript.rewritten})
 
 
@@ -246,7 +254,8 @@ def with_tools(
         parse = tool_parser or (tool_parser_for(policy.render) if prompt.by_template else parse_tools)
         all_results: list[ToolResult] = []
 
-        async def react(text: str, before: Transcript, last: bool) -> _Reaction:
+        async def react(generation: Generation, before: Transcript, last: bool) -> _Reaction:
+            text = before.text_of(generation)
             calls = extract_tool_calls(text, parse)
             message = assistant_message(text, calls, before)
             if stop_condition(Conversation((*before.messages, message))):
@@ -284,8 +293,8 @@ def dialogue(reply: ReplyFn, *, max_turns: int = 8, stop_condition: StopConditio
     _at_least_one(max_turns, "max_turns")
     takes_sample = _takes_sample(reply)
 
-    async def react(sample: Sample, text: str, before: Transcript, last: bool) -> _Reaction:
-        message = Message("assistant", before.plain(text))
+    async def react(sample: Sample, generation: Generation, before: Transcript, last: bool) -> _Reaction:
+        message = Message("assistant", before.plain(before.text_of(generation)))
         conversation = Conversation((*before.messages, message))
         if stop_condition(conversation):
             return _Reaction(message, ended="stop_condition")
@@ -339,6 +348,9 @@ def gym_env(
     to_action: Callable[[str], Any] = str,
     max_steps: int = 32,
     illegal_reward: float = 0.0,
+    actions: ActionCodec | None = None,
+    history: bool = True,
+    until_success: bool = False,
 ) -> EnvFn:
     """Return an environment that runs an object with Gymnasium's `reset` and `step`; rewards are scored per turn.
 
@@ -348,63 +360,45 @@ def gym_env(
     `to_action` is the reply to the model, and the step earns `illegal_reward`. The score is the sum of the game's
     rewards: the reward function is not called. A truncated turn ends the episode without a step: raise
     `max_new_tokens`, or set a stop text.
+
+    With `actions`, only their tokens are sampled, and an answer is all steps of a chunk; `to_action` then gets one
+    decoded action. Without `history`, the prompt of a step has the latest observation alone. `until_success` ends the
+    episode with the first step whose info reports success (`is_success` or `success`), a part of the score.
     """
     _at_least_one(max_steps, "max_steps")
 
     async def env(sample: Sample, policy: PolicyClient) -> Episode:
-        game = await _of_world(make_env, sample)
+        game = Game(await of_world(make_env, sample), to_text, illegal_reward, until_success)
+        answers = AnswerReader(policy.render, actions, to_action)
         rewards: list[float] = []
 
-        async def react(text: str, before: Transcript, last: bool) -> _Reaction:
-            message = Message("assistant", before.plain(text))
-            try:
-                with _as_episode_error(to_action, ValueError):
-                    action = to_action(str(message.content))
-            except ValueError as error:
-                rewards.append(illegal_reward)
-                return _Reaction(message, (Message("user", str(error)),), "max_steps" if last else "")
-            observation, reward, terminated, truncated, _ = await _of_world(game.step, action)
-            rewards.append(float(reward))
-            over = "terminated" if terminated else "truncated" if truncated else "max_steps" if last else ""
-            with _as_episode_error(to_text):
-                return _Reaction(message, (Message("user", to_text(observation)),), over)
+        def prompt() -> Transcript:
+            return begin(policy.render, with_user(sample.messages, game.shown), media=sample.media)
+
+        async def react(generation: Generation, before: Transcript, last: bool) -> _Reaction:
+            answer = answers.read(generation, before)
+            outcome = await game.play(answer)
+            rewards.append(outcome.reward)
+            ended = outcome.ended or ("max_steps" if last else "")
+            unused = answers.unused(generation, outcome.taken) if outcome.taken else 0
+            restart = None if history or ended else prompt()
+            return _Reaction(answer.message, (Message("user", outcome.shown),), ended, unused, restart)
 
         try:
-            seed = sample.metadata.get("seed", zlib.crc32(sample.id.encode()))
-            observation, _ = await _of_world(game.reset, seed=seed)
-            with _as_episode_error(to_text):
-                first = to_text(observation)
-            start = begin(policy.render, _with_user(sample.messages, first), media=sample.media)
-            shown = start.messages
-            episode = await _converse(start, policy, react, max_steps)
+            await game.reset(sample.metadata.get("seed", zlib.crc32(sample.id.encode())))
+            first, start = game.shown, prompt()
+            episode = await _converse(start, policy, react, max_steps, answers.allowed_tokens)
         finally:
-            if hasattr(game, "close"):
-                game.close()
+            game.close()
+        answers.check_length(episode.turns[0].generation)
         metadata = {**episode.metadata, "first_observation": Message("user", first).text}
         if episode.metadata["ended"] == "aborted":
-            return episode._replace(metadata=metadata, prompt_messages=shown)
+            return episode._replace(metadata=metadata, prompt_messages=start.messages)
         per_turn = (*rewards, *[0.0] * (len(episode.turns) - len(rewards)))  # a truncated turn takes no step
-        return Episode(episode.turns, Score(sum(per_turn), per_turn=per_turn), metadata, shown)
+        turns = episode.turns if actions is None else tuple(map(_with_action_as_text, episode.turns))
+        return Episode(turns, Score(sum(per_turn), game.parts, per_turn), metadata, start.messages)
 
     return _named(env, f"gym_env({_name_of(make_env)})")
-
-
-async def _of_world(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with _as_episode_error(function):
-        return await called(function, *args, **kwargs)
-
-
-@contextmanager
-def _as_episode_error(function: Callable[..., Any], *expected: type[Exception]) -> Iterator[None]:
-    """A game may raise anything: it is an error of its episode, unless it is `expected`."""
-    try:
-        yield
-    except EpisodeError:
-        raise
-    except expected:
-        raise
-    except Exception as error:
-        raise EpisodeError(f"the environment failed in {_name_of(function)}: {error_text(error)}") from error
 
 
 def guarded(env: EnvFn) -> EnvFn:
@@ -422,9 +416,16 @@ def guarded(env: EnvFn) -> EnvFn:
     return _named(guard, str(getattr(env, "__qualname__", type(env).__name__)))
 
 
-def _with_user(messages: Sequence[Message], shown: Content) -> tuple[Message, ...]:
+def _with_action_as_text(turn: Turn) -> Turn:
+    """The tokens of actions are no text: what people read of the generation is that of its message."""
+    return turn._replace(generation=turn.generation._replace(text=turn.messages[0].text))
+
+
+def with_user(messages: Sequence[Message], shown: Content) -> tuple[Message, ...]:
     """Append to a user's last message: many templates require alternating roles."""
     if messages and messages[-1].role == "user" and isinstance(messages[-1].content, str):
+        if not messages[-1].content:
+            return (*messages[:-1], messages[-1]._replace(content=shown))
         before = f"{messages[-1].content}\n\n"
         both = before + shown if isinstance(shown, str) else [{"type": "text", "text": before}, *shown]
         return (*messages[:-1], messages[-1]._replace(content=both))

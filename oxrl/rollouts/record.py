@@ -77,6 +77,7 @@ def _turn_to_json(turn: Turn) -> dict[str, Any]:
         "generation": turn.generation._asdict(),
         "messages": _dicts(turn.messages),
         **({"media": [_media_to_json(media) for media in turn.media]} if turn.media else {}),
+        **({"unused": turn.unused} if turn.unused else {}),
     }
 
 
@@ -87,6 +88,7 @@ def _turn_from_json(raw: Mapping[str, Any]) -> Turn:
         Generation(**{**generation, **_tuples(generation, "token_ids", "logprobs", "versions", "allowed_tokens")}),
         _messages(raw["messages"]),
         tuple(_media_from_json(media) for media in raw.get("media", ())),
+        raw.get("unused", 0),
     )
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from oxrl.config import Config, ConfigError
+from oxrl.data.actions import action_codec
 from oxrl.data.assemble import assemble
 from oxrl.data.buffer import DataBuffer, MixedBuffer
 from oxrl.data.prepare import check_trainable, split_file
@@ -48,7 +49,15 @@ def load_train_files(config: Config) -> dict[str, Loaded]:
 
 def _load(config: Config, path: str) -> Loaded:
     data = config.data
-    return load_samples(path, columns=data.columns, template=data.template, format=data.format, bad_rows=data.bad_rows)
+    codec = action_codec(data.actions)
+    return load_samples(
+        path,
+        columns=data.columns,
+        template=data.template,
+        format=data.format,
+        bad_rows=data.bad_rows,
+        chunk=1 if codec is None else codec.chunk,
+    )
 
 
 def is_online(algorithm: Algorithm, samples: Sequence[Sample]) -> bool:

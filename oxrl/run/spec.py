@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from oxrl.algorithms import algorithm
 from oxrl.config import Config, ConfigError
 from oxrl.config.registry import find_engine, resolved
+from oxrl.data.actions import action_codec
 from oxrl.data.render import Renderer
 from oxrl.models.lora import LoraSettings
 from oxrl.names import did_you_mean
@@ -70,7 +71,13 @@ class RunSpec:
 
 def renderer(config: Config, tokenizer: Any) -> Renderer:
     """How a run renders its rows and prompts."""
-    return Renderer(tokenizer, max_len=config.data.max_seq_len, template_kwargs=config.data.template_kwargs)
+    data = config.data
+    return Renderer(
+        tokenizer,
+        max_len=data.max_seq_len,
+        template_kwargs=data.template_kwargs,
+        actions=action_codec(data.actions),
+    )
 
 
 def expected_samples(config: Config, steps: int) -> float:

@@ -70,6 +70,7 @@ class Workspace:
         self.bad = write_jsonl(folder / "bad.jsonl", [*sums(2), {"prompt": "no response"}])
         renamed = [{"prompt": f"{i}?", "response": "theirs", "ours": f"reply {i}"} for i in range(4)]
         self.renamed = write_jsonl(folder / "renamed.jsonl", renamed)
+        self.acted = write_jsonl(folder / "acted.jsonl", [{"prompt": f"{i}?", "actions": [0]} for i in range(4)])
         self.limited = folder / "limited.py"
         self.limited.write_text(
             "from oxrl.rewards.allowance import current_allowance\n\n\n"
@@ -143,6 +144,7 @@ REFERENCE = (
 INFERRED = (*RL, "reward.reward_func=null")  # a number reward, which a random model never earns
 MIXED = (*SFT, "data.train_files_path={{one: {home.rows}, two: {home.more}}}")
 RENAMED = (*SFT, "data.train_files_path={home.renamed}")
+ACTED = (*SFT, "data.train_files_path={home.acted}", "data.actions={{words: [left, right]}}")
 LONG = (*SFT, "data.train_files_path={home.long}")
 LIMITED = (*RL, "reward.reward_func={home.limited}:seconds_left", "train.train_steps_per_epoch=1")
 CODE = (*RL, "reward.reward_func=code_reward_func")
@@ -456,6 +458,7 @@ KEYS = {
     "data.template_kwargs": Effect(
         {"enable_thinking": False}, prepared(lambda run: text_drawn(run)), THINKING
     ),
+    "data.actions": Effect({"words": ["right", "left"]}, prepared(text_drawn), ACTED),
     "data.env_rows": Effect(5, prepared(lambda run: len(run.rows)), WORLD, 5),
     "data.env_val_rows": Effect(3, prepared(lambda run: len(run.held_out)), WORLD, 3),
     "data.bad_rows": Effect("skip", size, (*SFT, "data.train_files_path={home.bad}"), 2),

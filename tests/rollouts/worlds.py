@@ -54,9 +54,41 @@ class Numbers(gymnasium.Env[Any, Any]):
         return {"place": np.zeros(2), "level": 0}, float(np.sum(action)), True, False, {}
 
 
-class Picture(gymnasium.Env[Any, Any]):
-    observation_space = spaces.Box(0, 255, (4, 4, 3), np.uint8)
-    action_space = spaces.Discrete(2)
+class Line(gymnasium.Env[Any, Any]):
+    """Walk along a line to its end: an action is the length of a step, which is also its reward."""
+
+    metadata = {"render_modes": []}  # noqa: RUF012 - gymnasium's
+    observation_space = spaces.Dict(
+        {
+            "camera": spaces.Dict({"image": spaces.Box(0, 255, (28, 28, 3), np.uint8)}),
+            "mission": spaces.Text(20),
+            "place": spaces.Box(0, 2, (1,), np.float32),
+        }
+    )
+    action_space: spaces.Space[Any]
+
+    def __init__(self, length: float = 1.0, ends: bool = True, discrete: bool = False) -> None:
+        self.length, self.ends, self.discrete = length, ends, discrete
+        self.action_space = spaces.Discrete(4, start=1) if discrete else spaces.Box(-1.0, 1.0, (1,), np.float32)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.shade, self.place = int(self.np_random.integers(100)), 0.0
+        return self._observation(), {"is_success": False}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        step = (int(action) - 1) / 4 if self.discrete else float(action[0])
+        self.place += step
+        success = self.place >= self.length
+        return self._observation(), step, success and self.ends, False, {"is_success": success}
+
+    def expert(self) -> Any:
+        return 3 if self.discrete else np.array([0.5625], np.float32)
+
+    def _observation(self) -> dict[str, Any]:
+        image = np.full((28, 28, 3), self.shade, np.uint8)
+        image[:, : round(20 * self.place)] = 255
+        return {"camera": {"image": image}, "mission": "walk", "place": np.array([self.place])}
 
 
 class Process(Vowels):
@@ -98,7 +130,7 @@ class Failing(Vowels):
 
 gymnasium.register("Vowels-v0", Vowels)
 gymnasium.register("Numbers-v0", Numbers)
-gymnasium.register("Picture-v0", Picture)
+gymnasium.register("Line-v0", Line)
 gymnasium.register("Process-v0", Process)
 gymnasium.register("Failing-v0", Failing)
 

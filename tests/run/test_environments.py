@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from oxrl.cli import app
 from oxrl.config import load_config
 from oxrl.run.train import RunResult, train_run
 from tests.rollouts import calling_engine
@@ -127,3 +129,58 @@ def test_a_run_whose_server_is_gone_stops_with_its_address(tmp_path):
             train(tmp_path, 5, f"rollout.env=openenv:{url}", callbacks=[stop_after_the_second_step])
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in steps] == [1, 2] and all("reward" in line for line in steps)
+
+
+ACTING = """
+model: {name: tiny-vlm, dtype: float32, freeze: nothing}
+run: {training_gpus: 0}
+train: {alg_name: grpo, lr: 1.0e-3, warmup_steps_ratio: 0, lr_scheduler: constant, weight_decay: 0}
+rollout:
+  env: "gym:tests.rollouts.worlds:Line-v0"
+  env_args: {show: [camera.image, mission], actions: {low: -1, high: 1, bins: 4, chunk: 2}}
+  n_samples: 4
+  max_tokens: 3
+  max_turns: 3
+  mode: fixed
+  slots: 8
+data: {env_rows: 4}
+"""
+
+
+def acted(folder: Path, steps: int, *overrides: str, resume: bool = False) -> RunResult:
+    (folder / "acting.yaml").write_text(ACTING)
+    sizes = [f"train.train_steps_per_epoch={steps}", "train.train_batch_size_per_gpu=4"]
+    return train_run(load_config(folder / "acting.yaml", [*sizes, *overrides]), folder / "run", resume=resume)
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_a_model_that_acts_from_pictures_resumes_exactly(tmp_path, algorithm):
+    pytest.importorskip("PIL")
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    whole = acted(tmp_path / "whole", 2, f"train.alg_name={algorithm}")
+    acted(tmp_path / "parts", 1, f"train.alg_name={algorithm}")
+    resumed = acted(tmp_path / "parts", 2, f"train.alg_name={algorithm}", resume=True)
+    assert digests(resumed) == digests(whole) and len(digests(whole)) == 2
+    assert all(row["ungraded"] == 0 and row["logprob_gap"] < 1e-3 for row in whole.history if "logprob_gap" in row)
+    assert any("logprob_gap" in row for row in whole.history)
+
+
+def test_imitation_of_recorded_episodes_raises_the_success_in_the_world(tmp_path):
+    pytest.importorskip("PIL")
+    (tmp_path / "acting.yaml").write_text(ACTING)
+    asked = ["env", "record", str(tmp_path / "acting.yaml"), "--output", str(tmp_path / "line"), "--episodes", "12"]
+    recorded = json.loads(CliRunner().invoke(app, [*asked, "--json"]).stdout)
+    assert recorded == {"folder": str(tmp_path / "line"), "episodes": 12, "steps": 24}
+    again = CliRunner().invoke(app, asked)
+    assert again.exit_code == 2 and "exists; give another folder" in again.stderr
+    data = f"data.train_files_path={tmp_path / 'line'}"
+    actions = "data.actions={low: -1, high: 1, bins: 4, chunk: 2}"
+    sft = ("train.alg_name=sft", data, actions, "data.env_rows=512")
+    run = acted(tmp_path, 12, *sft)
+    success = {}
+    for name in ("tiny-vlm", str(run.folder)):
+        asked = ["eval", name, "--env", str(tmp_path / "acting.yaml"), "--episodes", "6", "--json"]
+        (result,) = json.loads(CliRunner().invoke(app, asked).stdout)["results"]
+        success[name] = result["marks"]["success"]["reward"]["mean"]
+    assert success["tiny-vlm"] < 0.5 and success[str(run.folder)] == 1.0

@@ -1,8 +1,8 @@
-"""`gym:ID`: a Gymnasium environment as a conversation, with texts or numbers as observations.
+"""`gym:ID`: a Gymnasium environment as a conversation, with texts, numbers or pictures as observations.
 
-A row is a seed: all episodes of a row begin in the same state. Observations become user messages, the answer becomes an
-action; the rewards of the environment are those of the turns. Pictures are not shown to the model yet:
-`observation_text` is where they would become messages with image parts.
+A row is a seed: all episodes of a row begin in the same state. Observations become user messages, pictures their image
+parts; the answer becomes an action, read from its text or, with a codec, from its tokens. The rewards of the
+environment are those of the turns.
 """
 
 from __future__ import annotations
@@ -11,59 +11,103 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from oxrl.names import error_text, import_object
+from oxrl.data.actions import ActionCodec, ActionWords, action_codec
+from oxrl.data.parts import Content
+from oxrl.names import did_you_mean, error_text, import_object
+from oxrl.rollouts.environments.observations import flat_entries, observation_content
 from oxrl.rollouts.environments.table import Settings
 from oxrl.rollouts.envs import gym_env
 from oxrl.types import EnvFn, Message, Sample
 
-OWN = ("prompt", "actions", "observation", "action", "illegal_reward")
+OWN = (
+    "prompt", "actions", "observation", "show", "action", "illegal_reward", "history", "until_success", "wrappers",
+)  # fmt: skip
 """Keys of `rollout.env_args` that are read here; the others are arguments of `gymnasium.make`."""
 
-_MOST_NUMBERS = 256  # of an observation
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 
+class GymWorld(NamedTuple):
+    """A Gymnasium environment that a config names, with its arguments checked."""
+
+    make: Callable[[], Any]
+    show: Callable[[Any], Content]  # an observation, as the model reads it
+    to_action: Callable[[Any], Any]  # an answer, or with a codec one action of it
+    codec: ActionCodec | None
+    prompt: str
+
+    @classmethod
+    def of(cls, name: str, settings: Settings) -> GymWorld:
+        own, arguments = settings.split(OWN)
+        make = partial(_make, name, own, arguments)
+        observations, actions = _spaces(name, make)
+        codec = action_codec(own.get("actions"))
+        to_action = _action_parser(name, own, actions) if codec is None else _codec_action(name, own, codec, actions)
+        prompt = own.get("prompt")
+        if prompt is None:  # actions as tokens need no words about them
+            prompt = f"You act in {name}. {_instruction(name, own, actions)}" if codec is None else ""
+        if not isinstance(prompt, str):
+            raise ValueError(f"rollout.env_args.prompt is {prompt!r:.100}; give the text of the first message")
+        return cls(make, _describer(name, own, observations), to_action, codec, prompt)
+
+    def row(self, name: str, seed: int) -> Sample:
+        return Sample(f"gym:{name}:{seed}", (Message("user", self.prompt),), metadata={"seed": seed})
+
+
 def open_gym(name: str, settings: Settings) -> EnvFn:
-    own, arguments = settings.split(OWN)
-    make = partial(_make, name, arguments)
-    observations, actions = _spaces(name, make)
+    world, own = GymWorld.of(name, settings), settings.args
     return gym_env(
-        partial(_new, make),
-        to_text=_describer(name, own, observations),
-        to_action=_action_parser(name, own, actions),
+        partial(_new, world.make),
+        to_text=world.show,
+        to_action=world.to_action,
         max_steps=settings.max_turns,
         illegal_reward=_number("illegal_reward", own.get("illegal_reward", 0.0)),
+        actions=world.codec,
+        history=_flag("history", own.get("history", world.codec is None)),
+        until_success=_flag("until_success", own.get("until_success", world.codec is not None)),
     )
 
 
 def gym_rows(name: str, settings: Settings, size: int, seed: int) -> list[Sample]:
-    own, arguments = settings.split(OWN)
-    _, actions = _spaces(name, partial(_make, name, arguments))
-    prompt = own.get("prompt") or f"You act in {name}. {_instruction(name, own, actions)}"
-    if not isinstance(prompt, str):
-        raise ValueError(f"rollout.env_args.prompt is {prompt!r:.100}; give the text of the first message")
-    return [
-        Sample(f"gym:{name}:{number}", (Message("user", prompt),), metadata={"seed": number})
-        for number in range(seed, seed + size)
-    ]
+    world = GymWorld.of(name, settings)
+    return [world.row(name, number) for number in range(seed, seed + size)]
 
 
-def _make(name: str, arguments: Mapping[str, Any]) -> Any:
+def _make(name: str, own: Mapping[str, Any], arguments: Mapping[str, Any]) -> Any:
     gymnasium = import_module("gymnasium")
     if name.startswith("oxrl/"):
         import_module("oxrl.rollouts.environments.reach")  # registers it
+    wrappers = _wrappers(own.get("wrappers", []))
     try:
-        return gymnasium.make(name, disable_env_checker=True, **arguments)
+        world = gymnasium.make(name, disable_env_checker=True, **arguments)
+        for wrapper, options in wrappers:
+            world = wrapper(world, **options)
     except Exception as error:  # an environment may raise anything
         raise ValueError(
             f"rollout.env: gymnasium cannot make {name} with {dict(arguments)}: {error_text(error)}; it is an id that "
             "gymnasium knows, with the package of its environments before it if they are registered there, as in "
             f"gym:minigrid:MiniGrid-Empty-5x5-v0; {', '.join(OWN)} of rollout.env_args are not passed to it"
         ) from error
+    return world
+
+
+def _wrappers(given: Any) -> list[tuple[Callable[..., Any], dict[str, Any]]]:
+    """`["minigrid.wrappers:RGBImgPartialObsWrapper", {"my.py:Crop": {"size": 64}}]`: the first is the innermost."""
+    wrappers: list[tuple[Callable[..., Any], dict[str, Any]]] = []
+    for each in given if isinstance(given, list) else [given]:
+        one = {each: {}} if isinstance(each, str) else each
+        path, options = next(iter(one.items())) if isinstance(one, Mapping) and len(one) == 1 else (None, None)
+        if not isinstance(options, Mapping):
+            raise ValueError(
+                f"rollout.env_args.wrappers has {each!r:.100}; give a list of MODULE:CLASS, or of {{MODULE:CLASS: "
+                "{argument: value}} with arguments"
+            )
+        wrappers.append((_function("wrappers", path), dict(options)))
+    return wrappers
 
 
 def _new(make: Callable[[], Any], sample: Sample) -> Any:  # noqa: ARG001 - every sample has the same world, from its seed
@@ -80,41 +124,49 @@ def _spaces(name: str, make: Callable[[], Any]) -> tuple[Any, Any]:
         world.close()
 
 
-def _describer(name: str, own: Mapping[str, Any], space: Any) -> Callable[[Any], str]:
+def _describer(name: str, own: Mapping[str, Any], space: Any) -> Callable[[Any], Content]:
     if (path := own.get("observation")) is not None:
         return _function("observation", path)
-    kinds = {type(each).__name__: each for each in _leaves(space)}
-    pictures = [each for each in kinds.values() if getattr(each, "dtype", None) == np.uint8 and len(each.shape) == 3]
-    if pictures:
+    shown, known = own.get("show"), dict(flat_entries(space))
+    if shown is None:
+        return observation_content
+    if not isinstance(shown, list) or not shown or not isinstance(getattr(space, "spaces", None), Mapping):
+        raise ValueError(f"rollout.env_args.show is {shown!r:.100}; give a list of entries of an observation of {name}")
+    if unknown := [key for key in shown if key not in known]:
         raise ValueError(
-            f"observations of {name} are pictures, which are not shown to a model yet: set "
-            "rollout.env_args.observation to FILE.py:FUNCTION, a function from an observation to a text"
+            f"rollout.env_args.show: an observation of {name} has no {unknown[0]!r:.50}"
+            f"{did_you_mean(str(unknown[0]), known)}: it has {', '.join(known)}"
         )
-    return observation_text
+    return partial(observation_content, show=shown)
 
 
-def _leaves(space: Any) -> list[Any]:
-    inner = getattr(space, "spaces", None)
-    if inner is None:
-        return [space]
-    return [leaf for each in (inner.values() if hasattr(inner, "values") else inner) for leaf in _leaves(each)]
-
-
-def observation_text(observation: Any) -> str:
-    """Numbers with four digits, one line per entry of a dict; a text as it is."""
-    if isinstance(observation, Mapping):
-        return "\n".join(f"{key}: {observation_text(value)}" for key, value in observation.items())
-    if isinstance(observation, str):
-        return observation
-    numbers = np.asarray(observation)
-    if numbers.dtype.kind not in "iufb":
-        return str(observation)
-    if numbers.size > _MOST_NUMBERS:
+def _codec_action(name: str, own: Mapping[str, Any], codec: ActionCodec, space: Any) -> Callable[[Any], Any]:
+    """From a decoded action to one of the environment's space."""
+    if (path := own.get("action")) is not None:
+        return _function("action", path)
+    kind = type(space).__name__
+    if isinstance(codec, ActionWords):
+        if kind != "Discrete" or len(codec.words) > int(space.n):
+            raise ValueError(
+                f"rollout.env_args.actions has {len(codec.words)} words, and actions of {name} are {space}: words are "
+                "the first numbers of a discrete space"
+            )
+        return partial(_numbered_action, int(space.start))
+    if kind != "Box" or int(np.prod(space.shape)) != codec.size:
         raise ValueError(
-            f"an observation has {numbers.size} numbers, more than {_MOST_NUMBERS}: set rollout.env_args.observation "
-            "to FILE.py:FUNCTION, a function from an observation to a text"
+            f"rollout.env_args.actions is for actions of {codec.size} numbers, and those of {name} are {space}: low "
+            "and high need a number for each dimension of a Box"
         )
-    return " ".join(f"{value:.4g}" for value in numbers.ravel().tolist())
+    return partial(_boxed_action, space)
+
+
+def _numbered_action(start: int, number: int) -> int:
+    return start + int(number)
+
+
+def _boxed_action(space: Any, numbers: Any) -> Any:
+    action = np.asarray(numbers, dtype=space.dtype).reshape(space.shape)
+    return np.clip(action, space.low, space.high)
 
 
 def _action_parser(name: str, own: Mapping[str, Any], space: Any) -> Callable[[str], Any]:
@@ -179,6 +231,12 @@ def _function(key: str, path: Any) -> Callable[[Any], Any]:
     if not callable(function):
         raise ValueError(f"rollout.env_args.{key} is {path!r:.100}; give a function as FILE.py:FUNCTION")
     return function  # type: ignore[no-any-return]
+
+
+def _flag(key: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"rollout.env_args.{key} is {value!r:.100}; give true or false")
+    return value
 
 
 def _number(key: str, value: Any) -> float:

@@ -18,7 +18,7 @@ import anyio
 import httpx
 
 from oxrl.names import error_text, import_object
-from oxrl.rollouts.environments.gymnasium_env import observation_text
+from oxrl.rollouts.environments.observations import observation_text
 from oxrl.rollouts.environments.table import Settings
 from oxrl.rollouts.envs import GeneratorClient, gym_env
 from oxrl.rollouts.episode import EpisodeError

@@ -1,0 +1,111 @@
+"""Episodes of an expert in a Gymnasium environment, as steps of a recording: the rows of imitation before RL.
+
+A step has what a model would be shown there, and the expert's action. `data.episodes` reads them back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from oxrl.data.parts import Content, take_media
+from oxrl.names import import_object
+from oxrl.rollouts.environments.gymnasium_env import GymWorld
+from oxrl.rollouts.environments.table import Settings
+from oxrl.rollouts.envs import with_user
+from oxrl.rollouts.episode import EpisodeError
+from oxrl.rollouts.game import as_episode_error, reported_success
+from oxrl.types import Sample
+
+logger = logging.getLogger(__name__)
+
+Expert: TypeAlias = Callable[[Any], Callable[[], Any]]
+"""An environment after its reset -> a function that returns the next action."""
+
+_MOST_STEPS = 10_000  # of an environment without a limit
+_LEAST_TRIED = 40  # episodes before an expert is refused that seldom succeeds
+
+
+def babyai_bot(world: Any) -> Callable[[], Any]:
+    """The planner of BabyAI's levels, of the package `minigrid`."""
+    bot = import_module("minigrid.utils.baby_ai_bot").BabyAIBot(world.unwrapped)
+    return lambda: int(bot.replan())
+
+
+def own_expert(world: Any) -> Callable[[], Any]:
+    """The method `expert` of an environment."""
+    found = getattr(world.unwrapped, "expert", None)
+    if found is None:
+        raise ValueError(
+            f"{type(world.unwrapped).__name__} has no method expert: give one as FILE.py:FUNCTION, a function of the "
+            "environment after its reset that returns a function to the next action"
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def expert_steps(
+    name: str, settings: Settings, episodes: int, *, seed: int = 0, expert: str | Expert = own_expert
+) -> Iterator[dict[str, Any]]:
+    """The steps of `episodes` episodes, with seeds from `seed` on; those without success are left out and replaced.
+
+    Success is what the environment reports, else a positive return.
+    """
+    plan: Expert = import_object(expert) if isinstance(expert, str) else expert
+    world = GymWorld.of(name, settings)
+    kept = tried = 0
+    while kept < episodes:
+        if tried >= _LEAST_TRIED and kept < tried / 20:
+            raise ValueError(f"the expert of {name} succeeded in {kept} of {tried} episodes: is it made for it?")
+        row, tried = world.row(name, seed + tried), tried + 1
+        try:
+            steps = _successful_episode(world, row, plan)
+        except EpisodeError as error:  # planners may find no way
+            logger.info("no episode from the seed %d: %s", row.metadata["seed"], error)
+            continue
+        yield from ({"episode": kept, **step} for step in steps)
+        kept += bool(steps)
+    logger.info("%d of %d episodes of the expert succeeded", kept, tried)
+
+
+def _successful_episode(world: GymWorld, row: Sample, plan: Expert) -> list[dict[str, Any]]:
+    """The steps of an episode; none if it ended without success."""
+    game, steps, total = world.make(), [], 0.0
+    try:
+        observation, _ = game.reset(seed=row.metadata["seed"])
+        with as_episode_error(plan, ValueError):
+            next_action = plan(game)
+        for _ in range(_MOST_STEPS):
+            with as_episode_error(next_action):
+                action = next_action()
+            steps.append({**_shown(row, world.show(observation)), "action": _plain(action, game.action_space)})
+            with as_episode_error(game.step):
+                observation, reward, terminated, truncated, info = game.step(action)
+            total += float(reward)
+            success = reported_success(info)
+            if terminated or truncated or success:
+                return steps if success or (success is None and total > 0) else []
+    finally:
+        game.close()
+    return []
+
+
+def _shown(row: Sample, content: Content) -> dict[str, Any]:
+    """The prompt of a step as columns: a text, with `<image>` where pictures do not come first, and the pictures."""
+    messages, media = take_media(with_user(row.messages, content))
+    parts = messages[-1].content
+    if isinstance(parts, str):
+        return {"instruction": parts}
+    first = all(part["type"] == "image" for part in parts[: len(media)])
+    texts = [part.get("text", "" if first else "<image>") for part in parts]
+    return {"instruction": "".join(texts), "images": [{"bytes": each.data, "path": None} for each in media]}
+
+
+def _plain(action: Any, space: Any) -> Any:
+    """Numbers as a list; the number of a discrete action counted from 0."""
+    if type(space).__name__ == "Discrete":
+        return int(action) - int(space.start)
+    return np.asarray(action, dtype=np.float32).ravel().tolist()
