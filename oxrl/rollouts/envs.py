@@ -21,7 +21,7 @@ from oxrl.data.actions import ActionCodec
 from oxrl.data.parts import Content, take_media
 from oxrl.names import error_text
 from oxrl.rollouts.episode import EpisodeError, EpisodeTime
-from oxrl.rollouts.game import AnswerReader, Game, of_world
+from oxrl.rollouts.game import AnswerReader, Game, call_environment
 from oxrl.rollouts.tools import (
     Tool,
     ToolCall,
@@ -368,7 +368,7 @@ def gym_env(
     _at_least_one(max_steps, "max_steps")
 
     async def env(sample: Sample, policy: PolicyClient) -> Episode:
-        game = Game(await of_world(make_env, sample), to_text, illegal_reward, until_success)
+        game = Game(await call_environment(make_env, sample), to_text, illegal_reward, until_success)
         answers = AnswerReader(policy.render, actions, to_action)
         rewards: list[float] = []
 

@@ -1,4 +1,4 @@
-"""What bounds an episode: an error that leaves it out, and a clock that stands while the model generates."""
+"""What bounds an episode: an error that leaves it ungraded, and a clock that is paused while the model generates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import anyio
 
 
 class EpisodeError(RuntimeError):
-    """The world of an episode failed: the rollout is left out, with this message as its error."""
+    """The environment failed: the rollout is ungraded, with this message as its error."""
 
 
 class EpisodeTime:

@@ -1,6 +1,6 @@
-"""A world with Gymnasium's `reset` and `step` as the game of one episode, and answers of a model as its actions.
+"""One episode of an environment with Gymnasium's `reset` and `step`, and generations of a model as its actions.
 
-Whatever a world raises is an error of its episode. The conversation around it is `envs.gym_env`.
+Any exception of an environment is an error of its episode. The conversation around it is `envs.gym_env`.
 """
 
 from __future__ import annotations
@@ -104,20 +104,20 @@ class Game:
     """One episode: `await game.reset(seed)`, then `await game.play(actions)` until it reports how it ended."""
 
     def __init__(
-        self, world: Any, to_content: Callable[[Any], Content], illegal_reward: float, until_success: bool
+        self, env: Any, to_content: Callable[[Any], Content], illegal_reward: float, until_success: bool
     ) -> None:
-        self._world, self._to_content = world, to_content
+        self._env, self._to_content = env, to_content
         self._illegal_reward, self._until_success = illegal_reward, until_success
         self._success: bool | None = None  # not reported
         self.shown: Content = ""  # the latest observation
 
     @property
     def parts(self) -> Mapping[str, float]:
-        """`{"success": 1.0}` if the world reports success, at any step."""
+        """`{"success": 1.0}` if the environment reports success, at any step."""
         return {} if self._success is None else {"success": float(self._success)}
 
     async def reset(self, seed: int) -> None:
-        observation, info = await of_world(self._world.reset, seed=seed)
+        observation, info = await call_environment(self._env.reset, seed=seed)
         self._observe(observation, info)
 
     async def play(self, answer: Answer) -> Outcome:
@@ -126,7 +126,7 @@ class Game:
             return Outcome(self._illegal_reward, answer.error)
         total, ended, taken = 0.0, "", 0
         for action in answer.actions:
-            observation, reward, terminated, truncated, info = await of_world(self._world.step, action)
+            observation, reward, terminated, truncated, info = await call_environment(self._env.step, action)
             total, taken = total + float(reward), taken + 1
             success = self._observe(observation, info)
             ended = "terminated" if terminated else "truncated" if truncated else ""
@@ -136,8 +136,8 @@ class Game:
         return Outcome(total, self.shown, taken, ended)
 
     def close(self) -> None:
-        if hasattr(self._world, "close"):
-            self._world.close()
+        if hasattr(self._env, "close"):
+            self._env.close()
 
     def _observe(self, observation: Any, info: Any) -> bool:
         with as_episode_error(self._to_content):
@@ -154,14 +154,14 @@ def reported_success(info: Any) -> bool | None:
     return None if found is None else bool(found)
 
 
-async def of_world(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+async def call_environment(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with as_episode_error(function):
         return await called(function, *args, **kwargs)
 
 
 @contextmanager
 def as_episode_error(function: Callable[..., Any], *expected: type[Exception]) -> Iterator[None]:
-    """A game may raise anything: it is an error of its episode, unless it is `expected`."""
+    """Any exception of an environment is an error of its episode, unless it is `expected`."""
     try:
         yield
     except EpisodeError:

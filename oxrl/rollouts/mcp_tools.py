@@ -1,8 +1,8 @@
 """Tools of Model Context Protocol servers: `mcp:COMMAND` starts one, `mcp:URL` connects to one.
 
 Its tools are listed at the start and become functions for `with_tools`, which limits the time and the length of their
-answers. An error of a tool is text that the model reads. A server that ends or cannot be reached during a call leaves
-the episode out, and is started again for the next one.
+answers. An error of a tool is text that the model reads. A server that ends or cannot be reached during a call
+leaves the episode ungraded, and is started again for the next one.
 """
 
 from __future__ import annotations

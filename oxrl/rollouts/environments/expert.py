@@ -14,7 +14,7 @@ import numpy as np
 
 from oxrl.data.parts import Content, take_media
 from oxrl.names import import_object
-from oxrl.rollouts.environments.gymnasium_env import GymWorld
+from oxrl.rollouts.environments.gymnasium_env import GymEnvironment
 from oxrl.rollouts.environments.table import Settings
 from oxrl.rollouts.envs import with_user
 from oxrl.rollouts.episode import EpisodeError
@@ -30,18 +30,18 @@ _MOST_STEPS = 10_000  # of an environment without a limit
 _LEAST_TRIED = 40  # episodes before an expert is refused that seldom succeeds
 
 
-def babyai_bot(world: Any) -> Callable[[], Any]:
+def babyai_bot(env: Any) -> Callable[[], Any]:
     """The planner of BabyAI's levels, of the package `minigrid`."""
-    bot = import_module("minigrid.utils.baby_ai_bot").BabyAIBot(world.unwrapped)
+    bot = import_module("minigrid.utils.baby_ai_bot").BabyAIBot(env.unwrapped)
     return lambda: int(bot.replan())
 
 
-def own_expert(world: Any) -> Callable[[], Any]:
+def own_expert(env: Any) -> Callable[[], Any]:
     """The method `expert` of an environment."""
-    found = getattr(world.unwrapped, "expert", None)
+    found = getattr(env.unwrapped, "expert", None)
     if found is None:
         raise ValueError(
-            f"{type(world.unwrapped).__name__} has no method expert: give one as FILE.py:FUNCTION, a function of the "
+            f"{type(env.unwrapped).__name__} has no method expert: give one as FILE.py:FUNCTION, a function of the "
             "environment after its reset that returns a function to the next action"
         )
     return found  # type: ignore[no-any-return]
@@ -55,14 +55,14 @@ def expert_steps(
     Success is what the environment reports, else a positive return.
     """
     plan: Expert = import_object(expert) if isinstance(expert, str) else expert
-    world = GymWorld.of(name, settings)
+    gym = GymEnvironment.of(name, settings)
     kept = tried = 0
     while kept < episodes:
         if tried >= _LEAST_TRIED and kept < tried / 20:
             raise ValueError(f"the expert of {name} succeeded in {kept} of {tried} episodes: is it made for it?")
-        row, tried = world.row(name, seed + tried), tried + 1
+        row, tried = gym.row(name, seed + tried), tried + 1
         try:
-            steps = _successful_episode(world, row, plan)
+            steps = _successful_episode(gym, row, plan)
         except EpisodeError as error:  # planners may find no way
             logger.info("no episode from the seed %d: %s", row.metadata["seed"], error)
             continue
@@ -71,25 +71,25 @@ def expert_steps(
     logger.info("%d of %d episodes of the expert succeeded", kept, tried)
 
 
-def _successful_episode(world: GymWorld, row: Sample, plan: Expert) -> list[dict[str, Any]]:
+def _successful_episode(gym: GymEnvironment, row: Sample, plan: Expert) -> list[dict[str, Any]]:
     """The steps of an episode; none if it ended without success."""
-    game, steps, total = world.make(), [], 0.0
+    env, steps, total = gym.make(), [], 0.0
     try:
-        observation, _ = game.reset(seed=row.metadata["seed"])
+        observation, _ = env.reset(seed=row.metadata["seed"])
         with as_episode_error(plan, ValueError):
-            next_action = plan(game)
+            next_action = plan(env)
         for _ in range(_MOST_STEPS):
             with as_episode_error(next_action):
                 action = next_action()
-            steps.append({**_shown(row, world.show(observation)), "action": _plain(action, game.action_space)})
-            with as_episode_error(game.step):
-                observation, reward, terminated, truncated, info = game.step(action)
+            steps.append({**_shown(row, gym.show(observation)), "action": _plain(action, env.action_space)})
+            with as_episode_error(env.step):
+                observation, reward, terminated, truncated, info = env.step(action)
             total += float(reward)
             success = reported_success(info)
             if terminated or truncated or success:
                 return steps if success or (success is None and total > 0) else []
     finally:
-        game.close()
+        env.close()
     return []
 
 

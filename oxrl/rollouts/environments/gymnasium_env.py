@@ -31,7 +31,7 @@ OWN = (
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 
-class GymWorld(NamedTuple):
+class GymEnvironment(NamedTuple):
     """A Gymnasium environment that a config names, with its arguments checked."""
 
     make: Callable[[], Any]
@@ -41,7 +41,7 @@ class GymWorld(NamedTuple):
     prompt: str
 
     @classmethod
-    def of(cls, name: str, settings: Settings) -> GymWorld:
+    def of(cls, name: str, settings: Settings) -> GymEnvironment:
         own, arguments = settings.split(OWN)
         make = partial(_make, name, own, arguments)
         observations, actions = _spaces(name, make)
@@ -59,22 +59,22 @@ class GymWorld(NamedTuple):
 
 
 def open_gym(name: str, settings: Settings) -> EnvFn:
-    world, own = GymWorld.of(name, settings), settings.args
+    gym, own = GymEnvironment.of(name, settings), settings.args
     return gym_env(
-        partial(_new, world.make),
-        to_text=world.show,
-        to_action=world.to_action,
+        partial(_new, gym.make),
+        to_text=gym.show,
+        to_action=gym.to_action,
         max_steps=settings.max_turns,
         illegal_reward=_number("illegal_reward", own.get("illegal_reward", 0.0)),
-        actions=world.codec,
-        history=_flag("history", own.get("history", world.codec is None)),
-        until_success=_flag("until_success", own.get("until_success", world.codec is not None)),
+        actions=gym.codec,
+        history=_flag("history", own.get("history", gym.codec is None)),
+        until_success=_flag("until_success", own.get("until_success", gym.codec is not None)),
     )
 
 
 def gym_rows(name: str, settings: Settings, size: int, seed: int) -> list[Sample]:
-    world = GymWorld.of(name, settings)
-    return [world.row(name, number) for number in range(seed, seed + size)]
+    gym = GymEnvironment.of(name, settings)
+    return [gym.row(name, number) for number in range(seed, seed + size)]
 
 
 def _make(name: str, own: Mapping[str, Any], arguments: Mapping[str, Any]) -> Any:
@@ -83,16 +83,16 @@ def _make(name: str, own: Mapping[str, Any], arguments: Mapping[str, Any]) -> An
         import_module("oxrl.rollouts.environments.reach")  # registers it
     wrappers = _wrappers(own.get("wrappers", []))
     try:
-        world = gymnasium.make(name, disable_env_checker=True, **arguments)
+        env = gymnasium.make(name, disable_env_checker=True, **arguments)
         for wrapper, options in wrappers:
-            world = wrapper(world, **options)
+            env = wrapper(env, **options)
     except Exception as error:  # an environment may raise anything
         raise ValueError(
             f"rollout.env: gymnasium cannot make {name} with {dict(arguments)}: {error_text(error)}; it is an id that "
             "gymnasium knows, with the package of its environments before it if they are registered there, as in "
             f"gym:minigrid:MiniGrid-Empty-5x5-v0; {', '.join(OWN)} of rollout.env_args are not passed to it"
         ) from error
-    return world
+    return env
 
 
 def _wrappers(given: Any) -> list[tuple[Callable[..., Any], dict[str, Any]]]:
@@ -110,18 +110,18 @@ def _wrappers(given: Any) -> list[tuple[Callable[..., Any], dict[str, Any]]]:
     return wrappers
 
 
-def _new(make: Callable[[], Any], sample: Sample) -> Any:  # noqa: ARG001 - every sample has the same world, from its seed
+def _new(make: Callable[[], Any], sample: Sample) -> Any:  # noqa: ARG001 - the same for every sample, its seed comes later
     return make()
 
 
 def _spaces(name: str, make: Callable[[], Any]) -> tuple[Any, Any]:
-    world = make()
+    env = make()
     try:
-        return world.observation_space, world.action_space
+        return env.observation_space, env.action_space
     except AttributeError as error:
         raise ValueError(f"{name} has no observation_space or action_space") from error
     finally:
-        world.close()
+        env.close()
 
 
 def _describer(name: str, own: Mapping[str, Any], space: Any) -> Callable[[Any], Content]:

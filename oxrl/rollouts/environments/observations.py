@@ -1,4 +1,4 @@
-"""What a world shows to what a model reads: pictures become image parts, numbers and texts one text."""
+"""Observations to message content: pictures become image parts, numbers and texts one text."""
 
 from __future__ import annotations
 

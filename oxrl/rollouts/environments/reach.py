@@ -1,4 +1,4 @@
-"""`gym:oxrl/Reach-v0`: a small world that is drawn here: move the dot to the square whose colour the instruction names.
+"""`gym:oxrl/Reach-v0`: a small drawn environment: move the dot to the square of the named colour.
 
 A picture and an instruction in words become moves of two numbers. It needs gymnasium and numpy alone, and takes
 microseconds a step, so that a small model can learn to act from pixels on a laptop. Importing this module registers it.

@@ -2,7 +2,7 @@
 
 The library calls the model as an OpenAI client; each episode has a recording endpoint of its own, which generates with
 the policy of the episode and keeps the sampled tokens. A reward function that raises would count as 0 there: here its
-error leaves the episode out. Rewards that compare the completions of a group are refused.
+error leaves the episode ungraded. Rewards that compare the completions of a group are refused.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FAILED: ContextVar[list[str] | None] = ContextVar("failed reward functions of t
 
 
 def open_verifiers(name: str, settings: Settings) -> EnvFn:
-    world = _loaded(name, json.dumps(settings.args, sort_keys=True))
+    environment = _loaded(name, json.dumps(settings.args, sort_keys=True))
 
     async def env(sample: Sample, policy: PolicyClient) -> Episode:
         if _KEY not in sample.metadata:
@@ -37,13 +37,13 @@ def open_verifiers(name: str, settings: Settings) -> EnvFn:
         assert isinstance(policy, GeneratorClient), "an episode of a run has one"
         endpoint = recording_endpoint(policy.generator, policy.render, policy.sampling, policy=policy)
         async with endpoint as recorded, _client(recorded.base_url(_ID)) as client:
-            state = await world.rollout(dict(sample.metadata[_KEY]), client, "oxrl", {})
+            state = await environment.rollout(dict(sample.metadata[_KEY]), client, "oxrl", {})
             turns = recorded.rollout(_ID, sample).turns if _ID in recorded.ids else ()
         if turns and turns[-1].generation.finish_reason == "aborted":
             return Episode(turns, metadata={"ended": "aborted"})
         if state["error"] is not None:
             raise EpisodeError(f"verifiers:{name} failed: {_root_cause(state['error'])}")
-        score = await _scored(world, state, name)
+        score = await _scored(environment, state, name)
         ended = str(state.get("stop_condition") or "")
         return Episode(turns, score, {"ended": ended}, tuple(map(Message.from_dict, state["prompt"])))
 
@@ -52,11 +52,11 @@ def open_verifiers(name: str, settings: Settings) -> EnvFn:
 
 def verifiers_rows(name: str, settings: Settings, size: int, seed: int) -> list[Sample]:
     """The environment's own rows: those for training, or, from `HELD_OUT_SEED`, those for evaluation."""
-    world = _loaded(name, json.dumps(settings.args, sort_keys=True))
+    environment = _loaded(name, json.dumps(settings.args, sort_keys=True))
     held_out = seed == HELD_OUT_SEED
-    if held_out and world.eval_dataset is None and world.eval_dataset_source is None:
+    if held_out and environment.eval_dataset is None and environment.eval_dataset_source is None:
         raise ValueError(f"verifiers:{name} has no rows for evaluation: set data.env_val_rows to 0")
-    rows = world.get_eval_dataset(size) if held_out else world.get_dataset(size)
+    rows = environment.get_eval_dataset(size) if held_out else environment.get_dataset(size)
     return [_sample(name, "eval" if held_out else "train", number, row) for number, row in enumerate(rows)]
 
 
@@ -79,16 +79,16 @@ def _loaded(name: str, arguments: str) -> Any:
         else:
             load = functools.partial(import_module("verifiers").load_environment, name)
         try:
-            world = load(**json.loads(arguments))
+            environment = load(**json.loads(arguments))
         except Exception as error:  # an environment may raise anything
             raise ValueError(f"rollout.env: verifiers:{name} cannot be loaded: {error_text(error)}") from error
-    if world.message_type != "chat":
-        raise ValueError(f"verifiers:{name} is of the type {world.message_type!r}; only chats are supported")
-    for rubric in _rubrics(world.rubric):
+    if environment.message_type != "chat":
+        raise ValueError(f"verifiers:{name} is of the type {environment.message_type!r}; only chats are supported")
+    for rubric in _rubrics(environment.rubric):
         if compared := [each.__name__ for each in rubric.funcs if rubric._is_group_func(each)]:
             raise ValueError(f"{compared[0]} of verifiers:{name} compares the completions of a group: not supported")
         rubric.funcs = [_noting_errors(each) for each in rubric.funcs]
-    return world
+    return environment
 
 
 def _rubrics(rubric: Any) -> list[Any]:
@@ -112,11 +112,11 @@ def _noting_errors(function: Callable[..., Any]) -> Callable[..., Any]:
     return noted
 
 
-async def _scored(world: Any, state: Any, name: str) -> Score:
+async def _scored(environment: Any, state: Any, name: str) -> Score:
     failed: list[str] = []
     token = _FAILED.set(failed)
     try:
-        await world.rubric.score_group([state])
+        await environment.rubric.score_group([state])
     finally:
         _FAILED.reset(token)
     if failed:
