@@ -9,7 +9,7 @@ leave out `tool_parser` and `stop_token_ids`: calls are read in the form of its 
 import argparse
 
 import oxrl
-from oxrl.rollouts.tools import ToolCall
+from oxrl.rollouts.tool_calls import ToolCall
 
 PROMPTS = ["Which shelf is it on?", "Look it up.", "Where is the tea?", "Find the key."]
 

@@ -100,10 +100,8 @@ _HOMES = {
         "check_reward_nonzero_std"
     ),
     "oxrl.rollouts.record": "read_rollouts write_rollouts",
-    "oxrl.rollouts.tools": (
-        "calculator execute_and_track_tools execute_functions execute_tools extract_tool_calls parse_json_tools "
-        "parse_tools parse_xml_tools track_tool_calls"
-    ),
+    "oxrl.rollouts.tools": "calculator execute_and_track_tools execute_functions execute_tools track_tool_calls",
+    "oxrl.rollouts.tool_calls": "extract_tool_calls parse_json_tools parse_tools parse_xml_tools",
     "oxrl.tensors": "token_logprobs",
     "oxrl.tracking.mlflow": "log_to_mlflow",
     "oxrl.tracking.tensorboard": "log_to_tensorboard",

@@ -267,15 +267,17 @@ from oxrl.rollouts.record import (
     read_rollouts as read_rollouts,
     write_rollouts as write_rollouts,
 )
+from oxrl.rollouts.tool_calls import (
+    extract_tool_calls as extract_tool_calls,
+    parse_json_tools as parse_json_tools,
+    parse_tools as parse_tools,
+    parse_xml_tools as parse_xml_tools,
+)
 from oxrl.rollouts.tools import (
     calculator as calculator,
     execute_and_track_tools as execute_and_track_tools,
     execute_functions as execute_functions,
     execute_tools as execute_tools,
-    extract_tool_calls as extract_tool_calls,
-    parse_json_tools as parse_json_tools,
-    parse_tools as parse_tools,
-    parse_xml_tools as parse_xml_tools,
     track_tool_calls as track_tool_calls,
 )
 from oxrl.run.checkpoint import (

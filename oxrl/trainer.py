@@ -18,12 +18,12 @@ import yaml
 from oxrl.config import Config, ConfigError, check_config, load_config
 from oxrl.config.registry import find_backend
 from oxrl.diagnose.memory import fitting_batch
+from oxrl.diagnose.model_facts import model_facts
 from oxrl.diagnose.plan import (
     Plan,
     chosen_device,
     framework_bytes,
     heaviest_work,
-    model_facts,
     plan_spec,
 )
 from oxrl.evaluation.evaluate import Evaluation, evaluate

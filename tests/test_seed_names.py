@@ -88,16 +88,14 @@ NAMES = {
     ),
     **dict.fromkeys(
         [
-            "extract_tool_calls",
             "execute_tools",
             "track_tool_calls",
             "execute_and_track_tools",
-            "parse_tools",
-            "parse_xml_tools",
             "execute_functions",
         ],
         "oxrl.rollouts.tools",
     ),
+    **dict.fromkeys(["extract_tool_calls", "parse_tools", "parse_xml_tools"], "oxrl.rollouts.tool_calls"),
     **dict.fromkeys(
         [
             "compute_scalar_reward",

@@ -45,7 +45,8 @@ def show_plans(
     stages: Mapping[str, Config], output: Path | None, as_json: bool, gpu_memory: float | None = None
 ) -> NoReturn:
     """Print the plan of each stage and exit, with code 1 if one does not fit."""
-    from oxrl.diagnose.plan import describe, plan_run
+    from oxrl.diagnose.plan import plan_run
+    from oxrl.diagnose.plan_text import describe
 
     plans = {
         name: plan_run(config, output / name if output and name else output, gpu_memory)

@@ -1,14 +1,13 @@
 """Estimate steps, memory and time of a run from its `Config`: `oxrl plan` and `oxrl train --dry-run`.
 
-Data is read and rendered as in the run itself; the model is built on torch's meta device, where tensors have shapes and
-no memory, and no weight is loaded. The tensors that autograd saves are counted there, which works for any architecture.
-The arithmetic is in `memory`.
+Data is read and rendered as in the run itself; no weight is loaded. The size of the model is counted in `model_facts`,
+the arithmetic is in `memory`, the printed text in `plan_text`.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -18,7 +17,6 @@ import numpy as np
 
 from oxrl.config import Config
 from oxrl.config.registry import find_backend, find_engine, resolved
-from oxrl.data.media_features import body_of, towers_of
 from oxrl.data.pack import computed_tokens
 from oxrl.diagnose.memory import (
     BATCH_SIZES,
@@ -40,38 +38,29 @@ from oxrl.diagnose.memory import (
     sync_traffic,
     training_flops,
 )
+from oxrl.diagnose.model_facts import model_facts
 from oxrl.generators.vllm.server import CPU_SETTINGS
 from oxrl.loops.memory_warmup import heaviest, longest_items
 from oxrl.machine.hardware import Device, Hardware, detect_hardware
 from oxrl.machine.inventory import device_as_json
 from oxrl.models.load import (
-    adapter_base,
-    auto_class,
-    find_model,
-    freeze_part,
-    load_model_config,
-    reads_media,
     resolve_device,
     resolve_dtype,
 )
-from oxrl.models.lora import LoraSettings, attach_lora, read_adapter_config
+from oxrl.models.lora import LoraSettings
 from oxrl.run.data import longest_possible_items
 from oxrl.run.placement import SHARE, sharding_of
 from oxrl.run.prepare import resolve
 from oxrl.run.spec import RunSpec, frozen_model_config, model_config, reference_is_adapter, renderer
-from oxrl.types import Item, ModelConfig
+from oxrl.types import Item
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-    from transformers import PreTrainedModel
+    pass
 
-ATTENTION = "oxrl_counted"
 REMOTE_GPU = "a GPU elsewhere"
 VLLM_SHARE = 0.92  # share of a GPU that vLLM uses by default
 CUDA_FRAMEWORK = int(0.8 * GIB)  # context and libraries on a GPU
 TRAINING_EXTRA = 48 * 2**20  # libraries that training loads and planning does not
-COUNTED_TOKENS = 64  # length of the pass whose saved tensors are counted
 
 
 class Rows(NamedTuple):
@@ -344,174 +333,6 @@ def other_bytes(spec: RunSpec, facts: ModelFacts) -> dict[str, int]:
     return {"reference": 4 * facts.trained, **sizes} if reference_is_adapter(config) else sizes
 
 
-def model_facts(config: ModelConfig, lora: LoraSettings | None = None) -> ModelFacts:
-    """Count a model's facts on the meta device, without loading weights."""
-    dtype = resolve_dtype(config.dtype, resolve_device(config.device))
-    source = find_model(config.name)
-    if source.kind == "adapter":
-        read = read_adapter_config(source.where)
-        targets = read["target_modules"] if isinstance(read["target_modules"], str) else tuple(read["target_modules"])
-        lora = LoraSettings(read["r"], read["lora_alpha"], 0.0, targets)
-        config = config._replace(name=adapter_base(source.where), revision=None)
-    parsed = load_model_config(config)
-    return shape_facts(parsed, dtype, lora, trust_remote_code=config.trust_remote_code, freeze=config.freeze)
-
-
-def shape_facts(
-    parsed: Any,
-    dtype: torch.dtype,
-    lora: LoraSettings | None = None,
-    *,
-    trust_remote_code: bool = False,
-    freeze: str = "towers",
-) -> ModelFacts:
-    """Count the facts of a transformers config, such as a `Qwen2Config`."""
-    model = on_meta(parsed, dtype, lora, trust_remote_code)
-    towers = towers_of(body_of(model)) if lora is None and reads_media(parsed) else []
-    if towers:
-        freeze_part(model, freeze)
-    weights = {id(weight): weight for weight in model.parameters()}
-    trained = [weight for weight in weights.values() if weight.requires_grad]
-    text = parsed.get_text_config()
-    parameters = sum(weight.numel() for weight in weights.values())
-    kept, keys = kept_bytes(model, dtype)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    checkpointed, _ = kept_bytes(model, dtype)
-    head = model.get_output_embeddings().weight
-    return ModelFacts(
-        parameters=parameters,
-        trained=sum(weight.numel() for weight in trained),
-        active=parameters - _inactive_parameters(model, text),
-        weight_bytes=sum(weight.numel() * weight.element_size() for weight in weights.values()),
-        masters=sum(weight.numel() for weight in trained if weight.element_size() < 4),
-        layers=text.num_hidden_layers,
-        hidden=head.shape[1],
-        vocabulary=head.shape[0],
-        kept=kept,
-        kept_checkpointed=checkpointed,
-        kept_keys=keys,
-        cache=cache_bytes(text, dtype.itemsize),
-        head_trained=head.requires_grad,
-        towers=sum(weight.numel() for tower in towers for weight in tower.parameters()),
-    )
-
-
-def on_meta(parsed: Any, dtype: torch.dtype, lora: LoraSettings | None, trust_remote_code: bool) -> PreTrainedModel:
-    import torch
-
-    _register_attention()
-    with torch.device("meta"):
-        model = auto_class(parsed).from_config(
-            parsed, dtype=dtype, attn_implementation=ATTENTION, trust_remote_code=trust_remote_code
-        )
-    return model if lora is None else attach_lora(model, lora)
-
-
-def kept_bytes(model: PreTrainedModel, dtype: torch.dtype) -> tuple[int, int]:
-    """Return the bytes that autograd saves per token, and the share of keys and values in them."""
-    import torch
-
-    try:
-        return _count_saved(model)
-    except RuntimeError:  # grouped matrix products of experts do not support float32 on the meta device
-        if dtype.itemsize == 4:
-            try:
-                half = _count_saved(model.to(torch.bfloat16))
-                return 2 * half[0], 2 * half[1]
-            except RuntimeError:
-                pass
-            finally:
-                model.to(dtype)
-    return _kept_by_formula(model.config.get_text_config(), dtype.itemsize, model.is_gradient_checkpointing)
-
-
-def _count_saved(model: PreTrainedModel) -> tuple[int, int]:
-    import torch
-
-    inner = model.get_base_model() if hasattr(model, "peft_config") else model
-    weights = {weight.untyped_storage()._cdata for weight in model.parameters()}
-    kept: dict[int, Any] = {}  # keeps references to storages, so that no address is reused
-
-    def keep(saved: Tensor) -> Tensor:
-        storage = saved.untyped_storage()
-        if storage._cdata not in weights:
-            kept[storage._cdata] = storage
-        return saved
-
-    ids = torch.zeros(1, COUNTED_TOKENS, dtype=torch.int64, device="meta")
-    model.train()
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
-        hidden = body_of(inner)(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).last_hidden_state
-    assert hidden.requires_grad, "a pass without gradients saves nothing"
-    text = inner.config.get_text_config()
-    heads = 0  # layers with a state of fixed size
-    if getattr(text, "num_attention_heads", None) is not None:
-        heads = 2 * text.num_hidden_layers * text.num_attention_heads * _head_size(text) * hidden.element_size()
-    return sum(storage.nbytes() for storage in kept.values()) // COUNTED_TOKENS, heads
-
-
-def _kept_by_formula(text: Any, width: int, checkpointing: bool) -> tuple[int, int]:
-    """For models that cannot run on the meta device: a layer saves 11 vectors of its width and 4 of its inner width."""
-    hidden, layers = text.hidden_size, text.num_hidden_layers
-    feed_forward = (
-        getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", None) or 4 * hidden
-    )
-    experts = (getattr(text, "num_experts_per_tok", None) or 1) if getattr(text, "moe_intermediate_size", None) else 1
-    kept = width * layers * (hidden if checkpointing else 11 * hidden + 4 * feed_forward * experts)
-    return kept, 2 * width * layers * hidden
-
-
-def _register_attention() -> None:
-    """Register an attention that computes nothing and saves what real kernels save: q, k, v, output, log-sums."""
-    import torch
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    class SavingAttention(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            attended = query.new_empty(*query.shape[:-1], value.shape[-1])
-            ctx.save_for_backward(query, key, value, attended, query.new_empty(query.shape[:-1], dtype=torch.float32))
-            return attended
-
-    def attend(
-        module: Any,  # noqa: ARG001 - the interface's
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Any,  # noqa: ARG001 - the interface's
-        **options: Any,  # noqa: ARG001 - the interface's
-    ) -> tuple[Tensor, None]:
-        groups = query.shape[1] // key.shape[1]
-        key, value = (each.repeat_interleave(groups, dim=1) if groups > 1 else each for each in (key, value))
-        attended: Tensor = SavingAttention.apply(query, key, value)  # type: ignore[no-untyped-call]
-        return attended.transpose(1, 2).contiguous(), None
-
-    AttentionInterface.register(ATTENTION, attend)
-    AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)
-
-
-def _head_size(text: Any) -> int:
-    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
-
-
-def cache_bytes(text: Any, width: int) -> int:
-    """Bytes of keys and values of one token in all layers: `2 * layers * key heads * head size * width`."""
-    heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
-    if heads is None:  # layers with a state of fixed size
-        return 0
-    return int(2 * text.num_hidden_layers * heads * _head_size(text) * width)
-
-
-def _inactive_parameters(model: PreTrainedModel, text: Any) -> int:
-    """Count the parameters of the experts that are not selected for a token."""
-    counts = (getattr(text, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
-    experts, chosen = next((count for count in counts if count), 0), getattr(text, "num_experts_per_tok", None)
-    if not experts or not chosen:
-        return 0
-    routed = sum(weight.numel() for name, weight in model.named_parameters() if ".experts." in name)
-    return int(routed * (1 - chosen / experts))
-
-
 def framework_bytes(on_cpu: bool) -> int:
     """Return the bytes that Python, torch and their libraries take."""
     return resident_memory() + TRAINING_EXTRA if on_cpu else CUDA_FRAMEWORK
@@ -624,77 +445,3 @@ def _with_tokens(work: Work, tokens: int) -> Work:
     return work._replace(
         tokens=tokens, trained_tokens=int(work.trained_tokens * share), key_tokens=int(work.key_tokens * share)
     )
-
-
-def describe(plan: Plan) -> Mapping[str, str]:
-    """Return the plan as text: heading -> one or more lines."""
-    facts, rows = plan.facts, plan.rows
-    active = f", {_count(facts.active)} active per token" if facts.active < facts.parameters else ""
-    towers = f", {_count(facts.towers)} of them in towers" if facts.towers else ""
-    lengths = f"{rows.shortest} to {rows.longest} tokens, median {rows.median:g}"
-    shown = f"; {rows.media_tokens} of {rows.tokens} tokens are of images or audio" if rows.media_tokens else ""
-    what = "prompts" if plan.rollouts_per_step else "rows"
-    left_out = f", {rows.left_out} left out" if rows.left_out else ""
-    sampled = f", {plan.rollouts_per_step} completions sampled" if plan.rollouts_per_step else ""
-    components = [f"{name:12} {gib(size):>10}" for name, size in plan.memory.components() if size]
-    alternate = " (training and generation alternate)" if plan.memory.generation else ""
-    micro_batches = f"micro-batches of at most {plan.micro_batch_tokens} tokens"
-    return {
-        "model": f"{plan.model}: {_count(facts.parameters)} parameters{active}{towers}, {plan.dtype}",
-        "tuning": f"{plan.tuning}: {_count(facts.trained)} parameters are trained",
-        "algorithm": f"{plan.algorithm}" + (f", with {', '.join(plan.passes)}" if plan.passes else ""),
-        "data": f"{rows.items} {what}{left_out}; {lengths}{shown}",
-        "steps": f"{plan.steps} of {plan.rows_per_step} {what}{sampled}; {micro_batches}",
-        "output": str(plan.folder),
-        "memory": "\n".join([*components, f"{'peak':12} {gib(plan.memory.peak):>10}{alternate}"]),
-        **_sharding(plan),
-        "device": f"{plan.device.device}, {gib(plan.device.free)} free of {gib(plan.device.memory)}",
-        "time": _time(plan),
-        "verdict": _verdict(plan),
-    }
-
-
-def _time(plan: Plan) -> str:
-    if plan.seconds_per_step is None:
-        return "unknown: speed is measured, and that device is not in this machine"
-    step, total = (_duration(plan.seconds_per_step * times) for times in (1, plan.steps))
-    return f"about {step} a step, {total} in total; rough: it was off by up to a factor of three"
-
-
-def _sharding(plan: Plan) -> dict[str, str]:
-    """Return sharding and traffic, for several devices."""
-    shards = plan.shards
-    if shards.gpus == 1 and not shards.copies:
-        return {}
-    sent = plan.shards.traffic(plan.facts)
-    sampling = {}
-    if plan.engine_elsewhere:
-        copy = f"{gib(plan.facts.weight_bytes)} of weights and its cache"
-        sampling = {"sampling": f"{shards.copies} copies of the model on separate devices, each {copy}"}
-    return {
-        "sharding": f"memory is that of each of {shards.gpus} devices, at stage {shards.stage}",
-        **sampling,
-        "traffic": f"per step {gib(sent['gradients'])} of gradients from each, {gib(sent['weights'])} of new weights",
-    }
-
-
-def _verdict(plan: Plan) -> str:
-    if plan.tight:
-        return "it fits, but tightly: the estimate may be off by a fifth"
-    if plan.fits:
-        return "it fits"
-    return "\n".join(["it does not fit. Settings that would:", *plan.advice])
-
-
-def _count(number: float) -> str:
-    for size, letter in ((1e9, " B"), (1e6, " M"), (1e3, " K")):
-        if number >= size:
-            return f"{number / size:.2f}{letter}"
-    return f"{number:.0f}"
-
-
-def _duration(seconds: float) -> str:
-    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"

@@ -157,7 +157,7 @@ def _support(
     import torch
     import transformers
 
-    from oxrl.diagnose.plan import on_meta, shape_facts
+    from oxrl.diagnose.model_facts import on_meta, shape_facts
 
     try:
         model = on_meta(parsed, torch.bfloat16, None, trust_remote_code)

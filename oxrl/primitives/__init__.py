@@ -77,15 +77,8 @@ from oxrl.rewards.primitives import (
     weighted_sum,
 )
 from oxrl.rollouts.batches import compute_reward
-from oxrl.rollouts.tools import (
-    execute_and_track_tools,
-    execute_functions,
-    execute_tools,
-    extract_tool_calls,
-    parse_tools,
-    parse_xml_tools,
-    track_tool_calls,
-)
+from oxrl.rollouts.tool_calls import extract_tool_calls, parse_tools, parse_xml_tools
+from oxrl.rollouts.tools import execute_and_track_tools, execute_functions, execute_tools, track_tool_calls
 from oxrl.tracking.metrics import log_to_console
 from oxrl.tracking.wandb import log_to_wandb
 

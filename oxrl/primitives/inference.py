@@ -24,16 +24,8 @@ from oxrl.data.template import apply_template
 from oxrl.rewards.grade import AnyReward, grade
 from oxrl.rollouts.batches import group_rollouts
 from oxrl.rollouts.envs import GeneratorClient, StopCondition, assistant_message, never, with_tools
-from oxrl.rollouts.tools import (
-    Tool,
-    ToolExecutor,
-    ToolParser,
-    ToolTracker,
-    called,
-    count_tool_calls,
-    extract_tool_calls,
-    tool_parser_for,
-)
+from oxrl.rollouts.tool_calls import ToolParser, extract_tool_calls, tool_parser_for
+from oxrl.rollouts.tools import Tool, ToolExecutor, ToolTracker, called, count_tool_calls
 from oxrl.rollouts.transcript import begin
 from oxrl.types import (
     Conversation,

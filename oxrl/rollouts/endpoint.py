@@ -30,7 +30,7 @@ from anyio.abc import ByteStream, SocketAttribute
 from oxrl.concurrency import task_group
 from oxrl.machine.loopback import is_loopback
 from oxrl.rollouts.envs import GeneratorClient, assistant_message
-from oxrl.rollouts.tools import ToolParser, extract_tool_calls, parse_tools, tool_parser_for
+from oxrl.rollouts.tool_calls import ToolParser, extract_tool_calls, parse_tools, tool_parser_for
 from oxrl.rollouts.transcript import ToolPrompt, Tools, Transcript, begin, tool_prompt
 from oxrl.seeds import mixed_seed
 from oxrl.types import Generation, GenerationConfig, Generator, Message, Render, Rollout, Sample, Turn

@@ -22,11 +22,10 @@ from oxrl.data.parts import Content, take_media
 from oxrl.names import error_text
 from oxrl.rollouts.episode import EpisodeError, EpisodeTime
 from oxrl.rollouts.game import AnswerReader, Game, call_environment
+from oxrl.rollouts.tool_calls import ToolCall, ToolParser, extract_tool_calls, parse_tools, tool_parser_for
 from oxrl.rollouts.tools import (
     Tool,
-    ToolCall,
     ToolExecutor,
-    ToolParser,
     ToolResult,
     ToolTracker,
     by_name,
@@ -34,9 +33,6 @@ from oxrl.rollouts.tools import (
     count_tool_calls,
     execute_functions,
     execute_with,
-    extract_tool_calls,
-    parse_tools,
-    tool_parser_for,
     tool_schema,
 )
 from oxrl.rollouts.transcript import Transcript, begin, opened_by, tool_prompt

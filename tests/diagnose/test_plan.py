@@ -12,7 +12,9 @@ from typer.testing import CliRunner
 from oxrl.backends.local import create_pytorch_backend
 from oxrl.cli import app
 from oxrl.config import check_config
-from oxrl.diagnose.plan import Shards, cache_bytes, describe, kept_bytes, model_facts, on_meta, plan_run, plan_spec
+from oxrl.diagnose.model_facts import _inactive_parameters, cache_bytes, kept_bytes, model_facts, on_meta
+from oxrl.diagnose.plan import Shards, plan_run, plan_spec
+from oxrl.diagnose.plan_text import describe
 from oxrl.machine.hardware import Device, Hardware
 from oxrl.models.load import load_model
 from oxrl.models.lora import LoraSettings, attach_lora
@@ -83,8 +85,6 @@ def test_checkpointing_keeps_little_more_than_a_vector_per_layer():
 
 def test_parameters_of_unselected_experts_are_not_active():
     from transformers import Qwen3MoeConfig
-
-    from oxrl.diagnose.plan import _inactive_parameters
 
     config = Qwen3MoeConfig(
         vocab_size=100, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,

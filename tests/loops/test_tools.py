@@ -18,7 +18,8 @@ from oxrl.loops.online import OnlineConfig, run_online
 from oxrl.models.load import load_model
 from oxrl.rollouts.collect import RolloutConfig, RolloutSampler, sampling_manager
 from oxrl.rollouts.envs import GeneratorClient, with_tools
-from oxrl.rollouts.tools import ToolCall, calculator, tool_schema
+from oxrl.rollouts.tool_calls import ToolCall
+from oxrl.rollouts.tools import calculator, tool_schema
 from oxrl.types import Generation, GenerationConfig, Message, Rollout, Sample, Score, Turn
 
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "%s"}}</tool_call>'

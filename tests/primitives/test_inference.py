@@ -20,7 +20,8 @@ from oxrl.primitives.inference import (
     generate_with_logprobs,
 )
 from oxrl.rollouts.envs import dialogue
-from oxrl.rollouts.tools import calculator, execute_functions, execute_tools, parse_xml_tools, tool_schema
+from oxrl.rollouts.tool_calls import parse_xml_tools
+from oxrl.rollouts.tools import calculator, execute_functions, execute_tools, tool_schema
 from oxrl.types import Conversation, GenerationConfig, Message, Request, Sample, Status
 from tests.drawings import png
 from tests.rollouts.scripted_text import ScriptedText

@@ -9,7 +9,8 @@ import pytest
 
 from oxrl.data.render import Renderer
 from oxrl.rollouts.envs import GeneratorClient, dialogue, gym_env, single_turn, with_tools
-from oxrl.rollouts.tools import ToolCall, calculator
+from oxrl.rollouts.tool_calls import ToolCall
+from oxrl.rollouts.tools import calculator
 from oxrl.rollouts.transcript import begin, tool_prompt
 from oxrl.seeds import mixed_seed
 from oxrl.types import Generation, GenerationConfig, Message, Rollout, Sample, Turn

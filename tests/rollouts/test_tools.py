@@ -10,14 +10,8 @@ from typing import Literal
 import anyio
 import pytest
 
-from oxrl.rollouts.tools import (
+from oxrl.rollouts.tool_calls import (
     ToolCall,
-    ToolResult,
-    calculator,
-    execute_and_track_tools,
-    execute_functions,
-    execute_tools,
-    execute_with,
     extract_tool_calls,
     parse_deepseek_tools,
     parse_harmony_tools,
@@ -26,6 +20,14 @@ from oxrl.rollouts.tools import (
     parse_tools,
     parse_xml_tools,
     tool_parser_for,
+)
+from oxrl.rollouts.tools import (
+    ToolResult,
+    calculator,
+    execute_and_track_tools,
+    execute_functions,
+    execute_tools,
+    execute_with,
     tool_schema,
     track_tool_calls,
 )

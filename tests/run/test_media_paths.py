@@ -24,7 +24,7 @@ from oxrl.data.parts import take_media
 from oxrl.data.processor import processor_of, save_tokenizer
 from oxrl.data.render import Renderer
 from oxrl.diagnose.data import inspect_data, print_report, problems
-from oxrl.diagnose.plan import shape_facts
+from oxrl.diagnose.model_facts import shape_facts
 from oxrl.generators.embedded.generator import EmbeddedGenerator
 from oxrl.loops.online import OnlineConfig, run_online
 from oxrl.models.load import load_model, load_model_config, load_tokenizer
@@ -33,7 +33,7 @@ from oxrl.rewards.judge import judge_messages
 from oxrl.rollouts.collect import RolloutConfig, RolloutSampler, sampling_manager
 from oxrl.rollouts.envs import GeneratorClient, gym_env, with_tools
 from oxrl.rollouts.record import rollout_from_json, rollout_to_json
-from oxrl.rollouts.tools import ToolCall
+from oxrl.rollouts.tool_calls import ToolCall
 from oxrl.run.reward import check_graders, load_reward
 from oxrl.testing import ScriptedGenerator
 from oxrl.types import (
