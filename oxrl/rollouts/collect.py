@@ -427,8 +427,9 @@ class RolloutSampler:
     """Samples rollouts with a generator in an environment: the default `generate_fn`, with its `abort`.
 
     `RolloutSampler(generator, render, GenerationConfig(max_new_tokens=64), env=single_turn, seed=42)`
-    Each sampled answer advances `activity`. An episode has at most `max_tokens` tokens in all, and `env_seconds` in its
-    environment, without the time of generation; one that takes longer, or whose environment raises, is an error.
+    Each sampled answer advances `activity`. An episode has at most `max_turns` generations, `max_tokens` tokens in all,
+    and `env_seconds` in its environment, without the time of generation; one that takes longer, or whose environment
+    raises, is an error.
     """
 
     def __init__(
@@ -441,10 +442,11 @@ class RolloutSampler:
         seed: int = 0,
         activity: Activity | None = None,
         max_tokens: int | None = None,
+        max_turns: int | None = None,
         env_seconds: float = math.inf,
     ) -> None:
         self.generator, self.render, self.sampling, self.env, self.seed = generator, render, sampling, env, seed
-        self.max_tokens, self.env_seconds = max_tokens, env_seconds
+        self.max_tokens, self.max_turns, self.env_seconds = max_tokens, max_turns, env_seconds
         self.activity = activity or Activity()
         self._generator = AbortableGenerator(generator)
 
@@ -468,9 +470,8 @@ class RolloutSampler:
         seed = mixed_seed(self.seed, rollout.group, rollout.index)
         media = rollout.sample.media
         time = EpisodeTime(self.env_seconds)
-        policy = GeneratorClient(
-            generator, self.render, sampling, seed, rollout.turns, media=media, max_tokens=self.max_tokens, time=time
-        )
+        limits: dict[str, Any] = {"max_tokens": self.max_tokens, "max_turns": self.max_turns, "time": time}
+        policy = GeneratorClient(generator, self.render, sampling, seed, rollout.turns, media=media, **limits)
         episode: Any = None
         try:
             with time:

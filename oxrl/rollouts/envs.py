@@ -81,7 +81,8 @@ class GeneratorClient:
     `recorded` turns are replayed instead of sampled again, and an aborted generation is resumed. The seed of a turn is
     a function of `seed` and the turn's number. A failed generation is retried after each of `pauses` (seconds). A
     request carries `media`, by default those of the sample. Prompt and generation together have at most `max_tokens`:
-    without room a generation is empty, with the finish reason "length". `time` is paused while the model generates.
+    without room a generation is empty, with the finish reason "length". More than `max_turns` generations are an
+    EpisodeError. `time` is paused while the model generates.
     """
 
     def __init__(
@@ -95,10 +96,11 @@ class GeneratorClient:
         pauses: Sequence[float] = PAUSES,
         media: tuple[Media, ...] = (),
         max_tokens: int | None = None,
+        max_turns: int | None = None,
         time: EpisodeTime | None = None,
     ) -> None:
         self.generator, self.sampling, self.seed, self.pauses = generator, sampling, seed, pauses
-        self.media, self.max_tokens, self.time = media, max_tokens, time or EpisodeTime()
+        self.media, self.max_tokens, self.max_turns, self.time = media, max_tokens, max_turns, time or EpisodeTime()
         self._render = render
         self._recording = _Recording(recorded)
         self.turns = 0
@@ -132,6 +134,11 @@ class GeneratorClient:
         self, prompt_ids: Sequence[int], sampling: GenerationConfig, media: tuple[Media, ...]
     ) -> Generation:
         number, self.turns = self.turns, self.turns + 1
+        if self.max_turns is not None and number >= self.max_turns:
+            raise EpisodeError(
+                f"the environment asked for more than {self.max_turns} generations in an episode: raise "
+                "rollout.max_turns, or end the episode earlier"
+            )
         known = self._recording.next(prompt_ids)
         opened = opened_by(self._render, prompt_ids)
         if known is not None and known.finish_reason != "aborted":
@@ -268,7 +275,7 @@ def with_tools(
         episode = await _converse(start, policy, react, max_turns)
         return episode._replace(metadata={**tool_tracker(all_results), **episode.metadata})
 
-    return _named(env, f"with_tools({','.join(known)})")
+    return _named(env, f"with_tools({','.join(known)})", max_turns)
 
 
 def assistant_message(text: str, calls: Sequence[ToolCall], before: Transcript) -> Message:
@@ -306,7 +313,7 @@ def dialogue(reply: ReplyFn, *, max_turns: int = 8, stop_condition: StopConditio
         start = begin(policy.render, _prompt_of(sample), tools=sample.tools, media=sample.media)
         return await _converse(start, policy, partial(react, sample), max_turns)
 
-    return _named(env, f"dialogue({_name_of(reply)})")
+    return _named(env, f"dialogue({_name_of(reply)})", max_turns)
 
 
 def _takes_sample(reply: ReplyFn) -> bool:
@@ -319,10 +326,17 @@ def _takes_sample(reply: ReplyFn) -> bool:
     return len(positional) > 1 and (positional[1].default is inspect.Parameter.empty or positional[1].name == "sample")
 
 
-def _named(env: EnvFn, name: str) -> EnvFn:
-    """Set the name of an environment that was built from functions; the config of a run records it."""
+def _named(env: EnvFn, name: str, max_turns: int) -> EnvFn:
+    """Set the name of an environment that was built from functions, which the config records, and its bound."""
     env.__qualname__ = name
+    env.__dict__["max_turns"] = max_turns
     return env
+
+
+def own_turns(env: EnvFn) -> int:
+    """The bound on turns that an environment was built with; 0 if it has none."""
+    own = getattr(env, "max_turns", 0)
+    return own if isinstance(own, int) else 0
 
 
 def _name_of(function: Any) -> str:
@@ -394,7 +408,7 @@ def gym_env(
         turns = episode.turns if actions is None else tuple(map(_with_action_as_text, episode.turns))
         return Episode(turns, Score(sum(per_turn), game.parts, per_turn), metadata, start.messages)
 
-    return _named(env, f"gym_env({_name_of(make_env)})")
+    return _named(env, f"gym_env({_name_of(make_env)})", max_steps)
 
 
 def guarded(env: EnvFn) -> EnvFn:
@@ -409,7 +423,7 @@ def guarded(env: EnvFn) -> EnvFn:
         except Exception as error:
             raise EpisodeError(f"the environment failed: {error_text(error)}") from error
 
-    return _named(guard, str(getattr(env, "__qualname__", type(env).__name__)))
+    return _named(guard, str(getattr(env, "__qualname__", type(env).__name__)), own_turns(env))
 
 
 def _with_action_as_text(turn: Turn) -> Turn:

@@ -13,7 +13,7 @@ from oxrl.config import Config, ConfigError
 from oxrl.data.sources import Loaded
 from oxrl.names import import_object
 from oxrl.rollouts.environments.table import HELD_OUT_SEED, Settings, find_kind, named_rows, open_named, suggestion
-from oxrl.rollouts.envs import dialogue, guarded, single_turn, with_tools
+from oxrl.rollouts.envs import dialogue, guarded, own_turns, single_turn, with_tools
 from oxrl.rollouts.mcp_tools import PREFIX, check_installed, mcp_tools, named_once
 from oxrl.rollouts.tools import Tool
 from oxrl.types import EnvFn
@@ -75,6 +75,13 @@ def _with_tools(config: Config, found: Mapping[str, Tool]) -> EnvFn:
         check_installed()
     tools = named_once([*functions, *found.values()])
     return with_tools(tools, max_turns=rollout.max_turns, time_limit=rollout.tool_seconds)
+
+
+def episode_bounds(config: Config, env: EnvFn) -> dict[str, Any]:
+    """Most generations and tokens of an episode, and most seconds in its environment, for a `RolloutSampler`."""
+    rollout = config.rollout
+    turns = max(rollout.max_turns, own_turns(env))
+    return {"max_turns": turns, "max_tokens": config.data.max_seq_len, "env_seconds": rollout.env_seconds}
 
 
 def settings_of(config: Config) -> Settings:

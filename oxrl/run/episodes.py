@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from oxrl.loops.evaluate import sample_and_grade
 from oxrl.models.load import load_model
 from oxrl.rollouts.collect import RolloutSampler
-from oxrl.run.environment import open_environment
+from oxrl.run.environment import episode_bounds, open_environment
 from oxrl.run.reward import load_reward
 from oxrl.run.spec import RunSpec, renderer
 from oxrl.types import GenerationConfig, Rollout, Sample
@@ -34,8 +34,7 @@ async def play(
             sampling,
             env=env,
             seed=sampling.seed,
-            max_tokens=config.data.max_seq_len,
-            env_seconds=config.rollout.env_seconds,
+            **episode_bounds(config, env),
         )
         limit = config.reward.time_limit
         return await sample_and_grade(sampler, samples, reward, n=n, time_limit=limit, on_prompt_done=on_prompt_done)

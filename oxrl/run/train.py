@@ -32,7 +32,7 @@ from oxrl.run.checkpoint import (
     save_checkpoint,
 )
 from oxrl.run.data import longest_possible_items
-from oxrl.run.environment import open_environment
+from oxrl.run.environment import episode_bounds, open_environment
 from oxrl.run.failure import failures_recorded
 from oxrl.run.folder import RolloutLog, create_folder, record_config, record_inputs, resolve_weights, template_kwargs_of
 from oxrl.run.prepare import prepare_run, starting_from
@@ -334,8 +334,7 @@ async def _run_online(
         open_environment(config) as env,
     ):
         activity = console.activity
-        bounds: dict[str, Any] = {"max_tokens": config.data.max_seq_len, "env_seconds": rollout.env_seconds}
-        shared: dict[str, Any] = {"env": env, "activity": activity, **bounds}
+        shared: dict[str, Any] = {"env": env, "activity": activity, **episode_bounds(config, env)}
         sampler = RolloutSampler(engine.generator, render, sampling, seed=config.run.seed, **shared)
         evaluation = sampling._replace(temperature=rollout.eval_temperature)
         eval_sampler = RolloutSampler(engine.generator, render, evaluation, **shared)

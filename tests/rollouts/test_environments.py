@@ -14,7 +14,7 @@ from oxrl.rollouts.collect import RolloutSampler
 from oxrl.rollouts.environments.table import KINDS, Settings, find_kind, named_rows, open_named
 from oxrl.rollouts.envs import GeneratorClient, gym_env
 from oxrl.rollouts.episode import EpisodeTime
-from oxrl.run.environment import environment
+from oxrl.run.environment import environment, episode_bounds
 from oxrl.types import Episode, GenerationConfig, Message, Rollout, Sample
 from tests.rollouts.scripted_text import ScriptedText
 from tests.waiting import EXPIRES, HANG
@@ -122,6 +122,17 @@ async def test_an_episode_has_a_bound_on_its_tokens_and_on_its_steps(tiny):
     assert len(stopped.turns) == 2 and stopped.metadata["ended"] == "max_steps"
 
 
+async def test_an_environment_that_never_ends_its_episode_is_ended_by_the_bound_on_turns(tiny):
+    async def endless(sample, policy):
+        while True:
+            await policy.generate([1, 2, 3])
+
+    sample = Sample("s", (Message("user", "Go."),))
+    with anyio.fail_after(HANG):
+        (rollout,) = await sampler(tiny[1], ["a"] * 3, endless, max_turns=3)((Rollout(sample),))
+    assert rollout.score is None and rollout.error.startswith("the environment asked for more than 3 generations")
+
+
 async def test_a_turn_gets_the_tokens_that_are_left(tiny):
     generator = ScriptedText(tiny[1], ["a"])
     client = GeneratorClient(generator, Renderer(tiny[1]), GenerationConfig(max_new_tokens=64), 7, max_tokens=10)
@@ -192,6 +203,15 @@ async def test_a_dialogue_and_an_environment_of_a_file_come_from_a_config(tiny, 
     env = environment(config_of(f"{file}:broken"))
     (rollout,) = await sampler(tiny[1], ["a"], env)((Rollout(sample),))
     assert rollout.error == "the environment failed: KeyError: 'x'"
+
+
+def test_an_environment_that_was_built_with_more_turns_keeps_them(tmp_path):
+    (tmp_path / "my_env.py").write_text(
+        "from oxrl import gym_env\nlong = gym_env(None, max_steps=12)\nasync def own(sample, policy): ...\n"
+    )
+    for name, turns in (("long", 12), ("own", 4)):
+        config = config_of(f"{tmp_path / 'my_env.py'}:{name}", max_turns=4)
+        assert episode_bounds(config, environment(config))["max_turns"] == turns
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ def anyio_backend():
     return "asyncio"
 
 
-async def played(tokenizer, name, texts, change=None, **args):
-    settings = Settings(args)
+async def played(tokenizer, name, texts, change=None, max_turns=8, **args):
+    settings = Settings(args, max_turns)
     (sample, *_) = named_rows(name, settings, 2, 7)
     generator = ScriptedText(tokenizer, texts)
     generator.change = change or generator.change
@@ -48,6 +48,12 @@ class TestVerifiers:
         assert [message.text for message in rollout.messages] == ["Say 0.", "x", "Go on.", "la"]
         assert rollout.reward == 1.0 and rollout.score.parts == {"ends_with_a_vowel": 1.0, "num_turns": 2.0}
         assert sampled_once(rollout) and rollout.sample.answer == "0"
+
+    @pytest.mark.parametrize(("own", "most", "turns"), [(-1, 3, 3), (2, 3, 2), (5, 3, 3)])
+    async def test_the_lower_of_two_bounds_on_turns_ends_an_episode(self, tiny, own, most, turns):
+        rollout = await played(tiny[1], VOWELS, ["a"] * 8, turns=own, max_turns=most)
+        assert (len(rollout.turns), rollout.metadata["ended"]) == (turns, "max_turns_reached")
+        assert rollout.reward == 1.0
 
     async def test_a_reward_that_raises_leaves_the_episode_out_instead_of_paying_0(self, tiny):
         rollout = await played(tiny[1], VOWELS, ["a"], reward="raises")

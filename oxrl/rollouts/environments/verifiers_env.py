@@ -29,7 +29,7 @@ _FAILED: ContextVar[list[str] | None] = ContextVar("failed reward functions of t
 
 
 def open_verifiers(name: str, settings: Settings) -> EnvFn:
-    environment = _loaded(name, json.dumps(settings.args, sort_keys=True))
+    environment = _loaded(name, settings)
 
     async def env(sample: Sample, policy: PolicyClient) -> Episode:
         if _KEY not in sample.metadata:
@@ -52,7 +52,7 @@ def open_verifiers(name: str, settings: Settings) -> EnvFn:
 
 def verifiers_rows(name: str, settings: Settings, size: int, seed: int) -> list[Sample]:
     """The environment's own rows: those for training, or, from `HELD_OUT_SEED`, those for evaluation."""
-    environment = _loaded(name, json.dumps(settings.args, sort_keys=True))
+    environment = _loaded(name, settings)
     held_out = seed == HELD_OUT_SEED
     if held_out and environment.eval_dataset is None and environment.eval_dataset_source is None:
         raise ValueError(f"verifiers:{name} has no rows for evaluation: set data.env_val_rows to 0")
@@ -70,8 +70,12 @@ def _sample(name: str, split: str, number: int, row: Mapping[str, Any]) -> Sampl
     return Sample(f"{name}:{split}:{number}", messages, answer=plain.get("answer"), metadata={_KEY: plain})
 
 
+def _loaded(name: str, settings: Settings) -> Any:
+    return _load(name, json.dumps(settings.args, sort_keys=True), settings.max_turns)
+
+
 @functools.lru_cache(maxsize=8)
-def _loaded(name: str, arguments: str) -> Any:
+def _load(name: str, arguments: str, max_turns: int) -> Any:
     with _signal_handlers_kept():
         load: Callable[..., Any]
         if name.endswith(".py"):
@@ -84,11 +88,20 @@ def _loaded(name: str, arguments: str) -> Any:
             raise ValueError(f"rollout.env: verifiers:{name} cannot be loaded: {error_text(error)}") from error
     if environment.message_type != "chat":
         raise ValueError(f"verifiers:{name} is of the type {environment.message_type!r}; only chats are supported")
+    for each in (environment, *getattr(environment, "envs", ())):
+        _limit_turns(each, max_turns)
     for rubric in _rubrics(environment.rubric):
         if compared := [each.__name__ for each in rubric.funcs if rubric._is_group_func(each)]:
             raise ValueError(f"{compared[0]} of verifiers:{name} compares the completions of a group: not supported")
         rubric.funcs = [_noting_errors(each) for each in rubric.funcs]
     return environment
+
+
+def _limit_turns(environment: Any, most: int) -> None:
+    """The lower of the two bounds; the library's default is none."""
+    own = getattr(environment, "max_turns", None)
+    if isinstance(own, int):
+        environment.max_turns = min(own, most) if own > 0 else most
 
 
 def _rubrics(rubric: Any) -> list[Any]:
