@@ -233,15 +233,23 @@ def _format_error(error: Any, lines: Mapping[tuple[str, ...], int]) -> str:
     where = f"line {line}: " if line is not None else ""
     name = ".".join(key_path)
     if error["type"] == "extra_forbidden":
-        near = nearest_key(key_path[-1], _keys_at(key_path[:-1]))
-        hint = f"did you mean {near}?" if near else f"allowed: {', '.join(_keys_at(key_path[:-1]))}"
-        return f"{where}{name} is not a key; {hint}"
+        return f"{where}{name} is not a key; {_hint_of_key(key_path)}"
     if error["type"] == "missing":
         return f"{where}{name} is missing"
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "value_error":  # raised by a validator of the schema; it already names the value
         return f"{where}{name}: {message}" if key_path else f"{where}{message}"
     return f"{where}{name}: {message}, got {error['input']!r:.200}" if key_path else f"{where}{message}"
+
+
+def _hint_of_key(key_path: tuple[str, ...]) -> str:
+    """The same key in the section that has it, else the nearest key, else all keys."""
+    *above, name = key_path
+    if elsewhere := [f"{section}.{name}" for section in Config.model_fields if name in _keys_at((section,))]:
+        return f"did you mean {' or '.join(elsewhere)}?"
+    known = _keys_at(tuple(above))
+    near = nearest_key(name, known)
+    return f"did you mean {near}?" if near else f"allowed: {', '.join(known)}"
 
 
 def nearest_key(name: str, keys: Sequence[str]) -> str | None:

@@ -102,7 +102,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("sampler_solved", ("rl",), "share of prompts that were solved", "all are: use harder prompts", rare=True),
     Metric("sampler_unsolved", ("rl",), "share of prompts whose last groups earned nothing",
            "most are: use easier prompts", rare=True),
-    Metric("rejected", ("rl",), "share of sequences that alg_params.rejection leaves out",
+    Metric("rejected", ("rl",), "share of sequences that train.alg_params.rejection leaves out",
            "most are: raise rejection_bound, or lower rollout.lag", rare=True),
     Metric("carried", ("rl",), "partial groups carried over to the next step"),
     Metric("wasted", ("rl",), "tokens discarded"),

@@ -473,6 +473,15 @@ def test_rollout_keys_without_sampling_are_reported():
     assert "rollout.n_samples has no effect with an algorithm that does not sample" in messages
 
 
+@pytest.mark.parametrize(
+    ("override", "right"),
+    [("alg_params.beta=1", "train.alg_params"), ("train.env=tools", "rollout.env"), ("data.lr=1", "train.lr")],
+)
+def test_a_key_in_the_wrong_section_gets_the_right_one(override, right):
+    with pytest.raises(ConfigError, match=f"is not a key; did you mean {right}"):
+        load_config(None, ["model.name=tiny", "data.train_files_path=x", override])
+
+
 def test_keys_of_other_frameworks_get_a_suggestion():
     with pytest.raises(ConfigError, match=r"train.learning_rate is not a key; did you mean lr\?"):
         load_config(None, ["model.name=tiny", "data.train_files_path=x", "train.learning_rate=1"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -153,35 +154,49 @@ def test_a_tool_may_answer_with_a_picture(tiny_vlm: Built) -> None:
 
 
 @pytest.mark.trains
-def test_a_step_trains_on_pictures_that_a_tool_returned_and_rewards_read_them(tiny_vlm: Built) -> None:
-    """Sampled by the real engine: its log-probs are those of the trainer, with every picture in its place."""
+def test_ten_turns_with_tools_and_pictures_train_every_sampled_token_once(tiny_vlm: Built) -> None:
+    """Sampled by the real engine: its log-probs are those of the trainer, with every picture at its position."""
     config, tokenizer = tiny_vlm
     model = load_model(config)
-    seen: list[tuple[Media, ...]] = []
 
     def look(text: str) -> list[Any]:
         """Look."""
         return ["You see:", picture("blue" if len(text) % 2 else "red", 56, 28 * (1 + len(text) % 3))]
 
     def is_blue(rollout: Rollout) -> float:
-        seen.append(rollout.media)
         given, *shown = [load_image(medium).getpixel((14, 7)) for medium in rollout.media]
         assert given == (0, 128, 0)
-        return float(np.mean([pixel == (0, 0, 255) for pixel in shown])) if shown else 0.0
+        return float(np.mean([pixel == (0, 0, 255) for pixel in shown]))
 
     generator = EmbeddedGenerator(model, tokenizer)
-    sampling = GenerationConfig(max_new_tokens=6, stop_token_ids=tuple(range(128)))  # random weights never stop
-    env = with_tools([look], max_turns=3, tool_parser=lambda text: [ToolCall("look", {"text": text})])
-    sampler = RolloutSampler(generator, Renderer(tokenizer), sampling, env=env)
-    rollouts = RolloutConfig(batch_size=2, n_samples_per_prompt=4, reward_fn=is_blue)
-    samples = [Sample(f"rows:{n}", (Message("user", [{"type": "image"}]),), media=(png("green"),)) for n in range(2)]
+    sampling = GenerationConfig(max_new_tokens=16, stop_token_ids=tuple(range(128)))  # random weights never stop
+    env = with_tools([look], max_turns=10, tool_parser=lambda text: [ToolCall("look", {"text": text})])
+    sampler = RolloutSampler(generator, Renderer(tokenizer), sampling, env=env, seed=1)
+    rollouts = RolloutConfig(batch_size=1, n_samples_per_prompt=4, reward_fn=is_blue)
+    samples = [Sample("rows:0", (Message("user", [{"type": "image"}]),), media=(png("green"),))]
     manager = sampling_manager(DataBuffer(samples), sampler, rollouts)
     backend = create_pytorch_backend(model, lr=1e-3)
-    settings = OnlineConfig(num_steps=2)
-    grpo, render = algorithm("grpo"), sampler.render
-    history = anyio.run(partial(run_online, backend, grpo, manager, [generator], render, settings))
-    assert len(seen) == 16 and {len(media) for media in seen} == {2, 3}
-    assert all(step["logprob_gap"] < 1e-4 and step["grad_norm"] > 0 for step in history), history
+    grpo, render, seen = algorithm("grpo"), sampler.render, []
+    run = partial(run_online, backend, grpo, manager, [generator], render, OnlineConfig(num_steps=1))
+    (step,) = anyio.run(partial(run, observe=lambda step, groups: seen.extend(chain.from_iterable(groups))))
+    assert step["logprob_gap"] < 1e-4 and step["grad_norm"] > 0
+    assert [len(rollout.turns) for rollout in seen] == [10] * 4
+    for rollout in seen:
+        check_tokens(rollout, tokenizer)
+
+
+def check_tokens(rollout: Rollout, tokenizer: Any) -> None:
+    """All that was sampled is trained once, in order, with its own log-prob, and nothing else is."""
+    generations = [turn.generation for turn in rollout.turns]
+    rows = rows_of(rollout)
+    trained = [token for row in rows for token in row.tokens[row.mask].tolist()]
+    assert trained == [token for each in generations for token in each.token_ids]
+    logprobs = [value for row in rows for value in row.streams["sampler_logprob"][row.mask].tolist()]
+    assert logprobs == np.float32([value for each in generations for value in each.logprobs]).tolist()
+    (last,) = rows  # each prompt extends the one before
+    assert last.media == rollout.media and not last.mask[last.tokens == IMAGE].any()
+    shown = tokenizer.decode(last.tokens[~last.mask])
+    assert shown.count("You see:<|vision_start|>") == len(rollout.turns) - 1
 
 
 @pytest.mark.trains
