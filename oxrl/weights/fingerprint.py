@@ -16,8 +16,7 @@ def bit_sums(weights: Mapping[str, Tensor]) -> dict[str, int]:
     """One number per tensor that changes with any of its bits."""
     import torch
 
-    plain = [weight.detach() for weight in weights.values()]
-    sums = [weight.view(getattr(torch, _WORDS[weight.element_size()])).sum() for weight in plain]
+    sums = [_words(weight.detach()).sum() for weight in weights.values()]
     return dict(zip(weights, torch.stack(sums).tolist() if sums else [], strict=True))
 
 

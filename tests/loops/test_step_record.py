@@ -16,7 +16,7 @@ from oxrl.rollouts.filters import check_reward_nonzero_std
 from oxrl.rollouts.step_answers import chosen_groups, merged_groups
 from oxrl.tracking.step_files import StepFiles, read_step
 from oxrl.types import Generation, Rollout, Row, Sample, Score, Turn
-from oxrl.weights.fingerprint import fingerprint
+from oxrl.weights.fingerprint import bit_sums, fingerprint
 from tests.loops.test_online import Setting
 
 
@@ -94,6 +94,18 @@ def test_another_weight_has_another_fingerprint():
     with torch.no_grad():
         layer.weight[0, 0] += 1
     assert fingerprint(layer) == frozen, "frozen weights are not looked at"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("count", [8, 7])
+def test_sums_of_weights_are_over_words_of_64_bits_where_they_fit(dtype, count):
+    weight = torch.arange(1, count + 1).to(dtype)
+    size = weight.element_size()
+    word = 8 if count * size % 8 == 0 else size
+    content = weight.view(torch.uint8).numpy().tobytes()
+    words = [content[at : at + word] for at in range(0, len(content), word)]
+    expected = sum(int.from_bytes(each, "little", signed=True) for each in words)
+    assert (bit_sums({"w": weight})["w"] - expected) % 2**64 == 0
 
 
 def group(number, rewards):
