@@ -21,9 +21,9 @@ from oxrl.rollouts.step_answers import (
     answer_lines,
     chosen_groups,
     group_summary,
+    item_lines,
     merged_groups,
     numbers_of,
-    row_line,
 )
 from oxrl.seeds import mixed_seed
 from oxrl.tracking.step_files import StepFiles
@@ -149,9 +149,7 @@ class StepRecorder(NoRecord):
             for number, item in enumerate(self._items)
         ]
         lines = [
-            row_line(row, number, index, computed, self.pieces)
-            for number in sorted(chosen)
-            for index, row in enumerate(self._items[number])
+            line for number in sorted(chosen) for line in item_lines(self._items[number], number, computed, self.pieces)
         ]
         return groups, lines
 

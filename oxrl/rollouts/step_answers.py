@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -11,9 +10,10 @@ import numpy as np
 from oxrl.algorithms.rows import ungraded_rows_of
 from oxrl.rollouts.buffer import Group, LeftOut
 from oxrl.rollouts.report import reward_std
+from oxrl.rollouts.step_media import GroupMedia, media_of
 from oxrl.seeds import mixed_seed
 from oxrl.tracking.step_files import json_numbers, json_text
-from oxrl.types import Media, Rollout, Row
+from oxrl.types import Item, Rollout, Row
 
 Computed: TypeAlias = Mapping[str, np.ndarray[Any, Any]]
 """What the step computed for a row, one number per token: `{"policy_logprob": ..., "ratio": ...}`."""
@@ -100,7 +100,7 @@ def answer_lines(
     group: Recorded, rows: Mapping[str, Sequence[Row]], computed: Mapping[str, Computed], pieces: Pieces, seed: int
 ) -> Iterable[str]:
     """One line of JSON per rollout of a group; `rows` are those that were trained on, by rollout."""
-    with_media = group.rollouts[0].index
+    media = GroupMedia()
     for rollout, left_out in zip(group.rollouts, group.left_out, strict=True):
         trained = rows.get(rollout.id, ())
         if not trained and left_out is None and not rollout.greedy:
@@ -119,25 +119,27 @@ def answer_lines(
             "seed": mixed_seed(seed, rollout.group, rollout.index),
             "messages": [_message(message.to_dict()) for message in rollout.messages],
             "reference_answer": rollout.sample.answer,
-            "media": [_media(media, rollout.index == with_media, with_media) for media in rollout.sample.media],
+            "media": media.of(rollout.index, media_of(rollout)),
             "turns": len(rollout.turns),
             "versions": sorted(set(rollout.versions)),
         }
         yield with_tokens(head, trained or _untrained_rows(rollout), computed, pieces)
 
 
-def row_line(row: Row, group: int, index: int, computed: Mapping[str, Computed], pieces: Pieces) -> str:
-    """The line of a row of a dataset; the rows of a pair are a group."""
-    head = {
-        "kind": "row",
-        "group": group,
-        "index": index,
-        "sample_id": row.id,
-        **{name: float(value) for name, value in sorted(row.scalars.items())},
-        "left_out": None,
-        "media": [_media(media, True, index) for media in row.media],
-    }
-    return with_tokens(head, [row], computed, pieces)
+def item_lines(item: Item, group: int, computed: Mapping[str, Computed], pieces: Pieces) -> Iterable[str]:
+    """One line per row of a dataset; the rows of a pair are a group."""
+    media = GroupMedia()
+    for index, row in enumerate(item):
+        head = {
+            "kind": "row",
+            "group": group,
+            "index": index,
+            "sample_id": row.id,
+            **{name: float(value) for name, value in sorted(row.scalars.items())},
+            "left_out": None,
+            "media": media.of(index, row.media),
+        }
+        yield with_tokens(head, [row], computed, pieces)
 
 
 def with_tokens(head: Mapping[str, Any], rows: Sequence[Row], computed: Mapping[str, Computed], pieces: Pieces) -> str:
@@ -211,13 +213,3 @@ def _short(value: Any) -> Any:
     if isinstance(value, bytes) or (isinstance(value, str) and len(value) > _LONGEST):
         return f"<{len(value)} {'bytes' if isinstance(value, bytes) else 'characters'}>"
     return value
-
-
-def _media(media: Media, whole: bool, holder: int) -> dict[str, Any]:
-    """The data of an image or a sound, in the first answer of a group only; the others name that answer."""
-    about = {"kind": media.kind, "mime_type": media.mime_type}
-    if not whole:
-        return {**about, "answer": holder}
-    if isinstance(media.data, bytes):
-        return {**about, "base64": base64.b64encode(media.data).decode()}
-    return {**about, "data": media.data}
