@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any, BinaryIO, NamedTuple, TypeAlias
@@ -224,15 +224,21 @@ def _without_tokens(answer: Json) -> Json:
     return {**{name: value for name, value in answer.items() if name != "tokens"}, "tokens": counted}
 
 
+def _mean_of_trained(values: Sequence[float | None], mask: Sequence[int]) -> float | None:
+    known = [value for value, trained in zip(values, mask, strict=False) if trained and value is not None]
+    return sum(known) / len(known) if known else None
+
+
 def _with_text(answer: Json) -> Json:
-    """A row of a dataset with the texts of its trained tokens and of the others; it has no messages."""
+    """A row of a dataset with the texts of its trained tokens, their mean log-prob, and the other texts."""
     tokens = answer.get("tokens") or {}
     pieces, mask = tokens.get("pieces"), tokens.get("mask")
     if answer.get("kind") != "row" or not pieces or not mask:
         return answer
     trained = "".join(str(piece) for piece, kept in zip(pieces, mask, strict=False) if kept)
     others = "".join(str(piece) for piece, kept in zip(pieces, mask, strict=False) if not kept)
-    return {**answer, "text": trained, "prompt": others}
+    logprob = _mean_of_trained(tokens.get("policy_logprob") or [], mask)
+    return {**answer, "text": trained, "prompt": others, "logprob": logprob}
 
 
 def _key(answer: Mapping[str, Any]) -> tuple[str, str]:

@@ -193,6 +193,36 @@ def test_the_seconds_of_a_run_on_rows_are_those_of_training(browser, tmp_path):
         assert sorted(parts) == ["check 0.5 s", "record 0.25 s", "train 1 s"]
 
 
+def row(group, side, values, **others):
+    """A row of a preference run, as a record has it."""
+    tokens = {"ids": [1, 2, *range(3, 3 + len(values))], "pieces": ["2+2?", " ", *map(str, values)]}
+    tokens |= {"mask": [0, 0, *[1] * len(values)], "policy_logprob": [None, None, *values]}
+    head = {"kind": "row", "group": group, "index": int(side == "rejected"), "sample_id": f"row-{group}/{side}"}
+    return {**head, "left_out": None, "media": [], **others, "tokens": tokens}
+
+
+def test_rows_are_ordered_by_log_prob_and_named_by_their_side(browser, tmp_path):
+    run = write_run(tmp_path / "dpo", steps=0, recorded=0)
+    sides = [row(0, "chosen", [-1.0, -2.0]), row(0, "rejected", [-4.0]), row(1, "chosen", [-3.0])]
+    groups = [{"group": group, "sample_id": f"row-{group}/chosen", "recorded": True} for group in (0, 1)]
+    write_step(run, 1, sides, online=False, algorithm="dpo", groups=groups)
+    with shown(browser, run, address="#/run/0/step/1") as page:
+        labels = page.locator("svg.dots a").evaluate_all("all => all.map(each => each.getAttribute('aria-label'))")
+        assert labels == [
+            "chosen: mean log-prob -1.5, chosen",
+            "rejected: mean log-prob -4, rejected",
+            "chosen: mean log-prob -3, chosen",
+        ]
+        assert page.locator(".numbers b").all_inner_texts() == ["-2.75", "-3"]
+        assert "reward" not in text_of(page, "main") and page.locator("input[name=truncated]").count() == 0
+        page.fill("input[name=max]", "-2")
+        until(page, "document.querySelector('.count').innerText === '2 of 3 rows'")
+        visit(page, "#/run/0/step/1/group/0")
+        assert page.locator(".card header a").all_inner_texts() == ["chosen", "rejected"]
+        visit(page, "#/run/0/step/1/group/0/answer/1")
+        assert text_of(page, "h1") == "Rejected" and "log-prob -4" in text_of(page, ".head")
+
+
 @pytest.mark.parametrize(
     ("address", "message"),
     [
@@ -411,6 +441,34 @@ def test_tools_are_folded_images_shown_and_the_common_beginning_is_grey(browser,
         visit(page, "#/run/0/step/1/group/1/answer/0")
         folded = page.locator(".reply details.message").evaluate_all("all => all.map(each => each.open)")
         assert folded == [False, False, True] and "✕ error" in text_of(page, ".reply .tool summary")
+
+
+def test_images_are_in_the_messages_that_they_belong_to(browser, tmp_path):
+    run = write_run(tmp_path / "images", steps=1, recorded=0)
+    part = {"type": "image"}
+    messages = [
+        {"role": "user", "content": [part, {"type": "text", "text": "Go."}]},
+        {"role": "assistant", "content": "left"},
+        {"role": "user", "content": [{"type": "text", "text": "Now?"}, part]},
+        {"role": "assistant", "content": "done"},
+        {"role": "user", "content": [part]},
+    ]
+    about = {"kind": "image", "mime_type": "image/png"}
+    unknown = {"kind": "", "mime_type": "", "data": None}
+    held = [about | {"base64": PIXEL}, about | {"data": "far.png", "error": "No such file"}, unknown]
+    named = [about | {"answer": 0, "number": 0}, about | {"answer": 0, "number": 0}, unknown]
+    tokens = {"ids": [1, 2, 3, 4], "pieces": list("abcd"), "mask": [0, 1, 0, 1], "rows": [2, 2]}
+    others = {"messages": messages, "tokens": tokens}
+    write_step(run, 1, [answer(0, at, "", 1.0, media=media, **others) for at, media in enumerate((held, named))])
+    with shown(browser, run, address="#/run/0/step/1/group/0/answer/1") as page:
+        assert page.locator(".prompt-box .media img").count() == 1
+        page.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true })")
+        until(page, "document.querySelectorAll('.reply .media img').length === 1")
+        assert page.locator("img").evaluate_all("all => all.map(each => each.naturalWidth)") == [4, 4]
+        assert page.locator(".token[data-row]").evaluate_all("all => all.map(each => each.dataset.row)") == ["1", "2"]
+        visit(page, "#/run/0/step/1/group/0/answer/0")
+        page.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true })")
+        assert text_of(page, ".reply .media .note") == "image (image/png): far.png: No such file"
 
 
 def test_a_run_without_a_record_opens(browser, tmp_path):

@@ -8,17 +8,16 @@ async function answerView(route) {
   const at = matching.findIndex((each) => String(each.index) === route.answer);
   const address = (each) => each && href({ run: run.index, step: route.step, group: route.group, answer: each.index }, { ...filterQuery(), colour: currentRoute().query.get("colour") });
   const tokens = tokenPanel(answer.tokens, route);
-  const holder = answers.find((each) => (each.media ?? []).some((media) => media.base64 || media.data));
+  const shown = withMedia(answer, resolvedMedia(answer, answers));
   const element = h("div", {},
-    h("div", { class: "head" }, h("h1", {}, `${answer.kind === "row" ? "Row" : "Answer"} ${route.answer}`),
+    h("div", { class: "head" }, h("h1", {}, sentence(nameOf(answer))),
       at > 0 && h("a", { class: "button", href: address(matching[at - 1]) }, "◀"),
       at < matching.length - 1 && h("a", { class: "button", href: address(matching[at + 1]) }, "▶"),
       rewardChip(answer), partChips(answer), statusChips(answer),
       (answer.versions ?? []).length > 1 && chip(`weights ${answer.versions.join(", ")}`),
       isNumber(answer.turns) && answer.turns > 1 && chip(plural(answer.turns, "turn"))),
     answer.error && h("p", { class: "error" }, answer.error),
-    promptView({ ...answer, media: holder?.media ?? answer.media }, answer.reference_answer),
-    replyView(answer), tokens.element);
+    promptView(shown, answer.reference_answer), replyView(shown), tokens.element);
   return {
     element, ready: tokens.ready, keys: { ...tokens.keys, j: () => go(address(matching[at + 1]) ?? location.hash), k: () => go(address(matching[at - 1]) ?? location.hash) },
   };

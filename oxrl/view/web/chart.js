@@ -132,12 +132,12 @@ class Chart {
   }
 
   describe() {
-    const said = this.series.map(({ label, points }) => {
+    const summary = this.series.map(({ label, points }) => {
       const numbers = points.map(([, value]) => value).filter(isNumber);
       const [low, high] = extent(numbers) ?? [];
       return numbers.length ? `${label}: last ${short(numbers.at(-1))}, lowest ${short(low)}, highest ${short(high)}` : label;
     });
-    this.svg.setAttribute("aria-label", `${this.title}. ${said.join(". ")}`);
+    this.svg.setAttribute("aria-label", `${this.title}. ${summary.join(". ")}`);
   }
 
   /** The values at a step, or the last ones. */

@@ -8,7 +8,7 @@ const KINDS = {
 const searched = new WeakMap(); // answer -> its text in lower case
 
 function isUngraded(answer) {
-  return answer.kind !== "row" && !isNumber(answer.reward);
+  return !isRow(answer) && !isNumber(answer.reward);
 }
 
 /** Results of tools that failed begin with "error". */
@@ -45,14 +45,14 @@ function filterQuery() {
 function matcher({ text, min, max, only }) {
   const wanted = text.toLowerCase();
   return (answer) =>
-    (min === null || (isNumber(answer.reward) && answer.reward >= min)) &&
-    (max === null || (isNumber(answer.reward) && answer.reward <= max)) &&
+    (min === null || (isNumber(valueOf(answer)) && valueOf(answer) >= min)) &&
+    (max === null || (isNumber(valueOf(answer)) && valueOf(answer) <= max)) &&
     only.every((name) => KINDS[name].test(answer)) &&
     (!wanted || searchText(answer).includes(wanted));
 }
 
-/** The inputs of the filter; `changed` is called when it is another one. Returns {element, count(shown, all)}. */
-function filterBar(changed) {
+/** The inputs of the filter, of answers or of rows; `changed` is called when it is another one. Returns {element, count(shown, all)}. */
+function filterBar(changed, rows = false) {
   const filter = currentFilter();
   const later = debounced(changed);
   const field = (name, attributes, value) => h("input", {
@@ -65,18 +65,19 @@ function filterBar(changed) {
   const toggle = (name) => h("label", { class: "toggle" }, h("input", {
     type: "checkbox", name, checked: filter.only.includes(name),
     onchange: () => {
-      const on = Object.keys(KINDS).filter((each) => element.querySelector(`input[name=${each}]`).checked);
+      const on = Object.keys(KINDS).filter((each) => element.querySelector(`input[name=${each}]`)?.checked);
       remember("only", on.join(","));
       changed();
     },
   }), KINDS[name].label);
   const counted = h("span", { class: "count", role: "status" });
-  const search = { type: "search", placeholder: "text in answers  ( / )", "aria-label": "text", "data-filter": true };
-  const reward = (what) => ({ type: "number", step: "any", placeholder: what, "aria-label": `${what} reward`, class: "narrow" });
+  const [noun, value] = rows ? ["row", "log-prob"] : ["answer", "reward"];
+  const search = { type: "search", placeholder: `text in ${noun}s  ( / )`, "aria-label": "text", "data-filter": true };
+  const bound = (what) => ({ type: "number", step: "any", placeholder: what, "aria-label": `${what} ${value}`, class: "narrow" });
   const element = h("form", { class: "filters", onsubmit: (event) => event.preventDefault() },
     field("q", search, filter.text),
-    h("span", { class: "pair" }, field("min", reward("lowest"), filter.min), "≤ reward ≤", field("max", reward("highest"), filter.max)),
-    Object.keys(KINDS).map(toggle), counted);
-  const count = (shown, all) => replace(counted, shown === all ? plural(all, "answer") : `${short(shown)} of ${plural(all, "answer")}`);
+    h("span", { class: "pair" }, field("min", bound("lowest"), filter.min), `≤ ${value} ≤`, field("max", bound("highest"), filter.max)),
+    rows ? null : Object.keys(KINDS).map(toggle), counted);
+  const count = (shown, all) => replace(counted, shown === all ? plural(all, noun) : `${short(shown)} of ${plural(all, noun)}`);
   return { element, count };
 }

@@ -28,21 +28,23 @@ async function groupView(route) {
   const run = store.runs[route.run];
   const { answers } = await loadGroup(run, route);
   const list = h("div", { class: "cards" });
-  const filters = filterBar(() => draw());
+  const filters = filterBar(() => draw(), answers.every(isRow));
   const lengths = commonBeginnings(answers.map((answer) => answerText(answer).slice(0, GROUP_TEXT)));
   const grey = new Map(answers.map((answer, at) => [answer, lengths[at]]));
 
   function draw() {
-    const shownAnswers = answers.filter(matcher(currentFilter())).sort((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity));
+    const shownAnswers = answers.filter(matcher(currentFilter())).sort((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity) || a.index - b.index);
     replace(list, shownAnswers.map((answer) => answerCard(run, route, answer, grey.get(answer))));
     filters.count(shownAnswers.length, answers.length);
   }
 
   const { sample_id: sample, reference_answer: reference } = answers[0];
+  const first = withMedia(answers[0], resolvedMedia(answers[0], answers));
+  const rows = answers.every(isRow);
   const element = h("div", {},
-    h("div", { class: "head" }, h("h1", {}, `Group ${route.group}`), chip(plural(answers.length, "answer")),
+    h("div", { class: "head" }, h("h1", {}, `Group ${route.group}`), chip(plural(answers.length, rows ? "row" : "answer")),
       h("a", { class: "button", href: href({ run: run.index, prompt: sample }) }, "this prompt over the steps")),
-    promptView(answers[0], reference), h("div", { class: "controls" }, filters.element),
+    promptView(first, reference), h("div", { class: "controls" }, filters.element),
     lengths.some(Boolean) && h("p", { class: "legend" }, "grey: the beginning that an answer shares with at least half of the others"), list);
   return { element, ready: draw };
 }
@@ -59,8 +61,8 @@ function answerCard(run, route, answer, grey) {
   const text = answerText(answer);
   const address = href({ run: run.index, step: route.step, group: route.group, answer: answer.index }, filterQuery());
   return h("article", { class: "card" },
-    h("header", {}, h("a", { href: address, "data-item": true }, `answer ${answer.index}`), rewardChip(answer), partChips(answer), statusChips(answer),
-      h("span", { class: "note" }, `${short(answer.tokens?.length)} tokens`)),
+    h("header", {}, h("a", { href: address, "data-item": true }, nameOf(answer)), rewardChip(answer), partChips(answer), statusChips(answer),
+      h("span", { class: "note" }, `${short(lengthOf(answer))} tokens`)),
     answer.error && h("p", { class: "error" }, answer.error),
     h("div", { class: "text" }, h("span", { class: "common" }, text.slice(0, grey)), text.slice(grey, GROUP_TEXT),
       text.length > GROUP_TEXT && h("a", { href: address }, ` … all ${short(text.length)} characters`)));

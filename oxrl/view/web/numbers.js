@@ -12,6 +12,7 @@ function short(value) {
   return String(Number(value.toPrecision(4)));
 }
 
+const sentence = (text) => text[0].toUpperCase() + text.slice(1);
 const plural = (count, noun) => `${short(count)} ${noun}${count === 1 ? "" : "s"}`;
 const sum = (values) => values.reduce((total, value) => total + value, 0);
 const mean = (values) => (values.length ? sum(values) / values.length : null);

@@ -6,10 +6,12 @@ async function promptOverSteps(route) {
   const run = store.runs[route.run];
   const steps = await run.loadPrompt(route.prompt);
   if (!steps.length) throw new Error(`no recorded step has the prompt ${route.prompt}`);
-  const range = extent(steps.flatMap(({ answers }) => answers.map(({ reward }) => reward))) ?? [0, 1];
+  const range = extent(steps.flatMap(({ answers }) => answers.map(valueOf))) ?? [0, 1];
   const list = h("div", { class: "list" });
-  const filters = filterBar(() => draw());
-  const chart = new Chart({ title: "mean reward of this prompt", onPick: (_, step) => openStep(run, step) });
+  const rows = steps.every(({ answers }) => answers.every(isRow));
+  const [title, label] = rows ? ["mean log-prob of this row", "mean log-prob"] : ["mean reward of this prompt", "mean reward"];
+  const filters = filterBar(() => draw(), rows);
+  const chart = new Chart({ title, onPick: (_, step) => openStep(run, step) });
   const first = steps[0].answers[0];
 
   function draw() {
@@ -20,30 +22,30 @@ async function promptOverSteps(route) {
     filters.count(sum(steps.map(({ answers }) => answers.filter(matches).length)), sum(steps.map(({ answers }) => answers.length)));
   }
 
-  const means = steps.map(({ step, answers }) => [step, mean(answers.map(({ reward }) => reward).filter(isNumber))]);
+  const means = steps.map(({ step, answers }) => [step, mean(answers.map(valueOf).filter(isNumber))]);
   const element = h("div", {},
     h("div", { class: "head" }, h("h1", {}, "One prompt over the steps"), chip(route.prompt), chip(plural(steps.length, "step"))),
-    promptView(first, first.reference_answer), h("div", { class: "panels one" }, chart.element),
+    promptView(withMedia(first, resolvedMedia(first, steps[0].answers)), first.reference_answer), h("div", { class: "panels one" }, chart.element),
     h("div", { class: "controls" }, filters.element), list);
   return {
     element, resized: draw,
     ready: () => {
       draw();
-      chart.update([{ run: run.index, label: "mean reward", points: means }]);
+      chart.update([{ run: run.index, label, points: means }]);
     },
   };
 }
 
 function stepOfPrompt(run, { step, answers }, { range, width, matches }) {
   const matching = answers.filter(matches);
-  const graded = matching.filter(({ reward }) => isNumber(reward)).sort((a, b) => b.reward - a.reward);
+  const graded = matching.filter((answer) => isNumber(valueOf(answer))).sort((a, b) => valueOf(b) - valueOf(a));
   const group = String(answers[0].group);
   const addressOf = (answer) => href({ run: run.index, step, group: answer.group, answer: answer.index }, filterQuery());
-  const ends = graded.length > 1 ? [["best", graded[0]], ["worst", graded.at(-1)]] : [["answer", graded[0] ?? matching[0]]];
+  const ends = graded.length > 1 ? [["best", graded[0]], ["worst", graded.at(-1)]] : [[nameOf(matching[0]), graded[0] ?? matching[0]]];
   return h("article", { class: "prompt-step" },
     h("header", {}, h("a", { "data-item": true, href: href({ run: run.index, step, group }, filterQuery()) }, `step ${step}`),
-      chip(`mean ${short(mean(answers.map(({ reward }) => reward).filter(isNumber)))}`, "reward"),
+      chip(`mean ${short(mean(answers.map(valueOf).filter(isNumber)))}`, "reward"),
       dotStrip(answers.map((answer) => ({ answer, faint: !matches(answer) })), range, width, addressOf)),
-    h("div", { class: "ends" }, ends.map(([word, answer]) => h("div", {}, h("a", { class: "note", href: addressOf(answer) }, `${word}: ${short(answer.reward)}`),
+    h("div", { class: "ends" }, ends.map(([word, answer]) => h("div", {}, h("a", { class: "note", href: addressOf(answer) }, `${word}: ${short(valueOf(answer))}`),
       h("div", { class: "text" }, answerText(answer).slice(0, PROMPT_TEXT))))));
 }

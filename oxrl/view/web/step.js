@@ -30,23 +30,25 @@ function groupsOf({ header, answers }) {
     own.leftOut ??= null;
   }
   for (const each of groups.values()) {
-    const graded = (each.rewards.length ? each.rewards : each.answers.map((answer) => answer.reward)).filter(isNumber);
+    const graded = (each.rewards.length ? each.rewards : each.answers.map(valueOf)).filter(isNumber);
     Object.assign(each, { mean: mean(graded), std: deviation(graded) });
   }
   return [...groups.values()].filter((each) => each.answers.length || each.rewards.length);
 }
 
-/** What an answer's dot looks like: its shape says what happened, its place the reward. */
+/** What an answer's dot looks like: its shape says what happened, its position the reward. */
 function dotKind(answer) {
+  if (isRow(answer)) return /^(chosen|rejected)$/.test(nameOf(answer)) ? nameOf(answer) : "graded";
   if (isUngraded(answer)) return "ungraded";
   if (KINDS.truncated.test(answer)) return "truncated";
   if (hasToolError(answer)) return "tool";
   return answer.left_out ? "left-out" : "graded";
 }
 
-const DOT_SHAPES = { graded: 0, "left-out": 0, truncated: 2, tool: 3, ungraded: 4 };
+const DOT_SHAPES = { graded: 0, "left-out": 0, truncated: 2, tool: 3, ungraded: 4, chosen: 0, rejected: 1 };
 const DOT_WORDS = {
   graded: "trained on", "left-out": "left out", truncated: "truncated", tool: "tool error", ungraded: "not graded",
+  chosen: "chosen", rejected: "rejected",
 };
 
 /** Dots of answers along the axis of rewards; equal rewards stand in small columns. */
@@ -54,7 +56,7 @@ function dotStrip(items, range, width, addressOf) {
   const x = scale(...range, GUTTER + DOT + 2, width - DOT - 6);
   const stacks = new Map();
   for (const item of items) {
-    const at = isNumber(item.answer.reward) ? Math.round(x(item.answer.reward) / (2 * DOT)) : -1;
+    const at = isNumber(valueOf(item.answer)) ? Math.round(x(valueOf(item.answer)) / (2 * DOT)) : -1;
     if (!stacks.has(at)) stacks.set(at, []);
     stacks.get(at).push(item);
   }
@@ -63,8 +65,8 @@ function dotStrip(items, range, width, addressOf) {
   const dots = [...stacks].flatMap(([at, stack]) => stack.map((item, order) => {
     const column = Math.floor(order / 4) * (2 * DOT + 1.5);
     const graded = at >= 0;
-    const right = graded && x(item.answer.reward) + Math.ceil(stack.length / 4) * 2 * DOT > width;
-    const cx = graded ? x(item.answer.reward) + (right ? -column : column) : DOT + 3 + column;
+    const right = graded && x(valueOf(item.answer)) + Math.ceil(stack.length / 4) * 2 * DOT > width;
+    const cx = graded ? x(valueOf(item.answer)) + (right ? -column : column) : DOT + 3 + column;
     const cy = height - 6 - DOT - (order % 4) * (2 * DOT + 1.5);
     return dot(item, cx, cy, addressOf);
   }));
@@ -75,11 +77,12 @@ function dotStrip(items, range, width, addressOf) {
 
 function dot({ answer, faint }, x, y, addressOf) {
   const kind = dotKind(answer);
-  const said = `answer ${answer.index}: reward ${short(answer.reward)}, ${DOT_WORDS[kind]}${answer.kind ? "" : ", not recorded"}`;
+  const value = isRow(answer) ? "mean log-prob" : "reward";
+  const label = `${nameOf(answer)}: ${value} ${short(valueOf(answer))}, ${DOT_WORDS[kind]}${answer.kind ? "" : ", not recorded"}`;
   const shape = s("path", {
     class: `dot ${kind} ${faint ? "faint" : ""} ${answer.kind ? "" : "unrecorded"}`, d: markPath(DOT_SHAPES[kind], x, y, DOT - 0.6),
-  }, s("title", {}, said));
-  return answer.kind ? s("a", { href: addressOf(answer), "aria-label": said }, shape) : shape;
+  }, s("title", {}, label));
+  return answer.kind ? s("a", { href: addressOf(answer), "aria-label": label }, shape) : shape;
 }
 
 /** The dots of a group: recorded answers, else the rewards that are known of it. */
@@ -93,11 +96,12 @@ async function stepView(route) {
   const content = await run.loadStep(route.step);
   const groups = groupsOf(content);
   const metrics = { ...run.metricsOf(route.step), ...content.header.metrics };
-  const rewards = groups.flatMap((group) => [...group.rewards, ...group.answers.map((answer) => answer.reward)]);
+  const rewards = groups.flatMap((group) => [...group.rewards, ...group.answers.map(valueOf)]);
+  const rows = content.header.online === false || (content.answers.length > 0 && content.answers.every(isRow));
   const range = extent(rewards) ?? [0, 1];
   const list = h("div", { class: "list" });
-  const filters = filterBar(() => draw());
-  const controls = listControls(() => draw());
+  const filters = filterBar(() => draw(), rows);
+  const controls = listControls(() => draw(), rows);
 
   function draw() {
     const filter = currentFilter();
@@ -116,7 +120,7 @@ async function stepView(route) {
     stepHead(run, route, content.header, groups),
     findingsOfStep(run, route.step),
     h("div", { class: "facts" }, secondsBar(content.header.seconds, metrics), factChips(metrics)),
-    h("div", { class: "controls" }, filters.element, controls), legend(groups), list);
+    h("div", { class: "controls" }, filters.element, controls), legend(groups, rows), list);
   return { element, ready: draw, resized: draw };
 }
 
@@ -155,7 +159,7 @@ function factChips(metrics) {
   return wanted.filter((name) => isNumber(metrics[name])).map((name) => chip([`${name} `, h("b", {}, short(metrics[name]))], "", meaningOf(name)));
 }
 
-function listControls(changed) {
+function listControls(changed, rows) {
   const select = (name, options, label) => h("label", { class: "toggle" }, `${label} `, h("select", {
     name,
     onchange: (event) => {
@@ -164,13 +168,19 @@ function listControls(changed) {
     },
   }, Object.entries(options).map(([value, text]) => h("option", { value, selected: currentRoute().query.get(name) === value }, text))));
   const sorts = Object.fromEntries(Object.entries(SORTS).map(([name, { label }]) => [name, label]));
-  return h("span", { class: "pair" }, select("sort", sorts, "sort by"), select("list", { groups: "groups", answers: "answers" }, "show"));
+  if (rows) {
+    sorts.reward = "log-prob";
+    delete sorts.truncated;
+  }
+  return h("span", { class: "pair" }, select("sort", sorts, "sort by"), select("list", { groups: "groups", answers: rows ? "rows" : "answers" }, "show"));
 }
 
-function legend(groups) {
+function legend(groups, rows) {
   const kinds = new Set(groups.flatMap((group) => group.answers.map(dotKind)));
   if (!kinds.size) return null;
-  return h("p", { class: "legend" }, "each mark is an answer, from the lowest to the highest reward: ", [...kinds].map((kind) => h("span", {},
+  return h("p", { class: "legend" }, 
+    rows ? "each mark is a row, by the mean log-prob of its trained tokens: " : "each mark is an answer, from the lowest to the highest reward: ",
+    [...kinds].map((kind) => h("span", {},
     s("svg", { width: 14, height: 12, "aria-hidden": "true" }, s("path", { class: `dot ${kind}`, d: markPath(DOT_SHAPES[kind], 7, 6, 3.6) })), DOT_WORDS[kind])));
 }
 
@@ -195,19 +205,19 @@ function groupRow(run, route, group, { range, width, matches }) {
   ].filter(Boolean);
   return h("div", { class: "group-row", "data-group": group.key }, title,
     dotStrip(dotItems(group, matches), range, width, addressOf),
-    h("span", { class: "numbers" }, h("b", {}, short(group.mean)), group.std !== null && ` ± ${short(group.std)}`, h("span", { class: "note" }, notes.join(" · "))));
+    h("span", { class: "numbers" }, h("b", {}, short(group.mean)), group.std !== null && group.rewards.length + group.answers.length > 1 && ` ± ${short(group.std)}`, h("span", { class: "note" }, notes.join(" · "))));
 }
 
 function answerList(run, route, groups, matches) {
   const answers = groups.flatMap((group) => group.answers.filter(matches));
   return answers.map((answer) => h("a", {
     class: "answer-row", "data-item": true, href: href({ run: run.index, step: route.step, group: answer.group, answer: answer.index }, filterQuery()),
-  }, rewardChip(answer), h("span", { class: "note" }, `${answer.group}/${answer.index}`), statusChips(answer),
+  }, rewardChip(answer), h("span", { class: "note" }, isRow(answer) ? `${answer.group} ${nameOf(answer)}` : `${answer.group}/${answer.index}`), statusChips(answer),
     h("span", { class: "snippet" }, answerText(answer).slice(0, 300).replace(/\s+/g, " "))));
 }
 
 function rewardChip(answer) {
-  if (answer.kind === "row") return chip(`row ${answer.index}`);
+  if (isRow(answer)) return isNumber(valueOf(answer)) ? chip(`log-prob ${short(valueOf(answer))}`, "", "mean over its trained tokens") : null;
   return isNumber(answer.reward) ? chip(`reward ${short(answer.reward)}`, "reward") : chip("✕ not graded", "bad", answer.error);
 }
 

@@ -4,6 +4,17 @@ const LONG_TEXT = 1500; // characters above which a message is folded to its beg
 const IMAGE = /^image\/(png|jpeg|gif|webp|bmp|avif)$/;
 const SOUND = /^audio\/[\w.+-]+$/;
 
+const isRow = (answer) => answer.kind === "row";
+
+/** What orders answers: their reward; of rows of a dataset, the mean log-prob of their trained tokens. */
+const valueOf = (answer) => (isRow(answer) ? answer.logprob : answer.reward);
+
+/** `answer 3`; of a pair `chosen` or `rejected`, of other rows `row 0`. */
+function nameOf(answer) {
+  if (!isRow(answer)) return `answer ${answer.index}`;
+  return /\/(chosen|rejected)$/.exec(answer.sample_id ?? "")?.[1] ?? `row ${answer.index}`;
+}
+
 /** The text of a message, as chat formats write it: a string, or a list of parts. */
 function textOf(message) {
   const content = message.content;
@@ -21,7 +32,7 @@ function visible(text) {
     .replace(DIRECTION, (sign) => `‹U+${sign.charCodeAt(0).toString(16).toUpperCase()}›`);
 }
 
-/** The messages that the policy wrote or was told during the answer, without its prompt. */
+/** The messages of the policy and its environment, without the prompt. */
 function replyOf(answer) {
   const messages = answer.messages ?? [];
   const first = messages.findIndex((message) => message.role === "assistant");
@@ -63,6 +74,25 @@ function longText(text, limit = LONG_TEXT) {
   return replace(element, text.slice(0, limit), "… ", more);
 }
 
+const isMedium = (part) => /image|audio/.test(part?.type ?? "");
+
+/** The answer with the images and sounds of each message in it; `media` keeps those that no message has a part for. */
+function withMedia(answer, media) {
+  let next = 0;
+  const messages = answer.messages?.map((message) => {
+    const count = Array.isArray(message.content) ? message.content.filter(isMedium).length : 0;
+    next += count;
+    return count ? { ...message, media: media.slice(next - count, next) } : message;
+  });
+  return { ...answer, messages, media: media.slice(next) };
+}
+
+/** The media of an answer; one that another answer of the group has is taken from there. */
+function resolvedMedia(answer, answers) {
+  const held = (entry) => answers.find((each) => each.index === entry.answer)?.media?.[entry.number ?? 0];
+  return (answer.media ?? []).map((entry, at) => (entry.answer === undefined ? entry : held({ number: at, ...entry }) ?? entry));
+}
+
 /** A message; those of tools and long prompts are folded. */
 function messageView(message, open = true) {
   const text = textOf(message);
@@ -72,24 +102,25 @@ function messageView(message, open = true) {
     h("details", { class: "call" }, h("summary", {}, "calls ", h("code", {}, (call.function ?? call).name ?? "?")),
       h("pre", {}, callText(call))));
   const names = (message.tool_calls ?? []).map((call) => (call.function ?? call).name ?? "?").join(", ");
-  const { role, content, tool_calls, name, ...others } = message;
+  const { role, content, tool_calls, name, media, ...others } = message;
   const rest = Object.keys(others).length ? h("details", { class: "call" },
     h("summary", {}, Object.keys(others).join(", ")), h("pre", {}, JSON.stringify(others, null, 2))) : null;
   return h("details", { class: `message ${/^\w+$/.test(role) ? role : ""}`, open },
     h("summary", {}, h("b", {}, role + named), 
       h("span", { class: "note" }, text || !calls.length ? ` ${plural(text.length, "character")}` : "", calls.length ? ` calls ${names}` : ""),
       failed && chip("✕ error", "bad")),
-    text && longText(text), calls, rest);
+    text && longText(text), mediaView(media), calls, rest);
 }
 
 /** Images and sounds that are in the record; of others their address, which is not opened. */
 function mediaView(media) {
   if (!media?.length) return null;
-  return h("div", { class: "media" }, media.map((each) => {
+  return h("div", { class: "media" }, media.filter((each) => each.kind).map((each) => {
     const source = dataAddress(each);
     if (source && IMAGE.test(each.mime_type)) return h("img", { src: source, alt: `${each.kind}, ${each.mime_type}` });
     if (source && SOUND.test(each.mime_type)) return h("audio", { src: source, controls: true });
-    return h("p", { class: "note" }, `${each.kind} (${each.mime_type}): ${String(each.data ?? "in another answer").slice(0, 300)}`);
+    const about = [each.data ?? "in another answer", each.error].filter(Boolean).join(": ");
+    return h("p", { class: "note" }, `${[each.kind, each.mime_type && `(${each.mime_type})`].filter(Boolean).join(" ")}: ${about.slice(0, 300)}`);
   }));
 }
 

@@ -1,5 +1,5 @@
 // Tokens of an answer, coloured by one of their numbers. Each level also has an underline of its own, so that nothing is
-// said by colour alone. Only the chunks near the window are built: an answer may have 100,000 tokens.
+// shown by colour alone. Only the chunks near the window are built: an answer may have 100,000 tokens.
 
 const CHUNK_LEAST = 150; // tokens, after which a line break ends a chunk
 const CHUNK_MOST = 400;
@@ -35,7 +35,7 @@ function colourNames(tokens) {
   });
 }
 
-/** A function from a token's place to the class of its level, and the legend. */
+/** A function from a token's position to the class of its level, and the legend. */
 function colouring(tokens, name) {
   const colour = COLOURS[name];
   const values = tokens.ids.map((_, at) => colour.value(tokens, at));
@@ -90,10 +90,21 @@ function chunked(tokens) {
   return chunks;
 }
 
+/** The first token of each row -> the row's number, if the answer became several. */
+function rowStarts({ rows }) {
+  const starts = new Map();
+  let start = 0;
+  for (const [number, length] of (rows?.length > 1 ? rows : []).entries()) {
+    starts.set(start, number + 1);
+    start += length;
+  }
+  return starts;
+}
+
 /** The tokens as an element: {element, recolour(name), numbers(on), select(at)}. */
 class TokenView {
   constructor(tokens, onSelect) {
-    Object.assign(this, { tokens, onSelect, selected: null, colour: null, withNumbers: false });
+    Object.assign(this, { tokens, onSelect, selected: null, colour: null, withNumbers: false, rows: rowStarts(tokens) });
     this.chunks = chunked(tokens).map(([start, end]) => ({ start, end, filled: false, element: this.placeholder(start, end) }));
     this.element = h("div", { class: "tokens", tabindex: 0, "aria-label": `${plural(tokens.ids.length, "token")}; arrows go from one to the next` },
       this.chunks.map(({ element }) => element));
@@ -133,6 +144,7 @@ class TokenView {
     const span = document.createElement("span");
     span.dataset.at = at;
     span.textContent = visible(pieceOf(this.tokens, at)).replaceAll("\n", "⏎\n");
+    if (this.rows.has(at)) span.dataset.row = this.rows.get(at);
     this.dress(span, at);
     return span;
   }
@@ -223,10 +235,10 @@ function showCard(tokens, at, span) {
   const card = byId("card");
   replace(card, h("table", {}, tokenFacts(tokens, at).map(([name, value]) => h("tr", {}, h("th", {}, name), h("td", {}, value)))));
   card.hidden = false;
-  const place = span.getBoundingClientRect();
-  const below = place.bottom + card.offsetHeight + 8 < innerHeight;
-  card.style.left = `${Math.max(6, Math.min(place.left, innerWidth - card.offsetWidth - 6))}px`;
-  card.style.top = `${Math.max(6, below ? place.bottom + 6 : place.top - card.offsetHeight - 6)}px`;
+  const box = span.getBoundingClientRect();
+  const below = box.bottom + card.offsetHeight + 8 < innerHeight;
+  card.style.left = `${Math.max(6, Math.min(box.left, innerWidth - card.offsetWidth - 6))}px`;
+  card.style.top = `${Math.max(6, below ? box.bottom + 6 : box.top - card.offsetHeight - 6)}px`;
 }
 
 function hideCard() {
