@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from oxrl.diagnose.step_difference import Difference, first_difference, first_digest
+from oxrl.diagnose.step_difference import KIND, Difference, first_difference, first_digest
 from oxrl.run.folder import changes, read_recorded, started_run
 from oxrl.tracking.step_files import read_index, read_step, recorded_steps
 
 CAUSES = {
-    "kind of run": "one run samples its answers, the other trains on rows",
+    KIND: "algorithm: compare train.alg_name, and whether the rows have responses",
     "weights before the step": "weights: the runs start from other weights, or the step before changed them otherwise",
     "data": "data order: other rows, or the same rows in another order",
     "prompt": "data order: rows of the same numbers have other prompts: the same rows in another order, other rows, or "

@@ -5,11 +5,12 @@ Reads the record alone: no model is loaded.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from oxrl.diagnose.step_difference import place_of
+from oxrl.diagnose.step_difference import name_of
 from oxrl.run.folder import current_stage
 from oxrl.tracking.step_files import StepRecord, read_step
 
@@ -57,6 +58,7 @@ class Token(NamedTuple):
     """One token of an answer; None where it has no such number."""
 
     position: int
+    id: int
     piece: str
     trained: bool
     sampler_logprob: float | None
@@ -74,6 +76,7 @@ class Explained(NamedTuple):
     learned: str  # "nothing", "little" or "something"
     reasons: tuple[Reason, ...]
     summary: Mapping[str, Any]
+    recorded: Mapping[int, int]  # groups whose tokens are recorded, and their answers
     answer: str
     tokens: tuple[Token, ...]
 
@@ -84,9 +87,17 @@ class Explained(NamedTuple):
     def __str__(self) -> str:
         numbers = "  ".join(f"{name} {_number(value)}" for name, value in self.summary.items() if value is not None)
         lines = [f"step {self.step} taught {self.learned}", f"  {numbers}", *(f"  {reason}" for reason in self.reasons)]
-        if self.tokens:
-            lines += ["", self.answer, _HEADER, *map(_line, self.tokens), SHARE]
+        if self.answer:
+            shown = [_HEADER, *map(_line, self.tokens), SHARE] if self.tokens else ["its tokens are not recorded"]
+            lines += ["", self.answer, *shown]
+        else:
+            lines += self._how_to_see_tokens()
         return "\n".join(lines)
+
+    def _how_to_see_tokens(self) -> Iterator[str]:
+        if self.recorded:
+            groups = ", ".join(f"{group} (0 to {count - 1})" for group, count in self.recorded.items())
+            yield f"  token by token: --group and --answer, recorded are {groups}"
 
 
 def _number(value: float) -> str:
@@ -94,7 +105,7 @@ def _number(value: float) -> str:
     return f"{value}" if isinstance(value, int) else f"{value:.4g}"
 
 
-_HEADER = "  position  token         trained   sampler    policy     ratio  clipped  advantage    share"
+_HEADER = "  position      id  token           trained   sampler    policy     ratio  clipped  advantage    share"
 
 
 def _line(token: Token) -> str:
@@ -104,14 +115,17 @@ def _line(token: Token) -> str:
     flags = [{True: "yes", False: "no", None: ""}[each] for each in (token.trained, token.clipped)]
     share = "" if token.share is None else f"{100 * token.share:.2f}%"
     return (
-        f"  {token.position:8}  {token.piece!r:12.12}  {flags[0]:>7} {number(token.sampler_logprob, 9, '.4f')} "
-        f"{number(token.policy_logprob, 9, '.4f')} {number(token.ratio, 9, '.4f')}  {flags[1]:>7}  "
-        f"{number(token.advantage, 9, '.4f')}  {share:>7}"
+        f"  {token.position:8}  {token.id:6}  {token.piece!r:14.14}  {flags[0]:>7} "
+        f"{number(token.sampler_logprob, 9, '.4f')} {number(token.policy_logprob, 9, '.4f')} "
+        f"{number(token.ratio, 9, '.4f')}  {flags[1]:>7}  {number(token.advantage, 9, '.4f')}  {share:>7}"
     )
 
 
 def explain(run: str | Path, step: int, group: int | None = None, answer: int | None = None) -> Explained:
-    """Explain a recorded step. `group` and `answer` choose the answer whose tokens are shown; without `group`, none."""
+    """Explain a recorded step. `group` and `answer` choose the answer whose tokens are shown; without them, none.
+
+    Of several that fit, it is the one whose tokens have the largest gradient.
+    """
     record = read_step(current_stage(Path(run)), step)
     reasons = tuple(reasons_of(record))
     nothing = [reason for reason in reasons if reason.name in NOTHING]
@@ -122,9 +136,15 @@ def explain(run: str | Path, step: int, group: int | None = None, answer: int | 
         learned,
         reasons,
         _summary(record),
-        "" if chosen is None else f"{place_of(chosen)} ({chosen['sample_id']}), reward {chosen.get('reward')}",
+        Counter(each["group"] for each in record.answers),
+        "" if chosen is None else _title(chosen),
         () if chosen is None else tuple(_tokens(record, chosen)),
     )
+
+
+def _title(answer: Mapping[str, Any]) -> str:
+    reward = f", reward {answer['reward']}" if answer["kind"] == "answer" else ""
+    return f"{name_of(answer)} ({answer['sample_id']}){reward}"
 
 
 def _summary(record: StepRecord) -> dict[str, Any]:
@@ -217,8 +237,9 @@ def _tokens(record: StepRecord, answer: Mapping[str, Any]) -> Iterator[Token]:
     none = [None] * len(tokens["ids"])
     names = ("sampler_logprob", "policy_logprob", "ratio", "clipped", "advantage", "gradient")
     columns = [tokens[name] or none for name in names]
-    for position, (piece, trained, *numbers) in enumerate(zip(tokens["pieces"], tokens["mask"], *columns, strict=True)):
+    ids, pieces, mask = (tokens[name] for name in ("ids", "pieces", "mask"))
+    for position, (token, piece, trained, *numbers) in enumerate(zip(ids, pieces, mask, *columns, strict=True)):
         sampler, policy, ratio, clipped, advantage, gradient = numbers
         share = abs(gradient) / total if gradient is not None and total else gradient
         was_clipped = None if clipped is None else bool(clipped)
-        yield Token(position, piece, bool(trained), sampler, policy, ratio, was_clipped, advantage, share)
+        yield Token(position, token, piece, bool(trained), sampler, policy, ratio, was_clipped, advantage, share)

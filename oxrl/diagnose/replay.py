@@ -6,6 +6,7 @@ import logging
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,8 @@ class ReplayedStep(NamedTuple):
     difference: Difference | None
 
     def to_json(self) -> dict[str, Any]:
-        return {"step": self.step, "difference": self.difference and self.difference.to_json()}
+        found = self.difference
+        return {"step": self.step, "equal": found is None, "difference": found and found.to_json()}
 
     def __str__(self) -> str:
         return f"step {self.step}: {self.difference or 'bit-equal'}"
@@ -45,29 +47,33 @@ class Replay(NamedTuple):
         return all(each.difference is None for each in self.steps)
 
     def to_json(self) -> dict[str, Any]:
-        steps = [
-            {
-                "step": each.step,
-                "equal": not each.difference,
-                "difference": each.difference and each.difference.to_json(),
-            }
-            for each in (*([self.earlier] if self.earlier else []), *self.steps)
-        ]
         return {
             "equal": self.equal,
             "start": self.start,
             "trained": self.trained,
-            "steps": steps[1:] if self.earlier else steps,
-            "earlier": steps[0] if self.earlier else None,
+            "steps": [each.to_json() for each in self.steps],
+            "earlier": self.earlier and self.earlier.to_json(),
             "environment": {name: list(values) for name, values in self.environment.items()},
         }
 
     def __str__(self) -> str:
-        lines = [f"{self.trained} steps trained again from {self.start}; the record is the first of two values"]
+        plural = "" if self.trained == 1 else "s"
+        lines = [f"{self.trained} step{plural} trained again from {self.start}"]
         lines += [f"{name} was {then}, is {now}" for name, (then, now) in self.environment.items()]
+        if self.earlier is not None or not self.equal:
+            lines.append("of two values, the first is the record's")
         if self.earlier is not None:
-            lines.append(f"a step before differs already: {self.earlier}")
-        return "\n".join([*lines, *map(str, self.steps)])
+            lines.append(f"an earlier step differs already: {self.earlier}")
+        return "\n".join([*lines, *self._by_range()])
+
+    def _by_range(self) -> Iterator[str]:
+        """A line per step that differs, and one for all bit-equal steps between two of them."""
+        for differs, group in groupby(self.steps, lambda each: each.difference is not None):
+            steps = list(group)
+            if differs or len(steps) == 1:
+                yield from map(str, steps)
+            else:
+                yield f"steps {steps[0].step} to {steps[-1].step}: bit-equal ({len(steps)} steps)"
 
 
 def replay(run: str | Path, steps: Sequence[int] = ()) -> Replay:
@@ -75,7 +81,7 @@ def replay(run: str | Path, steps: Sequence[int] = ()) -> Replay:
     folder = started_run(Path(run))
     config = _replayable(check_config(read_recorded(folder / "config.yaml")))
     known = recorded_steps(folder)
-    wanted = sorted(steps) or known
+    wanted = sorted(set(steps)) or known
     if not wanted:
         raise ConfigError(f"{folder} has no recorded step yet")
     for step in wanted:
@@ -96,7 +102,7 @@ def replay(run: str | Path, steps: Sequence[int] = ()) -> Replay:
 
 
 def _replayable(config: Config) -> Config:
-    """The config without trackers and checks, with all records kept; refused where a repetition is another run."""
+    """The config without trackers and checks, which change no number; refused where a repetition is another run."""
     if config.run.backend not in ("auto", "local"):
         raise ConfigError(f"run.backend is {config.run.backend}: steps of the local backend can be repeated")
     if not find_engine(config.engine).shares_weights:
@@ -104,8 +110,7 @@ def _replayable(config: Config) -> Config:
     if config.rollout.lag:
         raise ConfigError(f"rollout.lag is {config.rollout.lag}: steps of a run with lag 0 can be repeated")
     run = config.run.model_copy(update={"trackers": [], "checks": {"all": "off"}})
-    rollout = config.rollout.model_copy(update={"record_steps": 10**9})
-    return config.model_copy(update={"run": run, "rollout": rollout})
+    return config.model_copy(update={"run": run})
 
 
 def _checkpoint_before(folder: Path, step: int) -> Path | None:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from oxrl.tracking.step_files import StepRecord
 
+KIND = "kind of run"
 Found: TypeAlias = tuple[str, Any]
 """(where, value): `("group 48, answer 2", 1.0)`."""
 
@@ -22,7 +23,8 @@ class Difference(NamedTuple):
     @property
     def gap(self) -> float | None:
         """The distance of two numbers; None of anything else."""
-        numbers = [each for each in (self.before, self.now) if isinstance(each, int | float)]
+        both = (self.before, self.now)
+        numbers = [each for each in both if isinstance(each, int | float) and not isinstance(each, bool)]
         return abs(numbers[0] - numbers[1]) if len(numbers) == 2 else None
 
     def to_json(self) -> dict[str, Any]:
@@ -30,7 +32,9 @@ class Difference(NamedTuple):
 
     def __str__(self) -> str:
         if self.stage == self.where:
-            return f"{self.stage}: in what is not recorded token by token (digest {self.before} and {self.now})"
+            return f"{self.stage}: in what is not recorded token by token (digests {self.before} and {self.now})"
+        if self.stage == KIND:
+            return f"{self.stage}: one samples its answers, the other trains on rows"
         gap = "" if self.gap is None else f" (a gap of {self.gap:.3g})"
         return f"{self.stage}: {self.where}: {_short(self.before)} and {_short(self.now)}{gap}"
 
@@ -48,7 +52,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-def place_of(answer: Mapping[str, Any]) -> str:
+def name_of(answer: Mapping[str, Any]) -> str:
     """`group 48, answer 2`, or `item 3, row 0` of a run on rows."""
     if answer["kind"] == "row":
         return f"item {answer['group']}, row {answer['index']}"
@@ -59,7 +63,7 @@ def _of_answers(*keys: str) -> Callable[[StepRecord], Iterator[Found]]:
     def values(record: StepRecord) -> Iterator[Found]:
         for answer in record.answers:
             for key in keys:
-                yield f"{place_of(answer)}, {key}", answer.get(key)
+                yield f"{name_of(answer)}, {key}", answer.get(key)
 
     return values
 
@@ -70,7 +74,7 @@ def _of_tokens(*names: str) -> Callable[[StepRecord], Iterator[Found]]:
     def values(record: StepRecord) -> Iterator[Found]:
         for answer in record.answers:
             for name in names:
-                yield f"{place_of(answer)}, {name}", (answer.get("tokens") or {}).get(name)
+                yield f"{name_of(answer)}, {name}", (answer.get("tokens") or {}).get(name)
 
     return values
 
@@ -91,7 +95,7 @@ def _scalars(record: StepRecord) -> Iterator[Found]:
     for answer in record.answers:
         if answer["kind"] == "row":
             for key in sorted(answer.keys() - skipped):
-                yield f"{place_of(answer)}, {key}", answer[key]
+                yield f"{name_of(answer)}, {key}", answer[key]
 
 
 def _metrics(record: StepRecord) -> Iterator[Found]:
@@ -108,7 +112,7 @@ def _totals(record: StepRecord) -> Iterator[Found]:
 
 def _rest(record: StepRecord) -> Iterator[Found]:
     for answer in record.answers:
-        yield place_of(answer), {key: value for key, value in answer.items() if key not in ("versions", "tokens")}
+        yield name_of(answer), {key: value for key, value in answer.items() if key not in ("versions", "tokens")}
 
 
 def _nothing(record: StepRecord) -> Iterator[Found]:  # noqa: ARG001 - one signature for all
@@ -149,7 +153,7 @@ def _advantages(record: StepRecord) -> Iterator[Found]:
 def first_difference(before: StepRecord, now: StepRecord) -> Difference | None:
     """The first stage that differs: where records have it token by token, there, else by its digest."""
     if before.step.get("online") != now.step.get("online"):
-        return Difference("kind of run", "online", before.step.get("online"), now.step.get("online"))
+        return Difference(KIND, "online", before.step.get("online"), now.step.get("online"))
     for stage in STAGES:
         if found := _in_content(stage, before, now) or _in_digest(stage, before.step["digests"], now.step["digests"]):
             return found
