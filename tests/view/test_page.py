@@ -89,7 +89,7 @@ def until(page, expression):
 
 
 def text_of(page, selector):
-    return page.locator(selector).first.inner_text()
+    return page.locator(selector).first.text_content()  # innerText is empty until `content-visibility` has rendered it
 
 
 def test_from_a_curve_to_a_token(browser, run):
@@ -115,7 +115,7 @@ def test_from_a_curve_to_a_token(browser, run):
 
 def test_tokens_are_coloured_by_a_switch_and_differ_without_colour(browser, run):
     with shown(browser, run, address=ANSWER) as page:
-        names = page.locator("[data-colour]").all_inner_texts()
+        names = page.locator("[data-colour]").all_text_contents()
         assert names == ["log-prob", "gap", "advantage", "ratio", "version", "mask"]
         kinds = {}
         for name in names:
@@ -156,7 +156,7 @@ def test_filters_by_text_reward_and_what_went_wrong(browser, run):
         page.fill("input[name=min]", "0.5")
         until(page, "/^\\d+ of 48/.test(document.querySelector('.count').innerText)")
         page.select_option("select[name=list]", "answers")
-        rewards = page.locator(".answer-row .chip.reward").all_inner_texts()
+        rewards = page.locator(".answer-row .chip.reward").all_text_contents()
         assert rewards and set(rewards) == {"reward 1"}
         page.reload()
         page.wait_for_selector(".answer-row")
@@ -179,7 +179,7 @@ def test_two_runs_are_compared(browser, run, tmp_path):
         assert page.locator(curves).count() == 4, "reward and its evaluation, of two runs"
         dashes = page.locator(curves).evaluate_all("all => all.map(each => each.getAttribute('stroke-dasharray'))")
         assert len(set(dashes)) == 3, "runs differ without colour"
-        assert page.locator(".differences tr").all_inner_texts()[1].split() == ["train.lr", "3e-05", "1e-05"]
+        assert page.locator(".differences tr").nth(1).locator("td, th").all_text_contents() == ["train.lr", "3e-05", "1e-05"]
         page.uncheck("input[aria-label='show grpo-b']")
         assert page.locator(curves).count() == 2
 
@@ -189,7 +189,7 @@ def test_the_seconds_of_a_run_on_rows_are_those_of_training(browser, tmp_path):
     append(run / "metrics.jsonl", {"step": 1, "step_seconds": 1.5, "check_seconds": 0.5, "record_seconds": 0.25})
     write_step(run, 1, [answer(0, 0, "yes", 1.0)], seconds={"step": 1.5})
     with shown(browser, run, address="#/run/0/step/1") as page:
-        parts = page.locator(".seconds .part").all_inner_texts()
+        parts = page.locator(".seconds .part").all_text_contents()
         assert sorted(parts) == ["check 0.5 s", "record 0.25 s", "train 1 s"]
 
 
@@ -422,7 +422,7 @@ def test_keys(browser, run):
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") != before
         visit(page, ANSWER)
         page.keyboard.press("c")
-        assert page.locator("[aria-checked=true]").inner_text() == "gap"
+        assert text_of(page, "[aria-checked=true]") == "gap"
         page.keyboard.press("j")
         page.wait_for_selector("h1:text-is('Answer 7')")
 
@@ -434,10 +434,10 @@ def test_tools_are_folded_images_shown_and_the_common_beginning_is_grey(browser,
     answers = [answer(0, index, text, float(index == 0), media=[image]) for index, text in enumerate(texts)]
     write_step(run, 1, [*answers, with_tool(1, 0, 1.0, "row-2", failed=True)])
     with shown(browser, run, address="#/run/0/step/1/group/0") as page:
-        assert page.locator(".common").all_inner_texts()[0] == "The prices are 31 and 12: it is "
+        assert page.locator(".common").all_text_contents()[0] == "The prices are 31 and 12: it is "
         until(page, "document.querySelector('.media img').naturalWidth === 4")
-        assert page.locator(".reference").inner_text() == "reference answer 12"
-        assert page.locator(".card").first.locator(".chip.part").all_inner_texts() == ["correct 1", "format 0.1"]
+        assert text_of(page, ".reference") == "reference answer 12"
+        assert page.locator(".card").first.locator(".chip.part").all_text_contents() == ["correct 1", "format 0.1"]
         visit(page, "#/run/0/step/1/group/1/answer/0")
         folded = page.locator(".reply details.message").evaluate_all("all => all.map(each => each.open)")
         assert folded == [False, False, True] and "✕ error" in text_of(page, ".reply .tool summary")
