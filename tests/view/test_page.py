@@ -179,7 +179,8 @@ def test_two_runs_are_compared(browser, run, tmp_path):
         assert page.locator(curves).count() == 4, "reward and its evaluation, of two runs"
         dashes = page.locator(curves).evaluate_all("all => all.map(each => each.getAttribute('stroke-dasharray'))")
         assert len(set(dashes)) == 3, "runs differ without colour"
-        assert page.locator(".differences tr").nth(1).locator("td, th").all_text_contents() == ["train.lr", "3e-05", "1e-05"]
+        cells = page.locator(".differences tr").nth(1).locator("td, th").all_text_contents()
+        assert cells == ["train.lr", "3e-05", "1e-05"]
         page.uncheck("input[aria-label='show grpo-b']")
         assert page.locator(curves).count() == 2
 
