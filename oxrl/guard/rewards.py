@@ -38,7 +38,7 @@ FORMATS: Mapping[str, Callable[[str], bool]] = {
 
 
 class Pairs(NamedTuple):
-    """Pairs of responses to one prompt, by whether the rewards and the feature are in the same order or in opposite ones."""
+    """Pairs of responses to one prompt, by whether rewards and feature have the same order or opposite ones."""
 
     agree: int = 0
     disagree: int = 0

@@ -50,7 +50,7 @@ async def run_sft_training(
     save: SaveFn | None = None,
     tokenizer: Any = None,
     seed: int = 0,
-    checks: Mapping[str, str] = {},  # noqa: B006 - nothing changes it
+    checks: Mapping[str, str] = {},
 ) -> list[dict[str, float]]:
     """Supervised fine-tuning on samples with `tokens` and `loss_mask`, on rows, or on text with its `tokenizer`.
 
@@ -108,7 +108,7 @@ async def run_rl_training(
     output_dir: str | Path | None = None,
     save: SaveFn | None = None,
     tokenizer: Any = None,
-    checks: Mapping[str, str] = {},  # noqa: B006 - nothing changes it
+    checks: Mapping[str, str] = {},
 ) -> list[dict[str, float]]:
     """Generate, train, sync. The default algorithm is REINFORCE with the config's baseline.
 
