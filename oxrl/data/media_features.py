@@ -526,9 +526,13 @@ def _without(shape: Sequence[int], dimension: int) -> tuple[int, ...]:
     return (*shape[:dimension], *shape[dimension + 1 :])
 
 
-@lru_cache(maxsize=64)
 def _parameters(owner: type, method: str = "forward") -> frozenset[str]:
-    return frozenset(inspect.signature(getattr(owner, method)).parameters)
+    return _parameters_of(getattr(owner, method))
+
+
+@lru_cache(maxsize=64)
+def _parameters_of(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
 
 
 @contextmanager

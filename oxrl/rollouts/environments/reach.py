@@ -33,8 +33,8 @@ SPLITS = ("all", "train", "held_out")
 
 _STEP = 0.15  # of an action of 1
 _HALF_SQUARE = 0.11
-_DOT = 0.06
-_BACKGROUND, _DOT_COLOR = (245, 245, 245), (20, 20, 20)
+_DOT = 0.08
+_BACKGROUND, _DOT_COLOR = (128, 128, 128), (255, 255, 255)  # grey is 0 in what most models get
 _MARGIN = _HALF_SQUARE + 0.04  # that straight ways to a square keep from the others
 _MOST_DRAWS = 10_000
 
