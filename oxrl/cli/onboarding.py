@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -143,4 +144,5 @@ def _print(report: Scouting) -> None:
         typer.echo(f"\nproposed catalogue entry:\n{entry_as_toml(Entry(**report.entry))}")
         typer.echo(f"config to start from:\n{as_yaml(report.config)}", nl=False)
     if report.repairs and not report.blockers:
-        typer.echo(f"to repair: {', '.join(report.repairs)}; `oxrl models scout {report.name} --fix` writes a copy")
+        command = shlex.join(["oxrl", "models", "scout", report.name, "--fix"])
+        typer.echo(f"to repair: {', '.join(report.repairs)}; `{command}` writes a copy")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ def reading(path: Path) -> Iterator[None]:
     """Name the file in the errors of its readers, which speak of arrays and keys."""
     try:
         yield
-    except (ValueError, KeyError, IndexError, TypeError, OSError) as error:
+    except (ValueError, KeyError, IndexError, TypeError, OSError, struct.error) as error:
         why = " ".join(str(error).split())
         message = f"{path} cannot be read: it is damaged or cut off, or its architecture is unknown ({why})"
         raise ValueError(message) from error

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from oxrl.machine.hub import SECONDS, offline_if_unreachable
-from oxrl.machine.inventory import REPAIR_TORCHVISION, torchvision_error
 from oxrl.models.builtin import BUILTIN_MODELS, builtin_named_by, prepare_builtin
 from oxrl.models.catalog import catalog, catalogued
 from oxrl.models.chat_templates import set_template
@@ -119,7 +118,6 @@ def load_hf_tokenizer(
     name_or_path: str, *, trust_remote_code: bool = False, revision: str | None = None
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model; for an adapter's folder without one, its base's."""
-    check_torchvision()
     from transformers import AutoTokenizer
 
     source = find_model(name_or_path)
@@ -139,7 +137,7 @@ def load_hf_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(
             where, trust_remote_code=trust_remote_code, revision=revision or "main"
         )
-    except (ValueError, KeyError, TypeError, AttributeError, ImportError, OSError) as error:
+    except _reading_errors() as error:
         why = _why_no_tokenizer(where, error)
         raise ValueError(f"the tokenizer of {name_or_path} cannot be loaded: {why}") from error
     _find_processor(tokenizer, source._replace(where=where), trust_remote_code, revision)
@@ -148,7 +146,11 @@ def load_hf_tokenizer(
 
 def _why_no_tokenizer(where: str, error: Exception) -> str:
     """Return what is wrong with the files of a tokenizer, which transformers does not name."""
+    from huggingface_hub.errors import StrictDataclassError
+
     message = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, StrictDataclassError):  # transformers reads it to find the tokenizer's class
+        return "the config.json there cannot be used"
     if "trust_remote_code" in message:
         return "it needs custom code of the model; review it, and if you trust it set trust_remote_code"
     for file in (Path(where) / name for name in TOKENIZER_FILES if name.endswith(".json")):
@@ -190,9 +192,6 @@ def context_length(config: ModelConfig) -> int | None:
 
 def load_model_config(config: ModelConfig) -> PreTrainedConfig:
     """Load the transformers config of a model, without its weights; for an adapter's folder, its base's."""
-    check_torchvision()
-    from transformers import AutoConfig
-
     source = find_model(config.name)
     if source.kind == "adapter":
         return load_model_config(config._replace(name=adapter_base(source.where), revision=None))
@@ -201,9 +200,20 @@ def load_model_config(config: ModelConfig) -> PreTrainedConfig:
 
         return load_gguf_config(Path(source.where))
     where = str(prepare_builtin(source.where)) if source.kind == "builtin" else source.where
-    return AutoConfig.from_pretrained(
-        where, trust_remote_code=config.trust_remote_code, revision=config.revision or "main"
-    )
+    return _parsed_config(where, config)
+
+
+def _parsed_config(where: str, config: ModelConfig) -> PreTrainedConfig:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(
+            where, revision=config.revision or "main", trust_remote_code=config.trust_remote_code
+        )
+    except _reading_errors() as error:
+        text = " ".join(str(error).split()).partition(". Errors: ")[0]  # one per type that it could have
+        why = f"{type(error).__name__}: {text}" if isinstance(error, LookupError | ArithmeticError) else text
+        raise ValueError(f"the config.json of {config.name} cannot be used: {why}") from error
 
 
 def count_parameters(config: ModelConfig) -> int:
@@ -331,7 +341,6 @@ def check_model(config: ModelConfig | str, *, weights: bool = True) -> None:
 
     With `weights=False` it does not matter whether the weights are there.
     """
-    check_torchvision()
     config = _as_config(config)
     source = find_model(config.name)
     resolve_dtype(config.dtype, resolve_device(config.device))
@@ -361,15 +370,6 @@ def check_tokenizer(model: PreTrainedModel | PreTrainedConfig, tokenizer: PreTra
         raise ValueError(
             f"the tokenizer does not fit the model: its token {token!r} has the id {largest}, but the model's "
             f"embedding has {rows} rows; use the tokenizer that comes with the model"
-        )
-
-
-def check_torchvision() -> None:
-    """Raise a ValueError if an installed torchvision keeps transformers from importing models."""
-    if error := torchvision_error():
-        raise ValueError(
-            f"torchvision is installed and cannot be imported ({error}), so that transformers loads no model; "
-            f"{REPAIR_TORCHVISION}"
         )
 
 
@@ -559,21 +559,18 @@ def _make_savable(model: PreTrainedModel, name: str) -> None:
 def _build_empty(source: Source, config: ModelConfig) -> PreTrainedModel:
     """Return the model of `_load_weights` without weights; the caller loads them."""
     import torch
-    from transformers import AutoConfig
 
     if source.kind == "gguf":  # its config is known only after reading the file
         with torch.device("cpu"):
             return _load_weights(source, config).to("meta")
-    where = prepare_builtin(source.where) if source.kind == "builtin" else source.where
-    trusted = config.trust_remote_code
-    parsed = AutoConfig.from_pretrained(where, revision=config.revision or "main", trust_remote_code=trusted)
+    parsed = load_model_config(config)
     return (
         auto_class(parsed)
         .from_config(
             parsed,
             dtype=resolve_dtype(config.dtype, resolve_device(config.device)),
             attn_implementation=supported_attention(parsed, config.attn_implementation),
-            trust_remote_code=trusted,
+            trust_remote_code=config.trust_remote_code,
         )
         .eval()
     )
@@ -609,13 +606,13 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 
 def _check_architecture(source: Source, config: ModelConfig) -> None:
-    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, AutoConfig
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
     from transformers import __version__ as version
 
     raw = _read_config(source, config.revision)
     if (method := quantisation(raw)) is not None:
         raise ValueError(f"the weights of {config.name} are quantised ({method}): use the unquantised model")
-    kind, custom_code = raw.get("model_type"), raw.get("auto_map") or {}
+    kind, custom_code = raw.get("model_type"), custom_classes(raw)
     if custom_code and config.trust_remote_code:
         return
     needs_trust = ValueError(
@@ -627,10 +624,7 @@ def _check_architecture(source: Source, config: ModelConfig) -> None:
         raise ValueError(
             f"the model {config.name} has the type {kind!r}, which transformers {version} does not support"
         )
-    try:
-        parsed = AutoConfig.from_pretrained(source.where, revision=config.revision or "main", trust_remote_code=False)
-    except _config_errors() as error:
-        raise ValueError(f"the config.json of {config.name} cannot be used: {' '.join(str(error).split())}") from error
+    parsed = _parsed_config(source.where, config._replace(trust_remote_code=False))
     if type(parsed) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" in custom_code:
         raise needs_trust
     is_encoder = type(parsed) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(parsed, "is_decoder", False)
@@ -649,6 +643,12 @@ def _check_architecture(source: Source, config: ModelConfig) -> None:
             f"transformers loads with AutoModelForCausalLM"
         )
     supported_attention(parsed, config.attn_implementation)
+
+
+def custom_classes(raw: Mapping[str, Any]) -> list[str]:
+    """`["AutoConfig", "AutoModelForCausalLM"]`: what a `config.json` takes from Python code of the model."""
+    named = raw.get("auto_map")
+    return sorted(map(str, named)) if isinstance(named, Mapping) else []
 
 
 def supported_attention(parsed: PreTrainedConfig, attention: str) -> str:
@@ -731,7 +731,17 @@ def hub_config_file(name: str, revision: str | None, *, seconds: float = SECONDS
         raise ValueError(f"{name} on the hub is not a transformers model: it has no config.json") from error
 
 
-def _config_errors() -> tuple[type[Exception], ...]:
+def _reading_errors() -> tuple[type[Exception], ...]:
+    """What transformers raises for damaged or unexpected small files."""
     from huggingface_hub.errors import StrictDataclassError
 
-    return (OSError, ValueError, TypeError, KeyError, StrictDataclassError)
+    return (
+        OSError,
+        ValueError,
+        TypeError,
+        LookupError,
+        ArithmeticError,
+        AttributeError,
+        ImportError,
+        StrictDataclassError,
+    )

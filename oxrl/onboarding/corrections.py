@@ -61,7 +61,7 @@ def correct_dtype(files: ModelFiles) -> str:
 
 def correct_rope(files: ModelFiles) -> str:
     """Write the fields in their present names."""
-    parsed = load_model_config(ModelConfig(files.loadable))
+    parsed = load_model_config(ModelConfig(files.loadable, trust_remote_code=files.trusted))
     meant = rope_as_written(text_section(files.config))
     read = dict(parsed.get_text_config().rope_parameters or {})
     fields = {key: value for key, value in {**read, **meant}.items() if key != "type"}
@@ -73,7 +73,7 @@ def correct_rope(files: ModelFiles) -> str:
 
 def correct_pad_token(files: ModelFiles) -> str:
     """Take the padding token that another file names, else one of the usual names, else the end token."""
-    tokenizer = load_hf_tokenizer(files.loadable)
+    tokenizer = _tokenizer(files)
     pad = tokenizer.pad_token
     if pad is None:
         special = special_tokens(tokenizer)
@@ -92,7 +92,7 @@ def correct_pad_token(files: ModelFiles) -> str:
 
 
 def correct_template(files: ModelFiles) -> str:
-    template = template_for(load_hf_tokenizer(files.loadable))
+    template = template_for(_tokenizer(files))
     settings = files.json(TOKENIZER)
     settings.pop("chat_template", None)
     _write(files, TOKENIZER, settings)
@@ -154,7 +154,7 @@ def _end_before_next(tokenizer: PreTrainedTokenizerBase) -> str | None:
 
 def correct_end_token(files: ModelFiles) -> str:
     """Make the token that ends the assistant's turns the end token of all files; others that end stay in the list."""
-    tokenizer = load_hf_tokenizer(files.loadable)
+    tokenizer = _tokenizer(files)
     before = tokenizer.eos_token
     end = _end_id(files, tokenizer)
     token = str(tokenizer.convert_ids_to_tokens(end))
@@ -183,7 +183,7 @@ def _end_id(files: ModelFiles, tokenizer: PreTrainedTokenizerBase) -> int:
 
 def name_spare_ids(files: ModelFiles) -> str:
     """Give each id without a token a reserved one, so that whatever is sampled can be read back."""
-    tokenizer = load_hf_tokenizer(files.loadable)
+    tokenizer = _tokenizer(files)
     ids = sorted(tokenizer.get_vocab().values())
     rows = embedding_rows(files.tensors) or text_section(files.config)["vocab_size"]
     if ids != list(range(len(ids))):
@@ -194,6 +194,10 @@ def name_spare_ids(files: ModelFiles) -> str:
         raise ValueError("the tokenizer gave the new tokens other ids than the spare ones")
     tokenizer.save_pretrained(files.folder)
     return f"tokenizer: {len(names)} reserved tokens for the ids from {len(ids)} on"
+
+
+def _tokenizer(files: ModelFiles) -> PreTrainedTokenizerBase:
+    return load_hf_tokenizer(files.loadable, trust_remote_code=files.trusted)
 
 
 def _set_text(config: dict[str, Any], **fields: Any) -> None:

@@ -51,6 +51,7 @@ class ModelFiles(NamedTuple):
     tensors: Mapping[str, Tensor]
     defects: tuple[str, ...]  # of the weights
     adapter: str | None = None  # of which this is the base
+    trusted: bool = False  # whether code of the model may be executed
 
     @property
     def loadable(self) -> str:
@@ -103,19 +104,29 @@ def read_headers(folder: Path) -> tuple[dict[str, Tensor], list[str]]:
     listed: dict[str, str] = {}
     single, index = (folder / file for file in SAFETENSORS)
     if index.is_file():
-        listed = {str(key): str(file) for key, file in read_json(index).get("weight_map", {}).items()}
-    names = sorted(set(listed.values())) if listed else [single.name] if single.is_file() else []
+        shards = read_json(index).get("weight_map")
+        if not isinstance(shards, Mapping):
+            return {}, [f"{index.name} has no weight_map, which names the file of each tensor"]
+        listed = {str(key): str(file) for key, file in shards.items()}
+    names = sorted(set(listed.values())) if listed else [single.name] if single.is_file() or single.is_symlink() else []
     for file in names:
         try:
             tensors |= read_header(folder / file)
         except FileNotFoundError:
-            count = sum(1 for shard in listed.values() if shard == file)
-            defects.append(f"the shard {file} is missing, with {count} of {len(listed)} tensors")
+            defects.append(_missing(folder / file, listed))
         except ValueError as error:
             defects.append(str(error))
     if listed and not defects and (lacking := sorted(set(listed) - tensors.keys())):
         defects.append(f"{len(lacking)} tensors of {index.name} are in no file, such as {lacking[0]}")
     return tensors, defects
+
+
+def _missing(file: Path, listed: Mapping[str, str]) -> str:
+    why = ": its link points to no file" if file.is_symlink() else ""
+    if not listed:
+        return f"{file.name} is missing{why}"
+    count = list(listed.values()).count(file.name)
+    return f"the shard {file.name} is missing, with {count} of {len(listed)} tensors{why}"
 
 
 def read_header(file: Path) -> dict[str, Tensor]:

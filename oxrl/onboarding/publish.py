@@ -17,7 +17,10 @@ from oxrl.models.catalog import Entry, find_entry
 from oxrl.onboarding.scout import entry_as_toml
 from oxrl.parsing import read_json
 
-FIELDS = ("name", "date", "environment", "architecture", "command")
+FIELDS = (
+    "name", "source", "date", "environment", "architecture", "parameters", "dtype", "settings", "layout",
+    "layout_reason", "command", "changes", "attempts",
+)  # fmt: skip
 
 
 def is_record(file: Path) -> bool:

@@ -133,7 +133,7 @@ def _make(
         name = waiting.pop(0)
         before = _small_files(draft)
         try:
-            message = REPAIRS[name](locate(str(draft)))
+            message = REPAIRS[name](locate(str(draft))._replace(trusted=trust_remote_code))
             after = scout(str(draft), trust_remote_code=trust_remote_code)
             problem = next((each.message for each in after.findings if each.repair == name), None)
         except ValueError as error:

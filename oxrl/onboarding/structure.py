@@ -13,7 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from oxrl.models.catalog import catalog
-from oxrl.models.load import check_model, load_model_config, quantisation
+from oxrl.models.load import SAFETENSORS, check_model, custom_classes, load_model_config, quantisation
 from oxrl.models.lora import linear_layer_names
 from oxrl.onboarding.files import ModelFiles, licence_of, stored_bytes, stored_dtype
 from oxrl.onboarding.findings import Finding
@@ -29,13 +29,15 @@ ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attent
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 REWARD_CLASS = "ForSequenceClassification"
 PLANNED_DTYPE = "bfloat16"
+UNBUILDABLE = (RuntimeError, ValueError, TypeError, AttributeError, ImportError, ArithmeticError, LookupError)
+"""What the classes of transformers raise for a config that they do not fit; they check few of its numbers."""
 
 
 def structure(files: ModelFiles, *, trust_remote_code: bool = False) -> tuple[dict[str, Any], list[Finding]]:
     """Return the facts of a model, and the findings about who knows its architecture."""
     facts: dict[str, Any] = {"modalities": modalities(files), "processors": processors(files)}
     findings = list(_weights(files, facts))
-    if code := sorted((files.config.get("auto_map") or {}).keys()):
+    if code := custom_classes(files.config):
         named = f"the config names Python code of the model for {', '.join(code)}; it is not executed"
         findings.append(Finding("custom_code", "note", named + (" unless needed" if trust_remote_code else "")))
     config = ModelConfig(files.loadable, trust_remote_code=trust_remote_code)
@@ -43,9 +45,8 @@ def structure(files: ModelFiles, *, trust_remote_code: bool = False) -> tuple[di
     parsed, unreadable = _parsed(config)
     if parsed is not None:
         facts |= config_facts(parsed, files.config)
-    if is_reward_model(files):
-        message = f"this is a reward model: it gives scores; use it as reward.model: {files.name}"
-        findings.append(Finding("architecture", "blocked", message))
+    if (score := _scores(files, parsed)) is not None:
+        findings.append(Finding("architecture", "blocked", score))
     elif quantisation(files.config) is not None:
         findings.append(Finding("quantization", "blocked", str(refusal)))
     elif refusal is not None or parsed is None:
@@ -71,13 +72,23 @@ def processors(files: ModelFiles) -> dict[str, str]:
     return found
 
 
-def is_reward_model(files: ModelFiles) -> bool:
-    """Whether it gives scores: a sequence classifier, or a checkpoint of the algorithm rm."""
-    from oxrl.models.reward_model import is_reward_model as has_score_head
+def _scores(files: ModelFiles, parsed: PreTrainedConfig | None) -> str | None:
+    """Return what to do with a sequence classifier or a checkpoint of the algorithm rm; None for any other model."""
+    from oxrl.models.reward_model import is_reward_model
 
-    named = files.config.get("architectures") or []
-    classifies = any(str(name).endswith(REWARD_CLASS) for name in named)
-    return classifies or (files.source.kind != "gguf" and has_score_head(files.folder))
+    classifies = any(name.endswith(REWARD_CLASS) for name in architectures(files.config))
+    labels = getattr(parsed, "num_labels", 1)
+    if classifies and labels != 1:
+        return f"this is a classifier of {labels} classes: it generates no text, and a reward model has one label"
+    if classifies or (files.source.kind != "gguf" and is_reward_model(files.folder)):
+        return f"this is a reward model: it gives scores; use it as reward.model: {files.name}"
+    return None
+
+
+def architectures(raw: Mapping[str, Any]) -> list[str]:
+    """Return the classes that a `config.json` names."""
+    named = raw.get("architectures")
+    return [str(name) for name in named] if isinstance(named, list) else []
 
 
 def config_facts(parsed: PreTrainedConfig, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,7 +97,7 @@ def config_facts(parsed: PreTrainedConfig, raw: Mapping[str, Any]) -> dict[str, 
     experts = next((value for name in EXPERTS if (value := getattr(text, name, None))), None)
     rope = getattr(text, "rope_parameters", None) or {}
     return {
-        "architecture": next(iter(raw.get("architectures") or parsed.architectures or ()), None),
+        "architecture": next(iter(architectures(raw)), None),
         "model_type": parsed.model_type,
         "layers": getattr(text, "num_hidden_layers", None),
         "hidden_size": getattr(text, "hidden_size", None),
@@ -123,8 +134,8 @@ def _parsed(config: ModelConfig) -> tuple[PreTrainedConfig | None, str]:
     """Return the transformers config; without one, why this transformers cannot read it."""
     try:
         return load_model_config(config), ""
-    except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
-        return None, " ".join(str(error).split())
+    except ValueError as error:
+        return None, str(error)
 
 
 def _weights(files: ModelFiles, facts: dict[str, Any]) -> Iterator[Finding]:
@@ -143,8 +154,9 @@ def _weights(files: ModelFiles, facts: dict[str, Any]) -> Iterator[Finding]:
         if files.source.kind == "hub":
             yield Finding("weights", "note", f"the weights are not here yet: oxrl models fetch {files.source.where}")
         else:
-            message = "there are no weights in safetensors; pickled ones are not loaded: convert them (save_pretrained)"
-            yield Finding("weights", "blocked", message)
+            pickled = next((f"; {file.name} is pickled, and not loaded" for file in files.folder.glob("*.bin")), "")
+            message = f"there are no weights in safetensors ({' or '.join(SAFETENSORS)}){pickled}"
+            yield Finding("weights", "blocked", f"{message}: write them with save_pretrained")
     elif not files.defects:
         count = len({tensor.file for tensor in files.tensors.values()})
         yield Finding("weights", "ok", f"{len(files.tensors)} tensors in {count} safetensors file(s)")
@@ -161,8 +173,8 @@ def _support(
 
     try:
         model = on_meta(parsed, torch.bfloat16, None, trust_remote_code)
-    except (RuntimeError, ValueError, TypeError, AttributeError, ImportError) as error:
-        yield Finding("architecture", "blocked", f"transformers cannot build it: {str(error).splitlines()[0]}")
+    except UNBUILDABLE as error:
+        yield Finding("architecture", "blocked", f"transformers cannot build it from its config.json: {_brief(error)}")
         return
     name = type(model).__name__
     if facts["architecture"] not in (name, None):
@@ -187,8 +199,8 @@ def _support(
     yield Finding("lora", "ok" if targets else "note", f"LoRA targets: {', '.join(targets) or 'none'}")
     try:
         counted = shape_facts(parsed, torch.bfloat16, trust_remote_code=trust_remote_code)
-    except (RuntimeError, ValueError, TypeError, AttributeError) as error:
-        yield Finding("planner", "note", f"the planner cannot count it: {str(error).splitlines()[0]}")
+    except UNBUILDABLE as error:
+        yield Finding("planner", "note", f"the planner cannot count it: {_brief(error)}")
         return
     facts["active_parameters"] = facts["parameters"] - (counted.parameters - counted.active)
     yield Finding("planner", "ok", f"the planner counts {counted.weight_bytes / 2**30:.3g} GiB in {PLANNED_DTYPE}")
@@ -220,6 +232,10 @@ def _shapes(files: ModelFiles, model: PreTrainedModel) -> Iterator[Finding]:
     if head is not None and all(needed[name] is head.weight for name in missing):
         message += "; if the model was trained with tied embeddings, set tie_word_embeddings to true in config.json"
     yield Finding("shapes", "blocked", message)
+
+
+def _brief(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
 def _is_own(model: PreTrainedModel) -> bool:

@@ -161,4 +161,7 @@ def _generation_prompt(tokenizer: PreTrainedTokenizerBase) -> Finding:
     without = render(tokenizer, TURNS[:1])
     if with_prompt == without:
         return Finding("generation_prompt", "ok", "the answer follows the user's message without a generation prompt")
-    return Finding("generation_prompt", "ok", f"the generation prompt is {with_prompt.removeprefix(without)!r}")
+    if with_prompt.startswith(without):
+        return Finding("generation_prompt", "ok", f"the generation prompt is {with_prompt.removeprefix(without)!r}")
+    after = with_prompt.rpartition(TURNS[0].text)[2]  # the template ends conversations otherwise than prompts (Phi 3)
+    return Finding("generation_prompt", "ok", f"the user's message is followed by {after!r}")

@@ -31,7 +31,8 @@ def text_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def ids_of(value: Any) -> tuple[int, ...]:
     """`ids_of(2) == ids_of([2]) == (2,)`; what is not an id is left out."""
-    return tuple(each for each in (value if isinstance(value, list | tuple) else [value]) if isinstance(each, int))
+    given = value if isinstance(value, list | tuple) else [value]
+    return tuple(each for each in given if isinstance(each, int) and not isinstance(each, bool))
 
 
 def written(files: ModelFiles, key: str) -> dict[str, tuple[int, ...]]:
@@ -77,9 +78,13 @@ def _ends(files: ModelFiles, tokenizer: PreTrainedTokenizerBase) -> Iterator[Fin
         yield Finding("end_token", "repair", "the tokenizer has no end token", repair="end_token")
         return
     try:
-        end = turn_end(tokenizer)
+        end, what, ends_turns = (
+            turn_end(tokenizer),
+            "the assistant's turns end with",
+            ", which ends the assistant's turns",
+        )
     except ValueError:  # reported as a finding about the template
-        end = eos
+        end, what, ends_turns = eos, "the tokenizer's end token is", ""
     stops = written(files, "eos_token_id")
     if unusable := [file for file, ids in stops.items() if not ids]:
         message = f"{' and '.join(unusable)} has an eos_token_id that is not the id of a token"
@@ -89,12 +94,12 @@ def _ends(files: ModelFiles, tokenizer: PreTrainedTokenizerBase) -> Iterator[Fin
     name = _names(tokenizer, (end,))
     if end in generation:
         also = "" if end == eos else f"; the tokenizer's end token is {_names(tokenizer, (eos,))}"
-        yield Finding("end_token", "ok", f"generation stops at {name}, which ends the assistant's turns{also}")
+        yield Finding("end_token", "ok", f"generation stops at {name}{ends_turns}{also}")
         return
     problems = [f"{file} ends with {_names(tokenizer, ids)}" for file, ids in stops.items() if end not in ids]
     if end != eos:
         problems = [f"the tokenizer's end token is {_names(tokenizer, (eos,))}", *problems]
-    message = f"the assistant's turns end with {name}, but {', '.join(problems)}: generation would not stop there"
+    message = f"{what} {name}, but {', '.join(problems)}: generation would not stop there"
     yield Finding("end_token", "repair", message, repair="end_token")
 
 

@@ -134,8 +134,10 @@ def missing_shard(folder: Path) -> Path:
 def own_code(folder: Path) -> Path:
     plain(folder)
     code = f"from pathlib import Path\nPath({str(folder / 'executed')!r}).touch()\n"
-    (folder / "modeling_own.py").write_text(code)
-    (folder / "configuration_own.py").write_text(code)
+    for file in ("modeling_own.py", "configuration_own.py", "tokenization_own.py"):
+        (folder / file).write_text(code)
+    tokenizer = {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}
+    change(folder / "tokenizer_config.json", tokenizer_class="OwnTokenizer", auto_map=tokenizer)
     own = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
     change(folder / "config.json", model_type="own_model", architectures=["OwnForCausalLM"], auto_map=own)
     return folder

@@ -79,9 +79,10 @@ def test_the_text_of_a_record_has_no_folder_and_no_secret(tmp_path):
     assert "`oxrl models onboard model-x`" in report.body and "engine: token=[removed]" in report.body
     assert '[models."tiny"]' in report.body and "pad_token repaired: model-x/config.json" in report.body
     assert report.fingerprint == report_of_record(RECORDS / "tiny.json").fingerprint
-    file.write_text("{}")
-    with pytest.raises(ValueError, match="is not a record"):
-        report_of_record(file)
+    for missing in ("name", "attempts", "layout"):
+        file.write_text(json.dumps({key: value for key, value in TINY.items() if key != missing}))
+        with pytest.raises(ValueError, match="is not a record"):
+            report_of_record(file)
 
 
 def test_a_digest_is_that_of_small_files_and_headers(families, tmp_path):

@@ -12,7 +12,7 @@ from oxrl.models.load import end_tokens, load_hf_tokenizer, load_model, load_mod
 from oxrl.onboarding.repair import repair, repairs_in
 from oxrl.onboarding.scout import scout
 from oxrl.types import Message, ModelConfig
-from tests.onboarding.families import change, copy
+from tests.onboarding.families import change, copy, working_code
 
 CHAT = [Message("user", "hi"), Message("assistant", "hello"), Message("user", "1?"), Message("assistant", "2")]
 
@@ -101,6 +101,15 @@ def test_a_repair_that_does_not_help_is_undone_and_reported(families, tmp_path):
     fixed = repair(scout(str(folder)), output=tmp_path / "fixed")
     assert any(each.startswith("template: no template passes the proof") for each in fixed.failed)
     assert "template" not in [each.repair for each in fixed.changes]
+
+
+def test_code_of_the_model_is_executed_in_repairs_only_if_the_user_says_so(tmp_path):
+    folder = working_code(tmp_path / "own")
+    change(folder / "config.json", rotary_emb_base=50000.0, rope_parameters=None)
+    report = scout(str(folder), trust_remote_code=True)
+    fixed = repair(report, trust_remote_code=True, output=tmp_path / "fixed")
+    assert [each.repair for each in fixed.changes] == ["rope"] and fixed.report.status == "ready"
+    assert any("trust_remote_code" in each for each in repair(report, output=tmp_path / "not").failed)
 
 
 def test_a_folder_that_is_not_a_repaired_copy_is_never_overwritten(families, tmp_path):

@@ -50,7 +50,11 @@ TRUTH = {  # status, architecture, and a part of the message of each finding tha
         "blocked", "LlamaForCausalLM", {"weights": "model-00002-of-00002.safetensors is missing, with 11 of 21 tensors"}
     ),
     "own_code": (
-        "blocked", None, {"architecture": "contains custom code; review it", "custom_code": "it is not executed"}
+        "blocked", None,
+        {
+            "architecture": "contains custom code; review it", "custom_code": "it is not executed",
+            "tokenizer": "it needs custom code of the model",
+        },
     ),
     "encoder": ("blocked", "BertForMaskedLM", {"architecture": "not a causal language model"}),
 }  # fmt: skip
@@ -93,6 +97,10 @@ def _keep(folder, chosen):
 
 def _text(folder, file, text):
     (folder / file).write_text(text)
+
+
+def _link(folder, file):
+    (folder / file).symlink_to(folder / "nowhere")
 
 
 PLANTED = {  # finding -> its level, part of its message, and the fault
@@ -160,6 +168,46 @@ PLANTED = {  # finding -> its level, part of its message, and the fault
         "architecture", "note", "config.json names Qwen3ForCausalLM, but transformers builds LlamaForCausalLM",
         lambda folder: change(folder / "config.json", architectures=["Qwen3ForCausalLM"]),
     ),
+    "a text instead of a number": (
+        "architecture", "blocked", "cannot be used: Validation error for field 'hidden_size'",
+        lambda folder: change(folder / "config.json", hidden_size="32"),
+    ),
+    "no heads": (
+        "architecture", "blocked", "cannot be used: ZeroDivisionError: integer division",
+        lambda folder: change(folder / "config.json", num_attention_heads=0, head_dim=None),
+    ),
+    "experts that are none": (
+        "architecture", "blocked", "transformers cannot build it from its config.json: ",
+        lambda folder: change(
+            folder / "config.json", model_type="mixtral", architectures=["MixtralForCausalLM"], num_local_experts=-1
+        ),
+    ),
+    "an index without files": (
+        "weights", "blocked", "model.safetensors.index.json has no weight_map",
+        lambda folder: _text(folder, "model.safetensors.index.json", '{"weight_map": []}'),
+    ),
+    "a link to no file": (
+        "weights", "blocked", "model.safetensors is missing: its link points to no file",
+        lambda folder: (folder / "model.safetensors").rename(folder / "x") and _link(folder, "model.safetensors"),
+    ),
+    "pickled weights": (
+        "weights", "blocked", "pytorch_model.bin is pickled, and not loaded",
+        lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+    ),
+    "a classifier": (
+        "architecture", "blocked", "this is a classifier of 2 classes",
+        lambda folder: change(
+            folder / "config.json", architectures=["LlamaForSequenceClassification"], id2label={"0": "a", "1": "b"}
+        ),
+    ),
+    "an end token that is true": (
+        "end_token", "repair", "generation_config.json has an eos_token_id that is not the id of a token",
+        lambda folder: change(folder / "generation_config.json", eos_token_id=True),
+    ),
+    "a list of own classes": (
+        "architecture", "ok", "LlamaForCausalLM, known to transformers",
+        lambda folder: change(folder / "config.json", auto_map=["x"], architectures="LlamaForCausalLM"),
+    ),
     "no processor": (
         "processor", "blocked", "the processor of",
         lambda folder: (copy(prepare_builtin("tiny-vlm"), folder), (folder / "processor_config.json").unlink()),
@@ -179,7 +227,7 @@ def test_a_planted_fault_is_found_and_the_exit_code_says_whether_it_can_be_repai
     report = json.loads(done.stdout)
     found = [each for each in report["findings"] if each["name"] == name and each["level"] == level]
     assert [part in each["message"] for each in found] == [True], report["findings"]
-    assert report["status"] == {"blocked": "blocked", "repair": "needs repair", "note": "ready"}[level]
+    assert report["status"] == {"blocked": "blocked", "repair": "needs repair"}.get(level, "ready")
 
 
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
@@ -250,7 +298,14 @@ def test_a_header_that_is_cut_off_or_damaged_is_named(families, tmp_path):
         with pytest.raises(ValueError, match="header is damaged"):
             read_header(file)
     file.unlink()
-    assert "pickled ones are not loaded" in scout(str(folder)).finding("weights").message
+    assert "there are no weights in safetensors" in scout(str(folder)).finding("weights").message
+
+
+def test_a_gguf_file_that_is_cut_off_is_named(families, tmp_path):
+    (tmp_path / "cut.gguf").write_bytes(families["gguf"].read_bytes()[:500])
+    report = scout(str(tmp_path / "cut.gguf"))
+    assert {each.name for each in report.blockers} == {"architecture", "tokenizer"}
+    assert all("it is damaged or cut off" in each.message for each in report.blockers)
 
 
 @pytest.mark.parametrize(
@@ -258,7 +313,8 @@ def test_a_header_that_is_cut_off_or_damaged_is_named(families, tmp_path):
     [
         ("QWEN25", {"tools": "part of the prompt", "system_role": "part of the prompt"}),
         ("GEMMA", {"system_role": "refused", "tools": "dropped"}),
-        ("QWEN3", {"thinking": "enable_thinking"}),
+        ("QWEN3", {"thinking": "enable_thinking", "generation_prompt": r"is '<|im_start|>assistant\n'"}),
+        ("PHI3", {"generation_prompt": r"message is followed by '<|end|>\n<|assistant|>\n'"}),
     ],
 )
 def test_what_a_template_can_do_is_found_by_rendering(style, expected):
@@ -267,7 +323,7 @@ def test_what_a_template_can_do_is_found_by_rendering(style, expected):
     for name, part in expected.items():
         assert part in found[name]
     assert "inside of the trained mask" in found["turn_end"]
-    assert tokenizer.convert_ids_to_tokens(turn_end(tokenizer)) in ("<|im_end|>", "<end_of_turn>")
+    assert tokenizer.convert_ids_to_tokens(turn_end(tokenizer)) in ("<|im_end|>", "<end_of_turn>", "<|end|>")
 
 
 def test_an_end_token_of_the_generation_config_is_enough(families, tmp_path):
