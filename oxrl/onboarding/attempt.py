@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 import re
 import signal
@@ -25,6 +24,7 @@ import yaml
 from oxrl.diagnose.verify_model import verify_model
 from oxrl.machine.inventory import installed
 from oxrl.machine.out_of_memory import free_memory_of
+from oxrl.machine.processes import end_with_parent, kill_group
 from oxrl.machine.secrets import without_secrets
 from oxrl.onboarding.remedies import Task, failure_kind, kind_of_text
 from oxrl.parsing import read_json
@@ -70,7 +70,8 @@ def attempt_in_child(task: Task, folder: Path, seconds: float) -> Outcome:
     (folder / OUTCOME).unlink(missing_ok=True)
     with (folder / OUTPUT).open("wb") as log:
         command = [sys.executable, "-m", "oxrl.onboarding.attempt", str(folder)]
-        child = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, stdin=subprocess.DEVNULL)
+        # Its standard input is a pipe, which closes when this process ends for any reason: then the child ends too.
+        child = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, stdin=subprocess.PIPE)
         try:
             status = child.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -92,10 +93,12 @@ def _log(folder: Path) -> str:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """Kill what is left of the child's session, engines included."""
-    if child.poll() is None:
-        os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+    """Kill the child if it runs, and what it left behind, engines included."""
+    kill_group(child.pid)
+    child.kill()
+    child.wait()
+    if child.stdin is not None:
+        child.stdin.close()
 
 
 def failed_outcome(folder: Path, task: Task, kind: str, message: str, trace: str = "") -> Outcome:
@@ -158,5 +161,6 @@ def main(folder: Path) -> None:
 if __name__ == "__main__":
     from oxrl.machine.hardware import set_up_process
 
+    end_with_parent()
     set_up_process()
     main(Path(sys.argv[1]))

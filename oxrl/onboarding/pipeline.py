@@ -20,13 +20,14 @@ from oxrl.diagnose.verify_model import trial_config, write_record
 from oxrl.machine.hardware import detect_hardware
 from oxrl.models.builtin import cache_dir
 from oxrl.models.load import resolve_device
-from oxrl.onboarding.agent import AGENT_ATTEMPTS, ask_agent
-from oxrl.onboarding.attempt import Attempt, Outcome, attempt_in_child, failed_outcome
+from oxrl.onboarding.agent import AGENT_ATTEMPTS, ask_agent, check_agent
+from oxrl.onboarding.attempt import OUTPUT, Attempt, Outcome, attempt_in_child, failed_outcome
 from oxrl.onboarding.records import records_folder, source_digest
 from oxrl.onboarding.remedies import Task, next_remedy
 from oxrl.onboarding.repair import Repaired, repair, slug
 from oxrl.onboarding.scout import scout
 from oxrl.onboarding.state import State
+from oxrl.onboarding.structure import UNBUILDABLE
 from oxrl.parsing import read_json
 from oxrl.run.prepare import resolve
 
@@ -36,6 +37,7 @@ MAX_ATTEMPTS = 10  # for one model
 BUDGET, LIMIT = 60.0, 30.0  # minutes for all models, and for one attempt
 PLANNED_TRIALS = ("dpo", "grpo")  # a reference, and sampling
 GIB = 2**30
+AS_BEFORE = "as before: --again tries it anew"
 MAX_MESSAGE = 500  # characters of a failure in the result; the failure folder has all of it
 
 Status: TypeAlias = Literal["verified", "verified with changes", "not verified", "unfinished"]
@@ -82,6 +84,8 @@ class Onboarded(NamedTuple):
 
 def onboard(names: Sequence[str], options: Options) -> list[Onboarded]:
     """Onboard models one after the other; those that are done are not done again."""
+    if options.agent is not None:
+        check_agent(options.agent)
     deadline = options.clock() + 60 * options.budget
     done = []
     for name in names:
@@ -100,8 +104,13 @@ def _onboard_one(name: str, options: Options, deadline: float) -> Onboarded:
         if report.blockers:
             return Onboarded(name, "not verified", "; ".join(finding.message for finding in report.blockers))
         fixed = repair(report, trust_remote_code=options.trust_remote_code)
-    except ValueError as error:  # the other models are onboarded all the same
+    except (ValueError, OSError) as error:
         return Onboarded(name, "not verified", str(error))
+    except (
+        Exception
+    ) as error:  # in code of the model, or for files of a new kind; the others are onboarded all the same
+        logger.error("%s could not be scouted", name, exc_info=error)
+        return Onboarded(name, "not verified", f"scouting failed with {type(error).__name__}: {error}")
     if fixed.failed:
         return Onboarded(name, "not verified", f"a repair did not help: {'; '.join(fixed.failed)}")
     folder = options.work / slug(name)
@@ -124,7 +133,7 @@ def _finished(name: str, options: Options) -> Onboarded | None:
     if result["status"] != "not verified" and (record is None or not record.is_file()):
         return None
     lists = {"changes": tuple(result["changes"]), "record": record}
-    return Onboarded(**{**result, **lists, "why": f"{result['why']} (before; --again tries it anew)".strip()})
+    return Onboarded(**{**result, **lists, "why": "; ".join(filter(None, (result["why"], AS_BEFORE)))})
 
 
 def _state(name: str, options: Options) -> State:
@@ -152,7 +161,8 @@ def _attempts(fixed: Repaired, state: State, options: Options, deadline: float) 
         if seconds <= 0:
             return Onboarded(name, "unfinished", "the budget was used up; run the command again", None, len(attempts))
         remedy = attempts[-1]["remedy"] if attempts else None
-        logger.info("%s: attempt %d%s", name, len(attempts) + 1, f", {remedy}" if remedy else "")
+        with_remedy = f", {remedy}" if remedy else ""
+        logger.info("%s: attempt %d%s, output in %s", name, len(attempts) + 1, with_remedy, failure / OUTPUT)
         started = options.clock()
         outcome = planned(task, options.memory, failure) or options.attempt(
             task, failure, min(seconds, 60 * options.limit)
@@ -174,7 +184,7 @@ def planned(task: Task, memory: float | None, folder: Path) -> Outcome | None:
     """Return a failure if the planner finds that a run does not fit; None if it fits, or cannot be planned."""
     peak, limit = 0, 0
     with tempfile.TemporaryDirectory(prefix="oxrl-plan-") as scratch:
-        for trial in set(PLANNED_TRIALS) & set(task.trials):
+        for trial in (each for each in PLANNED_TRIALS if each in task.trials):
             try:
                 config = trial_config(
                     task.weights, trial, task.strategy, task.lora_targets, Path(scratch), task.settings
@@ -184,7 +194,7 @@ def planned(task: Task, memory: float | None, folder: Path) -> Outcome | None:
                 if memory is not None:
                     device = device._replace(memory=int(memory * GIB), free=int(memory * GIB))
                 plan = plan_spec(resolve(config, Path(scratch) / "run"), hardware, device=device)
-            except (ValueError, RuntimeError, TypeError, AttributeError) as error:
+            except UNBUILDABLE as error:
                 logger.info("the memory of %s cannot be planned: %s", trial, error)  # the attempt reports its failure
                 continue
             if not plan.fits and plan.memory.peak > peak:

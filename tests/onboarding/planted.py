@@ -11,6 +11,8 @@ import torch
 
 from oxrl.config.registry import EngineRecord
 from oxrl.generators.connection import EngineError
+from oxrl.onboarding.attempt import attempt_in_child
+from oxrl.onboarding.remedies import Task
 from oxrl.run.engines import open_embedded
 
 STATES_PER_WEIGHT = 16  # bytes: weight, gradient and two moments in float32
@@ -48,6 +50,10 @@ async def open_broken(config: Any, tokenizer: Any, folder: Path, trainer: Any) -
 async def open_outside(config: Any, tokenizer: Any, folder: Path, trainer: Any) -> AsyncIterator[Any]:
     raise LookupError("a planted fault that is in no table")
     yield
+
+
+def attempt_tiny_in_child(folder: Path) -> None:
+    attempt_in_child(Task("tiny", trials=("sft",)), folder, 1e6)
 
 
 BOUNDED, FLAKY, BROKEN, OUTSIDE = (

@@ -2,18 +2,23 @@
 
 import json
 import sys
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from oxrl.cli import app
-from oxrl.onboarding.agent import changed_task
-from oxrl.onboarding.attempt import attempt_here, attempt_in_child
+from oxrl.onboarding.agent import ask_agent, changed_task
+from oxrl.onboarding.attempt import attempt_here, attempt_in_child, failed_outcome
 from oxrl.onboarding.pipeline import Options, onboard, planned
 from oxrl.onboarding.remedies import REMEDIES, Task, next_remedy
+from tests.forks import answer_calls, has_ended
 from tests.onboarding.families import MAKERS, change, copy, plain, working_code
+from tests.onboarding.planted import attempt_tiny_in_child
+from tests.waiting import EXPIRES, HANG, wait_until
 
 BROUGHT_IN = {  # with these changes
     "base": ["pad_token", "template"],
@@ -94,8 +99,12 @@ def test_what_the_scout_could_not_know_is_brought_in_or_named(tmp_path):
         "non_finite: the hidden states of LlamaForCausalLM are not finite: check that its weights are" in results[0].why
     )
     assert "exists and was not written by a repair" in results[1].why
+    mistaken = working_code(tmp_path / "mistaken")
+    (mistaken / "configuration_own.py").write_text("from transformers import")
     own_code = str(working_code(tmp_path / "own_code"))
-    (result,) = onboard([own_code], replace(options, trials=("sft",), trust_remote_code=True))
+    trusted = replace(options, trials=("sft",), trust_remote_code=True)
+    mistake, result = onboard([str(mistaken), own_code], trusted)
+    assert mistake.why.startswith("scouting failed with SyntaxError")
     record = json.loads(result.record.read_text())
     assert (result.status, record["architecture"]) == ("verified", "OwnForCausalLM")
     assert record["command"] == f"oxrl models onboard {own_code} --trust-remote-code"
@@ -110,6 +119,7 @@ def test_a_second_call_does_nothing_again(brought_in):
 
     again = onboard(names, replace(options, attempt=never))
     assert [each.status for each in again] == [each.status for each in results.values()]
+    assert again[0].why == "as before: --again tries it anew"
     with pytest.raises(AssertionError, match="repeated"):
         onboard([names[4]], replace(options, attempt=never, again=True))
 
@@ -189,6 +199,12 @@ def test_an_agent_returns_a_changed_config_that_is_tried(tmp_path):
         ({"reward": {"reward_func": "easy.py:one"}}, "reward.reward_func cannot be changed"),
         ({"inference_engine": {"name": "mine.py:ENGINE"}}, "inference_engine.name is one of"),
         ({"model": {"name": "tiny"}}, "it changes nothing"),
+        ({"train": {"lrr": 1e-5}}, "train.lrr cannot be changed by an agent; did you mean train.lr?"),
+        ({"trian": {"lr": 1e-5}}, "trian.lr cannot be changed by an agent; did you mean train.lr?"),
+        ({"train": {"lr": "fast"}}, "train.lr"),
+        ({"lora": {"enabled": "no"}}, "lora.enabled"),
+        ({"lora": {"target_modules": 5}}, "lora.target_modules"),
+        ("nonsense", "it must have sections"),
         ([], "it must have sections"),
         ({"model": 3}, "model must be a section"),
     ],
@@ -200,11 +216,34 @@ def test_an_agent_may_not_change_what_the_test_means(sections, problem):
 
 
 def test_an_agent_that_fails_or_answers_nothing_ends_the_attempts(tmp_path):
-    for command, why in (("false", "ended with status 1"), ("true", "wrote no changed.yaml")):
-        result, _, _ = fixed_with(tmp_path / command, "OUTSIDE", agent=command)
-        assert f"agent (the agent {why})" in result.why
-    with pytest.raises(ValueError, match="cannot be started"):
-        fixed_with(tmp_path / "none", "OUTSIDE", agent="./no-such-program")
+    task, folder = Task("tiny", trials=("sft",)), tmp_path / "failure"
+    folder.mkdir()
+    for command, why in (
+        ("sh -c 'echo no idea; exit 3'", "the agent ended with status 3; its output is in"),
+        ("true", "the agent wrote no changed.yaml"),
+        ("sh -c 'echo {{{ > $0/changed.yaml'", "changed.yaml is refused"),
+        ("sh -c 'head -c 99 /dev/urandom > $0/changed.yaml'", "changed.yaml is refused"),
+        ("sh -c 'mkdir $0/changed.yaml'", "the agent wrote no changed.yaml"),
+    ):
+        assert why in ask_agent(command, folder, task, [], HANG)
+    assert (folder / "agent.log").read_text() == ""
+    assert "the agent cannot be started" in ask_agent("./no-such-program", folder, task, [], HANG)
+    result, _, _ = fixed_with(tmp_path, "OUTSIDE", agent="false")
+    assert "not possible: agent (the agent ended with status 1" in result.why
+
+
+def test_an_agent_that_hangs_is_ended_with_all_that_it_started(tmp_path):
+    """A shell that is killed leaves its children."""
+    command = f"sh -c 'sleep infinity & echo $! > {tmp_path}/pid; wait'"
+    assert "the agent did not end within" in ask_agent(command, tmp_path, Task("tiny"), [], EXPIRES)
+    child = int((tmp_path / "pid").read_text())
+    wait_until(lambda: not Path(f"/proc/{child}").exists() or has_ended(child), "the child has ended")
+
+
+@pytest.mark.parametrize("command", ["./no-such-program --fast", "'half a quote", ""])
+def test_an_agent_that_does_not_exist_is_refused_before_a_model_is_scouted(tmp_path, command):
+    with pytest.raises(ValueError, match="--agent .* (cannot be started|is not a command)"):
+        onboard(["/nowhere"], Options(tmp_path, agent=command))
 
 
 def test_the_plan_refuses_what_does_not_fit_and_remedies_are_used_up(families, tmp_path):
@@ -231,23 +270,25 @@ def test_a_budget_that_is_used_up_leaves_the_rest_for_the_next_call(families, tm
     assert "budget" in results[1].why
 
 
-def test_an_interrupted_onboarding_goes_on_with_the_next_remedy(families, tmp_path):
-    options = Options(tmp_path / "work", tmp_path / "records", trials=("sft",))
-    name, tried = str(families["experts"]), []
+def test_an_interrupted_onboarding_of_several_models_goes_on_with_the_next_remedy(families, tmp_path):
+    tried = []
 
-    def stopped(task, folder, seconds):
-        tried.append(task)
-        if len(tried) == 2:
+    def too_slow(task, folder, seconds):
+        tried.append((Path(task.weights).name, task.value("rollout", "max_tokens", 8)))
+        if len(tried) == 5:
             raise KeyboardInterrupt
-        signal = {"kind": "time_out", "exception": "", "message": "too slow", "fingerprint": ""}
-        return attempt_here(task, folder, seconds)._replace(record=None, signal=signal)
+        return failed_outcome(folder, task, "time_out", "too slow")
 
+    options = Options(tmp_path / "work", tmp_path / "records", trials=("sft",), attempt=too_slow)
+    names = [str(families["experts"]), str(families["hybrid"])]
     with pytest.raises(KeyboardInterrupt):
-        onboard([name], replace(options, attempt=stopped))
-    assert [task.value("rollout", "max_tokens", 8) for task in tried] == [8, 4]
-    (result,) = onboard([name], replace(options, attempt=stopped))
-    assert [task.value("rollout", "max_tokens", 8) for task in tried] == [8, 4, 4, 2]
-    assert result.changes == ("fewer_tokens", "fewer_tokens_again") and "time_out: too slow" in result.why
+        onboard(names, options)
+    assert tried == [("experts", 8), ("experts", 4), ("experts", 2), ("hybrid", 8), ("hybrid", 4)]
+    results = onboard(names, options)
+    assert tried[5:] == [("hybrid", 4), ("hybrid", 2)]
+    for result in results:
+        assert result.changes == ("fewer_tokens", "fewer_tokens_again") and "time_out: too slow" in result.why
+        assert result.attempts == 3
 
 
 @pytest.mark.trains
@@ -257,6 +298,25 @@ def test_a_child_process_verifies_and_one_that_is_too_slow_is_ended(families, tm
     outcome = attempt_in_child(task, tmp_path / "child", 1e6)
     assert outcome.signal is None and outcome.record["problems"] == []
     assert outcome.record["sft"] == attempt_here(task, tmp_path / "here", 0.0).record["sft"]
+
+
+@pytest.mark.trains
+def test_an_attempt_ends_with_the_process_that_made_it(forks, tmp_path):
+    """After a kill, the same command makes the attempt again: two at a time would take twice the memory."""
+
+    def running():
+        for file in Path("/proc").glob("[0-9]*/cmdline"):
+            with suppress(OSError):  # it ended meanwhile
+                if str(tmp_path).encode() in file.read_bytes():
+                    return True
+        return False
+
+    forked = forks.start([(answer_calls, ())])
+    forked.connection.send((attempt_tiny_in_child, (tmp_path,)))
+    wait_until(running, "the attempt has begun")
+    forked.kill()
+    wait_until(lambda: not running(), "the attempt has ended")
+    assert not (tmp_path / "outcome.json").exists(), "it has not come to its end"
 
 
 def test_every_remedy_changes_the_task_or_says_why_not():
