@@ -32,7 +32,7 @@ def check(
     from oxrl.run.folder import started_run
 
     with exit_on_user_error():
-        folder = started_run(run)
+        folder = run if (run / FILE).is_file() else started_run(run)  # a loop in Python writes no config
         if not (folder / FILE).exists():
             raise ValueError(
                 f"{folder} has no {FILE}: the run has not reached its first step, or a version without checks wrote it"

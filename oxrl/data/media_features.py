@@ -7,10 +7,12 @@ and making ids of texts is left to `processor`; attention over the rows to the b
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -116,14 +118,20 @@ class MediaTowers:
         return [placeholder_ids(model.config)[medium.kind]] * self.length(body_of(model), medium)
 
     def length(self, body: Any, medium: Media) -> int:
-        """Return the number of a medium's features; its tower runs on the first call only."""
+        """Return the number of a medium's features; its tower runs for the first medium with inputs of this shape."""
         if (key := identity(medium)) not in self._lengths:
-            with torch.no_grad():
-                encoded, _ = self.encode(body, [medium])
-            self._lengths[key] = len(encoded[medium][0])
-            if len(self._lengths) > LENGTHS:
-                del self._lengths[next(iter(self._lengths))]
+            shape = medium.kind, _shape_of(self.inputs(body, medium))
+            if shape not in self._lengths:
+                with torch.no_grad(), _evaluating(body):
+                    encoded, _ = self.encode(body, [medium])
+                self._keep_length(shape, len(encoded[medium][0]))
+            self._keep_length(key, self._lengths[shape])
         return self._lengths[key]
+
+    def _keep_length(self, key: Any, length: int) -> None:
+        self._lengths[key] = length
+        if len(self._lengths) > LENGTHS:
+            del self._lengths[next(iter(self._lengths))]
 
     def encode(self, body: Any, media: Sequence[Media]) -> tuple[dict[Media, tuple[Tensor, ...]], Tensor | None]:
         """Return the features of each medium, `[n, width]` per level, and the sum of idle passes times 0.
@@ -506,12 +514,25 @@ def _joined_along(inputs: Tensor) -> int:
     return 1 if inputs.ndim == 5 else 0
 
 
+def _shape_of(inputs: Mapping[str, Tensor]) -> tuple[Any, ...]:
+    """What the number of features follows from: shapes, and whole numbers and masks themselves (grids, lengths)."""
+    return tuple(
+        (name, tuple(x.shape), b"" if x.is_floating_point() else hashlib.sha256(x.numpy().tobytes()).digest())
+        for name, x in sorted(inputs.items())
+    )
+
+
 def _without(shape: Sequence[int], dimension: int) -> tuple[int, ...]:
     return (*shape[:dimension], *shape[dimension + 1 :])
 
 
-def _parameters(owner: type, method: str = "forward") -> set[str]:
-    return set(inspect.signature(getattr(owner, method)).parameters)
+def _parameters(owner: type, method: str = "forward") -> frozenset[str]:
+    return _parameters_of(getattr(owner, method))
+
+
+@lru_cache(maxsize=64)
+def _parameters_of(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
 
 
 @contextmanager

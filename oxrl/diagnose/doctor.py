@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from oxrl.machine.inventory import Environment, gather_environment, name_in
+from oxrl.machine.inventory import REPAIR_TORCHVISION, Environment, gather_environment, name_in
 from oxrl.machine.packages import install_command
 
 Level: TypeAlias = Literal["ok", "warning", "problem"]
@@ -75,6 +75,7 @@ def findings(facts: Facts) -> list[Finding]:
         *_torch(environment),
         *_packages(environment),
         *_conflicts(environment),
+        *_torchvision(environment),
         *_devices(environment),
         *_toolkit(environment),
         *_memory(environment),
@@ -168,6 +169,12 @@ def _conflicts(environment: Environment) -> Iterator[Finding]:
             what = f"{name} {package.version} requires {required}, but {other.version} is installed"
             # Given together, pip finds compatible versions or reports the conflict.
             yield Finding("warning", "packages", what, f'{install_command()} {name} "{required}"')
+
+
+def _torchvision(environment: Environment) -> Iterator[Finding]:
+    if environment.torchvision_error is not None:
+        what = f"torchvision cannot be imported ({environment.torchvision_error}): transformers loads no model then"
+        yield Finding("problem", "packages", what, REPAIR_TORCHVISION)
 
 
 def _devices(environment: Environment) -> Iterator[Finding]:

@@ -43,7 +43,7 @@ SOME_ROWS = 16  # of later steps
 PASSES_IN_FIRST, PASSES_EVERY = 2, 100  # steps in which the model is run for a check
 
 
-def nowhere(finding: Finding) -> None:
+def not_written(finding: Finding) -> None:
     """For guards whose findings are not kept in a file."""
 
 
@@ -58,7 +58,7 @@ class Guard:
         self,
         chosen: Mapping[str, str] | None = None,
         *,
-        write: Callable[[Finding], None] = nowhere,
+        write: Callable[[Finding], None] = not_written,
         past: Sequence[Mapping[str, Any]] = (),
         references: References = MappingProxyType({}),
         all_trained: bool = False,
@@ -130,7 +130,8 @@ class Guard:
         for name in self._health.judged():
             self.passed(name)
         for name, missing in self._health.missing().items():
-            self.skipped(name, f"the run does not log {missing}")
+            none = "does not log" if len(missing) == 1 else "logs none of"
+            self.skipped(name, f"the run {none} {', '.join(missing)}")
 
     def prepared(self, items: Sequence[Item]) -> None:
         """Rows of the dataset, before the first step."""

@@ -38,10 +38,10 @@ FORMATS: Mapping[str, Callable[[str], bool]] = {
 
 
 class Pairs(NamedTuple):
-    """Pairs of responses to one prompt: of those with different rewards, how many the feature orders alike or not."""
+    """Pairs of responses to one prompt, by whether rewards and feature have the same order or opposite ones."""
 
-    alike: int = 0
-    unlike: int = 0
+    agree: int = 0
+    disagree: int = 0
     rewards_differ: int = 0
     features_differ: int = 0
 
@@ -115,7 +115,7 @@ class RewardWatch:
         """Of 0 and 1 alone, correct responses may well be shorter, or just those that end: there, more is needed."""
         few = len(set().union(*self._levels)) < MANY_LEVELS
         pairs = self._total(ENDED if few else LENGTH)
-        correlation = (pairs.alike - pairs.unlike) / max(1, pairs.rewards_differ)
+        correlation = (pairs.agree - pairs.disagree) / max(1, pairs.rewards_differ)
         if pairs.rewards_differ < LEAST_PAIRS or abs(correlation) < (DETERMINED if few else PREDICTED):
             return None
         return (
@@ -128,7 +128,7 @@ class RewardWatch:
         for name in FORMATS:
             pairs = self._total(name)
             scale = float(np.sqrt(float(pairs.rewards_differ) * pairs.features_differ))
-            correlation = (pairs.alike - pairs.unlike) / max(1.0, scale)
+            correlation = (pairs.agree - pairs.disagree) / max(1.0, scale)
             if pairs.features_differ >= LEAST_PAIRS and abs(correlation) >= PREDICTED:
                 return (
                     f"suspicion: a response earns {'more' if correlation > 0 else 'less'} if it has {name}, with a "

@@ -1,4 +1,4 @@
-"""The table of all checks of a run: what each proves, when it runs, what to do, and whether it stops the run.
+"""The table of all checks of a run: what each verifies, when it is made, its remedy, and its default action.
 
 `python -m oxrl.guard.table > docs/checks.md` writes the page. Nothing here needs torch.
 """
@@ -35,7 +35,7 @@ class GuardCheck(NamedTuple):
 _PROOFS: tuple[GuardCheck, ...] = (
     GuardCheck(
         "tokens",
-        "the token ids that are trained are those that were sampled, over every turn",
+        "the trained token ids are the sampled ones, over every turn",
         SAMPLES,
         "train on the ids of Rollout.tokens; text that is tokenised again has other ids",
         "stop",
@@ -43,7 +43,7 @@ _PROOFS: tuple[GuardCheck, ...] = (
     ),
     GuardCheck(
         "turns",
-        "the next turn continues the ids of the turns before it, unless the template rewrites their text",
+        "the prompt of a turn begins with the ids of the turns before it, unless the template rewrites their text",
         SAMPLES,
         "build the next prompt from prompt_ids and generation.token_ids, as `with_tools` and `dialogue` do",
         "warn",
@@ -66,9 +66,9 @@ _PROOFS: tuple[GuardCheck, ...] = (
     ),
     GuardCheck(
         "packed_rows",
-        "rows that are packed together have the log-probs that each of them has alone",
+        "rows that are packed together have the same log-probs as each row alone",
         FIRST,
-        "the backend lets rows see each other: attention and positions must start again at each border of a batch",
+        "make attention and positions of the backend start again at each row of a batch (`Batch.borders`)",
         "stop",
     ),
     GuardCheck(
@@ -88,21 +88,21 @@ _PROOFS: tuple[GuardCheck, ...] = (
     ),
     GuardCheck(
         "trained_parameters",
-        "every tensor that is trained has moved after the first updates; without LoRA every tensor is trained",
+        "every trained tensor has changed after the first updates; without LoRA every tensor is trained",
         "the first steps",
         "look at requires_grad, and at the parameters that the optimizer has",
         "warn",
     ),
     GuardCheck(
         "frozen_parameters",
-        "no frozen tensor has moved",
+        "no frozen tensor has changed",
         "the first steps",
-        "something else than the optimizer changes the weights, or the optimizer has tensors that are frozen",
+        "look for code besides the optimizer that changes weights, and for frozen tensors among those of the optimizer",
         "stop",
     ),
     GuardCheck(
         "logprob_gap",
-        "sampler and trainer agree on every token that was sampled with the weights that are trained",
+        "sampler and trainer have the same log-prob for every token that was sampled with the current weights",
         "every step on fresh samples",
         "`oxrl mismatch RUN` finds the cause: other weights, precision, temperature or cut-offs",
         "stop",
@@ -111,7 +111,7 @@ _PROOFS: tuple[GuardCheck, ...] = (
     ),
     GuardCheck(
         "sampler_weights",
-        "the sampler has the newest weights: after an update it answers a prompt as the trainer would",
+        "the sampler has the newest weights: after an update its log-probs of a continuation are the trainer's",
         FIRST,
         "look at `update_weights` of the engine: it must load the weights that it is given before it returns",
         "stop",
@@ -121,13 +121,13 @@ _PROOFS: tuple[GuardCheck, ...] = (
         "sampler_adapter",
         "with LoRA, the adapter is in the weights that the sampler uses",
         FIRST,
-        "the engine must merge the adapter, or load it with each update (inference_engine.adapter)",
+        "let the engine merge the adapter, or load it with each update (inference_engine.adapter)",
         "stop",
         samples=True,
     ),
     GuardCheck(
         "reward_errors",
-        "the reward grades the responses: it does not raise, hang, or return something that is no finite number",
+        "the reward grades the responses: it does not raise or hang, and what it returns is a finite number",
         EVERY,
         "test the reward with `oxrl rewards test`; raise reward.time_limit if it is slow",
         "warn",
@@ -151,7 +151,7 @@ _PROOFS: tuple[GuardCheck, ...] = (
     ),
     GuardCheck(
         "repetition",
-        "responses do not come to repeat themselves",
+        "responses do not become repetitive",
         "over 5 steps",
         "set kl_coef in train.alg_params, lower train.lr, or penalise repetition in the reward",
         "warn",
@@ -164,7 +164,14 @@ CHECKS: Mapping[str, GuardCheck] = {
     for check in (
         *_PROOFS,
         *(
-            GuardCheck(check.name, check.proves, f"logged steps: if {check.when}", check.remedy, "warn", check.samples)
+            GuardCheck(
+                check.name,
+                check.proves,
+                f"every logged step; fails if {check.when}",
+                check.remedy,
+                "warn",
+                check.samples,
+            )
             for check in OF_METRICS
         ),
     )
@@ -195,7 +202,7 @@ def document() -> str:
 
 def _page() -> Iterator[str]:
     yield _HEAD
-    yield "| check | proves that | when | if not | by default |"
+    yield "| check | verifies that | when | remedy | default |"
     yield "|---|---|---|---|---|"
     for check in CHECKS.values():
         rl = " (runs that sample)" if check.samples else ""
@@ -206,24 +213,26 @@ def _page() -> Iterator[str]:
 _HEAD = """\
 # Checks of a run
 
-Most runs that learn nothing look healthy. Every run checks itself, in its first steps and cheaply thereafter: what
-was sampled is what is trained, the loss sees the right tokens, the sampler has the newest weights, the reward
-grades what it should. A check that fails says what, where and why, and what to do; it stops the run or warns.
+Most runs that learn nothing look healthy. Every run therefore checks itself, thoroughly in its first steps and cheaply
+after them: that the sampled tokens are the trained ones, that the loss covers the right tokens, that the sampler has
+the newest weights, and that the reward grades what it should. A failed check names the fault, the step and the row or
+tensor, and the remedy; it stops the run or warns.
 
 ```bash
 oxrl check runs/first
 oxrl check runs/first --json
 ```
 
-prints a line per check with its state: of a run that has ended, that still trains, or that was killed. Exit code 0:
-no check failed; 1: one did, and stopped the run; 2: there is no run.
+prints one line per check with its state. The run may have ended, may still be training, or may have been killed. Exit
+codes: 0 if no check failed; 1 if a check failed and stopped the run; 2 if the folder has no run, or a run without
+checks.
 
 | state | meaning |
 |---|---|
-| passed | it ran and found nothing |
-| warned | it found a fault; the run went on |
+| passed | the check was made and found no fault |
+| warned | it found a fault; the run continued |
 | failed | it found a fault and stopped the run |
-| skipped | it does not apply, cannot be made here, is off, or has not been reached; the line has the reason |
+| skipped | it does not apply, cannot be made in this run, is off, or is not due yet; the line says which |
 
 ## All checks
 """
@@ -231,8 +240,8 @@ no check failed; 1: one did, and stopped the run; 2: there is no run.
 _TAIL = """
 ## Choose the action
 
-`run.checks` has an action by name: `stop`, `warn` or `off`; `all` stands for every check that is not named. `finite`
-and `logprob_gap` always stop a run; the latter has its limit in `train.max_logprob_gap`.
+`run.checks` sets the action of a check by name: `stop`, `warn` or `off`; `all` stands for every check that is not
+named. `finite` and `logprob_gap` always stop a run; the limit of the latter is `train.max_logprob_gap`.
 
 ```yaml
 run:
@@ -243,13 +252,34 @@ run:
 oxrl train config.yaml --set 'run.checks={all: warn}'
 ```
 
-In Python, a loop takes a guard as `guard=Guard(...)`, from `oxrl.guard.monitor`; `Trainer.train` and `train_run`
-have one.
+## In Python
+
+`Trainer.train`, `train_run`, `run_sft_training` and `run_rl_training` check by default: the first two as `run.checks`
+says, the last two as their argument `checks` does. `run_offline`, `run_online` and loops of your own check nothing
+unless they get a guard:
+
+```python
+import oxrl
+from oxrl.guard.monitor import Guard
+
+rows = [oxrl.Row(f"r{i}", [1, 50 + i, 60, 2], [0, 0, 1, 1]) for i in range(4)]
+backend = oxrl.create_pytorch_backend(oxrl.load_model("tiny"), lr=1e-3)
+guard = Guard({"frozen_parameters": "off"})
+source, config = oxrl.DataBuffer([(row,) for row in rows]), oxrl.OfflineConfig(num_steps=2, batch_size=4)
+
+
+async def train():
+    await oxrl.run_offline(backend, oxrl.algorithm("sft"), source, config, guard=guard, log=guard.logged)
+
+
+oxrl.run_blocking(train)
+print(guard.findings, guard.states["mask"].state)  # [] passed
+```
 
 ## The file
 
-`RUN/checks.jsonl` has one line for each change of a state; it is only appended to, and a resumed run drops the
-lines of the steps that it repeats:
+`RUN/checks.jsonl` has one line for each change of a state. It is only appended to; a resumed run drops the lines of
+the steps that it repeats.
 
 ```json
 {"step": 12, "check": "entropy", "state": "warned", "message": "the entropy fell ...", "remedy": "lower train.lr, ..."}
@@ -257,11 +287,13 @@ lines of the steps that it repeats:
 
 ## What the checks do not prove
 
-A suspicion is not a proof: `reward_by_length` and `reward_by_format` warn where a rank correlation leaves little
-for the content to decide, which may be what you want. Checks of weights need a trainer in the process of the loop;
-with several ranks they are skipped. What the engine returned as sampled is compared with what is trained and, by
-its log-probs, with the weights; an engine that returns other tokens with the log-probs of the trainer cannot be
-told from an honest one.
+- `reward_by_length` and `reward_by_format` are suspicions: length or format nearly determines the order of the rewards,
+  which may be what you want.
+- `trained_parameters` and `frozen_parameters` need the weights in the process of the loop. Elsewhere, as with several
+  ranks and vLLM, they are skipped.
+- `tokens` compares the trained tokens with those that the engine returned, and `logprob_gap` the engine's log-probs
+  with the trainer's. An engine that returned other tokens than it sampled, with the trainer's log-probs of them, would
+  pass both.
 """
 
 if __name__ == "__main__":

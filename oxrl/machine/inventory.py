@@ -7,7 +7,9 @@ import platform
 import re
 import subprocess
 from collections.abc import Iterable, Mapping
+from functools import cache
 from importlib import metadata
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from oxrl.machine.hardware import Device, Hardware, detect_hardware
@@ -18,6 +20,9 @@ OTHER_PACKAGES = ("accelerate", "flash-attn", "sglang", "tokenizers", "triton", 
 REPORTED_VARIABLES = re.compile(
     r"(OMP|MKL|CUDA|NVIDIA|NCCL|TORCH|PYTORCH|OXRL|RAY|VLLM)_\w+|HF_HUB_OFFLINE|\w*RANK|WORLD_SIZE"
 )
+
+
+REPAIR_TORCHVISION = "pip uninstall torchvision, or install the build that belongs to this torch"
 
 
 class Package(NamedTuple):
@@ -57,6 +62,7 @@ class Environment(NamedTuple):
     driver: Driver | None
     nvcc: str | None
     variables: Mapping[str, str]
+    torchvision_error: str | None = None  # why it cannot be imported, if it is installed
 
 
 def gather_environment() -> Environment:
@@ -79,6 +85,7 @@ def gather_environment() -> Environment:
             for name, value in sorted(os.environ.items())
             if REPORTED_VARIABLES.fullmatch(name) and not SECRET_NAME.search(name)
         },
+        torchvision_error=None if torch.version is None else torchvision_error(),
     )
 
 
@@ -130,6 +137,21 @@ def _torch_and_hardware() -> tuple[Torch, Hardware | None]:
         return found._replace(sees_cuda=torch.cuda.is_available()), detect_hardware()
     except RuntimeError as error:  # a GPU that has failed
         return found._replace(error=str(error)), None
+
+
+@cache
+def torchvision_error() -> str | None:
+    """Why torchvision cannot be imported; None if it can, or is not installed.
+
+    Built for another torch, it ends every import of a model by transformers, with an error that does not name it.
+    """
+    if find_spec("torchvision") is None:
+        return None
+    try:
+        import torchvision  # noqa: F401 - the import is the test
+    except (ImportError, RuntimeError, OSError, AttributeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def _driver() -> Driver | None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from oxrl.machine.hub import SECONDS, offline_if_unreachable
+from oxrl.machine.inventory import REPAIR_TORCHVISION, torchvision_error
 from oxrl.models.builtin import BUILTIN_MODELS, builtin_named_by, prepare_builtin
 from oxrl.models.catalog import catalog, catalogued
 from oxrl.models.chat_templates import set_template
@@ -118,6 +119,7 @@ def load_hf_tokenizer(
     name_or_path: str, *, trust_remote_code: bool = False, revision: str | None = None
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model; for an adapter's folder without one, its base's."""
+    check_torchvision()
     from transformers import AutoTokenizer
 
     source = find_model(name_or_path)
@@ -192,6 +194,7 @@ def context_length(config: ModelConfig) -> int | None:
 
 def load_model_config(config: ModelConfig) -> PreTrainedConfig:
     """Load the transformers config of a model, without its weights; for an adapter's folder, its base's."""
+    check_torchvision()
     source = find_model(config.name)
     if source.kind == "adapter":
         return load_model_config(config._replace(name=adapter_base(source.where), revision=None))
@@ -341,6 +344,7 @@ def check_model(config: ModelConfig | str, *, weights: bool = True) -> None:
 
     With `weights=False` it does not matter whether the weights are there.
     """
+    check_torchvision()
     config = _as_config(config)
     source = find_model(config.name)
     resolve_dtype(config.dtype, resolve_device(config.device))
@@ -370,6 +374,15 @@ def check_tokenizer(model: PreTrainedModel | PreTrainedConfig, tokenizer: PreTra
         raise ValueError(
             f"the tokenizer does not fit the model: its token {token!r} has the id {largest}, but the model's "
             f"embedding has {rows} rows; use the tokenizer that comes with the model"
+        )
+
+
+def check_torchvision() -> None:
+    """Raise a ValueError if an installed torchvision keeps transformers from importing models."""
+    if error := torchvision_error():
+        raise ValueError(
+            f"torchvision is installed and cannot be imported ({error}), so that transformers loads no model; "
+            f"{REPAIR_TORCHVISION}"
         )
 
 

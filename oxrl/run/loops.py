@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ from oxrl.data.buffer import DataBuffer
 from oxrl.data.render import Renderer
 from oxrl.generators.engines import WeightLoader
 from oxrl.generators.pool import WeightSync
+from oxrl.guard.findings import Finding, FindingsFile
+from oxrl.guard.monitor import Guard, not_written
 from oxrl.loops.offline import SFTTrainingConfig, run_offline
 from oxrl.loops.online import NO_TEXT, OnlineConfig, RLTrainingConfig, against_baseline, run_online
 from oxrl.loops.progress import SaveFn, no_checkpoint
@@ -21,7 +23,7 @@ from oxrl.names import as_record, renamed_keywords
 from oxrl.rollouts.batches import as_rollout, compute_reward
 from oxrl.rollouts.collect import AsyncRolloutManager, Prompt
 from oxrl.run.checkpoint import save_checkpoint
-from oxrl.tracking.metrics import Sink, as_sink, log_to_console
+from oxrl.tracking.metrics import Sink, all_of, as_sink, log_to_console
 from oxrl.types import (
     Algorithm,
     Backend,
@@ -48,18 +50,33 @@ async def run_sft_training(
     save: SaveFn | None = None,
     tokenizer: Any = None,
     seed: int = 0,
+    checks: Mapping[str, str] = {},
 ) -> list[dict[str, float]]:
     """Supervised fine-tuning on samples with `tokens` and `loss_mask`, on rows, or on text with its `tokenizer`.
 
     Checkpoints go to `output_dir/checkpoints/step_NNNN`, every `config.checkpoint_every` steps and at the end, with the
-    tokenizer if there is one; all are kept. `metrics_logger` None logs nothing.
+    tokenizer if there is one; all are kept. `metrics_logger` None logs nothing. `checks` are those of `run.checks`:
+    all are on by default, `{"all": "off"}` turns them off; with an `output_dir` it has their states (`oxrl check`).
     """
     config = as_record(SFTTrainingConfig, config, "config")
     keep = _saver(config.checkpoint_every, backend, output_dir, save, tokenizer)
     algorithm = named_algorithm("sft")
     items = [item for index, sample in enumerate(samples) for item in _items(index, sample, algorithm, tokenizer)]
     source = DataBuffer(items, seed=seed)
-    return await run_offline(backend, algorithm, source, config, log=as_sink(metrics_logger), save=keep)
+    guarded = _guarded(checks, metrics_logger, output_dir)
+    return await run_offline(backend, algorithm, source, config, **guarded, save=keep)
+
+
+def _guarded(
+    checks: Mapping[str, str], logger: Sink | MetricsLogger | None, output_dir: str | Path | None
+) -> dict[str, Any]:
+    """The guard of a loop and the sink of its metrics, which the guard reads, too."""
+    write: Callable[[Finding], None] = not_written
+    if output_dir is not None:
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+        write = FindingsFile(Path(output_dir))
+    guard = Guard(checks, write=write)
+    return {"guard": guard, "log": all_of(as_sink(logger), guard.logged)}
 
 
 def _items(index: int, sample: Sample | Rollout | Row, algorithm: Algorithm, tokenizer: Any) -> list[Item]:
@@ -91,14 +108,15 @@ async def run_rl_training(
     output_dir: str | Path | None = None,
     save: SaveFn | None = None,
     tokenizer: Any = None,
+    checks: Mapping[str, str] = {},
 ) -> list[dict[str, float]]:
     """Generate, train, sync. The default algorithm is REINFORCE with the config's baseline.
 
     An engine is a `Generator`, or has `update_weights_from_checkpoint(path)` only and is sampled from by the manager's
     `generate_fn`; without engines, that samples from the trainer's own module. `shares_weights` is whether samples come
     from the trainer's module; by default that is so unless an engine loads checkpoints. Without a `reward_fn` of the
-    manager, completions are graded by `compute_reward`. Checkpoints and `metrics_logger` are those of
-    `run_sft_training`.
+    manager, completions are graded by `compute_reward`. Checkpoints, `metrics_logger` and `checks` are
+    those of `run_sft_training`.
     """
     config = as_record(RLTrainingConfig, config, "config")
     keep = _saver(config.checkpoint_every, backend, output_dir, save, tokenizer)
@@ -123,7 +141,7 @@ async def run_rl_training(
             checkpoint_every=config.checkpoint_every,
         ),
         shares_weights=not loaders if shares_weights is None else shares_weights,
-        log=as_sink(metrics_logger),
+        **_guarded(checks, metrics_logger, output_dir),
         save=keep,
     )
 

@@ -315,9 +315,9 @@ class HealthMonitor:
         """The names of the checks that had enough rows so far."""
         return [check.name for check in CHECKS if self._has_enough(check) and not self._lacks(check)]
 
-    def missing(self) -> dict[str, str]:
-        """The checks that cannot be made, with the metrics that they would need."""
-        return {check.name: " or ".join(check.reads) for check in CHECKS if self._lacks(check)}
+    def missing(self) -> dict[str, tuple[str, ...]]:
+        """The checks that cannot be made, with the metrics of which they need one."""
+        return {check.name: check.reads for check in CHECKS if self._lacks(check)}
 
     def _lacks(self, check: Check) -> bool:
         logged = self.recent[-1] if self.recent else {}

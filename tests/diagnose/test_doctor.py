@@ -110,6 +110,7 @@ PROBLEMS = {
     "one thread": (GOOD._replace(torch=Torch("2.13.0", threads=1)), "warning", "use 1 of 8 cores"),
     "many threads": (GOOD._replace(torch=Torch("2.13.0", threads=64)), "warning", "64 threads on 8 cores"),
     "threads that spin": (GOOD._replace(variables={"OMP_WAIT_POLICY": "ACTIVE"}), "warning", "spin"),
+    "torchvision": (GOOD._replace(torchvision_error="no operator"), "problem", "torchvision cannot be imported"),
     "not installed": (GOOD._replace(requires_python="", requirements=()), "warning", "not installed"),
 }  # fmt: skip
 
@@ -204,6 +205,22 @@ def test_a_torch_that_cannot_be_imported_is_a_finding(tmp_path):
     assert "libcudart.so.12" in done.stdout and "training cannot start" in done.stdout
     assert "fix: pip install --force-reinstall" in done.stdout
     assert "Traceback" not in done.stderr
+
+
+def test_a_torchvision_of_another_torch_is_named_before_transformers_fails(tmp_path):
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision" / "__init__.py").write_text("raise RuntimeError('operator torchvision::nms is missing')")
+    roots = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+    done = doctor("tiny", cwd=tmp_path, PYTHONPATH=roots)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "torchvision cannot be imported (RuntimeError: operator torchvision::nms is missing)" in done.stdout
+    assert "fix: pip uninstall torchvision" in done.stdout and "training cannot start" in done.stdout
+    code = "import oxrl\nfor load in (oxrl.load_tokenizer, oxrl.load_model):\n"
+    code += "    try: load('tiny')\n    except ValueError as error: print(error)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": roots}
+    )
+    assert done.stdout.count("torchvision is installed and cannot be imported") == 2, done.stderr
 
 
 def test_the_environment_is_plain_json_without_secret_variables(monkeypatch):

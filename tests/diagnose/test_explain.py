@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from oxrl.diagnose.explain import explain
+from oxrl.diagnose.explain import explain, reasons_of
+from oxrl.tracking.step_files import read_step
 from tests.loops.test_online import Setting, small_letters
 from tests.loops.test_step_record import recorded
 
@@ -67,6 +68,56 @@ def test_a_step_that_taught_something_gives_each_token_its_share(tmp_path):
     assert "share: |d loss / d log p|" in str(found)
     many = found._replace(summary={"tokens": 123456, "lr": 1e-5, "reward": None})
     assert "  tokens 123456  lr 1e-05\n" in str(many), "counts in full"
+
+
+def some_reward(rollout):
+    """Different rewards in one group of three only."""
+    return float(rollout.index) if rollout.group == 1 else 0.5
+
+
+def test_a_step_that_taught_little_says_why(tmp_path):
+    setting = Setting(lr=1e-2)
+    manager = setting.manager(batch_size=3, n_samples_per_prompt=2, reward_fn=some_reward)
+    (record,) = recorded(setting, tmp_path, 1, manager)
+    found = explain(tmp_path, 1)
+    assert found.learned == "little"
+    assert [str(reason).partition(";")[0] for reason in found.reasons] == [
+        "most rewards equal: in 2 of 3 groups all answers have the same reward"
+    ]
+    totals = record.step["totals"]
+    for share, names in ((0.4, []), (0.6, ["most clipped"]), (1.0, ["all clipped"])):
+        clipped = {**totals, "with_advantage": 10, "clipped": int(10 * share)}
+        groups = [{**group, "std": 1.0} for group in record.step["groups"]]
+        of_share = record._replace(step={**record.step, "totals": clipped, "groups": groups})
+        assert [reason.name for reason in reasons_of(of_share)] == names
+
+
+def test_a_gradient_of_zero_for_another_reason_is_named_and_that_weights_moved_though(tmp_path):
+    setting = Setting(lr=1e-2)
+    manager = setting.manager(batch_size=2, n_samples_per_prompt=2, reward_fn=by_index)
+    (record,) = recorded(setting, tmp_path, 1, manager)
+    metrics, digests = record.step["metrics"], record.step["digests"]
+    still = {**digests, "weights": digests["weights_before"]}
+    for weights, moved in ((still, 0), (digests, 1)):
+        without = record._replace(step={**record.step, "metrics": {**metrics, "grad_norm": 0.0}, "digests": weights})
+        (reason,) = reasons_of(without)
+        assert reason.name == "gradient zero" and reason.what.count("weights moved anyway") == moved
+
+
+def test_without_a_group_those_that_are_recorded_are_named_and_of_a_group_the_answer_with_most_gradient(tmp_path):
+    setting = Setting(lr=1e-2)
+
+    def only_the_last(rollout):
+        return float(rollout.index == 3)
+
+    manager = setting.manager(batch_size=2, n_samples_per_prompt=4, reward_fn=only_the_last)
+    recorded(setting, tmp_path, 1, manager)
+    found = explain(tmp_path, 1)
+    assert not found.tokens and "--group and --answer, recorded are 0 (0 to 3), 1 (0 to 3)" in str(found)
+    largest = explain(tmp_path, 1, group=1)
+    assert largest.answer.startswith("group 1, answer 3 (s") and largest.answer.endswith("reward 1.0")
+    ids = read_step(tmp_path, 1).answers[7]["tokens"]["ids"]
+    assert [token.id for token in largest.tokens] == ids and f"{ids[-1]:>6}  " in str(largest).splitlines()[-2]
 
 
 def test_an_answer_that_is_not_recorded_names_those_that_are(tmp_path):

@@ -39,6 +39,7 @@ def test_every_step_of_a_grpo_run_is_repeated_to_the_bit(grpo):
     found = replay(grpo)
     assert [(each.step, each.difference) for each in found.steps] == [(step, None) for step in range(1, 21)]
     assert (found.equal, found.start, found.trained, found.environment) == (True, "the initial model", 20, {})
+    assert str(found) == "20 steps trained again from the initial model\nsteps 1 to 20: bit-equal (20 steps)"
     assert sum(read_step(grpo, step).step["totals"]["gradient"] > 0 for step in range(1, 21)) > 10, "it learned"
     assert recorded_steps(grpo) == list(range(1, 21)), "the run itself is as it was"
 
@@ -114,7 +115,8 @@ def edited(grpo, tmp_path_factory):
         lines = [json.loads(line) for line in file.read_text().splitlines()]
         edit(lines)
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return copy, dict(zip(EDITS, replay(copy, range(13, 21)).steps, strict=True))
+    found = replay(copy, [12, 12, *range(13, 21)])
+    return copy, dict(zip(EDITS, found.steps[1:], strict=True)), found
 
 
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
@@ -126,7 +128,7 @@ def test_an_edited_record_is_found(edit, edited):
 
 
 def test_the_first_difference_is_named_with_its_token(edited):
-    run, found = edited
+    run, found, _ = edited
     answer = read_step(run, 14).answers[2]
     last = len(answer["tokens"]["ids"]) - 1
     place = f"group {answer['group']}, answer {answer['index']}, ids {last}"
@@ -134,11 +136,22 @@ def test_the_first_difference_is_named_with_its_token(edited):
     assert "(digest" in str(found[unrecorded])
 
 
+def test_one_step_that_differs_makes_the_run_another_and_is_named_beside_its_gap(edited):
+    found = edited[2]
+    assert [each.difference is None for each in found.steps] == [True, *[False] * len(EDITS)]
+    assert not found.equal and found.earlier is None, "step 12 was asked for, once, and is as it was"
+    assert (found.start, found.trained) == ("step_0006", 14)
+    first, explained, equal, reward, *_ = str(found).splitlines()
+    assert (first, explained) == ("14 steps trained again from step_0006", "of two values, the first is the record's")
+    assert equal == "step 12: bit-equal" and reward.startswith("step 13: reward: ") and "a gap of 0.5" in reward
+
+
 def test_the_command_says_what_differs_by_its_exit_code(edited, grpo):
     run = CliRunner().invoke(app, ["replay", str(edited[0]), "--step", "20", "--json"])
     assert run.exit_code == 1
     found = json.loads(run.stdout)
     assert found["steps"][0]["difference"]["stage"] == "conversation" and found["earlier"]["step"] == 19
+    assert found["earlier"]["equal"] is found["equal"] is found["steps"][0]["equal"] is False
     assert CliRunner().invoke(app, ["replay", str(grpo), "--step", "20"]).exit_code == 0
     missing = CliRunner().invoke(app, ["replay", str(grpo), "--step", "21"])
     assert missing.exit_code == 2 and "it has 20 steps from 1 to 20" in missing.stderr

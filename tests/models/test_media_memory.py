@@ -27,6 +27,10 @@ Built = tuple[ModelConfig, Any]
 QUESTION = Message("user", [{"type": "image"}, {"type": "text", "text": "?"}])
 
 
+def question(media: Media) -> Message:
+    return Message("user", [{"type": "image", "image": media}, {"type": "text", "text": "?"}])
+
+
 def noise(seed: int, size: int = 56) -> Media:
     return as_media(np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8), "image")
 
@@ -64,6 +68,23 @@ def test_a_trained_tower_runs_once_a_pass_over_the_pictures_of_all_answers(tiny_
     before = towers.passes
     backend.forward_backward([collate(items)], algorithm("sft"), count_units(items))
     assert towers.passes == before + 1
+
+
+def test_placeholders_are_counted_by_one_pass_for_all_pictures_of_a_size(tiny_vlm: Built) -> None:
+    """With trained towers, whose features are not kept."""
+    model, render = load_model(tiny_vlm[0]._replace(freeze="nothing")), Renderer(tiny_vlm[1])
+    generator, towers = EmbeddedGenerator(model, tiny_vlm[1]), media_towers(model)
+    assert towers is not None
+
+    def passes(*media: Media) -> int:
+        before = towers.passes
+        prompts = [render.prompt([question(each)]) for each in media]
+        generator.complete(prompts, GenerationConfig(max_new_tokens=1), media=[(each,) for each in media])
+        return towers.passes - before
+
+    passes(noise(0))
+    assert passes(noise(1), noise(2), noise(3)) == 1, "the one that computes their features"
+    assert passes(noise(4, 84), noise(5, 84)) == 2
 
 
 def bytes_of_tensors() -> int:

@@ -1,18 +1,25 @@
 """`run_sft_training` and `run_rl_training` with plain arguments: samples with tokens, engines that load checkpoints."""
 
+from dataclasses import replace
+
 import anyio
 import pytest
 import torch
 import trio
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
 import oxrl
 from oxrl import RLTrainingConfig, RolloutConfig, Sample, SFTTrainingConfig
+from oxrl.algorithms import algorithm
 from oxrl.backends.local import create_pytorch_backend
+from oxrl.cli import app
 from oxrl.models.load import load_model, load_tokenizer
 from oxrl.run.checkpoint import load_checkpoint
 from oxrl.run.loops import run_rl_training, run_sft_training
+from oxrl.tracking.health import CheckError
 from oxrl.tracking.metrics import JSONLLogger
+from oxrl.types import Losses, Term
 from tests.rows import write_jsonl
 
 SAMPLES = [Sample(prompt="?", tokens=[1, 50 + i, 60, 61, 2], loss_mask=[1, 0, 1, 1, 0]) for i in range(4)]
@@ -163,6 +170,24 @@ def test_engines_with_one_argument_and_with_a_version_are_synced_together(tmp_pa
 
     assert trio.run(sync) == [{"version": None}, {"path": str(tmp_path)}]
     assert trio.run(sync, 3) == [{"version": 3}, {"path": str(tmp_path)}]
+
+
+def test_checks_are_on_by_default_and_their_states_are_in_the_output_folder(tmp_path):
+    def mean_of_the_micro_batch(outputs, batch):
+        total = (outputs.logprob * batch.streams["advantage"] * batch.mask).sum() / batch.mask.sum()
+        return Losses({"policy": Term(-total, "constant")})
+
+    split = replace(algorithm("reinforce"), loss=mean_of_the_micro_batch)
+    with pytest.raises(CheckError, match="the check loss_split failed: .* it depends on the split"):
+        rl(fresh(), [], steps=1, algorithm=split, output_dir=tmp_path / "rl")
+    shown = CliRunner().invoke(app, ["check", str(tmp_path / "rl")])
+    assert shown.exit_code == 1 and "failed   loss_split" in shown.stdout and "passed   tokens" in shown.stdout
+    assert len(rl(fresh(), [], steps=1, algorithm=split, checks={"all": "off"})) == 1
+    sft(fresh(lr=1e-3), None, output_dir=tmp_path / "sft")
+    shown = CliRunner().invoke(app, ["check", str(tmp_path / "sft")])
+    assert shown.exit_code == 0 and "passed   trained_parameters" in shown.stdout and "warned" not in shown.stdout
+    with pytest.raises(ValueError, match="'maks' is no check; did you mean mask"):
+        sft(fresh(), None, checks={"maks": "off"})
 
 
 class Wrapped:

@@ -214,12 +214,12 @@ def test_rows_are_ordered_by_log_prob_and_named_by_their_side(browser, tmp_path)
             "rejected: mean log-prob -4, rejected",
             "chosen: mean log-prob -3, chosen",
         ]
-        assert page.locator(".numbers b").all_inner_texts() == ["-2.75", "-3"]
+        assert page.locator(".numbers b").all_text_contents() == ["-2.75", "-3"]
         assert "reward" not in text_of(page, "main") and page.locator("input[name=truncated]").count() == 0
         page.fill("input[name=max]", "-2")
         until(page, "document.querySelector('.count').innerText === '2 of 3 rows'")
         visit(page, "#/run/0/step/1/group/0")
-        assert page.locator(".card header a").all_inner_texts() == ["chosen", "rejected"]
+        assert page.locator(".card header a").all_text_contents() == ["chosen", "rejected"]
         visit(page, "#/run/0/step/1/group/0/answer/1")
         assert text_of(page, "h1") == "Rejected" and "log-prob -4" in text_of(page, ".head")
 

@@ -120,8 +120,7 @@ class Engine:
         if sampling.allowed_tokens:
             self._allow(sampling.allowed_tokens)
         tokens = np.asarray(request.tokens, dtype=np.int64)
-        with eval_mode(self.model):
-            check_placeholders(self.model, MediaRow(f"of seed {request.seed}", tokens, request.media))
+        check_placeholders(self.model, MediaRow(f"of seed {request.seed}", tokens, request.media))
         partial = request.partial or Generation((), (), "aborted", self.version)
         if partial.finish_reason != "aborted":
             raise ValueError(

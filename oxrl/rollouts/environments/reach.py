@@ -33,8 +33,9 @@ SPLITS = ("all", "train", "held_out")
 
 _STEP = 0.15  # of an action of 1
 _HALF_SQUARE = 0.11
-_DOT = 0.06
-_BACKGROUND, _DOT_COLOR = (245, 245, 245), (20, 20, 20)
+_DOT = 0.08
+_BACKGROUND, _DOT_COLOR = (128, 128, 128), (255, 255, 255)  # grey is 0 in what most models get
+_KEPT_CENTER, _KEPT_HALF = 0.2, 0.12  # of the areas of a split: distance from the middle of the picture, half a side
 _MARGIN = _HALF_SQUARE + 0.04  # that straight ways to a square keep from the others
 _MOST_DRAWS = 10_000
 
@@ -44,9 +45,9 @@ class Reach(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
 
     The episode ends in any square, with the reward 1.0 and `info["is_success"]` in that of the named colour. The seed
     of `reset` determines the scene. `targets` are the colours that may be named. In the `split` "train" no square lies
-    in the quarter that is kept from its colour, in "held_out" the named one does: the first colour's is the upper left,
-    the second's the upper right, then the lower ones. With `exchanged`, a control, the instruction names any square of
-    the scene, whichever must be reached.
+    in the area that is kept from its colour, in "held_out" the named one does: the middle of the upper left quarter for
+    the first colour, of the upper right one for the second, then of the lower ones. With `exchanged`, a control, the
+    instruction names any square of the scene, whichever must be reached.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 4}  # noqa: RUF012 - gymnasium's
@@ -129,12 +130,16 @@ class Reach(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
         raise RuntimeError(f"no scene with {self.squares} squares was found")  # about 1 draw in 300 is one with 4
 
     def _fits_split(self, places: Place) -> bool:
-        kept = [quarter(place) == self.colors.index(color) % 4 for place, color in zip(places, self.shown, strict=True)]
+        kept = [
+            kept_area(place) == self.colors.index(color) % 4 for place, color in zip(places, self.shown, strict=True)
+        ]
         return self.split == "all" or (kept[0] if self.split == "held_out" else not any(kept))
 
 
-def quarter(place: Place) -> int:
-    """0 to 3: upper left, upper right, lower left, lower right."""
+def kept_area(place: Place) -> int | None:
+    """0 to 3: the middle of the upper left, upper right, lower left or lower right quarter; None outside of these."""
+    if (np.abs(np.abs(place - 0.5) - _KEPT_CENTER) > _KEPT_HALF).any():
+        return None
     return int(place[0] > 0.5) + 2 * int(place[1] > 0.5)
 
 
