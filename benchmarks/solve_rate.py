@@ -3,11 +3,12 @@
     python benchmarks/solve_rate.py               # three seeds of both
     python benchmarks/solve_rate.py --seeds 1 --steps 40
 
-A prompt names one of twelve subjects, and the answer is the letter of the subject. `tiny` is fine-tuned first, on
-answers of which only a share is right: half of the subjects are solved then, a quarter is answered rightly half of the
-time, and a quarter rarely. From these weights it is trained by GRPO with both samplers, with the same rows, seeds and
-settings. Held-out rows have other numbers in their prompts. Accuracy is `eval_reward` of answers that are sampled at
-temperature 1, and completions are those that were sampled for training.
+A prompt names one of sixteen subjects, and the answer is the letter of the subject. `tiny` is fine-tuned first, so that
+half of the subjects are solved, and a quarter is answered rightly about half of the time; those of the last quarter
+cannot be solved: their answer is a word, and a completion has one token. Uniform draws therefore waste three groups of
+four. From these weights `tiny` is trained by GRPO with both samplers, with the same rows, seeds and settings. Held-out
+rows have other numbers in their prompts. Accuracy is `eval_reward` of completions that are sampled at temperature 1, at
+most 75%, and completions are those that were sampled for training.
 """
 
 from __future__ import annotations
@@ -27,25 +28,27 @@ from oxrl.config import check_config
 from oxrl.run.train import train_run
 from oxrl.types import Rollout
 
-RIGHT = (1.0,) * 6 + (0.5,) * 3 + (0.2,) * 3  # share of right answers of each subject in the first fine-tuning
-ANSWERS = "ABCDEFGHIJKL"
-ROWS, HELD_OUT = 8, 8  # of each subject
-PROMPTS, SAMPLES = 8, 8  # of a step
-ACCURACIES = (0.75, 0.85, 0.95)
+RIGHT = (1.0,) * 8 + (0.5,) * 4 + (0.0,) * 4  # share of right answers of each subject in the first fine-tuning
+ANSWERS = "ABCDEFGHIJKLMNOP"
+UNREACHABLE = "none"  # longer than a completion
+ROWS, HELD_OUT = 4, 24  # of each subject
+PROMPTS, SAMPLES = 4, 8  # of a step
+ACCURACIES = (0.70, 0.72, 0.73)
 
 
 def names_the_letter(rollout: Rollout) -> float:
-    return float(rollout.response.startswith(str(rollout.sample.answer)))
+    return float(rollout.response == rollout.sample.answer)
 
 
 def rows(first: int, count: int) -> list[dict[str, Any]]:
+    """Prompts of every subject, with the letter that is asked for."""
     return [
         {
             "prompt": f"{4 * ANSWERS[subject].lower()} {first + number}?",
-            "answer": ANSWERS[(5 * subject + 3) % len(RIGHT)],
+            "answer": ANSWERS[(5 * subject + 3) % len(RIGHT)] if share else UNREACHABLE,
         }
         for number in range(count)
-        for subject in range(len(RIGHT))
+        for subject, share in enumerate(RIGHT)
     ]
 
 
@@ -66,14 +69,17 @@ def write(file: Path, lines: list[dict[str, Any]]) -> str:
     return str(file)
 
 
+MODEL = {"dtype": "float32", "device": "cpu"}
 BASE: dict[str, Any] = {"lr_scheduler": "constant", "warmup_steps_ratio": 0, "weight_decay": 0}
+FIRST = {"lr": 3e-3, "lr_scheduler": "cosine", "warmup_steps_ratio": 0.1, "weight_decay": 0}
 
 
 def first_weights(seed: int, folder: Path) -> str:
+    train = {"alg_name": "sft", **FIRST, "train_batch_size_per_gpu": 32, "total_number_of_epochs": 3}
     config = {
-        "model": {"name": "tiny", "dtype": "float32", "device": "cpu"},
-        "data": {"train_files_path": write(folder / "first.jsonl", answered(seed, 400))},
-        "train": {"alg_name": "sft", "lr": 5e-3, "train_batch_size_per_gpu": 16, **BASE, "total_number_of_epochs": 2},
+        "model": {"name": "tiny", **MODEL},
+        "data": {"train_files_path": write(folder / "first.jsonl", answered(seed, 150))},
+        "train": train,
         "run": {"seed": seed},
     }
     return str(train_run(check_config(config), folder / "first").checkpoint)
@@ -82,7 +88,7 @@ def first_weights(seed: int, folder: Path) -> str:
 def curve(model: str, sampler: str, seed: int, steps: int, every: int, folder: Path) -> list[tuple[int, float]]:
     """(completions, held-out accuracy) of one run."""
     config = {
-        "model": {"name": model, "dtype": "float32", "device": "cpu"},
+        "model": {"name": model, **MODEL},
         "data": {
             "train_files_path": write(folder / "train.jsonl", rows(200, ROWS)),
             "val_files_path": write(folder / "val.jsonl", rows(300, HELD_OUT)),
@@ -111,7 +117,7 @@ def needed(points: list[tuple[int, float]], accuracy: float) -> int | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=320)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--every", type=int, default=5, help="steps between evaluations")
     given = parser.parse_args()
     logging.disable(logging.WARNING)

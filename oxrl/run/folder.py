@@ -21,6 +21,7 @@ from oxrl.models.catalog import catalogued
 from oxrl.names import did_you_mean, source_file, without_digest
 from oxrl.parsing import ParseError, read_json, read_yaml
 from oxrl.rollouts.buffer import Group
+from oxrl.rollouts.mcp_tools import PREFIX
 from oxrl.rollouts.record import digest_of
 from oxrl.run.checkpoint import best_checkpoint, intact_checkpoint, latest_checkpoint
 from oxrl.tracking.files import write_atomically
@@ -186,11 +187,30 @@ def with_absolute_paths(value: Any) -> Any:
 
 
 def _absolute_file(text: str) -> str:
-    """`rows.jsonl` and `rewards.py:short` with the file's absolute path, if there is one; other texts as they are."""
-    file, colon, name = text.rpartition(":") if re.fullmatch(r".+\.py:\w+", text) else (text, "", "")
-    if not re.search(r"\.(py|jsonl|json|csv|tsv|parquet)$", file) or not Path(file).is_file():
+    """`rows.jsonl`, `rewards.py:short`, `gym:room.py:Room` and the words of `mcp:python server.py` with absolute paths.
+
+    Other texts, and those of files that do not exist, are returned as they are.
+    """
+    if text.startswith(PREFIX):
+        words = re.split(r"(\s+)", text.removeprefix(PREFIX))
+        return PREFIX + "".join(map(_absolute_file, words))
+    found = _FILE.fullmatch(text)
+    if found is None or not Path(found["file"]).is_file():
         return text
-    return f"{Path(file).absolute()}{colon}{name}"
+    return f"{found['scheme'] or ''}{Path(found['file']).absolute()}{found['name'] or ''}"
+
+
+_FILE = re.compile(
+    r"(?P<scheme>(?:gym|verifiers):)?(?P<file>.+\.(?:py(?=:|$)|(?:jsonl|json|csv|tsv|parquet)$))(?P<name>:[\w-]+)?"
+)
+
+
+def _python_file(text: str) -> Path | None:
+    """The file of `rewards.py:short`, `verifiers:my_env.py`, or of a module that is imported."""
+    found = _FILE.fullmatch(text)
+    if found is not None and found["scheme"]:
+        return Path(found["file"]) if Path(found["file"]).is_file() else None
+    return source_file(text)
 
 
 def _why_changed(old: Any, new: Any) -> str:
@@ -201,7 +221,7 @@ def _why_changed(old: Any, new: Any) -> str:
 
 def record_inputs(config: Config, held_out: Sequence[Any], path: Path, *, resuming: bool) -> None:
     """Write digests of what a run reads besides its config and training rows; log every change since the last start."""
-    files = {name: file for name in texts_in(config.model_dump(mode="json")) if (file := source_file(name))}
+    files = {name: file for name in texts_in(config.model_dump(mode="json")) if (file := _python_file(name))}
     now = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in sorted(files.items())}
     now["held-out rows"] = str(DataBuffer(held_out).state()["fingerprint"]) if held_out else ""
     if resuming and path.exists():

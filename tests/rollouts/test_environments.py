@@ -63,6 +63,39 @@ async def test_a_row_is_a_seed_and_every_episode_of_it_starts_alike(tiny):
     assert shown[0] == shown[1] != shown[2]
 
 
+ROOM = """
+import gymnasium
+from gymnasium import spaces
+
+class Room(gymnasium.Env):
+    observation_space = action_space = spaces.Discrete(2)
+
+    def __init__(self, doors=1):
+        self.doors = doors
+
+    def reset(self, *, seed=None, options=None):
+        return self.doors, {}
+
+    def step(self, action):
+        return action, 1.0, True, False, {}
+
+gymnasium.register("Room-v0", Room)
+"""
+
+
+@pytest.mark.parametrize("name", ["Room", "Room-v0"])
+async def test_an_environment_of_a_file_is_named_by_its_class_or_by_the_id_that_it_registers(tiny, tmp_path, name):
+    (tmp_path / "room.py").write_text(ROOM)
+    settings = Settings({"doors": 3})
+    env = f"gym:{tmp_path / 'room.py'}:{name}"
+    (sample,) = named_rows(env, settings, 1, 7)
+    (rollout,) = await sampler(tiny[1], ["1"], open_named(env, settings))((Rollout(sample),))
+    assert rollout.reward == 1.0 and rollout.messages[0].text.startswith(f"You act in {name}. ")
+    assert rollout.metadata["first_observation"] == "3"
+    with pytest.raises(ValueError, match=r"room.py:Rom cannot be imported: .* has no attribute 'Rom'"):
+        open_named(env.replace(name, "Rom"), settings)
+
+
 async def test_numbers_are_written_with_four_digits_and_actions_by_their_words(tiny):
     args = {"actions": ["left", "right", "go right"]}
     rollout = await played(tiny[1], "Numbers-v0", ["Not left: GO RIGHT!"], args)

@@ -162,3 +162,31 @@ def test_a_recorded_config_has_absolute_paths_of_data_and_of_python_files(tmp_pa
         },
         "others": ["missing.jsonl", f"{tmp_path}/mine.py:short"],
     }
+
+
+@pytest.mark.parametrize(
+    ("written", "recorded"),
+    [
+        ("gym:mine.py:Room", "gym:{folder}/mine.py:Room"),
+        ("gym:mine.py:Room-v0", "gym:{folder}/mine.py:Room-v0"),
+        ("verifiers:mine.py", "verifiers:{folder}/mine.py"),
+        ("mcp:python  mine.py --port 1", "mcp:python  {folder}/mine.py --port 1"),
+        ("gym:theirs.py:Room", "gym:theirs.py:Room"),
+        ("mcp:http://127.0.0.1/mcp", "mcp:http://127.0.0.1/mcp"),
+    ],
+)
+def test_files_of_environments_and_of_tool_servers_are_recorded_with_absolute_paths(
+    tmp_path, monkeypatch, written, recorded
+):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("")
+    assert with_absolute_paths([written]) == [recorded.format(folder=tmp_path)]
+
+
+def test_a_resume_with_a_changed_file_of_an_environment_warns(tmp_path, caplog):
+    (tmp_path / "room.py").write_text("first")
+    config = check_config({"model": {"name": "tiny"}, "rollout": {"env": f"gym:{tmp_path}/room.py:Room"}})
+    record_inputs(config, [], tmp_path / "inputs.json", resuming=False)
+    (tmp_path / "room.py").write_text("second")
+    record_inputs(config, [], tmp_path / "inputs.json", resuming=True)
+    assert f"resuming with other content of gym:{tmp_path}/room.py:Room" in caplog.text

@@ -49,7 +49,8 @@ class GymEnvironment(NamedTuple):
         to_action = _action_parser(name, own, actions) if codec is None else _codec_action(name, own, codec, actions)
         prompt = own.get("prompt")
         if prompt is None:  # actions as tokens need no words about them
-            prompt = f"You act in {name}. {_instruction(name, own, actions)}" if codec is None else ""
+            shown = name.rpartition(":")[2] if ".py:" in name else name
+            prompt = f"You act in {shown}. {_instruction(name, own, actions)}" if codec is None else ""
         if not isinstance(prompt, str):
             raise ValueError(f"rollout.env_args.prompt is {prompt!r:.100}; give the text of the first message")
         return cls(make, _describer(name, own, observations), to_action, codec, prompt)
@@ -78,21 +79,33 @@ def gym_rows(name: str, settings: Settings, size: int, seed: int) -> list[Sample
 
 
 def _make(name: str, own: Mapping[str, Any], arguments: Mapping[str, Any]) -> Any:
-    gymnasium = import_module("gymnasium")
-    if name.startswith("oxrl/"):
-        import_module("oxrl.rollouts.environments.reach")  # registers it
     wrappers = _wrappers(own.get("wrappers", []))
     try:
-        env = gymnasium.make(name, disable_env_checker=True, **arguments)
+        env = _by_name(name, arguments)
         for wrapper, options in wrappers:
             env = wrapper(env, **options)
     except Exception as error:  # an environment may raise anything
         raise ValueError(
             f"rollout.env: gymnasium cannot make {name} with {dict(arguments)}: {error_text(error)}; it is an id that "
             "gymnasium knows, with the package of its environments before it if they are registered there, as in "
-            f"gym:minigrid:MiniGrid-Empty-5x5-v0; {', '.join(OWN)} of rollout.env_args are not passed to it"
+            "gym:minigrid:MiniGrid-Empty-5x5-v0, or FILE.py:CLASS, as in gym:my_env.py:Room; "
+            f"{', '.join(OWN)} of rollout.env_args are not passed to it"
         ) from error
     return env
+
+
+def _by_name(name: str, arguments: Mapping[str, Any]) -> Any:
+    """An id of gymnasium, or `FILE.py:NAME`: a class of the file, or an id that it registers."""
+    gymnasium = import_module("gymnasium")
+    if name.startswith("oxrl/"):
+        import_module("oxrl.rollouts.environments.reach")  # registers it
+    file, _, last = name.rpartition(":")
+    if file.endswith(".py"):
+        if last.isidentifier():
+            return import_object(name)(**arguments)
+        import_object(f"{file}:__name__")  # importing the file registers its ids
+        name = last
+    return gymnasium.make(name, disable_env_checker=True, **arguments)
 
 
 def _wrappers(given: Any) -> list[tuple[Callable[..., Any], dict[str, Any]]]:
