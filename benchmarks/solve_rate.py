@@ -117,7 +117,7 @@ def needed(points: list[tuple[int, float]], accuracy: float) -> int | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--every", type=int, default=5, help="steps between evaluations")
     given = parser.parse_args()
     logging.disable(logging.WARNING)

@@ -1,12 +1,20 @@
-"""A server with the messages of OpenEnv: `with served(sockets=True) as url:` pays for actions that end with a vowel."""
+"""Servers with the messages of OpenEnv, which pay for actions that end with a vowel.
+
+`python openenv_server.py PORT FILE` is one in a process of its own, which is killed in the next step once FILE exists.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 from websockets.http11 import Request, Response
@@ -53,6 +61,33 @@ def served_by_sockets() -> Iterator[tuple[str, Any]]:
         thread.join()
 
 
+def serve_until_killed(port: int, doomed: Path) -> None:
+    def talk(connection: ServerConnection) -> None:
+        world = World()
+        for message in connection:
+            asked = json.loads(message)
+            if asked["type"] == "close":
+                return
+            if asked["type"] == "step" and doomed.exists():
+                os.kill(os.getpid(), signal.SIGKILL)
+            connection.send(json.dumps({"type": "observation", "data": world.answer(asked["type"], asked["data"])}))
+
+    with serve(talk, "127.0.0.1", port, process_request=_schema) as server:
+        sys.stdout.write("ready\n")
+        sys.stdout.flush()
+        server.serve_forever()
+
+
+@contextmanager
+def served_by_a_process(port: int, doomed: Path) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, __file__, str(port), str(doomed)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield process
+        process.kill()
+
+
 @contextmanager
 def served_by_http() -> Iterator[str]:
     worlds: dict[str, World] = {}
@@ -81,3 +116,7 @@ def served_by_http() -> Iterator[str]:
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
         thread.join()
+
+
+if __name__ == "__main__":
+    serve_until_killed(int(sys.argv[1]), Path(sys.argv[2]))

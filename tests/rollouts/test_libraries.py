@@ -23,13 +23,14 @@ def anyio_backend():
     return "asyncio"
 
 
-async def played(tokenizer, name, texts, change=None, max_turns=8, **args):
+async def played(tokenizer, name, texts, change=None, max_turns=8, max_tokens=None, **args):
     settings = Settings(args, max_turns)
     (sample, *_) = named_rows(name, settings, 2, 7)
     generator = ScriptedText(tokenizer, texts)
     generator.change = change or generator.change
     env = open_named(name, settings)
-    (rollout,) = await RolloutSampler(generator, Renderer(tokenizer), GenerationConfig(), env=env)((Rollout(sample),))
+    bounds = {"env": env, "max_tokens": max_tokens}
+    (rollout,) = await RolloutSampler(generator, Renderer(tokenizer), GenerationConfig(), **bounds)((Rollout(sample),))
     return rollout
 
 
@@ -54,6 +55,15 @@ class TestVerifiers:
         rollout = await played(tiny[1], VOWELS, ["a"] * 8, turns=own, max_turns=most)
         assert (len(rollout.turns), rollout.metadata["ended"]) == (turns, "max_turns_reached")
         assert rollout.reward == 1.0
+
+    async def test_an_episode_without_room_for_a_turn_or_with_an_empty_one_ends_with_its_reward(self, tiny):
+        free = await played(tiny[1], VOWELS, ["la", "x"], turns=2)
+        room = len(free.turns[1].prompt_ids)
+        bounded = await played(tiny[1], VOWELS, ["la", "x"], turns=2, max_tokens=room)
+        assert len(bounded.turns) == 1 and bounded.metadata["ended"] == "length" and bounded.reward == 1.0
+        empty = await played(tiny[1], VOWELS, ["la", "", "x"], turns=3)
+        assert len(empty.turns) == 2 and empty.metadata["ended"] == "empty" and empty.reward == 1.0
+        assert len(empty.turns[1].generation.token_ids) == 1 and sampled_once(empty)
 
     async def test_a_reward_that_raises_leaves_the_episode_out_instead_of_paying_0(self, tiny):
         rollout = await played(tiny[1], VOWELS, ["a"], reward="raises")

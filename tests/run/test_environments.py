@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import string
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,7 @@ def digests(result: RunResult) -> list[tuple[int, str]]:
 
 
 VOWELS = (f'rollout.env="{WORLDS}Vowels-v0"', "rollout.max_turns=3")
+VERIFIERS = f"verifiers:{Path(__file__).parents[1] / 'rollouts' / 'vowels_env.py'}"
 
 
 def test_the_reward_of_a_gymnasium_world_rises(tmp_path):
@@ -66,12 +69,36 @@ def test_the_reward_of_a_gymnasium_world_rises(tmp_path):
     assert run.history[0]["eval_reward"] < run.history[-1]["eval_reward"]
 
 
-def test_a_resumed_run_in_a_seeded_world_is_the_same_run(tmp_path):
-    exact = (*VOWELS, "rollout.mode=fixed", "rollout.slots=8")  # a world answers when it does, so batches differ
-    whole = train(tmp_path / "whole", 4, *exact)
-    train(tmp_path / "parts", 2, *exact)
-    resumed = train(tmp_path / "parts", 4, *exact, resume=True)
-    assert digests(resumed) == digests(whole) and len(digests(whole)) == 4
+@pytest.mark.parametrize("kind", ["gym", "verifiers", "openenv", "solve_rate"])
+def test_a_resumed_run_in_a_seeded_environment_is_the_same_run(tmp_path, kind):
+    with seeded(kind) as settings:
+        exact = (*settings, "rollout.mode=fixed", "rollout.slots=8")  # environments return in any order
+        whole = train(tmp_path / "whole", 3, *exact)
+        train(tmp_path / "parts", 1, *exact)
+        resumed = train(tmp_path / "parts", 3, *exact, resume=True)
+    assert digests(resumed) == digests(whole) and len(digests(whole)) == 3
+
+
+@contextmanager
+def seeded(kind: str) -> Iterator[tuple[str, ...]]:
+    if kind == "openenv":
+        pytest.importorskip("websockets")
+        from tests.rollouts.openenv_server import served_by_sockets
+
+        with served_by_sockets() as (url, _):
+            yield (f"rollout.env=openenv:{url}", "rollout.max_turns=2")
+    elif kind == "verifiers":
+        pytest.importorskip("verifiers")
+        yield (f"rollout.env={VERIFIERS}", "rollout.env_args={turns: 2}")
+    elif kind == "solve_rate":
+        yield (
+            *VOWELS,
+            "rollout.sampler=solve_rate",
+            "rollout.sampler_params={solved: 0.5, low: 0.3}",
+            "data.env_rows=5",
+        )
+    else:
+        yield VOWELS
 
 
 def test_a_world_whose_process_is_killed_costs_its_episodes_only_and_leaves_nothing(tmp_path):
@@ -105,7 +132,7 @@ def test_a_run_with_the_tools_of_a_server_goes_on_after_the_server_is_killed(tmp
 
 def test_the_reward_of_an_environment_of_verifiers_rises(tmp_path):
     pytest.importorskip("verifiers")
-    run = train(tmp_path, 10, f"rollout.env=verifiers:{Path(__file__).parents[1] / 'rollouts' / 'vowels_env.py'}")
+    run = train(tmp_path, 10, f"rollout.env={VERIFIERS}")
     assert sum(rewards(run)[-3:]) > sum(rewards(run)[:3]) + 0.5
     assert run.history[-1]["reward_ends_with_a_vowel"] == rewards(run)[-1]
 
@@ -115,20 +142,28 @@ def test_a_task_of_reasoning_gym_is_trained_with_its_own_scorer(tmp_path):
     assert len(rewards(run)) == 2 and run.history[-1]["ungraded"] == 0
 
 
-def test_a_run_whose_server_is_gone_stops_with_its_address(tmp_path):
+def test_a_run_stops_with_the_address_of_a_killed_server_and_resumes_exactly_when_it_is_back(tmp_path):
     pytest.importorskip("websockets")
-    from tests.rollouts.openenv_server import served_by_sockets
+    from tests.rollouts.openenv_server import served_by_a_process
 
-    with served_by_sockets() as (url, server):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    doomed, url = tmp_path / "doomed", f"http://127.0.0.1:{port}"
+    exact = (f"rollout.env=openenv:{url}", "rollout.max_turns=2", "rollout.mode=fixed", "rollout.slots=8")
 
-        def stop_after_the_second_step(step, metrics):
-            if step == 2:
-                server.shutdown()
+    stops = pytest.raises(RuntimeError, match=f"could not be graded; the first failure: the server {url}")
 
-        with pytest.raises(RuntimeError, match=f"could not be graded; the first failure: the server {url}"):
-            train(tmp_path, 5, f"rollout.env=openenv:{url}", callbacks=[stop_after_the_second_step])
-    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in steps] == [1, 2] and all("reward" in line for line in steps)
+    with served_by_a_process(port, doomed) as server:
+        whole = train(tmp_path / "whole", 2, *exact)
+        with stops:
+            train(tmp_path / "parts", 2, *exact, callbacks=[lambda step, metrics: server.kill()])
+    with served_by_a_process(port, doomed) as server:
+        resumed = train(tmp_path / "parts", 2, *exact, resume=True)
+        assert digests(resumed) == digests(whole) and len(digests(whole)) == 2
+        doomed.touch()  # now in the middle of an episode
+        with stops:
+            train(tmp_path / "parts", 4, *exact, resume=True)
+        assert server.wait() == -signal.SIGKILL
 
 
 ACTING = """

@@ -41,10 +41,13 @@ def open_verifiers(name: str, settings: Settings) -> EnvFn:
             turns = recorded.rollout(_ID, sample).turns if _ID in recorded.ids else ()
         if turns and turns[-1].generation.finish_reason == "aborted":
             return Episode(turns, metadata={"ended": "aborted"})
-        if state["error"] is not None:
+        ended = str(state.get("stop_condition") or "")
+        if _is_empty_completion(state):
+            ended = "empty" if turns[-1].generation.token_ids else "length"
+            turns = turns if ended == "empty" else turns[:-1]
+        elif state["error"] is not None:
             raise EpisodeError(f"verifiers:{name} failed: {_root_cause(state['error'])}")
         score = await _scored(environment, state, name)
-        ended = str(state.get("stop_condition") or "")
         return Episode(turns, score, {"ended": ended}, tuple(map(Message.from_dict, state["prompt"])))
 
     return env
@@ -102,6 +105,11 @@ def _limit_turns(environment: Any, most: int) -> None:
     own = getattr(environment, "max_turns", None)
     if isinstance(own, int):
         environment.max_turns = min(own, most) if own > 0 else most
+
+
+def _is_empty_completion(state: Any) -> bool:
+    """Whether a completion without text ended the episode after earlier turns, which is an error in the library."""
+    return type(state["error"]).__name__ == "EmptyModelResponseError" and bool(state["trajectory"])
 
 
 def _rubrics(rubric: Any) -> list[Any]:
