@@ -165,10 +165,10 @@ def _has_run(folder: Path) -> bool:
 
 
 def _short_names(folders: Sequence[Path]) -> list[str]:
-    """The last parts of the paths, as many as tell the runs apart."""
+    """The last parts of the paths, as many as make them differ; a stage has the name of its run before its own."""
     parts = [folder.resolve().parts for folder in folders]
     for length in range(1, max(map(len, parts), default=1) + 1):
-        names = ["/".join(each[-length:]) for each in parts]
-        if len(set(names)) == len(names):
-            return names
+        if len({each[-length:] for each in parts}) == len(parts):
+            least = [2 if (folder.parent / _STAGES).exists() else 1 for folder in folders]
+            return ["/".join(each[-max(length, own) :]) for each, own in zip(parts, least, strict=True)]
     raise ValueError("a run is named twice: name each once")

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from oxrl.diagnose.explain import explain, reasons_of
+from oxrl.rollouts.filters import check_reward_nonzero_std
 from oxrl.tracking.step_files import read_step
 from tests.loops.test_online import Setting, small_letters
 from tests.loops.test_step_record import recorded
@@ -68,6 +69,27 @@ def test_a_step_that_taught_something_gives_each_token_its_share(tmp_path):
     assert "share: |d loss / d log p|" in str(found)
     many = found._replace(summary={"tokens": 123456, "lr": 1e-5, "reward": None})
     assert "  tokens 123456  lr 1e-05\n" in str(many), "counts in full"
+
+
+def test_equal_rewards_of_answers_of_which_some_are_cut_off_are_not_due_to_that(tmp_path):
+    case("all truncated", tmp_path)
+    record = read_step(tmp_path, 1)
+    assert record.step["metrics"]["truncated"] == 1.0
+    partly = record._replace(step={**record.step, "metrics": {**record.step["metrics"], "truncated": 0.5}})
+    assert [reason.name for reason in reasons_of(partly)] == ["equal rewards"]
+
+
+def test_groups_that_a_filter_left_out_are_no_reason(tmp_path):
+    setting = Setting(lr=1e-2)
+    manager = setting.manager(
+        batch_size=2,
+        n_samples_per_prompt=2,
+        reward_fn=lambda rollout: float(rollout.index) if rollout.group % 3 == 2 else 0.5,
+        filter_fn=check_reward_nonzero_std,
+    )
+    (record,) = recorded(setting, tmp_path, 1, manager)
+    assert [bool(group["left_out"]) for group in record.step["groups"]].count(True) >= 2
+    assert explain(tmp_path, 1).learned == "something"
 
 
 def some_reward(rollout):

@@ -1,6 +1,8 @@
 """Files of records: complete or absent, bounded, and read back as written."""
 
 import json
+import resource
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -59,6 +61,32 @@ def test_a_resumed_run_drops_later_steps_and_drafts(tmp_path):
     ]
     write(files, 3)
     assert [line["step"] for line in read_index(tmp_path)] == recorded_steps(tmp_path) == [1, 2, 3]
+
+
+@contextmanager
+def files_of_at_most(size):
+    """Writes beyond it fail, after what fits was written: as on a full disk, or at a kill."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_step_whose_write_ends_early_leaves_no_file_under_its_name(tmp_path):
+    files = opened(tmp_path)
+    write(files, 1)
+    long = json_text({"kind": "answer", "group": 0, "index": 0, "messages": "x" * 100_000})
+    with files_of_at_most(20_000), pytest.raises(OSError, match="large"):
+        files.write({"kind": "step", "step": 2}, [long], {})
+    assert recorded_steps(tmp_path) == [line["step"] for line in read_index(tmp_path)] == [1]
+    write(opened(tmp_path, keep_until=1), 2)
+    assert sorted(file.name for file in (tmp_path / "record").iterdir()) == [
+        INDEX,
+        "step_000001.jsonl",
+        "step_000002.jsonl",
+    ]
 
 
 def test_a_torn_line_of_the_index_is_left_out(tmp_path):

@@ -184,6 +184,9 @@ def test_stages_are_runs_of_their_own_and_equal_names_get_more_of_their_path(tmp
     write_run(tmp_path / "other" / "rl", steps=1)
     names = [run.name for run in Runs([tmp_path / "one", tmp_path / "other" / "rl"]).runs]
     assert sorted(names) == ["one/rl", "one/sft", "other/rl"]
+    write_run(tmp_path / "plain", steps=1)
+    names = [run.name for run in Runs([tmp_path / "one", tmp_path / "plain"]).runs]
+    assert sorted(names) == ["one/rl", "one/sft", "plain"]
 
 
 def test_a_folder_without_a_run_is_refused_with_a_remedy(tmp_path):

@@ -62,7 +62,7 @@ function answerCard(run, route, answer, grey) {
   const address = href({ run: run.index, step: route.step, group: route.group, answer: answer.index }, filterQuery());
   return h("article", { class: "card" },
     h("header", {}, h("a", { href: address, "data-item": true }, nameOf(answer)), rewardChip(answer), partChips(answer), statusChips(answer),
-      h("span", { class: "note" }, `${short(lengthOf(answer))} tokens`)),
+      h("span", { class: "note" }, plural(lengthOf(answer), "token"))),
     answer.error && h("p", { class: "error" }, answer.error),
     h("div", { class: "text" }, h("span", { class: "common" }, text.slice(0, grey)), text.slice(grey, GROUP_TEXT),
       text.length > GROUP_TEXT && h("a", { href: address }, ` … all ${short(text.length)} characters`)));

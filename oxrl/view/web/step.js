@@ -200,7 +200,7 @@ function groupRow(run, route, group, { range, width, matches }) {
     (line || `group ${group.key}`).slice(0, 220));
   const truncated = group.answers.filter(KINDS.truncated.test).length;
   const notes = [
-    group.answers.length && `${short(Math.round(mean(group.answers.map(lengthOf))))} tokens`,
+    group.answers.length && plural(Math.round(mean(group.answers.map(lengthOf))), "token"),
     truncated && `${truncated} truncated`, group.leftOut && `left out: ${group.leftOut}`, !group.answers.length && "rewards only",
   ].filter(Boolean);
   return h("div", { class: "group-row", "data-group": group.key }, title,
