@@ -420,6 +420,22 @@ def test_length_that_collapses():
     assert "length" in found and "fell from 12 to 1 tokens" in found["length"]
 
 
+def test_responses_that_become_repetitive():
+    setting = Setting(max_new_tokens=24, lr=1e-5)
+
+    def one_token_only(step, groups):
+        setting.sampler.sampling = setting.sampler.sampling._replace(allowed_tokens=(97,))
+
+    found = online(setting, 7, observe=one_token_only)
+    assert list(found) == ["repetition"] and "repeated 4-grams in a response rose from 0.00" in found["repetition"]
+
+
+def test_an_advantage_that_is_not_finite():
+    infinite = with_credit(lambda row: np.where(row.mask, np.inf, 0.0).astype(np.float32))
+    found = online(Setting(), algorithm=infinite)
+    assert list(found) == ["advantages"] and "an advantage is not finite" in found["advantages"]
+
+
 def test_a_reward_that_rises_while_held_out_answers_get_worse():
     guard, left = Guard(), iter([0.8, 0.7, 0.4, 0.2, 0.1])
 
