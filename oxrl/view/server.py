@@ -1,4 +1,4 @@
-"""The server of the page: HTTP on loopback, read-only, for whoever knows the token in its address.
+"""The server of the page: HTTP on loopback, read-only, for requests with the token in their address.
 
 Other users of the machine and web pages can connect to loopback, too: the token is checked first, and `Host` and
 `Origin`, so that no other site can read through a name that it lets resolve to this machine.

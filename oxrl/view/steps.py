@@ -26,7 +26,7 @@ _IDS, _MASK = re.compile(rb'\s*\{"ids":\s*\[([^\]]*)\]'), re.compile(rb'"mask":\
 _KEPT = 8  # steps whose answers are kept in memory
 
 
-class _Place(NamedTuple):
+class _Span(NamedTuple):
     """The bytes of one line."""
 
     offset: int
@@ -39,7 +39,7 @@ class _Step(NamedTuple):
     version: tuple[str, int, int]
     header: Json
     answers: list[Json]
-    places: Mapping[tuple[str, str], _Place]
+    spans: Mapping[tuple[str, str], _Span]
 
 
 class Steps:
@@ -74,10 +74,10 @@ class Steps:
                 found = {_key(each): each for each in self._log.step(number)[1]}
                 if (group, index) in found:
                     return found[group, index]
-            elif (place := step.places.get((group, index))) is not None:
+            elif (span := step.spans.get((group, index))) is not None:
                 with open_inside(self.folder, _file_of(number)) as file:
                     if _version(file) == step.version:
-                        return _with_text(_object_at(file, place) or {})
+                        return _with_text(_object_at(file, span) or {})
         raise FileNotFoundError(f"step {number} has no answer {index} of group {group}")
 
     def prompt(self, sample_id: str) -> list[Json]:
@@ -130,39 +130,39 @@ class _RolloutLog:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._file, self._end = "", 0
-        self._places: dict[int, _Place] = {}
+        self._spans: dict[int, _Span] = {}
 
     def numbers(self) -> Iterable[int]:
         try:
             with open_inside(self.folder, "rollouts.jsonl") as file:
                 self._update(file)
         except OSError:
-            self._places = {}
-        return self._places
+            self._spans = {}
+        return self._spans
 
     def step(self, number: int) -> tuple[Json, list[Json]]:
         if number not in self.numbers():
             raise FileNotFoundError(f"nothing is recorded of step {number}")
         with open_inside(self.folder, "rollouts.jsonl") as file:
-            raw = _object_at(file, self._places[number]) or {}
+            raw = _object_at(file, self._spans[number]) or {}
         answers = [answer_of_log(each) for each in raw.get("samples") or []]
         return {"kind": "step", "step": number, "groups": [], "partial": True}, answers
 
     def _update(self, file: BinaryIO) -> None:
         if identity(file) != self._file or size_of(file) < self._end:
-            self._file, self._end, self._places = identity(file), 0, {}
+            self._file, self._end, self._spans = identity(file), 0, {}
         for offset, line in lines_with_offsets(file, self._end):
             self._end = offset + len(line)
             if found := _LOGGED_STEP.match(line):
-                self._places[int(found[1])] = _Place(offset, len(line))
+                self._spans[int(found[1])] = _Span(offset, len(line))
 
 
 def answer_of_log(raw: Mapping[str, Any]) -> Json:
     """One completion of `rollouts.jsonl` in the form of a record: its tokens have no texts and no advantages there."""
-    sample_id, _, place = str(raw.get("id", "")).rpartition("#")
-    group, _, index = place.partition("/")
+    sample_id, _, number = str(raw.get("id", "")).rpartition("#")
+    group, _, index = number.partition("/")
     turns = raw.get("turns") or []
-    spoken = [("user", raw.get("prompt")), ("assistant", raw.get("response"))]
+    written = [("user", raw.get("prompt")), ("assistant", raw.get("response"))]
     return {
         "kind": "answer",
         "group": group,
@@ -170,7 +170,7 @@ def answer_of_log(raw: Mapping[str, Any]) -> Json:
         "sample_id": sample_id,
         "reward": raw.get("reward"),
         "status": raw.get("status"),
-        "messages": [{"role": role, "content": content} for role, content in spoken if content is not None],
+        "messages": [{"role": role, "content": content} for role, content in written if content is not None],
         "reference_answer": raw.get("answer"),
         "turns": len(turns),
         "tokens": {
@@ -184,7 +184,7 @@ def answer_of_log(raw: Mapping[str, Any]) -> Json:
 def _read_step(file: BinaryIO, version: tuple[str, int, int]) -> _Step:
     header: Json = {}
     answers: list[Json] = []
-    places: dict[tuple[str, str], _Place] = {}
+    spans: dict[tuple[str, str], _Span] = {}
     for offset, line in lines_with_offsets(file):
         raw = _head(line) or _parsed(line)
         if raw is None:
@@ -192,9 +192,9 @@ def _read_step(file: BinaryIO, version: tuple[str, int, int]) -> _Step:
         if raw.get("kind") == "step":
             header = raw
         else:
-            places[_key(raw)] = _Place(offset, len(line))
+            spans[_key(raw)] = _Span(offset, len(line))
             answers.append(_without_tokens(raw))
-    return _Step(version, header, answers, places)
+    return _Step(version, header, answers, spans)
 
 
 def _head(line: bytes) -> Json | None:
@@ -263,9 +263,9 @@ def _version(file: BinaryIO) -> tuple[str, int, int]:
     return identity(file), size_of(file), os.fstat(file.fileno()).st_mtime_ns
 
 
-def _object_at(file: BinaryIO, place: _Place) -> Json | None:
-    file.seek(place.offset)
-    return _parsed(file.read(place.length))
+def _object_at(file: BinaryIO, span: _Span) -> Json | None:
+    file.seek(span.offset)
+    return _parsed(file.read(span.length))
 
 
 def _parsed(line: bytes) -> Json | None:

@@ -3,7 +3,7 @@
 const DOT = 4.2; // radius
 const GUTTER = 26; // for answers without a reward
 const SORTS = {
-  order: { label: "order", by: (group) => group.place },
+  order: { label: "order", by: (group) => group.position },
   spread: { label: "spread", by: (group) => -(group.std ?? -1) },
   reward: { label: "reward", by: (group) => -(group.mean ?? -Infinity) },
   length: { label: "length", by: (group) => -(mean(group.answers.map(lengthOf)) ?? -1) },
@@ -16,7 +16,7 @@ const lengthOf = (answer) => answer.tokens?.trained ?? answer.tokens?.length ?? 
 function groupsOf({ header, answers }) {
   const groups = new Map();
   const group = (key) => {
-    if (!groups.has(key)) groups.set(key, { key, place: groups.size, answers: [], rewards: [], recorded: true });
+    if (!groups.has(key)) groups.set(key, { key, position: groups.size, answers: [], rewards: [], recorded: true });
     return groups.get(key);
   };
   for (const each of header.groups ?? []) {
@@ -108,7 +108,7 @@ async function stepView(route) {
     const matches = matcher(filter);
     const asList = currentRoute().query.get("list") === "answers";
     const sort = SORTS[currentRoute().query.get("sort")] ?? SORTS.order;
-    const ordered = [...groups].sort((a, b) => sort.by(a) - sort.by(b) || a.place - b.place);
+    const ordered = [...groups].sort((a, b) => sort.by(a) - sort.by(b) || a.position - b.position);
     const kept = ordered.filter((group) => !isActive(filter) || group.answers.some(matches));
     const width = Math.max(200, Math.min(760, list.clientWidth - (innerWidth < 700 ? 24 : 420)));
     replace(list, asList ? answerList(run, route, kept, matches)
