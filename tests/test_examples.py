@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-BIG = {"demo.py", "sft_orders.py", "see_shapes.py"}  # these train for minutes
+BIG = {"demo.py", "sft_orders.py", "see_shapes.py", "act_from_pixels.py"}  # these train for minutes
 SMALL = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name not in BIG)
 
 
@@ -57,6 +58,19 @@ def test_held_out_pictures_are_described_and_with_exchanged_pictures_nothing_is_
     assert right["before"] < 0.1
     assert right["after supervised training"] > 0.9
     assert right["after the same with exchanged pictures"] < 0.25
+
+
+@pytest.mark.trains
+def test_a_model_that_acts_is_trained_in_two_stages_and_an_episode_is_drawn(run, tmp_path):
+    """A hundredth of the steps: that it learns is measured in docs/environments.md."""
+    pytest.importorskip("gymnasium")
+    lines = run("act_from_pixels.py", "--scale", "0.01", "--output", "out")
+    rates = {line.partition(":")[0]: re.findall(r"(held-out \w+|control) (\d\.\d+) \(", line) for line in lines}
+    for stage in ("before", "after imitation", "after reinforcement learning"):
+        assert [kind for kind, _ in rates[stage]] == ["held-out seeds", "held-out positions", "control"]
+        assert all(0 <= float(rate) <= 1 for _, rate in rates[stage])
+    width, height = Image.open(tmp_path / "out" / "episode.png").size
+    assert width % 170 == 0 and height == 196
 
 
 @pytest.mark.trains

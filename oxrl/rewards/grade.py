@@ -55,6 +55,7 @@ class Reward:
     name: str
     outcomes: GradeFn
     check: Callable[[Sample], None] = accept_any_sample  # raises a ValueError for a sample that it can never grade
+    fallback: bool = False  # for the episodes without a score of an environment that scores its own
 
 
 AnyReward: TypeAlias = Reward | RewardFn | GroupRewardFn | Callable[..., Any]

@@ -20,7 +20,7 @@ import anyio
 
 from oxrl.concurrency import run_blocking, task_group
 from oxrl.names import as_record, kind_of, renamed_keywords
-from oxrl.rewards.grade import AnyReward, grade, with_outcome
+from oxrl.rewards.grade import AnyReward, Reward, grade, with_outcome
 from oxrl.rollouts.batches import RolloutBatch, as_rollout, convert_to_batch
 from oxrl.rollouts.buffer import Group, LeftOut, age_of
 from oxrl.rollouts.envs import PAUSES, GeneratorClient, single_turn
@@ -245,7 +245,9 @@ class AsyncRolloutManager:
         raise AssertionError("the last try returns")
 
     def _warn_of_scores(self, group: Group) -> None:
-        if self._warned_of_scores or self.config.reward_fn is None or all(rollout.score is None for rollout in group):
+        reward_fn = self.config.reward_fn
+        expected = reward_fn is None or (isinstance(reward_fn, Reward) and reward_fn.fallback)
+        if self._warned_of_scores or expected or all(rollout.score is None for rollout in group):
             return
         self._warned_of_scores = True
         logger.warning(

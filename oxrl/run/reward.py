@@ -304,7 +304,7 @@ def _scored_by_environment() -> Reward:
     async def outcomes(rollouts: Sequence[Rollout], _: float) -> list[Score | Ungraded]:
         return [Ungraded(reason) for _ in rollouts]
 
-    return Reward("of the environment", outcomes)
+    return Reward("of the environment", outcomes, fallback=True)
 
 
 def _load_reward_model(config: Config) -> Reward | None:

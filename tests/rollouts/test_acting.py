@@ -14,14 +14,14 @@ import pytest
 pytest.importorskip("gymnasium")
 
 from oxrl import ActionTokens, ActionWords, EmbeddedGenerator, Renderer, load_model, load_samples
-from oxrl.algorithms import credit
+from oxrl.algorithms import algorithm, credit
 from oxrl.algorithms.advantages import gae_credit, group_credit
 from oxrl.algorithms.assemble import conversation_items
 from oxrl.algorithms.rows import rows_of
 from oxrl.backends.local import create_pytorch_backend
 from oxrl.data.episodes import write_episodes
 from oxrl.data.media import load_image
-from oxrl.data.pack import collate
+from oxrl.data.pack import collate, count_units
 from oxrl.rollouts.collect import RolloutSampler
 from oxrl.rollouts.environments.expert import expert_steps
 from oxrl.rollouts.environments.observations import observation_content
@@ -254,3 +254,31 @@ async def test_log_probs_of_the_engine_are_those_of_the_trainer(tiny_vlm):
     mask = np.concatenate([row.mask for (row,) in items])
     assert mask.sum() == sum(len(turn.generation.token_ids) - turn.unused for each in rollouts for turn in each.turns)
     np.testing.assert_allclose(outputs.logprob.numpy()[mask], sampled[mask], atol=2e-4)
+
+
+async def test_a_model_that_imitates_an_expert_acts_by_what_it_sees(tiny_vlm, tmp_path):
+    env, settings = "tests.rollouts.worlds:Sides-v0", Settings({"actions": {"words": ["l", "r"]}})
+    (tmp_path / "sides").mkdir()
+    write_episodes(tmp_path / "sides" / "episodes.parquet", expert_steps(env, settings, 64))
+    model = load_model(tiny_vlm[0]._replace(freeze="nothing"))
+    render = Renderer(tiny_vlm[1], actions=ActionWords(["l", "r"]))
+    items = [conversation_items(sample, render)[0] for sample in load_samples(tmp_path / "sides").samples]
+    sampler = RolloutSampler(
+        EmbeddedGenerator(model, tiny_vlm[1]),
+        Renderer(tiny_vlm[1]),
+        GenerationConfig(max_new_tokens=2, temperature=0.0),
+        env=open_named(f"gym:{env}", settings),
+    )
+
+    async def success() -> float:
+        held_out = named_rows(f"gym:{env}", settings, 40, 1000)
+        played = await sampler(tuple(Rollout(row) for row in held_out))
+        return float(np.mean([rollout.score.parts["success"] for rollout in played]))
+
+    before = await success()
+    backend = create_pytorch_backend(model, lr=2e-3)
+    for step in range(16):
+        batch = items[16 * (step % 4) : 16 * (step % 4) + 16]
+        await backend.forward_backward([collate(batch)], algorithm("sft"), count_units(batch))
+        await backend.optim_step()
+    assert before < 0.75 and await success() > 0.9

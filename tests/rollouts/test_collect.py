@@ -7,6 +7,7 @@ import anyio
 import pytest
 
 from oxrl.data.buffer import DataBuffer
+from oxrl.rewards.grade import Reward
 from oxrl.rollouts.collect import (
     AsyncRolloutManager,
     RolloutConfig,
@@ -350,6 +351,9 @@ def test_an_environment_with_its_own_scores_is_reported_once(caplog):
     warned = [record.message for record in caplog.records if "reward_fn is not called" in record.message]
     assert len(warned) == 1
     caplog.clear()
+    of_environment = Reward("of the environment", lambda rollouts, limit: [], fallback=True)
+    anyio.run(sampling_manager(source, sampler, RolloutConfig(2, reward_fn=of_environment)).collect)
+    assert not caplog.records
     anyio.run(manager_of(Scripted(lambda request: [7]), over_sampling_factor=2.0).collect)
     assert not caplog.records
 

@@ -91,6 +91,27 @@ class Line(gymnasium.Env[Any, Any]):
         return {"camera": {"image": image}, "mission": "walk", "place": np.array([self.place])}
 
 
+class Sides(gymnasium.Env[Any, Any]):
+    """Go to the white side of the picture, left (0) or right (1); one step."""
+
+    observation_space = spaces.Box(0, 255, (28, 28, 3), np.uint8)
+    action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.side = int(self.np_random.integers(2))
+        self.picture = self.np_random.integers(80, 176, (28, 28, 3), dtype=np.uint8)
+        self.picture[:, 14 * self.side : 14 * self.side + 14] = 255
+        return self.picture, {"is_success": False}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        success = int(action) == self.side
+        return self.picture, float(success), True, False, {"is_success": success}
+
+    def expert(self) -> int:
+        return self.side
+
+
 class Process(Vowels):
     """A world in a process of its own, which is killed at a step of a seed that the file `doomed` names."""
 
@@ -131,6 +152,7 @@ class Failing(Vowels):
 gymnasium.register("Vowels-v0", Vowels)
 gymnasium.register("Numbers-v0", Numbers)
 gymnasium.register("Line-v0", Line)
+gymnasium.register("Sides-v0", Sides)
 gymnasium.register("Process-v0", Process)
 gymnasium.register("Failing-v0", Failing)
 

@@ -94,12 +94,12 @@ def _successful_episode(gym: GymEnvironment, row: Sample, plan: Expert) -> list[
 
 
 def _shown(row: Sample, content: Content) -> dict[str, Any]:
-    """The prompt of a step as columns: a text, with `<image>` where pictures do not come first, and the pictures."""
+    """The prompt of a step as columns: a text, with `<image>` where pictures do not precede one, and the pictures."""
     messages, media = take_media(with_user(row.messages, content))
     parts = messages[-1].content
     if isinstance(parts, str):
         return {"instruction": parts}
-    first = all(part["type"] == "image" for part in parts[: len(media)])
+    first = len(parts) > len(media) and all(part["type"] == "image" for part in parts[: len(media)])
     texts = [part.get("text", "" if first else "<image>") for part in parts]
     return {"instruction": "".join(texts), "images": [{"bytes": each.data, "path": None} for each in media]}
 
