@@ -1,9 +1,11 @@
 """Two runs with one planted difference each: the step and field in which they part, and the cause."""
 
 import json
+import shutil
 from itertools import count
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from oxrl.cli import app
@@ -74,6 +76,24 @@ def test_a_run_is_equal_to_its_repetition(runs):
     assert diff_runs(runs.base, again).difference is None, "by the lines of the index"
     command = CliRunner().invoke(app, ["diff", str(runs.base), str(again), "--json"])
     assert command.exit_code == 0 and json.loads(command.stdout)["compared"] == 3
+
+
+def test_keys_and_versions_that_only_one_run_has_are_named(runs, tmp_path):
+    one, other = (shutil.copytree(runs.base, tmp_path / name) for name in ("one", "other"))
+    config = yaml.safe_load((one / "config.yaml").read_text())
+    (one / "config.yaml").write_text(yaml.safe_dump(config | {"train": config["train"] | {"former": 1}}))
+    seed = config["run"].pop("seed")
+    (other / "config.yaml").write_text(yaml.safe_dump(config))
+    last = other / "record" / "step_000003.jsonl"
+    header, answers = last.read_text().split("\n", 1)
+    step = json.loads(header)
+    step["environment"] |= {"torch": "0.1", "former": "2"}
+    last.write_text(json.dumps(step) + "\n" + answers)
+    for first, second, order in ((one, other, 1), (other, one, -1)):
+        found = diff_runs(first, second)
+        assert found.config == {"train.former": (1, None)[::order], "run.seed": (seed, None)[::order]}
+        assert found.environment["former"] == (None, "2")[::order] and set(found.environment) == {"former", "torch"}
+        assert "train.former: " in str(found) and "torch: " in str(found) and found.difference is None
 
 
 @pytest.mark.parametrize("command", [["replay"], ["diff"], ["explain", "--step", "1"], ["check"]])

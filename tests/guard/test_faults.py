@@ -130,6 +130,16 @@ def test_a_wrong_mask_of_dataset_rows(fault):
     assert list(found) == ["mask"] and fault in found["mask"] and "row s" in found["mask"]
 
 
+def test_rows_of_which_most_have_no_trained_token():
+    """Of rows whose right mask is not known."""
+
+    def first_only(row):
+        return row if row.id.startswith("s0") else replace(row, mask=np.zeros_like(row.mask))
+
+    found = offline("sft", change=first_only, guard=Guard())
+    assert list(found) == ["mask"] and "the mask is empty in 3 of 4 rows" in found["mask"]
+
+
 def test_text_that_is_tokenised_again():
     """Bytes that are no UTF-8 become the three bytes of U+FFFD."""
     setting = Setting(max_new_tokens=12)
