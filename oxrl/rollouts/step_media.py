@@ -13,6 +13,7 @@ from oxrl.data.parts import PARTS
 from oxrl.types import Media, Message, Rollout
 
 MOST_BYTES = 64 * 2**10  # of a medium that is recorded as it is
+MOST_OF_GROUP = 2**20  # bytes of all media of a group
 SIDE = 512  # pixels of the longer side of an image that has more bytes
 TYPES = {
     b"\x89PNG": "image/png",
@@ -31,6 +32,7 @@ class GroupMedia:
 
     def __init__(self) -> None:
         self._first: dict[tuple[Any, ...], tuple[int, int]] = {}
+        self._room = MOST_OF_GROUP
 
     def of(self, index: int, media: Sequence[Media | None]) -> list[dict[str, Any]]:
         return [self._entry(index, number, medium) for number, medium in enumerate(media)]
@@ -40,8 +42,21 @@ class GroupMedia:
             return {"kind": "", "mime_type": "", "data": None}
         answer, first = self._first.setdefault(identity(medium), (index, number))
         if (answer, first) == (index, number):
-            return {"kind": medium.kind, **_content(medium)}
+            return {"kind": medium.kind, **self._content(medium)}
         return {"kind": medium.kind, "mime_type": medium.mime_type, "answer": answer, "number": first}
+
+    def _content(self, medium: Media) -> dict[str, Any]:
+        """Its type, its path if it has one, and its data, or why that is not in the record."""
+        path = {"data": medium.data} if isinstance(medium.data, str) else {}
+        try:
+            mime_type, content = _shown(medium)
+        except (OSError, ValueError) as error:
+            return {"mime_type": medium.mime_type, **path, "error": str(error)}
+        if len(content) > min(MOST_BYTES, self._room):
+            limits = f"a record has at most {MOST_BYTES} of a medium and {MOST_OF_GROUP} of those of a group"
+            return {"mime_type": mime_type, **path, "error": f"{len(content)} bytes: {limits}"}
+        self._room -= len(content)
+        return {"mime_type": mime_type, **path, "base64": base64.b64encode(content).decode()}
 
 
 def media_of(rollout: Rollout) -> list[Media | None]:
@@ -62,18 +77,6 @@ def media_of(rollout: Rollout) -> list[Media | None]:
 def _parts(messages: Sequence[Message]) -> int:
     contents = (message.content for message in messages)
     return sum(part.get("type") in PARTS for parts in contents if isinstance(parts, list) for part in parts)
-
-
-def _content(medium: Media) -> dict[str, Any]:
-    """Its type, its path if it has one, and its data, or why that is not in the record."""
-    path = {"data": medium.data} if isinstance(medium.data, str) else {}
-    try:
-        mime_type, content = _shown(medium)
-    except (OSError, ValueError) as error:
-        return {"mime_type": medium.mime_type, **path, "error": str(error)}
-    if len(content) > MOST_BYTES:
-        return {"mime_type": mime_type, **path, "error": f"{len(content)} bytes, and a record has at most {MOST_BYTES}"}
-    return {"mime_type": mime_type, **path, "base64": base64.b64encode(content).decode()}
 
 
 def _shown(medium: Media) -> tuple[str, bytes]:

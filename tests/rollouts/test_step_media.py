@@ -84,3 +84,10 @@ def test_what_cannot_be_recorded_says_why(tmp_path):
     assert "65548 bytes" in found[1]["error"] and "base64" not in found[1]
     assert found[2]["mime_type"] == "audio/wav" and found[2]["base64"]
     assert "broken" in found[3]["error"] or "not an image" in found[3]["error"]
+
+
+def test_the_media_of_a_group_are_bounded_together():
+    sounds = [Media("audio", b"RIFF    WAVE" + bytes([number]) * 60_000, "audio/wav") for number in range(20)]
+    found = GroupMedia().of(0, sounds)
+    kept = [entry for entry in found if "base64" in entry]
+    assert len(kept) == 2**20 // 60_012 < 20 and "60012 bytes: a record has at most 65536" in found[-1]["error"]
