@@ -790,7 +790,7 @@ class WeightSource(Protocol):
         """Broadcast the weights to the engines' workers, which receive concurrently; no files are written."""
         ...
 
-    def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
+    def logprobs(self, tokens: Sequence[int], media: Sequence[Media] = ()) -> tuple[float, ...]:
         """Return the trainer's log-prob of each token but the first, at temperature 1."""
         ...
 

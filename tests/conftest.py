@@ -159,6 +159,51 @@ def vllm_in_process(holds: None) -> Any:
 
 
 @pytest.fixture(scope="session")
+def vllm_images(holds: None) -> Any:
+    """vLLM in this process with `tiny-vlm` and room for an adapter."""
+    from tests.engines import vllm_here
+
+    return SHARED.enter_context(vllm_here("tiny-vlm"))
+
+
+@pytest.fixture(scope="session")
+def audio_for_vllm(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelConfig, Any]:
+    """As `tiny_audio`, for sounds of up to 30 seconds: vLLM runs no other."""
+    from oxrl.models.builtin_media import build_tiny_audio
+
+    folder = tmp_path_factory.mktemp("audio")
+    build_tiny_audio(folder, 30)
+    config = ModelConfig(str(folder), dtype="float32", device="cpu")
+    return config, load_tokenizer(config)
+
+
+@pytest.fixture(scope="session")
+def vllm_sounds(holds: None, audio_for_vllm: tuple[ModelConfig, Any]) -> Any:
+    """vLLM in this process with a model that reads sounds."""
+    from tests.engines import vllm_here
+
+    return SHARED.enter_context(vllm_here(audio_for_vllm[0].name, lora=0))  # vLLM has no adapters for Qwen2-Audio
+
+
+@pytest.fixture(scope="session")
+def vllm_images_url(holds: None, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A vLLM server with `tiny-vlm`."""
+    from tests.engines import vllm_server
+
+    return SHARED.enter_context(vllm_server(tmp_path_factory.mktemp("vllm") / "server.log", "tiny-vlm"))
+
+
+@pytest.fixture(scope="session")
+def ray_images(request: pytest.FixtureRequest) -> Any:
+    """A vLLM replica as an actor with `tiny-vlm` and room for an adapter."""
+    from tests.engines import need_vllm, one_replica
+
+    need_vllm("tiny-vlm")
+    request.getfixturevalue("ray_here")
+    return SHARED.enter_context(one_replica("tiny-vlm"))
+
+
+@pytest.fixture(scope="session")
 def ray_here(holds: None) -> None:
     """A Ray cluster on loopback, with room for a few actors."""
     from tests.engines import local_cluster

@@ -22,7 +22,7 @@ import oxrl.generators.pool
 import oxrl.generators.ray
 from oxrl.concurrency import run_blocking
 from oxrl.generators.embedded.generator import EmbeddedGenerator
-from oxrl.models.builtin import prepare_builtin
+from oxrl.models.builtin import BUILTIN_MODELS, prepare_builtin
 from oxrl.models.load import load_tokenizer
 from oxrl.types import GenerationConfig, Request, Weights
 from oxrl.weights.checkpoint_names import trainer_logprobs
@@ -47,17 +47,19 @@ def need(package: str) -> None:
     pytest.skip(f"{package} is not installed")
 
 
-def need_vllm() -> None:
+def need_vllm(model: str = "tiny") -> None:
     need("vllm")
+    if model == "tiny-vlm" and find_spec("torchvision") is None:
+        pytest.skip("vLLM loads Qwen2-VL only with torchvision; docs/testing.md has the commands")
 
 
 @contextmanager
-def vllm_server(log: Path) -> Iterator[str]:
-    """Start a server with `tiny` and yield its address."""
-    need_vllm()
+def vllm_server(log: Path, model: str = "tiny") -> Iterator[str]:
+    """Start a server and yield its address."""
+    need_vllm(model)
     from oxrl.generators.vllm.server import start_vllm_server, until_ready
 
-    server = start_vllm_server(prepare_builtin("tiny"), arguments=ARGUMENTS, log=log, environment=ONE_PROCESS)
+    server = start_vllm_server(prepare_builtin(model), arguments=ARGUMENTS, log=log, environment=ONE_PROCESS)
     try:
         run_blocking(until_ready, server, HANG)
         yield server.url
@@ -66,11 +68,12 @@ def vllm_server(log: Path) -> Iterator[str]:
 
 
 @contextmanager
-def vllm_here() -> Iterator[Any]:
-    need_vllm()
+def vllm_here(model: str = "tiny", lora: int = 8) -> Iterator[Any]:
+    need_vllm(model)
     from oxrl.generators.vllm.engine import VLLMRolloutEngine
 
-    engine = VLLMRolloutEngine(prepare_builtin("tiny"), load_tokenizer("tiny"), lora=8, time_limit=HANG, **OPTIONS)
+    folder = prepare_builtin(model) if model in BUILTIN_MODELS else model
+    engine = VLLMRolloutEngine(folder, load_tokenizer(model), lora=lora, time_limit=HANG, **OPTIONS)
     yield engine
     run_blocking(engine.close)
 
@@ -95,11 +98,11 @@ def two_actors() -> Iterator[Any]:
 
 
 @contextmanager
-def one_replica() -> Iterator[Any]:
-    need_vllm()
+def one_replica(model: str = "tiny") -> Iterator[Any]:
+    need_vllm(model)
     limits = {"time_limit": HANG, "start_limit": HANG}
     make = oxrl.generators.ray.ray_generator
-    folder, tokenizer = prepare_builtin("tiny"), load_tokenizer("tiny")
+    folder, tokenizer = prepare_builtin(model), load_tokenizer(model)
     generator = run_blocking(partial(make, folder, tokenizer, lora=8, engine_options=OPTIONS, **limits))
     yield generator
     run_blocking(generator.close)

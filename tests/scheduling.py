@@ -21,6 +21,10 @@ from xdist.scheduler import LoadScopeScheduling
 GROUPS = {  # fixture or mark of an engine: the unit that shares it
     "vllm_url": "vllm-server",
     "vllm_in_process": "vllm-and-ray",
+    "vllm_images": "vllm-images",
+    "vllm_sounds": "vllm-sounds",
+    "vllm_images_url": "vllm-images-server",
+    "ray_images": "vllm-and-ray",
     "ray_here": "vllm-and-ray",
     "ray_ranks": "vllm-and-ray",
     "ray_replicas": "vllm-and-ray",

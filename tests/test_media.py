@@ -1,6 +1,7 @@
 """Media are carried from a sample to a batch, and rows share a prompt only if tokens and media are equal."""
 
 import json
+from importlib.util import find_spec
 
 import anyio
 import numpy as np
@@ -12,6 +13,7 @@ from oxrl.algorithms.rows import rows_of
 from oxrl.backends.forward import LanguageModel, _share
 from oxrl.backends.local import on_device
 from oxrl.config import ConfigError, check_config
+from oxrl.config.registry import ENGINES, EngineRecord, register_engine
 from oxrl.data.buffer import DataBuffer
 from oxrl.data.media_features import example
 from oxrl.data.pack import collate, computed_tokens, pack
@@ -24,6 +26,7 @@ from oxrl.testing import ScriptedGenerator, fake_rollout
 from oxrl.types import GenerationConfig, Message, Request, Row, Sample
 from tests.drawings import png
 from tests.rows import write_jsonl
+from tests.web import Quiet, serving
 
 CAT, DOG = png("orange", 56, 56), png("brown", 60, 90)
 PROMPT = (Message("user", "What is in the picture?"),)
@@ -117,7 +120,7 @@ def test_fingerprints_depend_on_media_and_without_them_are_those_of_former_versi
     assert fingerprint() == "c35abc8ef8f9f0f5d76e535f25a4c30e"
 
 
-def test_a_run_whose_engine_gets_token_ids_only_refuses_rows_with_images_before_it_loads_weights(tmp_path):
+def prepare_with_images(tmp_path, **engine):
     (tmp_path / "cat.png").write_bytes(example("image").data)
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "What is it?", "image": "cat.png", "answer": "a cat"}])
     settings = {
@@ -125,7 +128,49 @@ def test_a_run_whose_engine_gets_token_ids_only_refuses_rows_with_images_before_
         "data": {"train_files_path": str(rows)},
         "train": {"alg_name": "grpo"},
         "reward": {"reward_func": "exact_match"},
-        "inference_engine": {"name": "vllm"},
+        "inference_engine": engine,
     }
-    with pytest.raises(ConfigError, match="rows.jsonl:1 has images or audio, and the engine vllm gets token ids only"):
-        prepare_run(check_config(settings), tmp_path / "run")
+    return prepare_run(check_config(settings), tmp_path / "run")
+
+
+def test_a_run_whose_engine_gets_token_ids_only_refuses_rows_with_images_before_it_loads_weights(tmp_path):
+    register_engine("ids only", EngineRecord("my_engine.py:open_engine", "gets token ids"))
+    try:
+        with pytest.raises(ConfigError, match="rows.jsonl:1 has images or audio, and the engine ids only gets token"):
+            prepare_with_images(tmp_path, name="ids only")
+    finally:
+        del ENGINES["ids only"]
+
+
+@pytest.mark.skipif(find_spec("torchvision") is not None, reason="torchvision is installed")
+def test_vllm_without_torchvision_refuses_rows_with_images(tmp_path):
+    with pytest.raises(ConfigError, match="rows.jsonl:1 has images, and the engine vllm reads them with torchvision"):
+        prepare_with_images(tmp_path, name="vllm")
+
+
+class VLLMStandIn(Quiet):
+    """What a vLLM server reports of itself before a run."""
+
+    def do_GET(self):
+        config = {
+            "parallel_config": {"world_size": 1, "data_parallel_size": 1, "worker_extension_cls": ""},
+            "model_config": {"logprobs_mode": "processed_logprobs"},
+        }
+        replies = {
+            "/health": {},
+            "/version": {"version": "0.32.0"},
+            "/v1/models": {"data": [{"id": "tiny-vlm", "max_model_len": 2048}]},
+            "/server_info?config_format=json": {"vllm_config": config},
+            "/openapi.json": {"paths": {path: {} for path in self.server.paths}},
+        }
+        self.reply(200 if self.path in replies else 404, replies.get(self.path, {}))
+
+
+def test_a_server_that_takes_token_ids_only_is_refused_before_the_run(tmp_path):
+    with serving(VLLMStandIn, paths=["/v1/completions"]) as server:
+        with pytest.raises(
+            ConfigError, match=r"rows.jsonl:1 has images .* token ids only: start vLLM with --enable-sc"
+        ):
+            prepare_with_images(tmp_path, name="http", urls=[server.url])
+        server.paths = ["/v1/completions", "/inference/v1/generate"]
+        assert prepare_with_images(tmp_path, name="http", urls=[server.url]).online

@@ -27,6 +27,8 @@ class EngineRecord(NamedTuple):
     required: frozenset[str] = frozenset()  # those that must be set
     check_settings: Function | None = None  # (settings) -> None: further keys of `inference_engine`; None: it has none
     package: str | None = None  # an optional package that must be installed, named like its extra
+    reads_media: bool = False  # it takes images and audio beside token ids; external servers are asked before a run
+    image_package: str | None = None  # an optional package that it needs for models that read images
 
 
 class BackendRecord(NamedTuple):
@@ -46,6 +48,7 @@ ENGINES: dict[str, EngineRecord] = {
         "oxrl.run.engines:open_embedded",
         "samples with the trainer's module",
         shares_weights=True,
+        reads_media=True,
         keys=frozenset({"precision", "capture", "compile", "cache_gib"}),
     ),
     "vllm": EngineRecord(
@@ -55,6 +58,8 @@ ENGINES: dict[str, EngineRecord] = {
         keys=frozenset({"replicas", "place", "folder", "adapter", "colocated"}),
         check_settings="oxrl.generators.vllm.settings:check_settings",
         package="vllm",
+        reads_media=True,
+        image_package="torchvision",
     ),
     "http": EngineRecord(
         "oxrl.run.engines:open_http",
@@ -62,6 +67,7 @@ ENGINES: dict[str, EngineRecord] = {
         external=True,
         keys=frozenset({"urls", "folder", "transfer"}),
         required=frozenset({"urls"}),
+        reads_media=True,
     ),
 }
 BACKENDS: dict[str, BackendRecord] = {

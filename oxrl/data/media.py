@@ -95,6 +95,20 @@ def identity(media: Media) -> tuple[Any, ...]:
     return (media.kind, media.data, stat.st_size, stat.st_mtime_ns)
 
 
+def data_url(media: Media) -> str:
+    """Return the medium as the text that servers take: `data:image/png;base64,...`."""
+    content = with_bytes(media).data
+    assert isinstance(content, bytes)
+    return f"data:{media.mime_type or media.kind + '/*'};base64,{base64.b64encode(content).decode()}"
+
+
+def with_bytes(media: Media) -> Media:
+    """Return the medium with the content of its file, for processes that may not have the file."""
+    if isinstance(media.data, bytes):
+        return media
+    return media._replace(data=Path(_file(media)).read_bytes())
+
+
 def measure(media: Media, max_pixels: int = MAX_PIXELS) -> Size:
     """Return the size of a medium by its header; raise a ValueError that names it if it cannot be used."""
     if media.kind == "audio":

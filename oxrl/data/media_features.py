@@ -108,6 +108,10 @@ class MediaTowers:
         accepted = _parameters(type(body))
         return {name: value for name, value in self.processor.features((medium,)).items() if name in accepted}
 
+    def own_inputs(self, model: Any, tokens: Sequence[int], media: Sequence[Media]) -> dict[str, Any]:
+        """Return what transformers' forward of this model gets for one row; callers without this module use it."""
+        return own_inputs(model, MediaRow("row", np.asarray(tokens), tuple(media)))
+
     @property
     def kinds(self) -> list[Any]:
         """The kinds of media that the model can read."""

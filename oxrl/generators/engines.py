@@ -6,14 +6,48 @@ makes a `Generator` of one or more engines.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from oxrl.data.media import Kind, load_audio, load_image
+from oxrl.data.processor import MediaProcessor
 from oxrl.generators.connection import EngineError
 from oxrl.generators.embedded.sampling import stream_key
-from oxrl.types import Generation, GenerationConfig, Rendezvous, Request
+from oxrl.types import Generation, GenerationConfig, Media, Rendezvous, Request
 
+_MAX_REDRAWS = 256  # of placeholders in one completion: a model that wants to write nothing else
 _FINISH_REASONS = {"stop": "stop", "length": "length", "abort": "aborted"}
+
+
+class MediaPrompt(NamedTuple):
+    """A prompt with media for an engine that expands their placeholders itself, and must arrive at our own ids."""
+
+    tokens: tuple[int, ...]  # with one placeholder for each medium
+    media: tuple[Media, ...]
+    sampling_rate: int = 0  # of sounds as the model hears them
+
+    @classmethod
+    def of(cls, tokens: Sequence[int], media: Sequence[Media], processor: MediaProcessor) -> MediaPrompt:
+        """Return the prompt of these expanded ids."""
+        rate = processor.sampling_rate if "audio" in processor.placeholders else 0
+        return cls(tuple(processor.unexpanded(tokens, media)), tuple(media), rate)
+
+    def decoded(self) -> list[tuple[Kind, Any]]:
+        """Decode media as the trainer's are: images upright in RGB, sounds as samples of one channel at the rate."""
+        return [
+            (medium.kind, load_image(medium) if medium.kind == "image" else load_audio(medium, self.sampling_rate))
+            for medium in self.media
+        ]
+
+    def check_expanded(self, name: str, expanded: Sequence[int] | None, tokens: Sequence[int]) -> None:
+        """Raise unless the engine's ids are ours: log-probs would belong to other tokens."""
+        if expanded is None or tuple(expanded) != tuple(tokens):
+            found = "no" if expanded is None else str(len(expanded))
+            raise EngineError(
+                f"{name} expands the placeholders of {len(self.media)} media to {found} prompt tokens, which are not "
+                f"the {len(tokens)} of this prompt: its processor and ours differ; sample with the embedded engine "
+                "(inference_engine.name: embedded)"
+            )
 
 
 class EngineRequest(NamedTuple):
@@ -24,6 +58,34 @@ class EngineRequest(NamedTuple):
     seed: int  # from 0 to 2**63 - 1
     max_tokens: int
     end_token_ids: tuple[int, ...]
+    media: MediaPrompt | None = None
+    placeholders: tuple[int, ...] = ()  # of media; one that was sampled is drawn again, see `redraw`
+    logit_bias: Mapping[int, float] = {}
+
+    @property
+    def stop_token_ids(self) -> list[int]:
+        return [*self.end_token_ids, *self.placeholders]
+
+    def redraw(self, sampled: Sequence[int], redraws: int) -> EngineRequest:
+        """Return the request that continues after these tokens, with other random numbers than before.
+
+        To draw again until there is no placeholder is to sample from the other tokens only, and leaves the log-probs
+        as they are: those over the whole vocabulary, as the trainer's.
+        """
+        if redraws > _MAX_REDRAWS:
+            raise EngineError(
+                f"placeholders of images or audio were sampled {redraws} times in one completion: the model writes "
+                "hardly anything else; check its weights and its chat template"
+            )
+        media = self.media and self.media._replace(tokens=(*self.media.tokens, *sampled))
+        greedy = self.sampling.temperature == 0  # the likeliest token would be the same again
+        return self._replace(
+            tokens=(*self.tokens, *sampled),
+            seed=stream_key(self.seed, redraws) >> 1,
+            max_tokens=self.max_tokens - len(sampled),
+            media=media,
+            logit_bias=dict.fromkeys(self.placeholders, -100.0) if greedy else {},
+        )
 
 
 class EngineOutput(NamedTuple):
@@ -41,6 +103,7 @@ class Facts(NamedTuple):
     max_length: int  # of prompt and completion together
     logprobs: str  # "full": at the sampling temperature, over all tokens; "processed": over the tokens that cut-offs
     # leave; "raw": at temperature 1, over all tokens
+    reads_media: bool = False  # takes media beside token ids
 
 
 class WeightLoader(Protocol):
@@ -68,7 +131,7 @@ class InferenceEngine(Protocol):
 
     async def complete(self, request: EngineRequest) -> EngineOutput: ...
 
-    async def prompt_logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
+    async def prompt_logprobs(self, tokens: Sequence[int], media: MediaPrompt | None = None) -> tuple[float, ...]:
         """Return the log-prob of each token but the first, at temperature 1."""
         ...
 
@@ -108,15 +171,22 @@ class Receiver(Protocol):
 
 
 def as_engine_request(
-    request: Request, sampling: GenerationConfig, facts: Facts, end_token_ids: Sequence[int]
+    request: Request,
+    sampling: GenerationConfig,
+    facts: Facts,
+    end_token_ids: Sequence[int],
+    processor: MediaProcessor | None = None,
 ) -> EngineRequest:
-    """Convert a request for an engine; raise ValueError if the engine cannot serve it."""
+    """Convert a request for an engine; raise ValueError if the engine cannot serve it.
+
+    `processor` is that of a model which reads media.
+    """
     partial = request.partial.token_ids if request.partial is not None else ()
     if request.partial is not None and request.partial.finish_reason != "aborted":
         raise ValueError(
             f"only an aborted generation can be resumed, not one with finish_reason {request.partial.finish_reason}"
         )
-    if request.media:
+    if request.media and (processor is None or not facts.reads_media):
         raise ValueError(
             "the request has media, and this engine gets token ids only: sample with the embedded engine "
             "(inference_engine.name: embedded)"
@@ -133,7 +203,12 @@ def as_engine_request(
     max_tokens = min(sampling.max_new_tokens, facts.max_length - len(request.tokens)) - len(partial)
     # An engine counts its random numbers from the first token that it samples itself.
     seed = stream_key(stream_key(sampling.seed, request.seed), len(partial)) >> 1
-    return EngineRequest(tokens, sampling, seed, max_tokens, (*end_token_ids, *sampling.stop_token_ids))
+    ends, media = (*end_token_ids, *sampling.stop_token_ids), None
+    if processor is not None and request.media:
+        media = MediaPrompt.of(request.tokens, request.media, processor)
+        media = media._replace(tokens=(*media.tokens, *partial))
+    placeholders = () if processor is None else tuple(sorted(processor.placeholder_ids))
+    return EngineRequest(tokens, sampling, seed, max_tokens, ends, media, placeholders)
 
 
 def check_logprobs(sampling: GenerationConfig, facts: Facts) -> None:

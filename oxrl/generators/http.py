@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import count
 from typing import Any
 
+from oxrl.concurrency import in_thread
+from oxrl.data.media import as_media, data_url
 from oxrl.generators.connection import Connection, EngineError
-from oxrl.generators.engines import EngineOutput, EngineRequest, Facts
+from oxrl.generators.engines import EngineOutput, EngineRequest, Facts, MediaPrompt
 from oxrl.generators.probe import StaleEngineError
 from oxrl.generators.vllm.worker import EXTENSION
 from oxrl.types import Rendezvous
@@ -82,9 +86,24 @@ class VLLMEngine(_Server):
         mode = str(info["vllm_config"]["model_config"]["logprobs_mode"])
         if not mode.endswith("_logprobs"):
             raise ValueError(f"{self.name} returns {mode}: start it with --logprobs-mode processed_logprobs")
-        return Facts(int(model["max_model_len"]), mode.removesuffix("_logprobs"))
+        return Facts(int(model["max_model_len"]), mode.removesuffix("_logprobs"), self._reports_versions)
 
     async def complete(self, request: EngineRequest) -> EngineOutput:
+        tokens: tuple[int, ...] = ()
+        logprobs: tuple[float, ...] = ()
+        versions: tuple[int, ...] = ()
+        for redraws in count():
+            output = await self._complete(request.redraw(tokens, redraws) if redraws else request)
+            sampled = not set(output.token_ids[-1:]) & set(request.placeholders)
+            end = len(output.token_ids) - (not sampled)
+            tokens += output.token_ids[:end]
+            logprobs += output.logprobs[:end]
+            versions += output.versions[:end]
+            if sampled:
+                break
+        return EngineOutput(tokens, logprobs, output.finish_reason, versions)
+
+    async def _complete(self, request: EngineRequest) -> EngineOutput:
         model, sampling = await self._model_name(), request.sampling
         parameters = {
             "max_tokens": request.max_tokens,
@@ -97,23 +116,22 @@ class VLLMEngine(_Server):
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "stop": list(sampling.stop),
-            "stop_token_ids": list(request.end_token_ids),
+            "stop_token_ids": request.stop_token_ids,
             "seed": request.seed,
             "logprobs": 0,
+            **({"logit_bias": request.logit_bias} if request.logit_bias else {}),
             **({"allowed_token_ids": list(sampling.allowed_tokens)} if sampling.allowed_tokens else {}),
         }
         if self._reports_versions:
-            return await self._complete_with_versions(
-                {"model": model, "token_ids": list(request.tokens), "sampling_params": parameters}
-            )
+            return await self._complete_with_versions(request, {"model": model, "sampling_params": parameters})
         body = {"model": model, "prompt": list(request.tokens), "return_token_ids": True, **parameters}
         (choice,) = (await self._connection.post("/v1/completions", body))["choices"]
         logprobs = choice["logprobs"]["token_logprobs"] if choice["logprobs"] else ()
         return EngineOutput(tuple(choice["token_ids"]), tuple(logprobs), str(choice["finish_reason"]))
 
-    async def _complete_with_versions(self, body: Mapping[str, Any]) -> EngineOutput:
-        """Use the endpoint that also returns the version of the weights for each token."""
-        (choice,) = (await self._connection.post(_TOKENS, body))["choices"]
+    async def _complete_with_versions(self, request: EngineRequest, body: Mapping[str, Any]) -> EngineOutput:
+        """Use the endpoint that also returns the version of the weights for each token, and takes media."""
+        (choice,) = (await self._post_tokens(request.tokens, request.media, body))["choices"]
         sampled = (choice["logprobs"] or {}).get("content") or ()
         spans = choice["weight_versions"] or ()
         versions = [span["version"] for span in spans for _ in range(span["start"], span["end"])]
@@ -125,16 +143,33 @@ class VLLMEngine(_Server):
             tuple(map(int, versions)) if known else (),
         )
 
+    async def _post_tokens(
+        self, tokens: Sequence[int], media: MediaPrompt | None, body: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """The server expands the placeholders of media itself; raise unless it arrives at these tokens."""
+        if media is None:
+            response: Mapping[str, Any] = await self._connection.post(_TOKENS, {"token_ids": list(tokens), **body})
+            return response
+        parts = await in_thread(partial(_content_parts, media))
+        prompt = {"token_ids": list(media.tokens), "content_parts": parts, "return_token_ids": True}
+        response = await self._connection.post(_TOKENS, {**prompt, **body})
+        media.check_expanded(self.name, response["prompt_token_ids"], tokens)
+        return response
+
     async def _has(self, path: str) -> bool:
         try:
             return path in (await self._connection.get("/openapi.json"))["paths"]
         except EngineError:  # a server may be started without its description
             return False
 
-    async def prompt_logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
-        body = {"model": await self._model_name(), "prompt": list(tokens), "max_tokens": 1, "prompt_logprobs": 0}
-        (choice,) = (await self._connection.post("/v1/completions", body))["choices"]
-        logprobs = choice["prompt_logprobs"][1:]
+    async def prompt_logprobs(self, tokens: Sequence[int], media: MediaPrompt | None = None) -> tuple[float, ...]:
+        model, parameters = await self._model_name(), {"max_tokens": 1, "prompt_logprobs": 0}
+        if media is None:
+            body = {"model": model, "prompt": list(tokens), **parameters}
+            (reported,) = (await self._connection.post("/v1/completions", body))["choices"]
+        else:
+            reported = await self._post_tokens(tokens, media, {"model": model, "sampling_params": parameters})
+        logprobs = reported["prompt_logprobs"][1:]
         return tuple(float(each[str(token)]["logprob"]) for each, token in zip(logprobs, tokens[1:], strict=True))
 
     async def abort(self) -> None:
@@ -159,6 +194,7 @@ class VLLMEngine(_Server):
         reply = await self._connection.post("/reset_prefix_cache", query={"reset_running_requests": "true"})
         if not reply["success"]:
             raise EngineError(f"{self.name} did not reset its prefix cache, which belongs to older weights")
+        await self._connection.post("/reset_encoder_cache")
 
     async def update_weights_from_checkpoint(self, checkpoint_path: str, version: int | None = None) -> dict[str, Any]:
         await self._model_name()
@@ -222,7 +258,7 @@ class SGLangEngine(_Server):
             "top_k": sampling.top_k or -1,
             "min_p": sampling.min_p,
             "stop": list(sampling.stop),
-            "stop_token_ids": list(request.end_token_ids),
+            "stop_token_ids": request.stop_token_ids,
             "sampling_seed": request.seed,
         }
         body = {"input_ids": list(request.tokens), "sampling_params": parameters, "return_logprob": True}
@@ -231,7 +267,9 @@ class SGLangEngine(_Server):
         reason = (info["finish_reason"] or {}).get("type", "none")
         return EngineOutput(tuple(token for _, token, *_ in sampled), tuple(logprob for logprob, *_ in sampled), reason)
 
-    async def prompt_logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
+    async def prompt_logprobs(self, tokens: Sequence[int], media: MediaPrompt | None = None) -> tuple[float, ...]:
+        if media is not None:
+            raise ValueError(f"{self.name} gets token ids only, and this prompt has images or audio")
         parameters = {"max_new_tokens": 1, "temperature": 1.0}
         body = {
             "input_ids": list(tokens),
@@ -268,6 +306,15 @@ class SGLangEngine(_Server):
         await self.resume()
         reported = (await self._connection.get("/get_weight_version"))["weight_version"]
         return _check_version(self.name, reported, version, started)
+
+
+def _content_parts(prompt: MediaPrompt) -> list[dict[str, str]]:
+    """Media as data URLs, without loss."""
+    parts: list[dict[str, str]] = []
+    for kind, value in prompt.decoded():
+        plain = as_media(value if kind == "image" else (value, prompt.sampling_rate), kind)
+        parts.append({"type": f"{kind}_url", "url": data_url(plain)})
+    return parts
 
 
 def _check_version(name: str, reported: object, version: int | None, started: float) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import anyio
 from anyio.lowlevel import RunVar
 
 from oxrl.concurrency import in_thread, run_blocking, task_group
+from oxrl.data.processor import MediaProcessor, processor_of
 from oxrl.generators.connection import EngineError
 from oxrl.generators.embedded.engine import check_sampling
 from oxrl.generators.engines import (
@@ -140,6 +141,7 @@ class HTTPGenerator:
         self._end_token_ids = tuple(sorted({*end_token_ids, tokenizer.eos_token_id} - {None}))
         self._folder = Path(folder) if folder is not None else shm_dir()
         self._tolerance = tolerance
+        self._processor = processor_of(tokenizer)
         self._version = 0
         self._facts: dict[int, Facts] = {}
         self._load = [0] * len(self.engines)
@@ -230,7 +232,8 @@ class HTTPGenerator:
     async def _complete_on(self, index: int, request: Request, sampling: GenerationConfig) -> EngineOutput:
         self._load[index] += 1
         try:
-            engine_request = as_engine_request(request, sampling, await self._facts_of(index), self._end_token_ids)
+            facts = await self._facts_of(index)
+            engine_request = as_engine_request(request, sampling, facts, self._end_token_ids, self._processor)
             if engine_request.max_tokens <= 0:
                 return EngineOutput((), (), "length")
             return await self.engines[index].complete(engine_request)
@@ -318,7 +321,7 @@ class HTTPGenerator:
         """Send the weights to all reachable engines; return once each is verified to have them."""
         await self.wake_up()
         source = source_of(weights)
-        probe = await in_thread(partial(Probe.of, source, self._tolerance))
+        probe = await in_thread(partial(Probe.of, source, self._tolerance, await self._media_probed()))
         reachable = await self._reachable()
         engines = [self.engines[index] for index in reachable]
         if self._transfer == "files":
@@ -344,11 +347,18 @@ class HTTPGenerator:
                     names = ", ".join(engine.name for engine in engines)
                     raise EngineError(f"weights did not reach {names}: {error}") from error
 
+    async def _media_probed(self) -> MediaProcessor | None:
+        """The processor of a model that reads media, if all engines take them; else the probe sequence is text."""
+        if self._processor is None:
+            return None
+        await self._load_facts()
+        return self._processor if all(facts.reads_media for facts in self._facts.values()) else None
+
     async def verify(self, probe: Probe, version: int, indices: Sequence[int] | None = None) -> None:
         """Raise, with the engine's name, if its log-probs of the probe sequence are not the trainer's."""
 
         async def verify_one(index: int, engine: InferenceEngine) -> None:
-            logprobs = await engine.prompt_logprobs(probe.tokens)
+            logprobs = await engine.prompt_logprobs(probe.tokens, probe.media)
             self._probe_results[index] = probe.check(engine.name, logprobs, version, self._probe_results.get(index))
 
         async with task_group() as tasks:

@@ -10,6 +10,9 @@ from typing import NamedTuple
 
 import torch
 
+from oxrl.data.media_features import example
+from oxrl.data.processor import MediaProcessor
+from oxrl.generators.engines import MediaPrompt
 from oxrl.types import WeightSource
 
 LENGTH = 48
@@ -26,18 +29,36 @@ def probe_tokens(vocabulary: int) -> tuple[int, ...]:
     return tuple((7 + 7919 * index * (index + 3)) % vocabulary for index in range(LENGTH))
 
 
+def probe_prompt(tokens: Sequence[int], processor: MediaProcessor) -> tuple[tuple[int, ...], MediaPrompt]:
+    """Put a medium of each kind that the model reads between these tokens; return the ids, and the prompt for engines.
+
+    The towers' weights are then verified, too, and that the engine's processor makes the same of a medium.
+    """
+    media = tuple(example(kind, 84, 56) for kind in processor.placeholders)
+    text = "".join(processor.placeholders[medium.kind] for medium in media)
+    free = [token for token in tokens if token not in processor.placeholder_ids]
+    half = len(free) // 2
+    ids = (*free[:half], *processor.ids(text, media), *free[half:])
+    return ids, MediaPrompt.of(ids, media, processor)
+
+
 class Probe(NamedTuple):
     """The trainer's current log-probs of the probe sequence, and by how much an engine's may differ."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     tolerance: float
+    media: MediaPrompt | None = None
 
     @classmethod
-    def of(cls, source: WeightSource, tolerance: float | None = None) -> Probe:
+    def of(cls, source: WeightSource, tolerance: float | None = None, processor: MediaProcessor | None = None) -> Probe:
+        """Compute it; `processor` is that of a model which reads media."""
         tokens = probe_tokens(source.vocabulary)
         allowed = TOLERANCE.get(source.dtype, 0.3) if tolerance is None else tolerance
-        return cls(tokens, source.logprobs(tokens), allowed)
+        if processor is None:
+            return cls(tokens, source.logprobs(tokens), allowed)
+        tokens, media = probe_prompt(tokens, processor)
+        return cls(tokens, source.logprobs(tokens, media.media), allowed, media)
 
     def check(self, name: str, logprobs: Sequence[float], version: int, before: ProbeResult | None) -> ProbeResult:
         """Return the result for the next check; raise if the engine's log-probs are not the trainer's.

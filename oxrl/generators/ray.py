@@ -23,8 +23,9 @@ from typing import Any, Protocol, TypeAlias
 import anyio
 
 from oxrl.concurrency import in_thread, task_group
+from oxrl.data.media import with_bytes
 from oxrl.generators.connection import EngineError
-from oxrl.generators.engines import EngineOutput, EngineRequest, Facts
+from oxrl.generators.engines import EngineOutput, EngineRequest, Facts, MediaPrompt
 from oxrl.generators.pool import HTTPGenerator
 from oxrl.generators.probe import Probe, StaleEngineError
 from oxrl.machine.ray_cluster import Bundles, Process, end_actor, import_ray, reserve
@@ -94,7 +95,7 @@ class RayGenerator(HTTPGenerator):
         self._version = weights.version
 
     async def _probe(self, weights: Weights) -> Probe:
-        return await in_thread(partial(Probe.of, source_of(weights), self._tolerance))
+        return await in_thread(partial(Probe.of, source_of(weights), self._tolerance, await self._media_probed()))
 
     async def _send_weights(self, engines: Engines, weights: Weights, probe: Probe) -> Engines:
         """Send weights to these engines concurrently and verify them; return those that were lost meanwhile.
@@ -122,7 +123,7 @@ class RayGenerator(HTTPGenerator):
     ) -> None:
         try:
             reported = await engine.call("version", limit=replica.time_limit)
-            logprobs = await engine.call("prompt_logprobs", probe.tokens, limit=replica.time_limit)
+            logprobs = await engine.call("prompt_logprobs", probe.tokens, probe.media, limit=replica.time_limit)
         except ReplicaLostError:
             lost[replica] = engine
             return
@@ -235,12 +236,16 @@ class RayReplica:
         return self._facts
 
     async def complete(self, request: EngineRequest) -> EngineOutput:
+        if request.media is not None:  # the actor's machine may not have the files
+            media = await in_thread(partial(_with_bytes, request.media))
+            request = request._replace(media=media)
         output: EngineOutput = await self.engine.call("complete", request, limit=self.time_limit)
         self._restarts = 0
         return output
 
-    async def prompt_logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
-        logprobs: tuple[float, ...] = await self.engine.call("prompt_logprobs", tuple(tokens), limit=self.time_limit)
+    async def prompt_logprobs(self, tokens: Sequence[int], media: MediaPrompt | None = None) -> tuple[float, ...]:
+        call = "prompt_logprobs", tuple(tokens), media
+        logprobs: tuple[float, ...] = await self.engine.call(*call, limit=self.time_limit)
         return logprobs
 
     async def abort(self) -> None:
@@ -390,8 +395,8 @@ class EngineActor:
     async def complete(self, request: EngineRequest) -> EngineOutput:
         return await self.engine.complete(request)
 
-    async def prompt_logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
-        return await self.engine.prompt_logprobs(tokens)
+    async def prompt_logprobs(self, tokens: Sequence[int], media: MediaPrompt | None = None) -> tuple[float, ...]:
+        return await self.engine.prompt_logprobs(tokens, media)
 
     async def abort(self) -> None:
         await self.engine.abort()
@@ -510,6 +515,10 @@ def _adapter_files(source: WeightSource | ReferencedWeights) -> dict[str, bytes]
         files: dict[str, bytes] = source.adapter_files()
         return files
     return adapter_files(source.write_adapter)
+
+
+def _with_bytes(prompt: MediaPrompt) -> MediaPrompt:
+    return prompt._replace(media=tuple(map(with_bytes, prompt.media)))
 
 
 async def _no_refresh(_: EngineHandle) -> None:

@@ -23,7 +23,7 @@ import anyio
 
 from oxrl.concurrency import in_thread, task_group
 from oxrl.generators.connection import Connection, EngineError, NoSuchPathError, check_distinct
-from oxrl.generators.engines import EngineOutput, EngineRequest, Facts, InferenceEngine
+from oxrl.generators.engines import EngineOutput, EngineRequest, Facts, InferenceEngine, MediaPrompt
 from oxrl.generators.http import SGLangEngine, VLLMEngine
 from oxrl.generators.pool import HTTPGenerator
 from oxrl.generators.probe import Probe, StaleEngineError
@@ -95,10 +95,12 @@ class Replica:
     async def complete(self, request: EngineRequest) -> EngineOutput:
         return await self._call(lambda engine: engine.complete(request))
 
-    async def prompt_logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
-        logprobs = await self._call_with_recovery(lambda engine: engine.prompt_logprobs(tokens))
+    async def prompt_logprobs(self, tokens: Sequence[int], media: MediaPrompt | None = None) -> tuple[float, ...]:
+        logprobs = await self._call_with_recovery(lambda engine: engine.prompt_logprobs(tokens, media))
         if self._weights is not None:
-            self._probe_record = _ProbeRecord(self._weights.version, tuple(tokens), logprobs)
+            self._probe_record = _ProbeRecord(
+                self._weights.version, Probe(tuple(tokens), logprobs, _SAME_WEIGHTS, media)
+            )
         return logprobs
 
     async def abort(self) -> None:
@@ -248,8 +250,8 @@ class Replica:
             return
         await self._update(self._engine)
         if self._probe_record is not None and self._probe_record.version == self._weights.version:
-            probe = Probe(self._probe_record.tokens, self._probe_record.logprobs, _SAME_WEIGHTS)
-            logprobs = await self._engine.prompt_logprobs(probe.tokens)
+            probe = self._probe_record.probe
+            logprobs = await self._engine.prompt_logprobs(probe.tokens, probe.media)
             probe.check(self.name, logprobs, self._weights.version or 0, None)
 
 
@@ -264,8 +266,7 @@ class _ProbeRecord(NamedTuple):
     """An engine's log-probs of the probe sequence when its weights were verified."""
 
     version: int | None
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    probe: Probe
 
 
 def _save(source: Path, home: Path, version: int | None) -> _SavedWeights:

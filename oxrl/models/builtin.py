@@ -237,7 +237,7 @@ BUILTIN_MODELS = MappingProxyType(
     {
         "smollm2-135m": Builtin("smollm2-135m-v1", build_smollm2),
         "tiny": Builtin("tiny-v2", build_tiny),
-        "tiny-audio": Builtin("tiny-audio-v1", _build_tiny_audio),
+        "tiny-audio": Builtin("tiny-audio-v2", _build_tiny_audio),
         "tiny-vlm": Builtin("tiny-vlm-v1", _build_tiny_vlm),
     }
 )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oxrl.models.builtin import TINY_CHAT_TEMPLATE, TINY_CONTEXT, TINY_VOCABULARY, byte_tokenizer, draw_weights
+from oxrl.models.load import save_under_published_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,14 +65,19 @@ def build_tiny_vlm(folder: Path) -> None:
     _write(folder, Qwen2VLForConditionalGeneration(config), tokenizer, processor)
 
 
-def build_tiny_audio(folder: Path) -> None:
-    """Write a Qwen2-Audio of 0.7M parameters; a second of sound becomes 25 tokens, 2 more around them."""
+def build_tiny_audio(folder: Path, seconds: int = MAX_SECONDS) -> None:
+    """Write a Qwen2-Audio of 0.7M parameters; a second of sound becomes 25 tokens, 2 more around them.
+
+    Sounds have at most `seconds`; vLLM (0.32) runs only those with the 30 of the published model.
+    """
     from transformers import Qwen2AudioConfig, Qwen2AudioForConditionalGeneration
+    from transformers.models.whisper.modeling_whisper import sinusoids
 
     start, end, audio = AUDIO_TOKENS
     tokenizer = byte_tokenizer(_template("audio", start + audio + end), AUDIO_TOKENS)
     config = Qwen2AudioConfig(
-        text_config={**_text_settings(tokenizer), "model_type": "qwen2"},
+        # transformers does not tie these; vLLM does what this says.
+        text_config={**_text_settings(tokenizer), "model_type": "qwen2", "tie_word_embeddings": False},
         audio_config={
             "model_type": "qwen2_audio_encoder",
             "num_mel_bins": MEL_BINS,
@@ -79,10 +85,13 @@ def build_tiny_audio(folder: Path) -> None:
             "encoder_layers": 2,
             "encoder_attention_heads": 4,
             "encoder_ffn_dim": 128,
-            "max_source_positions": 50 * MAX_SECONDS,
+            "max_source_positions": 50 * seconds,
         },
         audio_token_index=tokenizer.convert_tokens_to_ids(audio),
     )
+    model = Qwen2AudioForConditionalGeneration(config)
+    positions = model.model.audio_tower.embed_positions.weight
+    positions.data = sinusoids(*positions.shape)  # transformers reads them from checkpoints, and draws them here
     processor = {
         "processor_class": "Qwen2AudioProcessor",
         "audio_token": audio,
@@ -92,11 +101,11 @@ def build_tiny_audio(folder: Path) -> None:
             "feature_extractor_type": "WhisperFeatureExtractor",
             "feature_size": MEL_BINS,
             "sampling_rate": 16000,
-            "chunk_length": MAX_SECONDS,
+            "chunk_length": seconds,
             "return_attention_mask": True,
         },
     }
-    _write(folder, Qwen2AudioForConditionalGeneration(config), tokenizer, processor)
+    _write(folder, model, tokenizer, processor)
 
 
 def _template(kind: str, text: str) -> str:
@@ -126,6 +135,7 @@ def _mrope() -> dict[str, Any]:
 
 def _write(folder: Path, model: Any, tokenizer: PreTrainedTokenizerBase, processor: dict[str, Any]) -> None:
     draw_weights(model)
+    save_under_published_names(model)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "processor_config.json").write_text(json.dumps(processor, indent=2) + "\n", encoding="utf-8")

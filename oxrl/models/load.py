@@ -321,6 +321,21 @@ def _attach_processor(model: Any, config: ModelConfig) -> None:
             processor = load_processor(config)
         assert processor is not None, f"{type(inner).__name__} has towers"
         attach_towers(inner, processor)
+        save_under_published_names(inner)
+
+
+def save_under_published_names(model: Any) -> None:
+    """Undo that transformers (5.19) renames the language model of Qwen2-Audio twice when it saves it.
+
+    Its own `from_pretrained` reads such files; vLLM and other programs find no `language_model.model.model.layers`.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    if model.config.model_type != "qwen2_audio":
+        return
+    renamings = getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model, add_legacy=False)
+    # An empty scope: those of the body alone, which the whole model's include.
+    model._weight_conversions = [each for each in renamings if getattr(each, "scope_prefix", None) != ""]
 
 
 def freeze_part(model: PreTrainedModel, part: str) -> None:

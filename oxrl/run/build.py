@@ -49,6 +49,12 @@ def open_backend(spec: RunSpec) -> Iterator[Any]:
             backend.close()
 
 
+async def _reads_media(url: str) -> bool:
+    from oxrl.generators.servers import engine_at
+
+    return (await (await engine_at(url, time_limit=SERVER_SECONDS, retries=0)).facts()).reads_media
+
+
 @asynccontextmanager
 async def open_engine(config: Config, tokenizer: Any, folder: Path, trainer: Any) -> AsyncIterator[Engine]:
     """The engine that `inference_engine.name` names; `folder` holds the model config and logs of a separate engine.
@@ -60,8 +66,11 @@ async def open_engine(config: Config, tokenizer: Any, folder: Path, trainer: Any
         yield engine
 
 
-def check_servers(config: Config) -> None:
-    """Refuse a run whose external servers do not respond, before anything is loaded."""
+def check_servers(config: Config, with_media: str | None = None) -> None:
+    """Refuse a run whose external servers do not respond, before anything is loaded.
+
+    `with_media` names a row with images or audio, which they have to take.
+    """
     from oxrl.generators.connection import Connection, EngineError
 
     for url in config.inference_engine.urls if find_engine(config.engine).external else ():
@@ -72,3 +81,8 @@ def check_servers(config: Config) -> None:
             raise ConfigError(
                 f"inference_engine.urls: no healthy server: {error}; start the server, or correct the address"
             ) from error
+        if with_media is not None and not run_blocking(_reads_media, url):
+            raise ConfigError(
+                f"{with_media} has images or audio, and the server at {url} takes token ids only: start vLLM with "
+                "--enable-scale-out, or set inference_engine.name to embedded"
+            )

@@ -11,7 +11,7 @@ from typing import Any
 from oxrl.config import Config, ConfigError
 from oxrl.config.checks import contradictions, remarks
 from oxrl.config.registry import find_engine
-from oxrl.machine.packages import refuse_broken
+from oxrl.machine.packages import is_installed, refuse_broken
 from oxrl.models.chat_templates import read_template
 from oxrl.models.load import check_model, context_length, load_tokenizer
 from oxrl.run.build import check_servers
@@ -69,7 +69,7 @@ def prepare_run(config: Config, output: str | Path | None = None, *, resume: boo
     check_installed(spec.config, online=spec.online)
     refuse_broken("deepspeed")  # transformers imports it when it saves a model
     if spec.online:
-        check_servers(spec.config)
+        check_servers(spec.config, next((sample.id for sample in spec.rows if sample.media), None))
         check_tool_servers(spec.config)
     if resume_from is not None:
         _restore_rows(spec, resume_from)
@@ -254,14 +254,26 @@ def _check_online(config: Config, samples: Sequence[Sample]) -> Config:
     _check_reuse(config)
     rollout_config(config, None)
     environment(config)
-    named = next((sample.id for sample in samples if sample.media), None)
-    if named is not None and not find_engine(config.engine).shares_weights:
-        raise ConfigError(
-            f"{named} has images or audio, and the engine {config.engine} gets token ids only: set "
-            "inference_engine.name to embedded"
-        )
+    _check_engine_reads_media(config, samples)
     check_engine_settings(config)
     return config
+
+
+def _check_engine_reads_media(config: Config, samples: Sequence[Sample]) -> None:
+    record = find_engine(config.engine)
+    for sample in samples if not record.shares_weights else ():
+        if sample.media and not record.reads_media:
+            raise ConfigError(
+                f"{sample.id} has images or audio, and the engine {config.engine} gets token ids only: set "
+                "inference_engine.name to embedded"
+            )
+        package = record.image_package if any(medium.kind == "image" for medium in sample.media) else None
+        if package is not None and not is_installed(package):
+            raise ConfigError(
+                f"{sample.id} has images, and the engine {config.engine} reads them with {package}, which is not "
+                f"installed: install the build of {package} that belongs to this torch, or set inference_engine.name "
+                "to embedded"
+            )
 
 
 def _check_offline(config: Config) -> Config:

@@ -16,7 +16,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from oxrl.types import Rendezvous, Weights, WeightSource
+from oxrl.types import Media, Rendezvous, Weights, WeightSource
 from oxrl.weights.broadcast import send
 from oxrl.weights.buckets import grouped
 
@@ -203,8 +203,8 @@ class ModuleWeights:
     def send(self, rendezvous: Rendezvous) -> None:
         send(plain_weights(self.module), rendezvous)
 
-    def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
-        return trainer_logprobs(self.module, tokens)
+    def logprobs(self, tokens: Sequence[int], media: Sequence[Media] = ()) -> tuple[float, ...]:
+        return trainer_logprobs(self.module, tokens, media)
 
 
 class StaleWeightsError(RuntimeError):
@@ -220,15 +220,22 @@ def source_of(weights: Weights) -> WeightSource:
     return weights.source
 
 
-def trainer_logprobs(module: Any, tokens: Sequence[int]) -> tuple[float, ...]:
+def trainer_logprobs(module: Any, tokens: Sequence[int], media: Sequence[Media] = ()) -> tuple[float, ...]:
     """Return log-probs of each token but the first by the trainer's module, with its adapter, without dropout."""
     import torch
 
     with eval_mode(module):
         device = module.get_input_embeddings().weight.device
         ids = torch.tensor([list(tokens)], device=device)
-        logits = module(input_ids=ids, use_cache=False).logits[0, :-1].float()
+        inputs = _with_media(module, tokens, media) if media else {"input_ids": ids}
+        logits = module(**inputs, use_cache=False).logits[0, :-1].float()
         return tuple(logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].tolist())
+
+
+def _with_media(module: Any, tokens: Sequence[int], media: Sequence[Media]) -> dict[str, Any]:
+    _, model = _transformers_model(module)
+    inputs: dict[str, Any] = model.media_towers.own_inputs(model, tokens, media)
+    return inputs
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The contract of a `Generator`, run over each implementation; the embedded engine also with images and with sounds."""
+"""The contract of a `Generator`, run over each implementation, and over most also with images or with sounds."""
 
 import copy
 from collections.abc import Callable
@@ -72,14 +72,9 @@ def vllm_over_http(vllm_url, tiny):
     return Engine(HTTPGenerator([VLLMEngine(vllm_url)], tiny[1]), holding)
 
 
-@pytest.fixture
-def vllm_here(vllm_in_process):
-    return Engine(vllm_in_process, holding)
-
-
-@pytest.fixture
-def vllm_in_actor(ray_replicas):
-    return Engine(ray_replicas, holding)
+@pytest.fixture(scope="session")
+def vllm_with_images_over_http(vllm_images_url, tiny_vlm):
+    return Engine(HTTPGenerator([VLLMEngine(vllm_images_url)], tiny_vlm[1]), holding)
 
 
 class Case(NamedTuple):
@@ -88,6 +83,10 @@ class Case(NamedTuple):
     fixture: str | None
     marks: Any = ()
     model: str = "tiny"
+
+    @classmethod
+    def of_vllm(cls, fixture, *, generator=None, model="tiny"):
+        return cls(generator or fixture, pytest.mark.engine(fixture), model)
 
     @property
     def on_one_loop(self):
@@ -98,9 +97,15 @@ GENERATORS = {
     "embedded": Case(None),
     "embedded with images": Case(None, model="tiny_vlm"),
     "embedded with sounds": Case(None, model="tiny_audio"),
-    "vllm over http": Case("vllm_over_http", pytest.mark.engine("vllm_url")),
-    "vllm in process": Case("vllm_here", pytest.mark.engine("vllm_in_process")),
-    "vllm in a ray actor": Case("vllm_in_actor", pytest.mark.engine("ray_replicas")),
+    "vllm over http": Case.of_vllm("vllm_url", generator="vllm_over_http"),
+    "vllm over http with images": Case.of_vllm(
+        "vllm_images_url", generator="vllm_with_images_over_http", model="tiny_vlm"
+    ),
+    "vllm in process": Case.of_vllm("vllm_in_process"),
+    "vllm in process with images": Case.of_vllm("vllm_images", model="tiny_vlm"),
+    "vllm in process with sounds": Case.of_vllm("vllm_sounds", model="audio_for_vllm"),
+    "vllm in a ray actor": Case.of_vllm("ray_replicas"),
+    "vllm in a ray actor with images": Case.of_vllm("ray_images", model="tiny_vlm"),
     "sglang stand-in": Case("sglang"),
 }
 
@@ -156,6 +161,7 @@ async def policy(request, anyio_backend):
         engine = Engine(generator, partial(holding_embedded, generator))
     else:
         engine = request.getfixturevalue(case.fixture)
+        engine = engine if isinstance(engine, Engine) else Engine(engine, holding)
     policy = Policy(*engine, model, engine.generator.version + 1)
     await policy.sync(policy.first)
     return policy

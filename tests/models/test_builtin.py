@@ -14,6 +14,7 @@ from typing import Any
 import filelock
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from oxrl.models import builtin
@@ -25,6 +26,10 @@ from oxrl.models.builtin import (
     extract_verified,
     prepare_builtin,
 )
+from oxrl.models.builtin_media import build_tiny_audio, build_tiny_vlm
+from oxrl.models.load import load_model
+from oxrl.types import ModelConfig
+from oxrl.weights.checkpoint_names import plain_weights
 from tests.waiting import HANG
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "Sum.", "parameters": {"type": "object"}}}
@@ -226,3 +231,27 @@ def test_smollm2_uses_chatml_and_splits_numbers_as_it_was_trained(smollm2: tuple
     assert tokenizer.eos_token == tokenizer.pad_token == "<|im_end|>"
     assert tokenizer.encode("<|im_end|>") == [2]
     assert tokenizer.tokenize("x = 1234\n  56") == ["x", "Ġ=", "Ġ", "1", "2", "3", "4", "ĊĠĠ", "5", "6"]
+
+
+def test_the_weights_of_a_model_of_sounds_have_the_names_that_other_programs_read(tmp_path: Path) -> None:
+    """transformers alone saves `language_model.model.model.layers`, and reads it again."""
+    model = load_model(ModelConfig("tiny-audio", device="cpu"))
+    model.save_pretrained(tmp_path)
+    saved, published = (
+        load_file(tmp_path / "model.safetensors"),
+        load_file(prepare_builtin("tiny-audio") / "model.safetensors"),
+    )
+    assert saved.keys() == published.keys() == dict(plain_weights(model)).keys()
+    layers = {name.rsplit(".layers.", 1)[0] for name in saved if ".layers." in name}
+    assert layers == {"language_model.model", "audio_tower"}
+    reloaded = type(model).from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(reloaded[name], weight) for name, weight in model.state_dict().items())
+
+
+@pytest.mark.parametrize("build", [build_tiny_audio, build_tiny_vlm])
+def test_models_of_media_are_the_same_on_every_machine(tmp_path: Path, build: Any) -> None:
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        build(tmp_path / f"{seed}")
+    one, two = (load_file(tmp_path / f"{seed}" / "model.safetensors") for seed in (1, 2))
+    assert one.keys() == two.keys() and all(torch.equal(weight, two[name]) for name, weight in one.items())

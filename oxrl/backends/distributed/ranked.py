@@ -26,6 +26,7 @@ from oxrl.types import (
     Counts,
     ImmediateTrainFuture,
     Layout,
+    Media,
     Outputs,
     Read,
     Rendezvous,
@@ -93,8 +94,8 @@ class RankedWeights:
         if message := self._call("send_plain_weights", rendezvous):
             raise TransferError(message)
 
-    def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
-        logprobs: tuple[float, ...] = self._call("sequence_logprobs", tuple(tokens))
+    def logprobs(self, tokens: Sequence[int], media: Sequence[Media] = ()) -> tuple[float, ...]:
+        logprobs: tuple[float, ...] = self._call("sequence_logprobs", tuple(tokens), tuple(media))
         return logprobs
 
     def _call(self, call: str, *arguments: Any) -> Any:

@@ -25,6 +25,7 @@ from oxrl.types import (
     Counts,
     ImmediateTrainFuture,
     Layout,
+    Media,
     Outputs,
     Read,
     Rendezvous,
@@ -176,13 +177,14 @@ def write_model_files(worker: Worker, folder: Path) -> None:
         inner.generation_config.save_pretrained(folder)
 
 
-def sequence_logprobs(worker: Worker, tokens: Sequence[int]) -> tuple[float, ...]:
+def sequence_logprobs(worker: Worker, tokens: Sequence[int], media: Sequence[Media] = ()) -> tuple[float, ...]:
     """Return log-probs of each token but the first at temperature 1, by one pass of the sharded model."""
     mask = np.arange(len(tokens)) > 0
     before = worker.module.temperature
     worker.set_temperature(1.0)
     try:
-        (outputs,) = value_of(worker.logprobs([collate([(Row("probe", np.array(tokens), mask),)])], "policy", {}))
+        row = Row("probe", np.array(tokens), mask, media=tuple(media))
+        (outputs,) = value_of(worker.logprobs([collate([(row,)])], "policy", {}))
     finally:
         worker.set_temperature(before)
     return tuple(outputs.logprob[1:].tolist())

@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 import anyio
 
 from oxrl.concurrency import in_thread
+from oxrl.data.processor import processor_of
 from oxrl.generators.connection import EngineError
 from oxrl.generators.embedded.engine import check_sampling
-from oxrl.generators.engines import EngineOutput, EngineRequest, Facts, as_engine_request, as_generation
+from oxrl.generators.engines import EngineOutput, EngineRequest, Facts, MediaPrompt, as_engine_request, as_generation
 from oxrl.generators.probe import Probe, ProbeResult
 from oxrl.generators.vllm.server import CPU_SETTINGS
 from oxrl.generators.vllm.worker import EXTENSION
@@ -72,6 +73,7 @@ class VLLMRolloutEngine:
         self._has_weights = False  # of a trainer; before that it has those that it was started with
         self._asleep = self._has_base = False  # base: of the adapter in use
         self._probe_result: ProbeResult | None = None
+        self._processor = processor_of(tokenizer)
         self._worker = _Worker(partial(_open_engine, str(model), lora, dict(options)), time_limit)
 
     @property
@@ -86,9 +88,8 @@ class VLLMRolloutEngine:
         """Return one generation per request, in order. Calls of several tasks share the engine."""
         check_sampling(sampling)
         await self.wake_up()
-        jobs = [
-            _Job(as_engine_request(request, sampling, self._worker.facts, self._end_token_ids)) for request in requests
-        ]
+        convert = partial(as_engine_request, end_token_ids=self._end_token_ids, processor=self._processor)
+        jobs = [_Job(convert(request, sampling, self._worker.facts)) for request in requests]
         version = self.version
         pairs = zip(requests, await self._run(jobs), strict=True)
         allowed = sampling.allowed_tokens
@@ -114,7 +115,7 @@ class VLLMRolloutEngine:
         """Load the trainer's weights or its adapter; requests in flight continue after a fresh prefill."""
         await self.wake_up()
         source = source_of(weights)
-        probe = await in_thread(partial(Probe.of, source, self._tolerance))
+        probe = await in_thread(partial(Probe.of, source, self._tolerance, self._processor))
         adapter_only = bool(self._lora) and source.adapted
         with tempfile.TemporaryDirectory(prefix="oxrl-weights-", dir=shm_dir()) as name:
             changes = []
@@ -161,13 +162,13 @@ class VLLMRolloutEngine:
 
     async def verify(self, probe: Probe, version: int) -> None:
         """Raise if the engine's log-probs of the probe sequence are not the trainer's."""
-        logprobs = await self.prompt_logprobs(probe.tokens)
+        logprobs = await self.prompt_logprobs(probe.tokens, probe.media)
         self._probe_result = probe.check(NAME, logprobs, version, self._probe_result)
         self.gap = self._probe_result.gap
 
-    async def prompt_logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
+    async def prompt_logprobs(self, tokens: Sequence[int], media: MediaPrompt | None = None) -> tuple[float, ...]:
         """Return the log-prob of each token but the first, at temperature 1."""
-        job = _Job(EngineRequest(tuple(tokens), GenerationConfig(), 0, 1, ()), probing=True)
+        job = _Job(EngineRequest(tuple(tokens), GenerationConfig(), 0, 1, (), media), probing=True)
         # vLLM (0.32) fails on prompt log-probs in one batch with other sequences and an adapter: wait until those end.
         deadline = time.monotonic() + self._worker.time_limit
         while not await self._on_worker(partial(self._worker.probe, job, alone=bool(self._lora))):
@@ -212,12 +213,18 @@ class _Job:
 
     request: EngineRequest
     probing: bool = False
+    redraws: int = 0  # of placeholders that were sampled
     id: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     prompt_logprobs: tuple[float, ...] = ()
     reason: Future[str] = field(default_factory=Future)
+
+    @property
+    def remaining(self) -> EngineRequest:
+        """What the engine is asked for: all of it, or the rest after a placeholder that was sampled."""
+        return self.request.redraw(self.tokens, self.redraws) if self.redraws else self.request
 
     def output(self, wait: Callable[[Future[str]], str]) -> EngineOutput:
         """Block until it has finished."""
@@ -234,7 +241,10 @@ class _Job:
         self.versions += [version] * len(new.token_ids)
         for token, each in zip(new.token_ids, new.logprobs or (), strict=False):
             self.logprobs.append(float(each[token].logprob))
-        if output.finished and not self.reason.done():
+        if self.tokens and self.tokens[-1] in self.request.placeholders:
+            del self.tokens[-1], self.versions[-1], self.logprobs[-1:]
+            self.redraws += 1
+        elif output.finished and not self.reason.done():
             self.reason.set_result(str(new.finish_reason))
 
 
@@ -293,12 +303,25 @@ class _Worker:
         for job in jobs:
             self._count += 1
             job.id = f"oxrl-{self._count}"
-            prompt = {"prompt_token_ids": list(job.request.tokens)}
+            request = job.remaining
             try:
-                self._engine.add_request(job.id, prompt, _sampling_params(job), lora_request=self._adapter)
+                prompt, parameters = self._prompt(request), _sampling_params(request, job.probing)
+                self._engine.add_request(job.id, prompt, parameters, lora_request=self._adapter)
             except VLLMValidationError as error:
                 raise ValueError(f"{NAME} rejected the request: {error}") from error
             self._jobs[job.id] = job
+
+    def _prompt(self, request: EngineRequest) -> Any:
+        """Return vLLM's prompt; one with media is expanded by vLLM's own processor, to the same ids."""
+        if request.media is None:
+            return {"prompt_token_ids": list(request.tokens)}
+        media: dict[str, list[Any]] = {}
+        for kind, value in request.media.decoded():
+            media.setdefault(kind, []).append(value if kind == "image" else (value, request.media.sampling_rate))
+        prompt = {"prompt_token_ids": list(request.media.tokens), "multi_modal_data": media}
+        (expanded,) = self._engine.renderer.render_cmpl([prompt])
+        request.media.check_expanded(NAME, expanded["prompt_token_ids"], request.tokens)
+        return expanded
 
     def probe(self, job: _Job, *, alone: bool) -> bool:
         """Start it. With `alone`, finish it before returning, or return False while other sequences are in flight."""
@@ -326,6 +349,7 @@ class _Worker:
             change()
         if not self._engine.reset_prefix_cache(reset_running_requests=True):
             raise EngineError(f"{NAME} did not reset its prefix cache, which belongs to older weights")
+        self._engine.reset_encoder_cache()  # features of media by the towers' older weights
         self._engine.set_weight_version(str(version))
         self._version = version
 
@@ -357,7 +381,8 @@ class _Worker:
         try:
             self._engine = open_engine()
             model = self._engine.vllm_config.model_config
-            ready.set_result(Facts(int(model.max_model_len), str(model.logprobs_mode).removesuffix("_logprobs")))
+            logprobs = str(model.logprobs_mode).removesuffix("_logprobs")
+            ready.set_result(Facts(int(model.max_model_len), logprobs, bool(model.is_multimodal_model)))
         except BaseException as error:  # noqa: BLE001 - raised again by the caller that waits for it
             ready.set_exception(error)
             return
@@ -373,9 +398,18 @@ class _Worker:
         self._last_progress = time.monotonic()
         for output in outputs:
             if (job := self._jobs.get(output.request_id)) is not None:
+                redraws = job.redraws
                 job.append(output, self._version)
                 if output.finished:
                     del self._jobs[job.id]
+                if job.redraws > redraws:
+                    self._draw_again(job)
+
+    def _draw_again(self, job: _Job) -> None:
+        try:
+            self.add([job])
+        except (EngineError, ValueError) as error:
+            job.reason.set_exception(error)
 
     def _run_commands(self) -> bool:
         """Run the submitted functions, waiting for one while there is nothing to step; return False at the end."""
@@ -446,11 +480,11 @@ def _max_lora_rank(rank: int) -> int:
     return min(each for each in ranks if each >= rank)
 
 
-def _sampling_params(job: _Job) -> Any:
+def _sampling_params(request: EngineRequest, probing: bool) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    request, sampling = job.request, job.request.sampling
+    sampling = request.sampling
     return SamplingParams(
         max_tokens=request.max_tokens,
         temperature=sampling.temperature,
@@ -458,10 +492,11 @@ def _sampling_params(job: _Job) -> Any:
         top_k=sampling.top_k,
         min_p=sampling.min_p,
         stop=list(sampling.stop),
-        stop_token_ids=list(request.end_token_ids),
+        stop_token_ids=request.stop_token_ids,
+        logit_bias=dict(request.logit_bias) or None,
         seed=request.seed,
         allowed_token_ids=list(sampling.allowed_tokens) or None,
         logprobs=0,
-        prompt_logprobs=0 if job.probing else None,
+        prompt_logprobs=0 if probing else None,
         output_kind=RequestOutputKind.DELTA,
     )
