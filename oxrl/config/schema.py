@@ -390,7 +390,8 @@ class Rollout(_Section):
         if self.tools and self.env != "tools":
             raise ValueError("tools are set, but env is not: set rollout.env: tools")
         if self.env_args and self.env != "dialogue" and find_kind(self.env) is None:
-            raise ValueError(f"env_args are for dialogue and {', '.join(known_names())}; {self.env} has no arguments")
+            kinds = f"dialogue and {', '.join(known_names())}"
+            raise ValueError(f"env_args are for {kinds}; {self.env} has no arguments{suggestion(self.env)}")
         return self
 
 

@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from oxrl.machine.packages import missing_message
+from oxrl.names import did_you_mean
 from oxrl.rewards.answers import answer_text
 from oxrl.rewards.grade import reads
 from oxrl.rewards.workers import WORKERS
@@ -19,7 +20,9 @@ def reasoning_gym_samples(task: str, size: int = 500, seed: int = 0, **config: A
     try:
         entries = gym.create_dataset(task, size=size, seed=seed, **config)
     except (ValueError, TypeError, AssertionError) as error:
-        raise ValueError(f"reasoning-gym cannot generate samples of {task!r} with {config}: {error}") from error
+        known = import_module("reasoning_gym.factory").DATASETS
+        near = "" if task in known else did_you_mean(task, known)
+        raise ValueError(f"reasoning-gym cannot generate samples of {task!r} with {config}: {error}{near}") from error
     return [
         Sample(
             f"{task}:{seed}:{index}",

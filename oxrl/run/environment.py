@@ -64,7 +64,10 @@ def check_tool_servers(config: Config) -> None:
 
 
 def _tool_servers(config: Config) -> list[str]:
-    return [path.removeprefix(PREFIX) for path in config.rollout.tools if path.startswith(PREFIX)]
+    servers = [path.removeprefix(PREFIX) for path in config.rollout.tools if path.startswith(PREFIX)]
+    if not all(map(str.strip, servers)):
+        raise ConfigError(f"rollout.tools has {PREFIX} without a server: write {PREFIX}COMMAND or {PREFIX}URL")
+    return servers
 
 
 def _with_tools(config: Config, found: Mapping[str, Tool]) -> EnvFn:

@@ -189,7 +189,7 @@ async def test_a_turn_gets_the_tokens_that_are_left(tiny):
         (f"{WORLDS}Numbers-v0", {"kind": "tuple"}, "actions of .* are of the space Tuple"),
         (f"{WORLDS}Numbers-v0", {"actions": ["a"]}, "needs a list of 3 different words"),
         (f"{WORLDS}Numbers-v0", {"illegal_reward": "no"}, "illegal_reward is 'no'; give a number"),
-        ("reasoning_gym:no_such_task", {}, "reasoning-gym cannot generate samples of 'no_such_task'"),
+        ("reasoning_gym:leg_countin", {}, "cannot generate samples of 'leg_countin' .* did you mean leg_counting"),
     ],
 )
 def test_a_name_or_an_argument_that_is_wrong_is_refused_before_a_run(env, args, message):
@@ -255,11 +255,17 @@ def test_an_environment_that_was_built_with_more_turns_keeps_them(tmp_path):
         ("dialogue", {"reply": "math:pi"}, "env_args.reply is 3.14"),
         ("tools", {"x": 1}, "env_args are for dialogue and gym:ID"),
         ("gymm:CartPole-v1", {}, "did you mean gym"),
+        ("gymnasium:CartPole-v1", {"actions": ["left", "right"]}, "has no arguments; did you mean gym"),
     ],
 )
 def test_arguments_of_an_environment_are_checked(env, args, message):
     with pytest.raises(ValueError, match=message):
         environment(config_of(env, env_args=args))
+
+
+def test_a_tool_server_without_a_command_is_refused():
+    with pytest.raises(ValueError, match="mcp: without a server: write mcp:COMMAND or mcp:URL"):
+        environment(config_of("tools", tools=["mcp: "]))
 
 
 def test_rows_are_the_same_for_the_same_seed_and_held_out_ones_are_others():

@@ -82,7 +82,9 @@ def find_kind(env: str) -> EnvironmentKind | None:
 
 def suggestion(env: str) -> str:
     """`suggestion("gymm:CartPole-v1")`: the nearest scheme, if there is one."""
-    return did_you_mean(env.partition(":")[0], _BY_SCHEME)
+    scheme = env.partition(":")[0]
+    longer = next((known for known in _BY_SCHEME if scheme.startswith(known)), scheme)  # gymnasium:
+    return did_you_mean(longer, _BY_SCHEME)
 
 
 def open_named(env: str, settings: Settings) -> EnvFn:
