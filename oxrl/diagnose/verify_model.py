@@ -1,8 +1,8 @@
 """Verify that oxRL can train a model: load and probe it, then run two steps each of SFT, DPO and GRPO, and of a LoRA.
 
 Every run uses the public entry point, is resumed from the checkpoint of its first step, and must end with the same
-logits as the uninterrupted run. The record holds the measurements, versions, machine and problems. Whether the model
-learns anything useful is not tested here.
+logits as the uninterrupted run. Each row has an image or a sound if the model reads them. The record holds the
+measurements, versions, machine and problems. Whether the model learns anything useful is not tested here.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import math
 import shutil
 import tempfile
 import time
+import wave
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -22,12 +23,18 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from oxrl.config import Config, check_config
 from oxrl.models.catalog import Entry, Strategy
-from oxrl.models.load import check_model, check_tokenizer, load_model, load_tokenizer
+from oxrl.models.load import (
+    check_model,
+    check_tokenizer,
+    load_model,
+    load_tokenizer,
+    media_read_by,
+)
 from oxrl.rewards.grade import reads
 from oxrl.run.checkpoint import environment
 from oxrl.run.spec import model_config
 from oxrl.run.train import RunResult, train_run
-from oxrl.types import Rollout
+from oxrl.types import ModelConfig, Rollout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,6 +51,7 @@ ROWS: dict[str, list[dict[str, str]]] = {
     "grpo": [{"prompt": prompt} for prompt in PROMPTS],
 }
 STEPS = 2
+SAMPLE_RATE = 16_000  # of the sound in rows for models that hear
 Settings: TypeAlias = Mapping[str, Mapping[str, Any]]
 NO_SETTINGS: Settings = MappingProxyType({})
 
@@ -93,6 +101,7 @@ def verify_model(
             "environment": {"oxrl": version("oxrl"), **environment()},
             "architecture": type(model).__name__,
             "parameters": sum(weight.numel() for weight in model.parameters()),
+            "media": media_read_by(loaded),
             "dtype": str(model.dtype).removeprefix("torch."),
             "strategy": strategy,
             "settings": {section: dict(keys) for section, keys in settings.items()},
@@ -149,13 +158,35 @@ def _probe(model: PreTrainedModel) -> dict[str, str]:
     }
 
 
+def media_columns(kinds: Sequence[str], folder: Path) -> dict[str, list[str]]:
+    """Write a small picture or sound, and return the columns of a row that has it."""
+    columns: dict[str, list[str]] = {}
+    if "image" in kinds:
+        from PIL import Image
+
+        Image.linear_gradient("L").resize((32, 32)).convert("RGB").save(folder / "picture.png")
+        columns["images"] = [str(folder / "picture.png")]
+    if "audio" in kinds:
+        with wave.open(str(folder / "sound.wav"), "wb") as sound:
+            sound.setparams((1, 2, SAMPLE_RATE, 0, "NONE", "not compressed"))
+            sound.writeframes(
+                b"".join(
+                    int(8000 * math.sin(n / 9)).to_bytes(2, "little", signed=True) for n in range(SAMPLE_RATE // 8)
+                )
+            )
+        columns["audio"] = [str(folder / "sound.wav")]
+    return columns
+
+
 def trial_config(
     weights: str, trial: str, strategy: Strategy, lora_targets: Sequence[str], folder: Path, settings: Settings
 ) -> Config:
     """Return the config of a trial; its few rows are written to `folder`."""
     algorithm = "dpo" if trial == "lora" else trial
     data = folder / f"{trial}.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in ROWS[algorithm]), encoding="utf-8")
+    trusted = bool(settings.get("model", {}).get("trust_remote_code", False))
+    media = media_columns(media_read_by(ModelConfig(weights, trust_remote_code=trusted)), folder)
+    data.write_text("".join(json.dumps({**row, **media}) + "\n" for row in ROWS[algorithm]), encoding="utf-8")
     usual: dict[str, dict[str, Any]] = {
         "model": {"name": weights},
         "data": {"train_files_path": str(data)},

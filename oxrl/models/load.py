@@ -32,12 +32,13 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+    from oxrl.data.media import Kind
     from oxrl.data.processor import MediaProcessor
 
 logger = logging.getLogger(__name__)
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-_MEDIA_CONFIGS = {"vision_config": "images", "audio_config": "audio"}
+MEDIA_CONFIGS: Mapping[str, Kind] = {"vision_config": "image", "audio_config": "audio"}
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 TRAINED_BASE = "oxrl_base.json"  # of an exported adapter: the built-in model that it was trained on
 LFS_POINTER = b"version https://git-lfs"
@@ -178,7 +179,7 @@ def _find_processor(
     if model.kind == "gguf" or (model.kind != "hub" and not (Path(where) / "config.json").is_file()):
         return
     raw = _read_config(model._replace(where=where), revision if model is source else None)
-    if not any(raw.get(key) is not None for key in _MEDIA_CONFIGS):
+    if not any(raw.get(key) is not None for key in MEDIA_CONFIGS):
         return
     found = ProcessorSource(source.where if own else where, str(raw["model_type"]), trust_remote_code, revision)
     set_processor_source(tokenizer, found)
@@ -627,6 +628,15 @@ def reads_media(config: PreTrainedConfig) -> bool:
     return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), same) is same
 
 
+def media_read_by(config: ModelConfig) -> list[Kind]:
+    """`media_read_by(ModelConfig("tiny-vlm")) == ["image"]`: what a model reads beside text."""
+    if find_model(config.name).kind == "gguf":  # of text, and slow to read
+        return []
+    parsed = load_model_config(config)
+    found = [kind for key, kind in MEDIA_CONFIGS.items() if getattr(parsed, key, None) is not None]
+    return found if found and reads_media(parsed) else []
+
+
 def auto_class(config: PreTrainedConfig) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
@@ -661,9 +671,10 @@ def _check_architecture(source: Source, config: ModelConfig) -> None:
         supported_attention(parsed, config.attn_implementation)
         return
     if type(parsed) not in MODEL_FOR_CAUSAL_LM_MAPPING or encodes:
-        if media := [medium for key, medium in _MEDIA_CONFIGS.items() if getattr(parsed, key, None) is not None]:
+        if media := [medium for key, medium in MEDIA_CONFIGS.items() if getattr(parsed, key, None) is not None]:
+            named = " and ".join({"image": "images", "audio": "audio"}[medium] for medium in media)
             raise ValueError(
-                f"the model {config.name} is a {kind} model, which reads {' and '.join(media)}, but not as tokens "
+                f"the model {config.name} is a {kind} model, which reads {named}, but not as tokens "
                 "beside its text; use the text model of the same family"
             )
         raise ValueError(

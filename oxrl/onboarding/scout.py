@@ -20,7 +20,7 @@ from oxrl.onboarding.fields import field_findings
 from oxrl.onboarding.files import ModelFiles, locate
 from oxrl.onboarding.findings import Finding, Scouting
 from oxrl.onboarding.structure import structure
-from oxrl.onboarding.template import family_by_tokens, family_of, template_findings
+from oxrl.onboarding.template import family_by_tokens, family_of, media_findings, template_findings
 from oxrl.onboarding.tokens import token_findings
 from oxrl.types import ModelConfig
 
@@ -53,7 +53,7 @@ def scout(name: str, *, revision: str | None = None, trust_remote_code: bool = F
         facts["tokens"] = len(tokenizer)
         facts["chat"] = family_of(tokenizer) if _has_working_template(findings) else None
         findings.append(_tuned(files, tokenizer))
-        findings += _processor(tokenizer)
+        findings += _processor(tokenizer, has_template=_has_working_template(findings))
     config = ModelConfig(files.loadable, trust_remote_code=trust_remote_code)
     if files.config and not any(finding.level == "blocked" and finding.name == "architecture" for finding in findings):
         findings += field_findings(files, load_model_config(config))
@@ -80,15 +80,18 @@ def _tokenizer(
         return None
 
 
-def _processor(tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
+def _processor(tokenizer: PreTrainedTokenizerBase, *, has_template: bool) -> Iterator[Finding]:
     """A model that reads media needs its processor; one of text has none."""
     try:
         processor = processor_of(tokenizer)
     except ValueError as error:
         yield Finding("processor", "blocked", str(error))
         return
-    if processor is not None:
-        yield Finding("processor", "ok", "the processor turns media into tokens and features")
+    if processor is None:
+        return
+    yield Finding("processor", "ok", "the processor turns media into tokens and features")
+    if has_template:
+        yield from media_findings(tokenizer, processor.placeholders)
 
 
 def _has_working_template(findings: list[Finding]) -> bool:

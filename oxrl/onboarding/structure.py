@@ -13,7 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from oxrl.models.catalog import catalog
-from oxrl.models.load import SAFETENSORS, check_model, custom_classes, load_model_config, quantisation
+from oxrl.models.load import MEDIA_CONFIGS, SAFETENSORS, check_model, custom_classes, load_model_config, quantisation
 from oxrl.models.lora import linear_layer_names
 from oxrl.onboarding.files import ModelFiles, licence_of, stored_bytes, stored_dtype
 from oxrl.onboarding.findings import Finding
@@ -23,7 +23,6 @@ from oxrl.types import ModelConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-MEDIA = {"vision_config": "image", "audio_config": "audio"}
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -58,7 +57,7 @@ def structure(files: ModelFiles, *, trust_remote_code: bool = False) -> tuple[di
 
 
 def modalities(files: ModelFiles) -> list[str]:
-    return ["text", *(medium for key, medium in MEDIA.items() if files.config.get(key) is not None)]
+    return ["text", *(medium for key, medium in MEDIA_CONFIGS.items() if files.config.get(key) is not None)]
 
 
 def processors(files: ModelFiles) -> dict[str, str]:

@@ -5,7 +5,7 @@ The proof that a turn ends inside of the trained mask is the renderer's own. Cor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from oxrl.data.render import Renderer, special_tokens
@@ -16,6 +16,8 @@ from oxrl.types import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from oxrl.data.media import Kind
 
 TURNS = (
     Message("user", "What is 2 + 2?"),
@@ -78,6 +80,22 @@ def template_findings(tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
     yield _tools(tokenizer)
     yield _thinking(tokenizer)
     yield _generation_prompt(tokenizer)
+
+
+def media_findings(tokenizer: PreTrainedTokenizerBase, placeholders: Mapping[Kind, str]) -> Iterator[Finding]:
+    """Yield whether the template writes the placeholder of each kind of media, which the processor replaces."""
+    for kind, placeholder in placeholders.items():
+        parts = [{"type": kind}, {"type": "text", "text": TURNS[0].text}]
+        try:
+            text = apply_template(tokenizer, [{"role": "user", "content": parts}], (), generation_prompt=True)
+        except TemplateError as error:
+            yield Finding("media", "note", f"rows with {kind} are refused: {error}")
+            continue
+        if placeholder in text:
+            yield Finding("media", "ok", f"the template writes {placeholder} for {kind}")
+        else:
+            message = f"the template writes no {placeholder} for {kind}: such rows are refused"
+            yield Finding("media", "note", f"{message}; use the template that comes with the model")
 
 
 def family_of(tokenizer: PreTrainedTokenizerBase) -> str:

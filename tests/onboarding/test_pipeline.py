@@ -68,6 +68,8 @@ def test_what_can_be_brought_in_is_verified_with_the_changes_it_needed(brought_i
     assert record["environment"].keys() >= {"oxrl", "torch", "transformers", "device", "threads"}
     assert (record["by"], len(record["attempts"])) == ("a test", 1)
     assert record["layout"] == ("padded" if family == "hybrid" else "shared")
+    assert record["generation"] == ("padded waves" if family == "hybrid" else "slots")
+    assert record["media"] == (["image"] if family == "vision" else [])
 
 
 @pytest.mark.parametrize("family", NOT)

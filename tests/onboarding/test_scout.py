@@ -208,6 +208,13 @@ PLANTED = {  # finding -> its level, part of its message, and the fault
         "architecture", "ok", "LlamaForCausalLM, known to transformers",
         lambda folder: change(folder / "config.json", auto_map=["x"], architectures="LlamaForCausalLM"),
     ),
+    "a template without pictures": (
+        "media", "note", "the template writes no <|image_pad|> for image: such rows are refused",
+        lambda folder: (
+            copy(prepare_builtin("tiny-vlm"), folder),
+            _text(folder, "chat_template.jinja", chat_templates.CHATML.template),
+        ),
+    ),
     "no processor": (
         "processor", "blocked", "the processor of",
         lambda folder: (copy(prepare_builtin("tiny-vlm"), folder), (folder / "processor_config.json").unlink()),
@@ -219,7 +226,7 @@ PLANTED = {  # finding -> its level, part of its message, and the fault
 def test_a_planted_fault_is_found_and_the_exit_code_says_whether_it_can_be_repaired(tmp_path, fault):
     name, level, part, plant = PLANTED[fault]
     folder = plain(tmp_path / "model")
-    if fault == "no processor":
+    if fault in ("no processor", "a template without pictures"):
         shutil.rmtree(folder)
     plant(folder)
     done = CliRunner().invoke(app, ["models", "scout", str(folder), "--json"])
@@ -269,7 +276,7 @@ def test_the_vision_model_is_reported_with_its_modalities_and_processor(families
     assert report.status == "ready" and report.facts["modalities"] == ["text", "image"]
     assert report.facts["processors"]["processor_class"] == "Qwen2VLProcessor"
     assert report.facts["architecture"] == "Qwen2VLForConditionalGeneration"
-    assert report.finding("planner").level == "ok"
+    assert report.finding("planner").level == report.finding("media").level == "ok"
 
 
 def test_experts_layers_and_support_are_counted(families):
