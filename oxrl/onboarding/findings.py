@@ -47,6 +47,11 @@ class Scouting(NamedTuple):
         """Names of the repairs that are needed, in order."""
         return tuple(dict.fromkeys(each.repair for each in self.findings if each.level == "repair" and each.repair))
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether they are on this machine."""
+        return self.facts.get("stored_bytes") is not None
+
     def finding(self, name: str) -> Finding | None:
         return next((finding for finding in self.findings if finding.name == name), None)
 

@@ -29,6 +29,7 @@ from oxrl.onboarding.scout import scout
 from oxrl.onboarding.state import State
 from oxrl.onboarding.structure import UNBUILDABLE
 from oxrl.parsing import read_json
+from oxrl.run.export import fetch_model
 from oxrl.run.prepare import resolve
 
 logger = logging.getLogger(__name__)
@@ -103,6 +104,9 @@ def _onboard_one(name: str, options: Options, deadline: float) -> Onboarded:
         report = scout(name, trust_remote_code=options.trust_remote_code)
         if report.blockers:
             return Onboarded(name, "not verified", "; ".join(finding.message for finding in report.blockers))
+        if report.kind == "hub" and not report.has_weights:  # else they are downloaded in the time of an attempt
+            fetch_model(name)
+            report = scout(name, trust_remote_code=options.trust_remote_code)
         fixed = repair(report, trust_remote_code=options.trust_remote_code)
     except (ValueError, OSError) as error:
         return Onboarded(name, "not verified", str(error))

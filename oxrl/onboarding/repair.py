@@ -80,6 +80,10 @@ def repair(
         raise ValueError(f"{report.name} is a LoRA adapter: repair its base, {files.source.where}")
     if files.source.kind == "gguf":
         return _with_settings(report, chosen)
+    if not files.tensors:
+        raise ValueError(
+            f"the copy links the weights, which are not here yet: run `oxrl models fetch {report.name}` first"
+        )
     target = output or repaired_folder(files)
     draft = _draft(files, target)
     try:

@@ -126,10 +126,13 @@ def proposed_entry(report: Scouting, files: ModelFiles, tokenizer: PreTrainedTok
         return known
     facts = report.facts
     own_name = Path(report.name).name.removesuffix(".gguf").lower()
+    name = re.sub(r"[^\w.-]+", "-", own_name)
+    if name in catalog():  # another model, whose record must not be taken for that of the catalogue's
+        name = f"{name}-{files.source.kind}"
     suggested = tokenizer and family_by_tokens(tokenizer)
     active = facts.get("active_parameters", facts["parameters"])
     return Entry(
-        re.sub(r"[^\w.-]+", "-", own_name),
+        name,
         hub=report.name if files.source.kind == "hub" else None,
         billions=_billions(facts["parameters"]),
         active_billions=_billions(active),

@@ -1,7 +1,10 @@
 """Onboarding brings in what can be, says of the others why not, and records each attempt of the bugfixer."""
 
 import json
+import os
+import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from oxrl.cli import app
+from oxrl.models.catalog import RECORDS
 from oxrl.onboarding.agent import ask_agent, changed_task
-from oxrl.onboarding.attempt import attempt_here, attempt_in_child, failed_outcome
+from oxrl.onboarding.attempt import Outcome, attempt_here, attempt_in_child, failed_outcome
 from oxrl.onboarding.pipeline import Options, onboard, planned
 from oxrl.onboarding.remedies import REMEDIES, Task, next_remedy
 from tests.forks import answer_calls, has_ended
@@ -259,8 +263,10 @@ def test_the_plan_refuses_what_does_not_fit_and_remedies_are_used_up(families, t
 def test_a_budget_that_is_used_up_leaves_the_rest_for_the_next_call(families, tmp_path):
     seconds = iter([0.0, 0.0, 30.0, 30.0, 30.0, 90.0, 90.0])
 
+    limits = []
+
     def fails(task, folder, limit):
-        folder.mkdir(parents=True, exist_ok=True)
+        limits.append(limit)
         return attempt_here(replace(task, weights="/nowhere"), folder, limit)
 
     options = Options(
@@ -269,7 +275,7 @@ def test_a_budget_that_is_used_up_leaves_the_rest_for_the_next_call(families, tm
     results = onboard([str(families["experts"]), str(families["hybrid"])], options)
     assert [each.status for each in results] == ["not verified", "unfinished"]
     assert "refused: there is no model '/nowhere'" in results[0].why
-    assert "budget" in results[1].why
+    assert "budget" in results[1].why and limits == [30.0], "what is left of the budget is less than the limit"
 
 
 def test_an_interrupted_onboarding_of_several_models_goes_on_with_the_next_remedy(families, tmp_path):
@@ -293,6 +299,69 @@ def test_an_interrupted_onboarding_of_several_models_goes_on_with_the_next_remed
         assert result.attempts == 3
 
 
+def test_a_result_counts_for_the_same_files_and_options_only(families, tmp_path):
+    tried = []
+
+    def fails(task, folder, seconds):
+        tried.append(task)
+        return failed_outcome(folder, task, "exception", "as planted")
+
+    folder = copy(families["experts"], tmp_path / "model")
+    options = Options(tmp_path / "work", tmp_path / "records", trials=("sft",), attempt=fails)
+    for expected in (1, 1):
+        onboard([str(folder)], options)
+        assert len(tried) == expected
+    change(folder / "generation_config.json", temperature=0.5)
+    onboard([str(folder)], options)
+    onboard([str(folder)], replace(options, memory=64.0))
+    assert len(tried) == 3
+
+
+def test_models_of_the_same_name_get_a_record_each(families, tmp_path):
+    record = json.loads((RECORDS / "tiny.json").read_text())
+    names = [str(copy(families[family], tmp_path / family / "model")) for family in ("experts", "hybrid")]
+    measured = {key: value for key, value in record.items() if key not in ("name", "source", "command", "digest")}
+    worked = Options(tmp_path / "work", tmp_path / "records", attempt=lambda *_: Outcome(measured, None))
+    first, second = onboard(names, worked)
+    assert first.record.name == "model.json" and second.record.name.startswith("model-")
+    assert [json.loads(each.record.read_text())["source"] for each in (first, second)] == names
+    assert onboard(names[:1], replace(worked, again=True))[0].record == first.record
+
+
+@pytest.mark.trains
+def test_an_overflow_in_half_precision_is_cured_by_the_wider_type(tmp_path):
+    folder = plain(tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.0.mlp.down_proj.weight"] *= 1e6
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    task = Task(str(folder), settings={"model": {"dtype": "float16"}}, trials=("sft",))
+    failed = attempt_here(task, tmp_path / "failure", 0.0)
+    assert failed.signal["kind"] == "non_finite"
+    remedy, wider, _ = next_remedy("non_finite", task, [])
+    assert (remedy.name, wider.settings["model"]) == ("wider_dtype", {"dtype": "bfloat16"})
+    assert attempt_here(wider, tmp_path / "failure", 0.0).signal is None
+
+
+def test_a_child_that_the_system_kills_is_a_failure_of_memory(tmp_path):
+    (tmp_path / "outcome.json").write_text('{"record": {"problems": []}, "signal": null}')  # of an attempt before
+    with ThreadPoolExecutor() as threads:
+        attempt = threads.submit(attempt_in_child, Task("tiny", trials=("sft",)), tmp_path, HANG)
+        wait_until(lambda: processes_of(tmp_path), "the child has started")
+        os.kill(processes_of(tmp_path)[0], signal.SIGKILL)
+        outcome = attempt.result()
+    assert (outcome.record, outcome.signal["kind"]) == (None, "out_of_memory")
+
+
+def processes_of(folder):
+    """The attempts that were started for a folder."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it ended meanwhile
+            if str(folder).encode() in file.read_bytes():
+                found.append(int(file.parent.name))
+    return found
+
+
 @pytest.mark.trains
 def test_a_child_process_verifies_and_one_that_is_too_slow_is_ended(families, tmp_path):
     task = Task(str(families["experts"]), trials=("sft",))
@@ -305,19 +374,11 @@ def test_a_child_process_verifies_and_one_that_is_too_slow_is_ended(families, tm
 @pytest.mark.trains
 def test_an_attempt_ends_with_the_process_that_made_it(forks, tmp_path):
     """After a kill, the same command makes the attempt again: two at a time would take twice the memory."""
-
-    def running():
-        for file in Path("/proc").glob("[0-9]*/cmdline"):
-            with suppress(OSError):  # it ended meanwhile
-                if str(tmp_path).encode() in file.read_bytes():
-                    return True
-        return False
-
     forked = forks.start([(answer_calls, ())])
     forked.connection.send((attempt_tiny_in_child, (tmp_path,)))
-    wait_until(running, "the attempt has begun")
+    wait_until(lambda: processes_of(tmp_path), "the attempt has begun")
     forked.kill()
-    wait_until(lambda: not running(), "the attempt has ended")
+    wait_until(lambda: not processes_of(tmp_path), "the attempt has ended")
     assert not (tmp_path / "outcome.json").exists(), "it has not come to its end"
 
 

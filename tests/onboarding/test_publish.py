@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from oxrl.cli import app
@@ -45,14 +46,15 @@ def test_a_model_is_verified_verified_long_ago_or_config_ready(cache):
     assert not verification_of(TINY).old
 
 
-def test_models_of_this_machine_are_listed_after_the_catalogue(cache):
+def test_models_of_this_machine_are_listed_after_the_catalogue(cache, families):
     entry = {**catalog()["tiny"]._asdict(), "name": "mine", "hub": None}
     (cache / "mine.json").write_text(json.dumps({**TINY, "name": "mine", "entry": entry, "by": None}))
     (cache / "mine.sent").touch()
     listed = json.loads(run("models", "list", "--json").stdout)
     assert listed.keys() - catalog().keys() == {"mine"}
     assert listed["mine"]["status"] == "verified" and "an unnamed user" in listed["mine"]["verified"]
-    assert records_folder("mine") == cache and records_folder("tiny") == RECORDS
+    assert scout(str(families["gguf"])).entry["name"] == "tiny-gguf", "not the model of the catalogue"
+    assert records_folder("tiny-gguf") == records_folder("mine") == cache and records_folder("tiny") == RECORDS
 
 
 def test_a_proposed_entry_is_one_that_the_catalogue_reads(families):
@@ -90,6 +92,10 @@ def test_a_digest_is_that_of_small_files_and_headers(families, tmp_path):
     assert source_digest(str(folder)) == source_digest(str(families["experts"]))
     shutil.copyfile(families["hybrid"] / "config.json", folder / "config.json")
     assert source_digest(str(folder)) != source_digest(str(families["experts"]))
+    copy(families["experts"], tmp_path / "weights")
+    weights = load_file(tmp_path / "weights" / "model.safetensors")
+    save_file({name: weight.bfloat16() for name, weight in weights.items()}, tmp_path / "weights" / "model.safetensors")
+    assert source_digest(str(tmp_path / "weights")) != source_digest(str(families["experts"]))
     assert source_digest("tiny") == TINY["digest"], "the record in the repository is of other files: onboard it again"
 
 

@@ -55,6 +55,21 @@ def test_a_wrong_end_token_is_corrected_in_all_files(families, tmp_path):
     assert load_model_config(ModelConfig(fixed.name)).eos_token_id == 259
 
 
+def test_other_end_tokens_of_the_generation_config_are_kept(families, tmp_path):
+    folder = copy(families["wrong_end"], tmp_path / "model")
+    change(folder / "generation_config.json", eos_token_id=[257, 261])  # the first one begins texts
+    assert end_tokens(ModelConfig(repair(scout(str(folder))).name)) == (259, 261)
+
+
+def test_a_repair_that_another_one_makes_necessary_is_made_too(families, tmp_path):
+    folder = copy(families["wrong_end"], tmp_path / "model")
+    (folder / "chat_template.jinja").unlink()
+    report = scout(str(folder))
+    assert report.repairs == ("template",), "without a template nothing is known about the end of turns"
+    fixed = repair(report)
+    assert [each.repair for each in fixed.changes] == ["template", "end_token"] and fixed.report.status == "ready"
+
+
 def test_a_turn_end_outside_is_put_inside_and_nothing_else_of_the_text_changes(families, tmp_path):
     fixed = repaired(families["end_outside"], tmp_path)
     before, after = load_hf_tokenizer(str(families["end_outside"])), load_hf_tokenizer(fixed.name)

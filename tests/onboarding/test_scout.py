@@ -2,8 +2,11 @@
 
 import json
 import shutil
+import socket
+from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -11,12 +14,16 @@ from oxrl.cli import app
 from oxrl.config import check_config
 from oxrl.models.builtin import prepare_builtin
 from oxrl.models.load import load_model
-from oxrl.onboarding.files import locate, read_header
+from oxrl.onboarding.attempt import failed_outcome
+from oxrl.onboarding.files import HUB_SECONDS, locate, read_header
+from oxrl.onboarding.pipeline import Options, onboard
+from oxrl.onboarding.repair import repair
 from oxrl.onboarding.scout import scout
 from oxrl.onboarding.structure import vllm_architectures
 from oxrl.onboarding.template import template_findings, turn_end
 from tests.data import chat_templates
 from tests.onboarding.families import change, copy, plain, working_code
+from tests.web import Quiet, serving
 
 TRUTH = {  # status, architecture, and a part of the message of each finding that is not in order
     "base": (
@@ -345,6 +352,81 @@ def test_the_licence_is_read_from_the_card(families, tmp_path):
     folder = copy(families["experts"], tmp_path / "licensed")
     (folder / "README.md").write_text("---\ntags: [a]\nlicense: apache-2.0\n---\nlicense: none\n")
     assert scout(str(folder)).entry["licence"] == "apache-2.0"
+
+
+class Hub(Quiet):
+    """Serves the files of a folder as `someone/model`; `requested` has what was asked for."""
+
+    def do_GET(self):
+        self.server.requested.append((self.command, self.path))
+        name = self.path.partition("?")[0].rpartition("/")[2]
+        if self.path.startswith("/api/"):
+            files = [
+                {
+                    "type": "file",
+                    "rfilename": file.name,
+                    "path": file.name,
+                    "size": file.stat().st_size,
+                    "oid": file.name,
+                }
+                for file in self.server.folder.iterdir()
+            ]
+            about = {"id": "someone/model", "sha": "1" * 40, "siblings": files}
+            return self.reply(200, files if "/tree/" in self.path else about)
+        if not (file := self.server.folder / name).is_file():
+            return self.reply(404, X_Error_Code="EntryNotFound")
+        return self.reply(200, file.read_bytes(), ETag=f'"{name}"', X_Repo_Commit="1" * 40)
+
+    do_HEAD = do_GET
+
+
+def _use_hub(monkeypatch, url, cache):
+    """The settings that HF_ENDPOINT and HF_HOME make when a process starts."""
+    template = url + constants.HUGGINGFACE_CO_URL_TEMPLATE.removeprefix(constants.ENDPOINT)
+    settings = {"ENDPOINT": url, "HUGGINGFACE_CO_URL_TEMPLATE": template, "HF_HUB_CACHE": str(cache)}
+    for name, value in {**settings, "HF_HUB_OFFLINE": False}.items():
+        monkeypatch.setattr(constants, name, value)
+
+
+def test_a_hub_model_is_scouted_without_its_weights_and_from_the_cache_once_it_was(families, tmp_path, monkeypatch):
+    with serving(Hub, folder=families["wrong_end"], requested=[]) as hub:
+        _use_hub(monkeypatch, hub.url, tmp_path / "cache")
+        report = scout("someone/model")
+        assert report.status == "needs repair" and report.repairs == ("end_token",)
+        assert "oxrl models fetch someone/model" in report.finding("weights").message
+        assert report.facts["parameters"] == _stored(families["wrong_end"])
+        assert report.entry["hub"] == report.config["model"]["name"] == "someone/model"
+        files = {path.rpartition("/")[2] for command, path in hub.requested if command == "GET"}
+        assert "tokenizer.json" in files and "model.safetensors" not in files
+        with pytest.raises(ValueError, match="run `oxrl models fetch someone/model` first"):
+            repair(report, output=tmp_path / "fixed")
+    found = scout("someone/model")
+    assert (found.findings, found.facts) == (report.findings, report.facts), "the hub is gone"
+
+
+def test_a_hub_model_is_onboarded_with_its_weights_in_the_repaired_copy(families, tmp_path, monkeypatch):
+    tried = []
+
+    def attempt(task, folder, seconds):
+        tried.append(task)
+        assert load_model(task.weights).get_input_embeddings().weight.shape[0] == 320
+        return failed_outcome(folder, task, "exception", "as planted")
+
+    monkeypatch.setenv("OXRL_CACHE_DIR", str(tmp_path / "oxrl"))
+    options = Options(tmp_path / "work", tmp_path / "records", attempt=attempt)
+    with serving(Hub, folder=families["wrong_end"], requested=[]) as hub:
+        _use_hub(monkeypatch, hub.url, tmp_path / "cache")
+        first, second = (onboard(["someone/model"], options)[0] for _ in range(2))
+    assert [Path(task.weights).name for task in tried] == ["someone-model"], "in the cache, and once"
+    assert "as planted" in first.why and "as before" in second.why
+
+
+def test_a_hub_that_never_replies_is_given_up(tmp_path, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # it accepts connections, and nothing more
+        _use_hub(monkeypatch, f"http://127.0.0.1:{silent.getsockname()[1]}", tmp_path / "cache")
+        with pytest.raises(ValueError, match="no local model someone/model, and the hub cannot be reached"):
+            scout("someone/model")
+    assert HUB_SECONDS <= 1, "the command reports it within two seconds"
 
 
 def test_a_name_that_is_no_model_is_answered():
