@@ -2,6 +2,7 @@
 
     python benchmarks/solve_rate.py               # three seeds of both
     python benchmarks/solve_rate.py --seeds 1 --steps 40
+    python benchmarks/solve_rate.py --rightly 0.3   # prompts that teach are answered rightly less often at first
 
 A prompt names one of sixteen subjects, and the answer is the letter of the subject. `tiny` is fine-tuned first, so that
 half of the subjects are solved, and a quarter is answered rightly about half of the time; those of the last quarter
@@ -28,7 +29,7 @@ from oxrl.config import check_config
 from oxrl.run.train import train_run
 from oxrl.types import Rollout
 
-RIGHT = (1.0,) * 8 + (0.5,) * 4 + (0.0,) * 4  # share of right answers of each subject in the first fine-tuning
+SOLVED, TEACH, IMPOSSIBLE = 8, 4, 4  # subjects
 ANSWERS = "ABCDEFGHIJKLMNOP"
 UNREACHABLE = "none"  # longer than a completion
 ROWS, HELD_OUT = 4, 24  # of each subject
@@ -45,22 +46,23 @@ def rows(first: int, count: int) -> list[dict[str, Any]]:
     return [
         {
             "prompt": f"{4 * ANSWERS[subject].lower()} {first + number}?",
-            "answer": ANSWERS[(5 * subject + 3) % len(RIGHT)] if share else UNREACHABLE,
+            "answer": ANSWERS[(5 * subject + 3) % len(ANSWERS)] if subject < SOLVED + TEACH else UNREACHABLE,
         }
         for number in range(count)
-        for subject, share in enumerate(RIGHT)
+        for subject in range(len(ANSWERS))
     ]
 
 
-def answered(seed: int, count: int) -> list[dict[str, str]]:
+def answered(seed: int, count: int, rightly: float) -> list[dict[str, str]]:
     """Rows of the first fine-tuning: the right letter for the share of each subject, else one of all."""
     random = np.random.default_rng(seed)
+    shares = [1.0] * SOLVED + [rightly] * TEACH + [0.0] * IMPOSSIBLE
     return [
         {
             "prompt": row["prompt"],
             "response": row["answer"] if random.random() < share else str(random.choice(list(ANSWERS))),
         }
-        for row, share in zip(rows(400, count), RIGHT * count, strict=True)
+        for row, share in zip(rows(400, count), shares * count, strict=True)
     ]
 
 
@@ -74,11 +76,11 @@ BASE: dict[str, Any] = {"lr_scheduler": "constant", "warmup_steps_ratio": 0, "we
 FIRST = {"lr": 3e-3, "lr_scheduler": "cosine", "warmup_steps_ratio": 0.1, "weight_decay": 0}
 
 
-def first_weights(seed: int, folder: Path) -> str:
+def first_weights(seed: int, folder: Path, rightly: float) -> str:
     train = {"alg_name": "sft", **FIRST, "train_batch_size_per_gpu": 32, "total_number_of_epochs": 3}
     config = {
         "model": {"name": "tiny", **MODEL},
-        "data": {"train_files_path": write(folder / "first.jsonl", answered(seed, 150))},
+        "data": {"train_files_path": write(folder / "first.jsonl", answered(seed, 150, rightly))},
         "train": train,
         "run": {"seed": seed},
     }
@@ -119,12 +121,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--every", type=int, default=5, help="steps between evaluations")
+    parser.add_argument("--rightly", type=float, default=0.5, help="right answers to prompts that teach, at first")
     given = parser.parse_args()
     logging.disable(logging.WARNING)
     found: dict[tuple[str, float], list[int | None]] = {}
     for seed in range(given.seeds):
         with tempfile.TemporaryDirectory() as name:
-            model = first_weights(seed, Path(name))
+            model = first_weights(seed, Path(name), given.rightly)
             for sampler in ("uniform", "solve_rate"):
                 points = curve(model, sampler, seed, given.steps, given.every, Path(name))
                 for accuracy in ACCURACIES:
