@@ -94,7 +94,17 @@ def repair(
         shutil.rmtree(draft, ignore_errors=True)
     if not changes:
         return Repaired(report.name, (), report, failed=tuple(failed))
-    return Repaired(str(target), tuple(changes), now._replace(name=str(target), where=str(target)), {}, tuple(failed))
+    return Repaired(str(target), tuple(changes), _of_copy(now, report, str(target)), {}, tuple(failed))
+
+
+def _of_copy(now: Scouting, original: Scouting, target: str) -> Scouting:
+    """The report about the draft as one about the copy, whose entry is that of the original model."""
+    entry, config = now.entry, now.config
+    if entry is not None and original.entry is not None:
+        entry = {**entry, "name": original.entry["name"], "hub": original.entry["hub"]}
+    if config is not None and original.config is not None:
+        config = {**config, "run": original.config["run"], "model": {**original.config["model"], "name": target}}
+    return now._replace(name=target, where=target, entry=entry, config=config)
 
 
 def _located(report: Scouting) -> ModelFiles:

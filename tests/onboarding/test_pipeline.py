@@ -66,6 +66,7 @@ def test_what_can_be_brought_in_is_verified_with_the_changes_it_needed(brought_i
     assert result.status == ("verified with changes" if BROUGHT_IN[family] else "verified"), result.why
     record = json.loads(result.record.read_text())
     assert [each["repair"] for each in record["changes"]] == BROUGHT_IN[family]
+    assert record["name"] == record["entry"]["name"] == ("tiny-gguf" if family == "gguf" else family)
     assert record["problems"] == [] and len(record["grpo"]["loss"]) == 2 and record["grpo"]["resume_gap"] == 0
     assert max(record["grpo"]["logprob_gap"]) < 1e-3
     assert record["command"] == f"oxrl models onboard {record['source']}"

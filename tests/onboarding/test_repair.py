@@ -139,6 +139,7 @@ def test_the_copy_is_beside_the_model_and_the_command_says_what_it_changed(famil
     report = json.loads(done.stdout)
     assert report["name"] == str(tmp_path / "model-repaired") and report["status"] == "ready"
     assert [each["repair"] for each in report["changes"]] == ["end_token"]
+    assert report["entry"]["name"] == "model" and report["config"]["model"] == {"name": report["name"]}
     assert (tmp_path / "model-repaired" / "model.safetensors").is_symlink()
     done = CliRunner().invoke(app, ["models", "scout", str(folder), "--fix"])
     assert "repaired end_token" in done.stdout and "the weights there are links" in done.stdout
