@@ -50,16 +50,17 @@ async def test_a_servers_tools_answer_fail_hang_and_end_without_a_hung_episode(t
     tokenizer = tiny[1]
     with anyio.fail_after(HANG):
         async with mcp_tools([f"{sys.executable} {SERVER} {tmp_path / 'pids'}"]) as tools:
-            assert list(tools) == ["shelf", "look", "broken", "ends", "hangs", "long"]
+            assert list(tools) == ["shelf", "look", "broken", "ends", "hangs", "long", "photo"]
             rollout = await played(tokenizer, tools, [call("shelf", letter="a"), "Empty."])
             assert '"description": "Tells what lies on a shelf."' in tokenizer.decode(rollout.turns[0].prompt_ids)
             assert rollout.turns[0].messages[1].content == "shelf a: empty"
-            texts = [call("broken"), call("shelf", x=1), call("long"), "Hm."]
+            texts = [call("broken"), call("shelf", x=1), call("long"), call("photo"), "Hm."]
             rollout = await played(tokenizer, tools, texts)
-            results = [turn.messages[1].content for turn in rollout.turns[:3]]
+            results = [turn.messages[1].content for turn in rollout.turns[:4]]
             assert results[0] == "error: ToolError: Error executing tool broken"
             assert "Field required" in results[1]
             assert results[2].endswith("[cut: 9992000 more characters]") and rollout.error is None
+            assert results[3] == "[image]"
             rollout = await played(tokenizer, tools, [call("hangs"), "Hm."], time_limit=EXPIRES)
             assert rollout.turns[0].messages[1].content == f"error: hangs took longer than {EXPIRES:g} s"
             rollout = await played(tokenizer, tools, [call("ends"), "Hm."])

@@ -5,7 +5,7 @@ import sys
 import threading
 from pathlib import Path
 
-from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver import Image, MCPServer
 
 server = MCPServer("shelves")
 
@@ -41,6 +41,11 @@ def hangs() -> str:
 @server.tool()
 def long() -> str:
     return "x" * 10_000_000
+
+
+@server.tool()
+def photo() -> Image:
+    return Image(data=b"no image at all", format="png")
 
 
 if __name__ == "__main__":
