@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
@@ -17,6 +17,11 @@ from oxrl.run.checkpoint import checkpoints, environment, read_state
 from oxrl.run.folder import read_recorded, started_run
 from oxrl.run.prepare import resolve
 from oxrl.tracking.step_files import read_step, recorded_steps
+
+BATCHES = (
+    "the episodes have several turns, and which of them are sampled together depends on time: with rollout.mode "
+    "shrinking that changes log-probs by rounding, with rollout.mode fixed it does not"
+)
 
 
 class ReplayedStep(NamedTuple):
@@ -41,6 +46,7 @@ class Replay(NamedTuple):
     steps: tuple[ReplayedStep, ...]
     earlier: ReplayedStep | None
     environment: Mapping[str, tuple[Any, Any]]  # what differs from that of the record
+    note: str = ""  # why a repetition of this run may differ by rounding
 
     @property
     def equal(self) -> bool:
@@ -54,6 +60,7 @@ class Replay(NamedTuple):
             "steps": [each.to_json() for each in self.steps],
             "earlier": self.earlier and self.earlier.to_json(),
             "environment": {name: list(values) for name, values in self.environment.items()},
+            "note": self.note,
         }
 
     def __str__(self) -> str:
@@ -64,7 +71,7 @@ class Replay(NamedTuple):
             lines.append("of two values, the first is the record's")
         if self.earlier is not None:
             lines.append(f"an earlier step differs already: {self.earlier}")
-        return "\n".join([*lines, *self._by_range()])
+        return "\n".join([*lines, *self._by_range(), *filter(None, [self.note])])
 
     def _by_range(self) -> Iterator[str]:
         """A line per step that differs, and one for all bit-equal steps between two of them."""
@@ -98,7 +105,16 @@ def replay(run: str | Path, steps: Sequence[int] = ()) -> Replay:
     then = read_step(folder, wanted[-1]).step["environment"]
     changed = {name: (then.get(name), now) for name, now in environment().items() if then.get(name) != now}
     start_name = "the initial model" if start is None else start.name
-    return Replay(start_name, wanted[-1] - first, tuple(found[step] for step in wanted), earlier, changed)
+    note = BATCHES if config.rollout.mode != "fixed" and _depends_on_batches(folder, found.values()) else ""
+    return Replay(start_name, wanted[-1] - first, tuple(found[step] for step in wanted), earlier, changed, note)
+
+
+def _depends_on_batches(folder: Path, steps: Iterable[ReplayedStep]) -> bool:
+    """Whether the first difference is in what was sampled, in a step with episodes of several turns."""
+    first = next((each for each in steps if each.difference is not None), None)
+    if first is None or first.difference is None or first.difference.stage not in ("sampling", "sampler log-prob"):
+        return False
+    return any(answer.get("turns", 1) > 1 for answer in read_step(folder, first.step).answers)
 
 
 def _replayable(config: Config) -> Config:

@@ -94,6 +94,11 @@ def test_keys_and_versions_that_only_one_run_has_are_named(runs, tmp_path):
         assert found.config == {"train.former": (1, None)[::order], "run.seed": (seed, None)[::order]}
         assert found.environment["former"] == (None, "2")[::order] and set(found.environment) == {"former", "torch"}
         assert "train.former: " in str(found) and "torch: " in str(found) and found.difference is None
+    answer, rest = answers.split("\n", 1)
+    last.write_text("\n".join([header, json.dumps(json.loads(answer) | {"reward": 9.0}), rest]))
+    found = diff_runs(one, other)
+    assert (found.step, found.difference.stage) == (3, "reward")
+    assert found.cause.startswith("reward: "), "the seed differs, but not what it decides"
 
 
 @pytest.mark.parametrize("command", [["replay"], ["diff"], ["explain", "--step", "1"], ["check"]])

@@ -94,6 +94,30 @@ def message(lines):
     lines[1]["messages"][-1]["content"] += "!"
 
 
+def log_prob_of_a_turn(lines):
+    lines[1]["turns"] = 2
+    lines[1]["tokens"]["sampler_logprob"][-1] *= 1 + 1e-6
+
+
+def test_a_difference_in_episodes_of_several_turns_names_what_makes_them_depend_on_time(grpo, tmp_path):
+    copy = shutil.copytree(grpo, tmp_path / "run")
+    edit_step(copy, 19, log_prob_of_a_turn)
+    found = replay(copy, [19])
+    assert found.steps[0].difference.stage == "sampler log-prob"
+    assert str(found).splitlines()[-1] == found.note and "rollout.mode fixed" in found.note
+    config = yaml.safe_load((copy / "config.yaml").read_text())
+    config["rollout"]["mode"] = "fixed"
+    (copy / "config.yaml").write_text(yaml.safe_dump(config))
+    assert replay(copy, [19]).note == ""
+
+
+def edit_step(run, step, edit):
+    file = run / "record" / f"step_{step:06d}.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    edit(lines)
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
 EDITS = {
     reward: ("reward", 0.5),
     token: ("sampling", ...),
@@ -111,10 +135,7 @@ def edited(grpo, tmp_path_factory):
     """The run with its steps 13 to 20 edited, one by each function, and what a replay of them finds."""
     copy = shutil.copytree(grpo, tmp_path_factory.mktemp("edited") / "run")
     for step, edit in enumerate(EDITS, 13):
-        file = copy / "record" / f"step_{step:06d}.jsonl"
-        lines = [json.loads(line) for line in file.read_text().splitlines()]
-        edit(lines)
-        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        edit_step(copy, step, edit)
     found = replay(copy, [12, 12, *range(13, 21)])
     return copy, dict(zip(EDITS, found.steps[1:], strict=True)), found
 
@@ -139,6 +160,7 @@ def test_the_first_difference_is_named_with_its_token(edited):
 def test_one_step_that_differs_makes_the_run_another_and_is_named_beside_its_gap(edited):
     found = edited[2]
     assert [each.difference is None for each in found.steps] == [True, *[False] * len(EDITS)]
+    assert found.note == "", "every answer has one turn"
     assert not found.equal and found.earlier is None, "step 12 was asked for, once, and is as it was"
     assert (found.start, found.trained) == ("step_0006", 14)
     first, explained, equal, reward, *_ = str(found).splitlines()
