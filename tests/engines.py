@@ -24,6 +24,7 @@ from oxrl.concurrency import run_blocking
 from oxrl.generators.embedded.generator import EmbeddedGenerator
 from oxrl.models.builtin import BUILTIN_MODELS, prepare_builtin
 from oxrl.models.load import load_tokenizer
+from oxrl.run.engines import media_settings
 from oxrl.types import GenerationConfig, Request, Weights
 from oxrl.weights.checkpoint_names import trainer_logprobs
 from tests.holding import SCHEDULER
@@ -73,7 +74,11 @@ def vllm_here(model: str = "tiny", lora: int = 8) -> Iterator[Any]:
     from oxrl.generators.vllm.engine import VLLMRolloutEngine
 
     folder = prepare_builtin(model) if model in BUILTIN_MODELS else model
-    engine = VLLMRolloutEngine(folder, load_tokenizer(model), lora=lora, time_limit=HANG, **OPTIONS)
+    tokenizer = load_tokenizer(model)
+    own = (
+        OPTIONS if model == "tiny" else {**OPTIONS, **media_settings(tokenizer), "load_format": "dummy"}
+    )  # as in a run
+    engine = VLLMRolloutEngine(folder, tokenizer, lora=lora, time_limit=HANG, **own)
     yield engine
     run_blocking(engine.close)
 

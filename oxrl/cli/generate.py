@@ -40,6 +40,8 @@ def chat(
     with exit_on_user_error():
         media = _media(image or [], audio or [])
         generator, render = open_model(model)
+        if media:
+            render.prompt(take_media([Message("user", "")], media)[0], media=media)  # refuses what it cannot read
     history = [Message("system", system)] if system else []
     for turn in range(1_000_000):
         try:

@@ -98,7 +98,7 @@ def take_media(
             value = _medium_of(part)
             if value is None and not waiting[kind]:
                 raise ValueError(
-                    f"message {number} has a place for {_a(kind)} that the row does not have; give one for each place"
+                    f"message {number} has a placeholder for {_a(kind)} that the row does not have; give one for each"
                 )
             media.append(waiting[kind].pop(0) if value is None else as_media(value, kind, folder))
             parts.append({"type": kind})
@@ -107,8 +107,8 @@ def take_media(
         if left:
             given = sum(medium.kind == name for medium in columns)
             raise ValueError(
-                f"it has {given} of {name}, but its messages have places for {given - len(left)}: write <{name}> where "
-                "each belongs"
+                f"it has {given} of {name}, but its messages have placeholders for {given - len(left)}: write <{name}> "
+                "where each belongs"
             )
     return tuple(taken), tuple(media)
 

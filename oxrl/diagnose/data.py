@@ -151,7 +151,7 @@ def media_lines(row: Row) -> list[str]:
     """`["image 1: cat.png, 640x480 pixels, 391 tokens"]`."""
     spans = row.media_spans or [(0, 0)] * len(row.media)
     return [
-        f"{medium.kind} {number}: {describe(medium)}, {measure(medium)}, {end - start} tokens"
+        f"{medium.kind} {number}: {describe(medium)}, {measure(medium)}, {end - start} token{'s' * (end - start > 1)}"
         for number, (medium, (start, end)) in enumerate(zip(row.media, spans, strict=True), 1)
     ]
 

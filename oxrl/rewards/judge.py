@@ -103,7 +103,9 @@ def _conversation(rollout: Rollout, rest: str) -> str | list[dict[str, Any]]:
     messages = [(f"[{message.role}]\n", _parts(message)) for message in _before_answer(rollout)]
     places = sum(part is None for _, parts in messages for part in parts)
     if places and places != len(rollout.media):
-        raise ValueError(f"{rollout.id} has {len(rollout.media)} media, but its messages have places for {places}")
+        raise ValueError(
+            f"{rollout.id} has {len(rollout.media)} media, but its messages have placeholders for {places}"
+        )
     media = iter(rollout.media)
     pieces: list[str | Media] = ["<conversation>\n", *(() if places else media)]
     for number, (role, parts) in enumerate(messages):

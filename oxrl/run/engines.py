@@ -13,7 +13,7 @@ from typing import Any
 
 from oxrl.config import Config, ConfigError
 from oxrl.config.registry import find_engine
-from oxrl.data.processor import save_tokenizer
+from oxrl.data.processor import processor_of, save_tokenizer
 from oxrl.loops.online import no_offload, sleeping_engine
 from oxrl.models.load import context_length, end_tokens, load_model_config, resolve_device, resolve_dtype
 from oxrl.run.build import Engine
@@ -78,7 +78,7 @@ async def open_vllm(config: Config, tokenizer: Any, folder: Path, trainer: Any) 
     """In the trainer's process, as server processes, or as Ray actors on the trainer's cluster."""
     write_model_config(config, tokenizer, folder)
     sleeps = sleeps_beside(config, trainer)
-    options = engine_options(config)
+    options = {**media_settings(tokenizer), **engine_options(config)}
     if sleeps:
         options = {"enable_sleep_mode": True, "gpu_memory_utilization": SHARE, **options}
         await trainer.release_memory()  # vLLM measures free memory when it starts
@@ -224,6 +224,15 @@ def write_model_config(config: Config, tokenizer: Any, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     load_model_config(model_config(config)).save_pretrained(folder)
     save_tokenizer(tokenizer, folder)
+
+
+def media_settings(tokenizer: Any) -> dict[str, Any]:
+    """vLLM's settings for a model that reads media.
+
+    By default vLLM (0.32) normalises pixels in the model, by numbers that a start without weights overwrites with
+    random ones, and that no later update restores.
+    """
+    return {} if processor_of(tokenizer) is None else {"mm_device_do_normalize": False}
 
 
 def engine_options(config: Config) -> dict[str, Any]:

@@ -113,8 +113,8 @@ def test_a_text_with_images_is_trained_without_their_placeholders(tiny_vlm: Buil
 
 def test_an_image_needs_exactly_one_place(tiny_vlm: Built, tiny: Built) -> None:
     for media, reason in {
-        (RED,): "message 0 has a place for an image that the row does not have",
-        (RED, WIDE, RED): "it has 3 of image, but its messages have places for 2",
+        (RED,): "message 0 has a placeholder for an image that the row does not have",
+        (RED, WIDE, RED): "it has 3 of image, but its messages have placeholders for 2",
     }.items():
         with pytest.raises(ValueError, match=f"rows:7: {reason}"):
             conversation(tiny_vlm, (question(None, "or", None), ANSWER), media)
@@ -247,9 +247,9 @@ def test_an_image_belongs_to_the_first_user_and_each_is_checked_with_its_row(tmp
     faults: list[tuple[dict[str, Any], str]] = [
         ({**ASKED, "image": "nowhere.png"}, "there is no file"),
         ({**ASKED, "image": "https://example.org/a.png"}, "is an address: nothing is downloaded"),
-        ({"prompt": "<image> or <image>?", "answer": "a", "images": ["red.png"]}, "place for an image that"),
-        ({"prompt": "<image>?", "answer": "a", "images": ["red.png"] * 2}, "it has 2 of image, but .* places for 1"),
-        ({**ASKED, "prompt": "<image>", "audio": "red.png"}, "has a place for an image"),
+        ({"prompt": "<image> or <image>?", "answer": "a", "images": ["red.png"]}, "placeholder for an image that"),
+        ({"prompt": "<image>?", "answer": "a", "images": ["red.png"] * 2}, "has 2 of image, but .* placeholders for 1"),
+        ({**ASKED, "prompt": "<image>", "audio": "red.png"}, "has a placeholder for an image"),
         ({"text": "A cat.", "videos": ["a.mp4"]}, "videos are not read"),
         ({**ASKED, "picture": "red.png"}, "map images=picture"),
         ({"prompt": "a", "chosen": [{"role": "assistant", "content": [{"type": "image", "image": "red.png"}]}],

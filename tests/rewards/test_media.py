@@ -62,7 +62,7 @@ def test_the_judge_sees_the_images_of_replies():
     assert [found.index(RED), found.index(BLUE)] == [1, 3] and "[assistant]\nLook.\n\n[user]" in found[2]
     unseen = replace(rollout, turns=(first, last))
     (graded,) = anyio.run(partial(grade, [unseen], judge_reward(_never_asked)))
-    assert "has 1 media, but its messages have places for 2" in graded.error
+    assert "has 1 media, but its messages have placeholders for 2" in graded.error
 
 
 async def _never_asked(messages):

@@ -69,7 +69,7 @@ def test_data_show_says_which_images_and_how_many_tokens_and_names_problems(tmp_
     report = inspect_data(str(tmp_path / "rows.jsonl"), "tiny-vlm", "sft", 2048, {})
     numbers = report.statistics()
     assert (numbers["images"], numbers["media_tokens"], numbers["skipped"], numbers["duplicates"]) == (2, 12, 2, 0)
-    assert "rows.jsonl:3: message 0 has a place for an image" in report.skipped[0]
+    assert "rows.jsonl:3: message 0 has a placeholder for an image" in report.skipped[0]
     assert "rows.jsonl:4: there is no file" in report.skipped[1]
     print_report(report, 1)
     shown = capsys.readouterr().out

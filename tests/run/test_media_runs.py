@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from oxrl.cli import app
 from oxrl.tracking.metrics import read_metrics
-from tests.drawings import encoded, picture
+from tests.drawings import encoded, picture, tone
 from tests.rows import write_jsonl
 
 COLORS = ("red", "green", "blue")
@@ -119,3 +119,15 @@ def test_a_reference_and_a_teacher_see_the_images_that_the_policy_sees(tmp_path:
         "--set", "rollout.max_tokens=4", "--set", "train.alg_params.kl_coef=0.1",
     )  # fmt: skip
     assert grpo["logprob_gap"] < 1e-4 and abs(grpo["kl"]) < 1e-5
+
+
+def test_chat_refuses_media_that_the_model_cannot_read_before_the_first_message(tmp_path: Path) -> None:
+    (tmp_path / "red.png").write_bytes(encoded(picture("red", 56, 56)))
+    (tmp_path / "a.wav").write_bytes(tone(440.0).data)  # type: ignore[arg-type]
+    for model, given, message in (
+        ("tiny", ("--image", tmp_path / "red.png"), "the model reads text only"),
+        ("tiny-vlm", ("--audio", tmp_path / "a.wav"), "the model cannot read audio, only image"),
+        ("tiny-vlm", ("--image", tmp_path / "none.png"), "there is no file"),
+    ):
+        done = CliRunner().invoke(app, ["chat", model, *map(str, given)], input="hello\n\n")
+        assert (done.exit_code, "you>" in done.output) == (2, False) and message in done.output, done.output
