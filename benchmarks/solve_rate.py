@@ -32,7 +32,7 @@ from oxrl.types import Rollout
 SOLVED, TEACH, IMPOSSIBLE = 8, 4, 4  # subjects
 ANSWERS = "ABCDEFGHIJKLMNOP"
 UNREACHABLE = "none"  # longer than a completion
-ROWS, HELD_OUT = 4, 24  # of each subject
+HELD_OUT = 24  # of each subject
 PROMPTS, SAMPLES = 4, 8  # of a step
 ACCURACIES = (0.70, 0.72, 0.73)
 
@@ -87,17 +87,17 @@ def first_weights(seed: int, folder: Path, rightly: float) -> str:
     return str(train_run(check_config(config), folder / "first").checkpoint)
 
 
-def curve(model: str, sampler: str, seed: int, steps: int, every: int, folder: Path) -> list[tuple[int, float]]:
+def curve(model: str, sampler: str, seed: int, given: argparse.Namespace, folder: Path) -> list[tuple[int, float]]:
     """(completions, held-out accuracy) of one run."""
     config = {
         "model": {"name": model, **MODEL},
         "data": {
-            "train_files_path": write(folder / "train.jsonl", rows(200, ROWS)),
+            "train_files_path": write(folder / "train.jsonl", rows(200, given.rows)),
             "val_files_path": write(folder / "val.jsonl", rows(300, HELD_OUT)),
         },
         "train": {
             "alg_name": "grpo", "lr": 3e-4, **BASE, "train_batch_size_per_gpu": PROMPTS,
-            "train_steps_per_epoch": steps, "eval_every": every,
+            "train_steps_per_epoch": given.steps, "eval_every": given.every,
         },
         "reward": {"reward_func": f"{__file__}:names_the_letter"},
         "rollout": {
@@ -121,6 +121,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--every", type=int, default=5, help="steps between evaluations")
+    parser.add_argument("--rows", type=int, default=4, help="prompts of each subject")
     parser.add_argument("--rightly", type=float, default=0.5, help="right answers to prompts that teach, at first")
     given = parser.parse_args()
     logging.disable(logging.WARNING)
@@ -129,7 +130,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as name:
             model = first_weights(seed, Path(name), given.rightly)
             for sampler in ("uniform", "solve_rate"):
-                points = curve(model, sampler, seed, given.steps, given.every, Path(name))
+                points = curve(model, sampler, seed, given, Path(name))
                 for accuracy in ACCURACIES:
                     found.setdefault((sampler, accuracy), []).append(needed(points, accuracy))
                 marks = "  ".join(f"{each:.0%}: {found[sampler, each][-1]}" for each in ACCURACIES)
