@@ -43,7 +43,7 @@ async def played(tokenizer, name, texts, args=None, size=1, **bounds) -> Rollout
     return rollout
 
 
-async def test_every_token_sampled_in_a_game_is_trained_once_and_none_of_the_worlds(tiny):
+async def test_every_token_sampled_in_a_game_is_trained_once_and_none_of_the_environment(tiny):
     tokenizer = tiny[1]
     rollout = await played(tokenizer, "Vowels-v0", ["xa", "b", "e"])
     assert rollout.score.per_turn == (1.0, 0.0, 1.0) and rollout.reward == 2.0
@@ -55,7 +55,7 @@ async def test_every_token_sampled_in_a_game_is_trained_once_and_none_of_the_wor
     assert rollout.metadata["first_observation"] in tokenizer.decode(rollout.turns[0].prompt_ids)
 
 
-async def test_a_row_is_a_seed_and_every_episode_of_it_starts_alike(tiny):
+async def test_a_row_is_a_seed_and_all_its_episodes_start_in_the_same_state(tiny):
     rows = named_rows(f"{WORLDS}Vowels-v0", Settings(), 3, 7)
     assert [row.metadata["seed"] for row in rows] == [7, 8, 9]
     firsts = [await played(tiny[1], "Vowels-v0", ["a", "a", "a"], size=size) for size in (1, 1, 2)]
@@ -113,19 +113,19 @@ async def test_numbers_are_written_with_four_digits_and_actions_by_their_words(t
         ("multi", "1.5 1", "2 1", 3.0),
     ],
 )
-async def test_an_answer_that_is_no_action_is_told_so_and_earns_the_illegal_reward(tiny, kind, wrong, right, earns):
+async def test_an_answer_that_is_no_action_gets_a_message_and_earns_the_illegal_reward(tiny, kind, wrong, right, earns):
     args = {"kind": kind, "illegal_reward": -1}
     rollout = await played(tiny[1], "Numbers-v0", [wrong, right], args)
     assert rollout.turns[0].messages[1].text.startswith("That is no action.")
     assert rollout.score.per_turn == (-1.0, earns)
 
 
-async def test_a_world_that_raises_is_an_error_with_its_name_and_no_reward(tiny):
+async def test_an_environment_that_raises_is_an_error_with_its_name_and_no_reward(tiny):
     rollout = await played(tiny[1], "Failing-v0", ["a"])
     assert rollout.score is None and rollout.error == "the environment failed in step: KeyError: 'door'"
 
 
-async def test_a_world_that_hangs_is_left_after_its_seconds_which_exclude_generation(tiny):
+async def test_an_environment_that_hangs_is_left_after_its_seconds_which_exclude_generation(tiny):
     def hanging(sample):
         import threading
 

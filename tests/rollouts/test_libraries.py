@@ -1,4 +1,4 @@
-"""Environments of other libraries and of servers: what they ask, what they pay, and what happens when they fail."""
+"""Environments of other libraries and of servers: what they ask and reward, and what happens when they fail."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ VOWELS = (f'rollout.env="{WORLDS}Vowels-v0"', "rollout.max_turns=3")
 VERIFIERS = f"verifiers:{Path(__file__).parents[1] / 'rollouts' / 'vowels_env.py'}"
 
 
-def test_the_reward_of_a_gymnasium_world_rises(tmp_path):
+def test_the_reward_of_a_gymnasium_environment_rises(tmp_path):
     run = train(tmp_path, 15, *VOWELS, "data.env_val_rows=2", "train.eval_every=15")
     assert sum(rewards(run)[-3:]) > sum(rewards(run)[:3]) + 1.5
     assert run.history[0]["eval_reward"] < run.history[-1]["eval_reward"]
@@ -201,7 +201,7 @@ def test_a_model_that_acts_from_pictures_resumes_exactly(tmp_path, algorithm):
     assert any("logprob_gap" in row for row in whole.history)
 
 
-def test_imitation_of_recorded_episodes_raises_the_success_in_the_world(tmp_path):
+def test_imitation_of_recorded_episodes_raises_the_success_in_the_environment(tmp_path):
     pytest.importorskip("PIL")
     (tmp_path / "acting.yaml").write_text(ACTING)
     asked = ["env", "record", str(tmp_path / "acting.yaml"), "--output", str(tmp_path / "line"), "--episodes", "12"]
