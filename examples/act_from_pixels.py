@@ -37,6 +37,7 @@ class Task(NamedTuple):
     env_args: Mapping[str, Any]
     tests: Mapping[str, Mapping[str, Any]]  # what is held out -> arguments of the environment
     max_turns: int
+    episodes: int  # of the expert
     imitation: int  # steps
     practice: int
     expert: str | None = None
@@ -72,9 +73,13 @@ PICTURES = [
 TASKS = {
     "reach": Task(
         "gym:oxrl/Reach-v0",
-        {"size": 28, "split": "train", "actions": {"low": [-1, -1], "high": [1, 1], "bins": 8}},
+        {
+            "size": 28, "centered": True, "colors": ["red", "green", "blue"], "split": "train",
+            "instruction": "{color}",
+            "actions": {"low": [-1, -1], "high": [1, 1], "bins": 8},
+        },
         {"held-out seeds": {}, "held-out positions": {"split": "held_out"}, "control": {"exchanged": True}},
-        max_turns=10, imitation=900, practice=20,
+        max_turns=10, episodes=4000, imitation=1000, practice=40,
     ),
     "babyai": Task(
         "gym:minigrid:BabyAI-GoToLocalS5N2-v0",
@@ -83,7 +88,7 @@ TASKS = {
             "actions": {"words": ["l", "r", "f"]},  # left, right, forward: one token each
         },
         {"held-out seeds": {}, "control": {"wrappers": [*PICTURES, f"{__file__}:ExchangedMission"]}},
-        max_turns=6, imitation=1200, practice=30, expert="oxrl.rollouts.environments.expert:babyai_bot",
+        max_turns=6, episodes=1500, imitation=1200, practice=30, expert="oxrl.rollouts.environments.expert:babyai_bot",
     ),
 }  # fmt: skip
 
@@ -117,12 +122,13 @@ def draw_strip(rollout: Rollout, path: Path) -> None:
 
 def main(environment: str, seed: int, output: Path, scale: float) -> None:
     task = TASKS[environment]
-    episodes, imitation, practice = (max(1, round(scale * each)) for each in (100, task.imitation, task.practice))
+    episodes, imitation, practice = (max(1, round(scale * each)) for each in (200, task.imitation, task.practice))
     test("tiny-vlm", "before", task, episodes)
 
     config = check_config(task.sections({}))
-    steps = record_expert(config, output / "episodes", round(1500 * scale), task.expert, seed * 100_000)
-    print(f"the expert: {steps} steps in {round(1500 * scale)} episodes", flush=True)
+    recorded = max(1, round(scale * task.episodes))
+    steps = record_expert(config, output / "episodes", recorded, task.expert, seed * 100_000)
+    print(f"the expert: {steps} steps in {recorded} episodes", flush=True)
     common = {"freeze": "nothing", "seed": seed, "micro_batch_tokens": 8192}
     Trainer("tiny-vlm").train(
         algorithm="sft",
@@ -143,7 +149,7 @@ def main(environment: str, seed: int, output: Path, scale: float) -> None:
         rollout=task.sections({})["rollout"],
         steps=practice,
         batch_size=16,
-        lr=3e-4,
+        lr=2e-4,
         lr_scheduler="constant",
         env_rows=4000,
         output=output / "practice",

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+import oxrl
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 BIG = {"demo.py", "sft_orders.py", "see_shapes.py", "act_from_pixels.py"}  # these train for minutes
 SMALL = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name not in BIG)
@@ -71,6 +73,9 @@ def test_a_model_that_acts_is_trained_in_two_stages_and_an_episode_is_drawn(run,
         assert all(0 <= float(rate) <= 1 for _, rate in rates[stage])
     width, height = Image.open(tmp_path / "out" / "episode.png").size
     assert width % 170 == 0 and height == 196
+    found = oxrl.evaluate(tmp_path / "out" / "imitation", tmp_path / "out" / "episodes", limit=4, against="tiny-vlm")
+    trained, untrained = (each.measures["nll"].mean for each in found.results)
+    assert trained < untrained, "rows of actions are evaluated with the actions of the run"
 
 
 @pytest.mark.trains

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from oxrl.algorithms.assemble import pair_items, supervised_items
+from oxrl.data.actions import action_codec
 from oxrl.data.pack import collate, pack
 from oxrl.data.render import Renderer
 from oxrl.evaluation.result import Evaluation
 from oxrl.loops.statistics import Comparison, Estimate, compare, estimate, ratio_estimate
 from oxrl.models.load import check_model, load_model, load_tokenizer
 from oxrl.models.reward_model import is_reward_model
-from oxrl.run.folder import resolve_weights, template_kwargs_of
+from oxrl.run.folder import actions_of, resolve_weights, template_kwargs_of
 from oxrl.types import Item, Sample
 
 Kind: TypeAlias = Literal["perplexity", "pairs"]
@@ -100,7 +101,9 @@ def evaluate_rows(
 ) -> RowEvaluation:
     """Measure one or two models on these rows. Both are checked before the first is loaded."""
     measure = {"perplexity": _perplexity, "pairs": _preferences}[kind]
-    models = [_RowModel.find(str(name), samples, kind) for name in (model, against) if name is not None]
+    names = [str(name) for name in (model, against) if name is not None]
+    actions = next(filter(None, map(actions_of, names)), None)  # a model to compare with may be no run
+    models = [_RowModel.find(name, samples, kind, actions) for name in names]
     results = [measure(each, samples) for each in models]
     comparisons: dict[str, Comparison] = {}
     if against is not None:
@@ -123,10 +126,11 @@ class _RowModel(NamedTuple):
     items: list[list[Item]]  # of each sample
 
     @classmethod
-    def find(cls, name: str, samples: Sequence[Sample], kind: Kind) -> _RowModel:
+    def find(cls, name: str, samples: Sequence[Sample], kind: Kind, actions: Any = None) -> _RowModel:
         path = resolve_weights(name)
         check_model(path)
-        render = Renderer(load_tokenizer(path), template_kwargs=template_kwargs_of(name))
+        tokenizer = load_tokenizer(path)
+        render = Renderer(tokenizer, template_kwargs=template_kwargs_of(name), actions=action_codec(actions))
         assemble = pair_items if kind == "pairs" else supervised_items
         items = [assemble(sample, render) for sample in samples]
         if empty := [sample.id for sample, own in zip(samples, items, strict=True) if not _trained(own)]:

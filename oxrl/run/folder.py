@@ -288,9 +288,18 @@ def read_recorded(file: Path) -> dict[str, Any]:
 
 def template_kwargs_of(name: str) -> dict[str, Any]:
     """The variables of the chat template that a run was trained with; {} for other models."""
+    return dict(_data_of(name).get("template_kwargs") or {})
+
+
+def actions_of(name: str) -> Any:
+    """`data.actions` that a run was trained with; None for other models."""
+    return _data_of(name).get("actions")
+
+
+def _data_of(name: str) -> Mapping[str, Any]:
+    """The section `data` in the config of a run; {} for other models."""
     file = last_stage(Path(name)) / "config.yaml"
-    section = read_recorded(file).get("data", {}) if file.is_file() else {}
-    return dict(section.get("template_kwargs") or {})
+    return read_recorded(file).get("data", {}) if file.is_file() else {}
 
 
 def resolve_weights(name: str) -> str:

@@ -86,6 +86,25 @@ def test_a_split_keeps_colors_and_areas_apart():
         assert kept_area(held_out.places[0]) == colors.index(held_out.shown[0])
 
 
+def test_a_centered_picture_moves_with_the_dot_and_shows_every_square():
+    env = Reach(size=63, squares=2, centered=True)
+    for seed in range(20):
+        env.reset(seed=seed)
+        for _ in range(2):
+            picture = env._observation()["image"]
+            assert tuple(picture[31, 31]) == (255, 255, 255), "the dot is in the middle"
+            for place, color in zip(env.places, env.shown, strict=True):
+                column, row = np.floor(63 * (0.5 + (place - env.dot) / 1.8)).astype(int)
+                assert tuple(picture[row, column]) == COLORS[color]
+            env.step(env.expert() / 4)
+
+
+def test_an_instruction_has_the_color_in_any_words():
+    env = Reach(instruction="{color}, please")
+    env.reset(seed=0)
+    assert env.instruction == f"{env.shown[0]}, please"
+
+
 def test_targets_are_the_colors_that_are_named():
     world = Reach(targets=["red"], squares=3)
     seen = set()
@@ -115,6 +134,7 @@ def test_exchanged_instructions_name_the_right_square_by_chance():
         ({"squares": 3, "colors": ["red", "blue"]}, "squares is 3"),
         ({"size": 8}, "size is 8"),
         ({"split": "test"}, "split is 'test'"),
+        ({"instruction": "go to {place}"}, "give a text with {color}"),
     ],
 )
 def test_wrong_arguments_are_named(given, message):

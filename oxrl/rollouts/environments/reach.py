@@ -35,6 +35,7 @@ _STEP = 0.15  # of an action of 1
 _HALF_SQUARE = 0.11
 _DOT = 0.08
 _BACKGROUND, _DOT_COLOR = (128, 128, 128), (255, 255, 255)  # grey is 0 in what most models get
+_SIGHT = 0.9  # of a centered picture: from the dot to its sides, so that no square is out of sight
 _KEPT_CENTER, _KEPT_HALF = 0.2, 0.12  # of the areas of a split: distance from the middle of the picture, half a side
 _MARGIN = _HALF_SQUARE + 0.04  # that straight ways to a square keep from the others
 _MOST_DRAWS = 10_000
@@ -44,10 +45,11 @@ class Reach(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
     """`gymnasium.make("oxrl/Reach-v0", squares=3)`: an action is (dx, dy), each from -1 to 1.
 
     The episode ends in any square, with the reward 1.0 and `info["is_success"]` in that of the named colour. The seed
-    of `reset` determines the scene. `targets` are the colours that may be named. In the `split` "train" no square lies
-    in the area that is kept from its colour, in "held_out" the named one does: the middle of the upper left quarter for
-    the first colour, of the upper right one for the second, then of the lower ones. With `exchanged`, a control, the
-    instruction names any square of the scene, whichever must be reached.
+    of `reset` determines the scene. `targets` are the colours that may be named. In the `split` "train" no square
+    lies in the area that is kept from its colour, in "held_out" the named one does: the middle of the upper left
+    quarter for the first colour, of the upper right one for the second, then of the lower ones. With `centered`,
+    the dot is in the middle of the picture, which moves with it. `instruction` words the task; it has `{color}`.
+    With `exchanged`, a control, the instruction names any square of the scene, whichever must be reached.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 4}  # noqa: RUF012 - gymnasium's
@@ -61,17 +63,20 @@ class Reach(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
         targets: Sequence[str] | None = None,
         split: Literal["all", "train", "held_out"] = "all",
         exchanged: bool = False,
+        centered: bool = False,
+        instruction: str = "reach the {color} square",
         render_mode: str | None = "rgb_array",
     ) -> None:
         self.colors, self.targets = tuple(colors), tuple(targets or colors)
-        _check(size, squares, self.colors, self.targets, split)
-        self.size, self.squares, self.split, self.exchanged = size, squares, split, exchanged
+        _check(size, squares, self.colors, self.targets, split, instruction)
+        self.size, self.squares, self.split = size, squares, split
+        self.exchanged, self.centered, self._wording = exchanged, centered, instruction
         self.render_mode = render_mode
         self.action_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
         self.observation_space = spaces.Dict(
             {
                 "image": spaces.Box(0, 255, (size, size, 3), np.uint8),
-                "instruction": spaces.Text(64, charset=string.ascii_lowercase + " "),
+                "instruction": spaces.Text(64, charset=string.printable),
             }
         )
         self.dot: Place = np.zeros(2)
@@ -89,7 +94,7 @@ class Reach(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
         self.shown = (target, *random.permutation(others)[: self.squares - 1].tolist())
         self.dot, self.places = self._draw_places()
         named = self.shown[random.integers(self.squares)] if self.exchanged else target
-        self.instruction = f"reach the {named} square"
+        self.instruction = self._wording.format(color=named)
         return self._observation(), {"is_success": False}
 
     def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
@@ -114,11 +119,19 @@ class Reach(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
 
     def _picture(self, size: int) -> NDArray[np.uint8]:
         picture = np.full((size, size, 3), _BACKGROUND, dtype=np.uint8)
-        x, y = np.meshgrid(*[(np.arange(size) + 0.5) / size] * 2)
+        x, y = np.meshgrid(*self._coordinates(size))
         for (left, top), color in zip(self.places, self.shown, strict=True):
             picture[(abs(x - left) <= _HALF_SQUARE) & (abs(y - top) <= _HALF_SQUARE)] = COLORS[color]
         picture[(x - self.dot[0]) ** 2 + (y - self.dot[1]) ** 2 <= _DOT**2] = _DOT_COLOR
         return picture
+
+    def _coordinates(self, size: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """x of the columns and y of the rows of a picture."""
+        share = (np.arange(size) + 0.5) / size
+        if not self.centered:
+            return share, share
+        left, top = self.dot - _SIGHT
+        return left + 2 * _SIGHT * share, top + 2 * _SIGHT * share
 
     def _draw_places(self) -> tuple[Place, Place]:
         """The dot and the squares, none in the straight way to another."""
@@ -154,7 +167,9 @@ def _is_clear(dot: Place, places: Place) -> bool:
     return True
 
 
-def _check(size: int, squares: int, colors: Sequence[str], targets: Sequence[str], split: str) -> None:
+def _check(
+    size: int, squares: int, colors: Sequence[str], targets: Sequence[str], split: str, instruction: str
+) -> None:
     if unknown := [color for color in (*colors, *targets) if color not in COLORS]:
         raise ValueError(f"there is no color {unknown[0]!r:.50}{did_you_mean(str(unknown[0]), COLORS)}; {_KNOWN}")
     if len(set(colors)) < len(colors) or not set(targets) <= set(colors):
@@ -163,6 +178,8 @@ def _check(size: int, squares: int, colors: Sequence[str], targets: Sequence[str
         raise ValueError(f"squares is {squares}; give 1 to 4, and not more than there are colors ({len(colors)})")
     if not 16 <= size <= 1024:
         raise ValueError(f"size is {size}; give the pixels of a side, 16 to 1024")
+    if not isinstance(instruction, str) or instruction.count("{") != 1 or "{color}" not in instruction:
+        raise ValueError(f"instruction is {instruction!r:.100}; give a text with {{color}}, and no other braces")
     if split not in SPLITS:
         raise ValueError(f"split is {split!r:.50}; it is one of {', '.join(SPLITS)}")
 
