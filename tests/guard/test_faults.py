@@ -17,7 +17,7 @@ from oxrl.data.buffer import DataBuffer
 from oxrl.data.render import Renderer
 from oxrl.generators.embedded.generator import EmbeddedGenerator
 from oxrl.guard.monitor import Guard
-from oxrl.guard.rows import references_of_samples
+from oxrl.guard.rows import references_of_samples, wrong_advantages
 from oxrl.loops.offline import OfflineConfig, run_offline
 from oxrl.models.load import load_model, load_tokenizer
 from oxrl.models.lora import LoraSettings, attach_lora
@@ -248,6 +248,15 @@ def test_advantages_that_are_lost():
     nothing = with_credit(lambda row: np.zeros(len(row), np.float32))
     found = online(Setting(), algorithm=nothing, manager={"n_samples_per_prompt": 8})
     assert list(found) == ["advantages"] and "advantages are lost" in found["advantages"]
+
+
+@pytest.mark.parametrize(("difference", "found"), [(1e-6, False), (1.0, True)])
+def test_rewards_that_are_equal_in_the_precision_of_advantages_do_not_differ(difference, found):
+    tokens, mask, none = np.array([1, 2, 3]), np.array([False, False, True]), np.zeros(3, np.float32)
+    streams = {"advantage": none}
+    rewards = (5000.0, 5000.0 + difference)
+    rows = [Row(f"r{each}", tokens, mask, streams=streams, scalars={"reward": each}) for each in rewards]
+    assert bool(wrong_advantages([(row,) for row in rows])) == found
 
 
 def test_advantages_on_the_last_token_only():
