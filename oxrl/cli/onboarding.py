@@ -108,7 +108,7 @@ def onboard(
 
     oxrl models onboard Qwen/Qwen3-0.6B ./my-model --budget 90
     """
-    with exit_on_failure("onboarding", lambda: "; the same command goes on"):
+    with exit_on_failure("onboarding", lambda: "; the same command continues"):
         from oxrl.onboarding.pipeline import Options, default_work
         from oxrl.onboarding.pipeline import onboard as onboard_models
 

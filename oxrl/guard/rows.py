@@ -163,7 +163,7 @@ def wrong_advantages(items: Iterable[Item]) -> str | None:
             example = example or row.id
         if "reward" in row.scalars:
             by_prompt.setdefault(_key(row.tokens[: int(row.mask.argmax())]), []).append(row)
-    # In the precision of advantages: rewards of 5000 that differ by less than 1e-4 are equal there.
+    # Advantages are computed from rewards in float32, where those of 5000 that differ by less than 1e-4 are equal.
     differing = [rows for rows in by_prompt.values() if len({np.float32(row.scalars["reward"]) for row in rows}) > 1]
     kept = [rows for rows in differing if any((np.asarray(row.streams["advantage"]) * row.mask).any() for row in rows)]
     lost = len(differing) - len(kept)
