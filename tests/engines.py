@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import time
@@ -87,6 +88,7 @@ def vllm_here(model: str = "tiny", lora: int = 8) -> Iterator[Any]:
 def local_cluster() -> Iterator[None]:
     need("ray")
     os.environ["RAY_AUTH_MODE"] = "disabled"  # or it writes a token into the home folder
+    importlib.import_module("ray")  # as vLLM and scripts do, before the settings of a local cluster are made
     from oxrl.machine.ray_cluster import ray_cluster
 
     with ray_cluster(processes=6, object_store_memory=200 * 2**20):

@@ -69,6 +69,7 @@ class Guard:
         self.all_trained = all_trained
         self.step = self._started = 0
         self._references, self._sampled_references = references, dict[bytes, BoolArray]()
+        self._group_of: dict[str, int] = {}  # of the rollouts of the step
         self._rewards = RewardWatch()
         self._prompt: Prompt | None = None
         self._probes: list[Sampled] = []
@@ -194,6 +195,7 @@ class Guard:
             self.judge("tokens", wrong_tokens(rows, chosen, tokenizer))
         self._check_turns(chosen, tokenizer)
         self._sampled_references = references_of_rollouts(chosen)
+        self._group_of = {each.id: each.group for each in rollouts}
         self._check_rewards(groups, left_out)
 
     def _check_turns(self, rollouts: Sequence[Rollout], tokenizer: Any) -> None:
@@ -230,7 +232,7 @@ class Guard:
             problem = wrong_mask(rows if self._is_early else rows[:SOME_ROWS], references) or empty_rows(rows)
             self.judge("mask", problem)
         if any("advantage" in row.streams for row in rows):
-            self.judge("advantages", wrong_advantages(items) if self.wants("advantages") else None)
+            self.judge("advantages", wrong_advantages(items, self._group_of) if self.wants("advantages") else None)
         elif self._online:
             self.skipped("advantages", f"{algorithm.name} has no advantages")
         if self._parameters is None and self._is_early:

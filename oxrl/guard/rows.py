@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -148,11 +149,14 @@ def _text(tokenizer: Any, ids: Sequence[int]) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-def wrong_advantages(items: Iterable[Item]) -> str | None:
-    """Of rows with rewards and a stream `advantage`: none at all, not finite, or on the last token only."""
+def wrong_advantages(items: Iterable[Item], group_of: Mapping[str, int] = MappingProxyType({})) -> str | None:
+    """Of rows with rewards and a stream `advantage`: none at all, not finite, or on the last token only.
+
+    `group_of` maps rollouts to their groups; rows of other rollouts are a group if their prompts are equal.
+    """
     only_last = longer = 0
     example = ""
-    by_prompt: dict[bytes, list[Row]] = {}
+    groups: dict[int | bytes, list[Row]] = {}
     for row in (row for item in items for row in item if "advantage" in row.streams and row.mask.any()):
         values = np.asarray(row.streams["advantage"])[row.mask]
         if not np.isfinite(values).all():
@@ -162,9 +166,10 @@ def wrong_advantages(items: Iterable[Item]) -> str | None:
             only_last += not values[:-1].any()
             example = example or row.id
         if "reward" in row.scalars:
-            by_prompt.setdefault(_key(row.tokens[: int(row.mask.argmax())]), []).append(row)
+            own = group_of.get(row.sequence or row.id, _key(row.tokens[: int(row.mask.argmax())]))
+            groups.setdefault(own, []).append(row)
     # Advantages are computed from rewards in float32, where those of 5000 that differ by less than 1e-4 are equal.
-    differing = [rows for rows in by_prompt.values() if len({np.float32(row.scalars["reward"]) for row in rows}) > 1]
+    differing = [rows for rows in groups.values() if len({np.float32(row.scalars["reward"]) for row in rows}) > 1]
     kept = [rows for rows in differing if any((np.asarray(row.streams["advantage"]) * row.mask).any() for row in rows)]
     lost = len(differing) - len(kept)
     if lost and not kept:

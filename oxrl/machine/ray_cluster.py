@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,7 +55,8 @@ def ray_cluster(address: str | None = None, *, processes: int = 1, **options: An
         options = {"address": address, **options}
     previous = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(configure_logging=False, log_to_driver=False, **options)
+        with _loopback_only(ray) if address is None else nullcontext():
+            ray.init(configure_logging=False, log_to_driver=False, **options)
     except ConnectionError as error:
         raise ValueError(f"no Ray cluster at {address!r} ({error}): start one, or remove ray_address") from error
     handles = threading.current_thread() is threading.main_thread()
@@ -68,6 +69,17 @@ def ray_cluster(address: str | None = None, *, processes: int = 1, **options: An
         ray.shutdown()
         if handles:
             signal.signal(signal.SIGTERM, previous)
+
+
+@contextmanager
+def _loopback_only(ray: Any) -> Iterator[None]:
+    """What LOCAL_SETTINGS say of the network, for a Ray that a script or vLLM imported before they were set."""
+    constants = ray._private.ray_constants
+    before, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
+    try:
+        yield
+    finally:
+        constants.ENABLE_RAY_CLUSTER = before
 
 
 def import_ray() -> Any:

@@ -259,6 +259,14 @@ def test_rewards_that_are_equal_in_the_precision_of_advantages_do_not_differ(dif
     assert bool(wrong_advantages([(row,) for row in rows])) == found
 
 
+def test_groups_with_equal_prompts_are_judged_by_themselves():
+    tokens, mask, none = np.array([1, 2, 3]), np.array([False, False, True]), np.zeros(3, np.float32)
+    row = Row("", tokens, mask, streams={"advantage": none}, scalars={"reward": 0.0})
+    items = [(replace(row, id=f"r{index}", scalars={"reward": float(index // 2)}),) for index in range(4)]
+    assert not wrong_advantages(items, {f"r{index}": index // 2 for index in range(4)})
+    assert "advantages are lost" in wrong_advantages(items, {f"r{index}": index % 2 for index in range(4)})
+
+
 def test_advantages_on_the_last_token_only():
     def last(row):
         return row.streams["advantage"] * (np.arange(len(row)) == np.flatnonzero(row.mask)[-1])
