@@ -2,8 +2,9 @@
 
 It is run as a script and imports nothing of this package but the sandbox, so that it starts fast. It restricts itself
 before the first call, since what it computes comes from a model; a reply is a line of JSON, in which the parent trusts
-nothing. The kernel ends it with its parent, also during a call that holds the interpreter: the closed pipe raises
-SIGIO.
+nothing. The kernel ends it with its parent, also during a call that holds the interpreter: a pipe that only the parent
+keeps open raises SIGIO when it closes. Calls have a pipe of their own: SIGIO of what was written can come after it was
+read.
 """
 
 from __future__ import annotations
@@ -67,10 +68,13 @@ FUNCTIONS: Mapping[str, tuple[Callable[[], None], Callable[..., Any]]] = {
 """Name -> preparation, which is done once and does not count as time of the call, and the function itself."""
 
 
-def end_with_parent(calls: int) -> None:
-    signal.signal(signal.SIGIO, signal.SIG_IGN)
-    fcntl.fcntl(calls, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(calls, fcntl.F_SETFL, fcntl.fcntl(calls, fcntl.F_GETFL) | os.O_ASYNC)
+def end_with_parent(pipe: int) -> None:
+    """End when the other end of this pipe, to which nothing is written, is closed."""
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([pipe], [], [], 0)[0]:  # closed before it could raise a signal
+        sys.exit()
 
 
 def limit_resources() -> None:
@@ -120,7 +124,7 @@ def computed(function: str, args: tuple[Any, ...], prepared: set[str], ready: Ca
 
 def main() -> None:
     limit_resources()
-    end_with_parent(0)
+    end_with_parent(int(sys.argv[1]))
     calls, replies = os.fdopen(0, "rb", buffering=0), os.dup(1)
     os.dup2(2, 1)  # whatever a library prints
     prepared: set[str] = set()
@@ -138,12 +142,7 @@ def main() -> None:
 
     while True:
         function, args = pickle.loads(read(int.from_bytes(read(8), "big")))  # noqa: S301 - from the parent
-        signal.signal(signal.SIGIO, signal.SIG_DFL)  # nothing is sent during a call: the pipe was closed
-        if select.select([calls], [], [], 0)[0]:
-            sys.exit()
-        content = computed(function, args, prepared, lambda: reply({}))
-        signal.signal(signal.SIGIO, signal.SIG_IGN)
-        reply(content)
+        reply(computed(function, args, prepared, lambda: reply({})))
 
 
 if __name__ == "__main__":

@@ -39,8 +39,11 @@ class _Worker:
         path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path if entry)
         self.calls = 0
         self._unread = b""
+        ends, kept = os.pipe()  # nothing is written to it: the kernel closes it when this process ends
+        self._kept = os.fdopen(kept, "wb")
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-s", "-S", "-B", str(Path(__file__).with_name("worker.py"))],
+            [sys.executable, "-P", "-s", "-S", "-B", str(Path(__file__).with_name("worker.py")), str(ends)],
+            pass_fds=(ends,),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -48,6 +51,7 @@ class _Worker:
             cwd="/",
             start_new_session=True,  # Ctrl-C is for this process
         )
+        os.close(ends)
 
     def send(self, args: tuple[Any, ...]) -> dict[str, Any]:
         """Send a call; the reply comes when the process has imported what it needs."""
@@ -85,8 +89,8 @@ class _Worker:
         return self.process.wait()
 
     def close_pipes(self) -> None:
-        for stream in (self.process.stdin, self.process.stdout):
-            assert stream is not None, "both are pipes"
+        for stream in (self.process.stdin, self.process.stdout, self._kept):
+            assert stream is not None, "all are pipes"
             with suppress(BrokenPipeError):  # a request that was not sent
                 stream.close()
 

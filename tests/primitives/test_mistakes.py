@@ -36,8 +36,8 @@ def view(model):
 
 
 @pytest.fixture(scope="module")
-def state(model):
-    return oxrl.create_training_state(model, oxrl.load_tokenizer("tiny"))
+def state():
+    return oxrl.create_training_state(oxrl.load_model("tiny"), oxrl.load_tokenizer("tiny"))
 
 
 def needs_an_argument(view: Policy, advantages):

@@ -179,6 +179,15 @@ def test_processes_end_with_the_trainer_however_it_ends(busy):
     wait_until(lambda: not is_alive(pid), "the process has ended")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_calls_raise_no_signals(pool):
+    """The signal of what was written may come after it was read, and would end the process in the middle of a call."""
+    assert pool.call("found_by_regex", *ALWAYS) is True
+    (pid,) = pids(pool)
+    (flags,) = (line for line in Path(f"/proc/{pid}/fdinfo/0").read_text().splitlines() if line.startswith("flags"))
+    assert not int(flags.split()[1], 8) & os.O_ASYNC
+
+
 def cpu_time(pid):
     """In ticks of a hundredth of a second."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11])
