@@ -66,7 +66,9 @@ def measure(arguments: argparse.Namespace, way: str) -> dict[str, float]:
     manager = oxrl.sampling_manager(
         oxrl.DataBuffer(samples, shuffle=False), oxrl.RolloutSampler(generator, render, sampling), config
     )
-    steps = oxrl.OnlineConfig(num_steps=arguments.steps, micro_batch_tokens=arguments.micro_batch_tokens)
+    steps = oxrl.OnlineConfig(
+        num_steps=arguments.steps, micro_batch_tokens=arguments.micro_batch_tokens, max_logprob_gap=2.0
+    )  # log-probs in bfloat16
     ends: list[float] = []
     history = anyio.run(
         lambda: oxrl.run_online(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -28,6 +29,7 @@ class Head(NamedTuple):
     bias: Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
+    compiled: bool = False  # compute statistics, and the gradient of log-probs, with compiled code
 
     def over(self, tokens: Tensor) -> Head:
         """The projection on these tokens alone, in their order."""
@@ -114,6 +116,19 @@ def label_logprobs(logits: Tensor, labels: Tensor) -> Tensor:
     return logprob.masked_fill(targets < 0, 0.0)
 
 
+def _new_logprob_gradient(logits: Tensor, targets: Tensor, value: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `logprob_gradient`, in a new tensor of `dtype`: compiled, it is one pass over the logits."""
+    log_total = logits.gather(1, targets[:, None]) - value[:, None]
+    gradient = (logits - log_total).exp() * -grad[:, None]
+    sampled = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
+    return torch.where(sampled, gradient + grad[:, None], gradient).to(dtype)
+
+
+@lru_cache
+def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return torch.compile(function)
+
+
 def token_logprobs(
     hidden: Tensor,
     tokens: Tensor,
@@ -163,7 +178,7 @@ def project(
     chunk = chunk or max(1, (2**26 if hidden.device.type == "cpu" else 2**28) // len(head.weight))
     if other is not None:
         other = Other(other.hidden, other.head._replace(weight=_for_products(other.head.weight)))
-    plan = _Plan(head.scale, head.softcap, tuple(statistics), other, targets, chunk)
+    plan = _Plan(head.scale, head.softcap, tuple(statistics), other, targets, chunk, head.compiled and other is None)
     values: Tensor = _Projection.apply(hidden, head.weight, head.bias, plan)  # type: ignore[no-untyped-call]
     return values.unbind(0)
 
@@ -175,6 +190,7 @@ class _Plan(NamedTuple):
     other: Other | None
     targets: Tensor
     chunk: int
+    compiled: bool
 
     def chunks(self) -> Iterator[slice]:
         total = len(self.targets)
@@ -193,9 +209,22 @@ class _Plan(NamedTuple):
         for start, piece, other in zip(starts, pieces, others, strict=True):
             yield _Block(slice(start, start + len(piece)), piece, other)
 
-    def values(self, logits: Tensor, block: _Block, which: Sequence[Statistic] | None = None) -> list[Tensor]:
-        capped, targets = _capped(logits, self.softcap), self.targets[block.positions]
-        return [statistic(capped, targets, block.other) for statistic in which or self.statistics]
+    def values(self, block: _Block, which: Sequence[Statistic] | None = None) -> Tensor:
+        targets = self.targets[block.positions]
+        return _stacked(block.logits, targets, block.other, which or self.statistics, self.softcap)
+
+    def only_logprob(self) -> int | None:
+        """The index of `logprob`, if it is the only statistic that has a gradient, and that of uncapped logits."""
+        wanted = [index for index, statistic in enumerate(self.statistics) if statistic not in WITHOUT_GRADIENT]
+        alone = [self.statistics[index] for index in wanted] == [logprob] and self.softcap is None
+        return wanted[0] if alone else None
+
+
+def _stacked(
+    logits: Tensor, targets: Tensor, other: Tensor | None, statistics: Sequence[Statistic], softcap: float | None
+) -> Tensor:
+    capped = _capped(logits, softcap)
+    return torch.stack([statistic(capped, targets, other) for statistic in statistics])
 
 
 class _Block(NamedTuple):
@@ -214,8 +243,11 @@ class _Projection(torch.autograd.Function):
             # The last chunk is kept: a step that fits into one chunk, as most do, projects once instead of twice.
             block = ctx.kept = None  # free one chunk before the next is computed
             ctx.kept = _scaled_logits(hidden[part], matrix, bias, plan.scale)
+            if plan.compiled:
+                values[:, part] = _compiled_values(plan, part, ctx.kept)
+                continue
             for block in plan.blocks(part, ctx.kept):
-                values[:, block.positions] = torch.stack(plan.values(block.logits, block))
+                values[:, block.positions] = plan.values(block)
         ctx.save_for_backward(hidden, weight, bias, values)
         return values
 
@@ -231,13 +263,10 @@ class _Projection(torch.autograd.Function):
         for part in reversed(list(plan.chunks())):
             scaled = _scaled_logits(hidden[part], matrix, bias, plan.scale) if ctx.kept is None else ctx.kept
             ctx.kept = None
-            for block in plan.blocks(part, scaled):
-                # Gradients of raw logits have the scale as a factor; applying it to [S, C] here is cheaper.
-                _overwrite_with_gradient(
-                    block, plan, values[:, block.positions], grads[0][:, block.positions] * plan.scale
-                )
-            d_logits = scaled.to(matrix.dtype)
-            del scaled, block  # only the half-precision copy is needed from here
+            # Gradients of raw logits have the scale as a factor; applying it to [S, C] here is cheaper.
+            weights = grads[0][:, part] * plan.scale
+            d_logits = _logits_gradient(plan, part, scaled, values[:, part], weights, matrix.dtype)
+            del scaled  # only the half-precision copy is needed from here
             if grad_hidden is not None:
                 grad_hidden[part] = (d_logits @ matrix).to(hidden.dtype)
             if grad_weight is not None:
@@ -253,19 +282,49 @@ class _Projection(torch.autograd.Function):
         )
 
 
+def _compiled_values(plan: _Plan, part: slice, logits: Tensor) -> Tensor:
+    targets = plan.targets[part]
+    _mark_rows(logits, targets)
+    return _compiled(_stacked)(logits, targets, None, plan.statistics, plan.softcap)
+
+
+def _mark_rows(*tensors: Tensor) -> None:
+    """One compiled function for any number of rows."""
+    for each in tensors:
+        torch._dynamo.maybe_mark_dynamic(each, 0)
+
+
+def _logits_gradient(
+    plan: _Plan, part: slice, logits: Tensor, values: Tensor, grads: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """d(sum of statistics weighted by `grads [S, C]`) / d(logits of a chunk), which may be overwritten."""
+    index = plan.only_logprob()
+    if plan.compiled and index is not None:
+        operands = (logits, plan.targets[part], values[index].contiguous(), grads[index].contiguous())
+        _mark_rows(*operands)
+        return _compiled(_new_logprob_gradient)(*operands, dtype)
+    for block in plan.blocks(part, logits):
+        own = slice(block.positions.start - part.start, block.positions.stop - part.start)
+        _overwrite_with_gradient(block, plan, values[:, own], grads[:, own])
+    return logits.to(dtype)
+
+
 def _overwrite_with_gradient(block: _Block, plan: _Plan, values: Tensor, grads: Tensor) -> None:
     """Overwrite the block's logits with d(sum of statistics weighted by `grads [S, C]`) / d(those logits)."""
+    index = plan.only_logprob()
+    if index is not None:
+        logprob_gradient(block.logits, plan.targets[block.positions], values[index], grads[index])
+        return
     wanted = [index for index, statistic in enumerate(plan.statistics) if statistic not in WITHOUT_GRADIENT]
     chosen = [plan.statistics[index] for index in wanted]
-    if chosen == [logprob] and plan.softcap is None:
-        logprob_gradient(block.logits, plan.targets[block.positions], values[wanted[0]], grads[wanted[0]])
-        return
     gradient = torch.zeros(())
     with torch.enable_grad():
         leaf = block.logits.detach().requires_grad_()
         pairs = [
             (value, grad)
-            for value, grad in zip(plan.values(leaf, block, chosen) if chosen else [], grads[wanted], strict=True)
+            for value, grad in zip(
+                plan.values(block._replace(logits=leaf), chosen) if chosen else [], grads[wanted], strict=True
+            )
             if value.requires_grad
         ]
         if pairs:

@@ -11,7 +11,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub, w
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # facts are about float32 on the CPU, also on a machine with a GPU
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # vLLM compiles a function or two with a C++ compiler, in each run
+if not os.environ["CUDA_VISIBLE_DEVICES"]:  # vLLM compiles a function or two with a C++ compiler, in each run
+    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no stack trace for a peer that ends on purpose
 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # it ends actors if other processes fill the memory
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background; its children would ignore it, too

@@ -207,3 +207,18 @@ def test_the_written_out_gradient_of_a_head_without_a_cap_is_autograds(chunk, sc
     assert "aten::_log_softmax" not in {name for name, _ in watched.seen}, "autograd computed the gradient"
     for leaf, gradient in zip(leaves, expected, strict=True):
         torch.testing.assert_close(leaf.grad.double(), gradient, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("statistics", [(t.logprob, t.correct), (t.logprob, t.entropy)], ids=["one gradient", "two"])
+def test_a_compiled_head_has_the_same_values_and_gradients(statistics):
+    results = []
+    for compiled in (False, True):
+        random = torch.Generator().manual_seed(1)
+        hidden, weight = (torch.randn(rows, 16, generator=random, requires_grad=True) for rows in (50, 300))
+        targets = torch.randint(300, (50,), generator=random)
+        with torch._dynamo.config.patch(disable=False):
+            values = project(hidden, Head(weight, compiled=compiled), targets, statistics, chunk=20)
+            (values[0] * torch.randn(50, generator=random) + values[1]).sum().backward()
+        results.append((torch.stack(values).detach(), hidden.grad, weight.grad))
+    for plain, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, plain, atol=2e-6, rtol=1e-5)

@@ -35,6 +35,7 @@ def compile_layers(module: LanguageModel, wanted: bool | None = None, expected_t
     reason = _why_not_compiled(module)
     if reason is None:
         logger.info("the decoder layers are compiled")
+        module.compiled = True
         return True
     if wanted:
         raise ValueError(f"model.compile is true, but {reason}: set auto or false")

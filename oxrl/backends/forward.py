@@ -72,6 +72,7 @@ class LanguageModel(nn.Module):
             raise ValueError(f"log-probs need a positive temperature, not {temperature}; for greedy completions use 1")
         self.model = model
         self.temperature = temperature
+        self.compiled = False  # `compile_layers` compiles the layers and the statistics of the head
         self.layout: Layout = "padded"  # always correct; `prepare_layout` checks whether packed is too
         self.probed: Probed | None = None
         width = self.inner.get_output_embeddings().weight.shape[1]
@@ -103,7 +104,7 @@ class LanguageModel(nn.Module):
 
     @property
     def head(self) -> Head:
-        return head_of(self.inner, self.temperature)
+        return head_of(self.inner, self.temperature)._replace(compiled=self.compiled)
 
     def hidden(self, batch: Batch) -> Tensor:
         _check_rotation(self.inner, batch)

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from oxrl.generators.embedded.cache import attention_configs, next_logits, own_attention
+from oxrl.generators.embedded.joined_linear import JoinLinears, join_weights
 from oxrl.generators.embedded.paged import PagedCache, PagedPass, PagedPrefill, PagedStep
 from oxrl.generators.embedded.pages import PAGE, PageTables, pages_for
 from oxrl.generators.embedded.sampling import Draws, Rules, draw_rows, uniforms_of
@@ -34,9 +35,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NO_OTHER_GRAPHS: dict[str, Any] = {"triton.cudagraphs": False}
-SPAN = 8  # tokens per row between two reads by the host, which overlap with the next span
+SPAN, LONG_SPAN = 8, 16  # tokens per row between two reads by the host, which overlap with the next span
+FEW_SLOTS = 256  # up to so many, steps are short: a span has to last as long as the host takes to prefill
 ENDS = 16  # end tokens per row that are compared on the device; the host compares all of them
 NOT_FINITE = "the model's logits are not finite: check its weights, or use a higher precision"
+VARIANTS = 32  # of the compiled draw, at most: two for each of seven `Draws`, of full and of smaller batches
 COMPILED_TOKENS = 2e6  # from so many sampled tokens on, compiling earns back its time
 HELD = 0.1  # of the device memory: a larger cache is freed for training, and graphs are captured again
 SHARE = 0.5  # of the free device memory, for keys and values
@@ -49,7 +52,7 @@ class Capture(NamedTuple):
     compiles: bool | None = None  # None: if enough tokens are sampled to earn back the time it takes
     expected_tokens: float = 0.0  # that the run will sample
     cache_bytes: int | None = None  # for keys and values
-    span: int = SPAN
+    span: int | None = None  # None: LONG_SPAN for up to FEW_SLOTS, else SPAN
 
 
 class Feed(NamedTuple):
@@ -138,7 +141,8 @@ def advance(logits: Tensor, state: State, draws: Draws) -> None:
 def compiled_layers(model: PreTrainedModel) -> dict[nn.Module, Any]:
     """The decoder layers with a compiled `forward`; layers of one kind share their code."""
     forwards = {layer: MethodType(type(layer).forward, layer) for layer in decoder_layers(model)}
-    return {layer: torch.compile(each, dynamic=True, options=NO_OTHER_GRAPHS) for layer, each in forwards.items()}
+    options = {**NO_OTHER_GRAPHS, "post_grad_custom_pre_pass": JoinLinears()}
+    return {layer: torch.compile(each, dynamic=True, options=options) for layer, each in forwards.items()}
 
 
 @contextmanager
@@ -174,16 +178,17 @@ class CapturedDecoder:
         slots: int,
         options: Capture = Capture(),  # noqa: B008 - immutable
     ) -> None:
-        self.model, self.slots, self.span, self.cache_bytes = model, slots, options.span, options.cache_bytes
+        self.model, self.slots, self.cache_bytes = model, slots, options.cache_bytes
+        self.span = options.span or (LONG_SPAN if slots <= FEW_SLOTS else SPAN)
         self.captures = model.device.type == "cuda"
         self.configs = attention_configs(model)
         self.sizes = batch_sizes(slots)
         self.compiles = bool(options.compiles)
         self._advance = torch.compile(advance, options=NO_OTHER_GRAPHS) if self.compiles else advance
         self._layers = compiled_layers(model) if self.compiles else {}
+        self._join_weights()
         self.graphs: dict[tuple[int, Draws], Any] = {}
         self._memory: Any = None  # shared by all graphs
-        self._addresses: tuple[int, ...] = ()
         self._beside: Any = None  # a stream
         self._on_device: dict[int, int] = {}  # rows whose state the device has, and their column there
         self._started = self._finished = 0  # spans
@@ -402,7 +407,8 @@ class CapturedDecoder:
         if self.compiles:  # one compiled function for all batch sizes
             for each, dim in ((logits, 0), (state.integers, 1), (state.numbers, 1), (state.out, 2)):
                 torch._dynamo.maybe_mark_dynamic(each, dim)
-        self._advance(logits, state, draws)
+        with torch._dynamo.config.patch(recompile_limit=VARIANTS):
+            self._advance(logits, state, draws)
 
     def _graph(self, rows: int, draws: Draws) -> Callable[[], None]:
         state = self.state.narrow(rows)
@@ -420,13 +426,19 @@ class CapturedDecoder:
         replay: Callable[[], None] = self.graphs[rows, draws].replay
         return replay
 
+    def _join_weights(self) -> None:
+        if self.compiles:
+            join_weights(decoder_layers(self.model))
+        self._addresses = self._addresses_now()
+
+    def _addresses_now(self) -> list[int]:
+        return [each.data_ptr() for each in chain(self.model.parameters(), self.model.buffers())]
+
     def _check_addresses(self) -> None:
-        addresses = tuple(each.data_ptr() for each in chain(self.model.parameters(), self.model.buffers()))
-        if addresses != self._addresses:
-            if self.graphs:
-                logger.info("the model's weights have moved: the decoding step is captured again")
+        if self._addresses_now() != self._addresses:
+            logger.info("the model's weights have moved: the decoding step is captured again")
             self._forget_graphs()
-            self._addresses = addresses
+            self._join_weights()
 
     def _capture(self, state: State, draws: Draws) -> Any:
         started = time.monotonic()

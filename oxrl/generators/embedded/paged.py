@@ -31,6 +31,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers comes without typ
         self.pages = pages
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
+        self._finished: Tensor | None = None
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Called by each layer; the operator writes, when it attends."""
@@ -45,6 +46,14 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers comes without typ
             for buffers, new in ((self.keys, keys), (self.values, values)):
                 buffers.append(new.new_zeros(self.pages, PAGE, new.shape[1], new.shape[3]))
         return self.keys[index], self.values[index]
+
+    def finished_parts(self, device: torch.device) -> Tensor:
+        """Counters of the attention kernel, 0 between layers. Passes over one cache follow each other."""
+        if self._finished is None:
+            from oxrl.generators.embedded.kernels import PROGRAMS
+
+            self._finished = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
+        return self._finished
 
 
 class PagedPass:
@@ -134,7 +143,8 @@ class PagedStep(PagedPass):
             from oxrl.generators.embedded.kernels import write_and_attend
 
             query, key, value = (each[:, :, 0] for each in (query, key, value))
-            return write_and_attend(query, key, value, *buffers, self.tables, self.lengths, options)[:, None]
+            tables, lengths, finished = self.tables, self.lengths, self.cache.finished_parts(query.device)
+            return write_and_attend(query, key, value, *buffers, tables, lengths, finished, options)[:, None]
         at = (self.lengths - 1).long()
         targets = self.tables.gather(1, (at // PAGE)[:, None])[:, 0].long() * PAGE + at % PAGE
         for buffer, new in zip(buffers, (key, value), strict=True):
@@ -158,6 +168,7 @@ paged_attention = torch.library.custom_op(
     _paged_attention,
     mutates_args=(),  # the buffers are not among its arguments
     schema="(Tensor query, Tensor key, Tensor value, float scale, float? softcap, int? window) -> Tensor",
+    tags=(torch.Tag.flexible_layout,),  # slices of one product are read where they are
 )
 
 

@@ -174,18 +174,35 @@ def _blocks(weights: Tensor) -> Tensor:
     return blocks if full == size else torch.cat([blocks, weights[:, full:].sum(-1, keepdim=True)], dim=1)
 
 
-def _exponential_blocks(scaled: Tensor) -> tuple[Tensor, Tensor]:
-    """Return sums of `exp(scaled)` over blocks of the vocabulary, in proportion, and the log of the whole sum.
+def _exponential_blocks(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    """Return sums of `exp(logits / temperature)` over blocks of the vocabulary, in proportion, and the log of them all.
 
     Each block has its own maximum, so that one pass over `[B, V]` suffices.
     """
+    largest, sums = block_exponentials(logits, temperature)
+    top = largest.amax(-1, keepdim=True)
+    blocks = sums * (largest - top).exp()
+    return blocks, top + blocks.sum(-1, keepdim=True).log()
+
+
+@torch.library.custom_op("oxrl::block_exponentials", mutates_args=())
+def block_exponentials(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    """Per block of `logits [B, V] / temperature [B]`: its maximum, and the sum of `exp` of what is below it."""
+    if logits.is_cuda:
+        from oxrl.generators.embedded import kernels
+
+        return kernels.block_exponentials(logits, temperature, BLOCK)
+    scaled = logits.float() / temperature[:, None]
     full = scaled.shape[1] - scaled.shape[1] % BLOCK
     parts = [scaled[:, :full].reshape(len(scaled), full // BLOCK, BLOCK), scaled[:, None, full:]]
     largest, sums = zip(*(_exponentials(part) for part in parts if part.numel()), strict=True)
-    largest_of, sum_of = torch.cat(largest, dim=1), torch.cat(sums, dim=1)
-    top = largest_of.amax(-1, keepdim=True)
-    blocks = sum_of * (largest_of - top).exp()
-    return blocks, top + blocks.sum(-1, keepdim=True).log()
+    return torch.cat(largest, dim=1), torch.cat(sums, dim=1)
+
+
+@block_exponentials.register_fake
+def _(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    largest, sums = (temperature.new_empty(logits.shape[0], -(-logits.shape[1] // BLOCK)) for _ in range(2))
+    return largest, sums
 
 
 def _exponentials(part: Tensor) -> tuple[Tensor, Tensor]:
@@ -234,9 +251,9 @@ def draw_rows(logits: Tensor, rules: Rules, numbers: Tensor, draws: Draws) -> tu
     has to do it. Without cut-off rules the logits are read once, and no probabilities are written to memory.
     """
     greedy = rules.temperature == 0
-    temperature = torch.where(greedy, 1.0, rules.temperature)[:, None]
-    scaled = logits.float() / temperature
-    blocks, total = _exponential_blocks(scaled)
+    own_temperature = torch.where(greedy, 1.0, rules.temperature)
+    blocks, total = _exponential_blocks(logits, own_temperature)
+    temperature = own_temperature[:, None]
     tokens = torch.zeros_like(rules.top_k)
     undecided, cut_mass = torch.zeros_like(greedy), torch.zeros_like(numbers)
     if draws.plain:
@@ -247,7 +264,7 @@ def draw_rows(logits: Tensor, rules: Rules, numbers: Tensor, draws: Draws) -> tu
             logits.shape[1],
         )
     if draws.cut:
-        p = (scaled - total).exp()
+        p = (logits.float() / temperature - total).exp()
         kept, order, plain = _likeliest_rows(p, rules)
         likely = order.gather(1, search(kept, numbers)[:, None])[:, 0]
         more = ((kept[:, -1] > 0) & (rules.top_k == 0)) | (rules.top_k > kept.shape[1])
