@@ -4,7 +4,7 @@ Random weights of Qwen2.5's shapes in bfloat16, so that no hub is needed. (a) de
 new ones, all sequences equally long. (b) what a rollout is: four times as many prompts as slots, prompts of 32 to 512
 tokens, completions of 16 to 512, slots refilled, prefill and the work of the host counted.
 
-    python benchmarks/generation.py [--shapes 0.5B,1.5B,7B] [--slots 64,512,1024] [--ways plain,captured,compiled]
+    python benchmarks/generation.py [--shapes 0.5B,1.5B,7B] [--slots 64,512] [--ways captured,compiled] [--lora 16]
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from oxrl.generators.embedded.captured import Capture
 from oxrl.generators.embedded.engine import Engine, Job
+from oxrl.models.lora import LoraSettings, attach_lora
 from oxrl.types import GenerationConfig, Request
 
 SHAPES = {
@@ -125,9 +126,12 @@ def main() -> None:
     parser.add_argument("--shapes", default="0.5B", help=f"some of {','.join(SHAPES)}")
     parser.add_argument("--slots", default="64,512,1024")
     parser.add_argument("--ways", default="generate,plain,captured,compiled")
+    parser.add_argument("--lora", type=int, default=0, help="rank of an adapter on all linear layers; 0: none")
     arguments = parser.parse_args()
     for shape in arguments.shapes.split(","):
         model = build(shape)
+        if arguments.lora:
+            model = attach_lora(model, LoraSettings(r=arguments.lora), seed=1)
         for slots in map(int, arguments.slots.split(",")):
             for way in arguments.ways.split(","):
                 found = {name: round(value, 1) for name, value in measure(model, slots, way).items()}

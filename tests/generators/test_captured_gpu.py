@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from oxrl import Trainer
 from oxrl.generators.embedded.captured import Capture, CapturedDecoder
 from oxrl.generators.embedded.engine import Engine
+from oxrl.models.lora import LoraSettings, attach_lora
 from oxrl.types import GenerationConfig, Request
 from tests.generators.test_decoders import SLOTTED, build
 
@@ -32,6 +34,45 @@ def test_a_graph_samples_the_same_tokens_as_eager_steps(tiny, shape, capture):
         assert [one.token_ids for one in found] == [one.token_ids for one in expected]
         for one, other in zip(found, expected, strict=True):
             assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+def test_log_probs_do_not_drift_over_2000_tokens(tiny):
+    model = build("Qwen2Config", {"max_position_embeddings": 2100}).cuda()
+    sampling = GenerationConfig(max_new_tokens=2000, seed=1)
+    (found,) = sampled(Engine(model, tiny[1], 4, "shrinking", COMPILED), sampling, count=1)
+    tokens = torch.tensor([[5, 6, 7, *found.token_ids]], device="cuda")
+    with torch.no_grad():
+        logits = model(input_ids=tokens, use_cache=False).logits[0, 2:-1]
+    expected = logits.log_softmax(-1).gather(1, tokens[0, 3:, None])[:, 0]
+    gaps = (expected.cpu() - torch.tensor(found.logprobs)).abs()
+    assert len(gaps) == 2000 and float(gaps.max()) < 1e-4
+
+
+def test_an_adapter_samples_the_same_tokens_in_a_graph(tiny):
+    model = attach_lora(build(*SLOTTED["qwen2"]), LoraSettings(r=4), seed=1).cuda()
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    eager, graph = (Engine(model, tiny[1], 16, "shrinking", each) for each in (Capture(capture=False), COMPILED))
+    assert [one.token_ids for one in sampled(graph, SAMPLINGS[0])] == [
+        one.token_ids for one in sampled(eager, SAMPLINGS[0])
+    ]
+
+
+def test_a_run_learns_the_same_with_and_without_graphs(tmp_path):
+    share = "sum('A' <= c <= 'Z' for c in rollout.response) / max(1, len(rollout.response))"
+    (tmp_path / "reward.py").write_text(f"def capitals(rollout):\n    return {share}\n")
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "Say {word}."}}\n' for word in ("hi", "yes", "no")))
+    rewards = []
+    for engine in ({"capture": False}, {"capture": True, "compile": False}, {"capture": True, "compile": True}):
+        trained = Trainer("tiny").train(
+            algorithm="grpo", data=tmp_path / "rows.jsonl", reward=f"{tmp_path}/reward.py:capitals", steps=15,
+            batch_size=3, lr=5e-3, seed=1, dtype="float32", device="cuda", inference_engine=engine,
+            rollout={"max_tokens": 8, "n_samples": 8}, output=tmp_path / str(len(rewards)),
+        )  # fmt: skip
+        rewards.append([line["reward"] for line in trained.history if "reward" in line])
+    assert rewards[0][-1] > rewards[0][0] + 0.3
+    assert rewards[1] == pytest.approx(rewards[0], abs=0.05) and rewards[2] == pytest.approx(rewards[0], abs=0.05)
 
 
 def test_graphs_use_weights_that_change_in_their_memory_and_are_renewed_if_they_move(tiny):
