@@ -196,10 +196,10 @@ def test_supervised_fine_tuning_from_the_complete_config(folder):
     assert len(read_metrics(folder / "out" / "metrics.jsonl")) == 1
 
 
-def test_a_sample_cannot_be_changed_in_place(world):
+def test_a_sample_cannot_be_changed_in_place(setting):
     for name, value in (("reward", 1.0), ("error", "late")):
         with pytest.raises(AttributeError, match="dataclasses.replace"):
-            setattr(world["SAMPLE"], name, value)
+            setattr(setting["SAMPLE"], name, value)
 
 
 def test_a_mask_that_is_a_weight_is_named():
@@ -207,14 +207,14 @@ def test_a_mask_that_is_a_weight_is_named():
     refused(lambda: oxrl.Sample(prompt="a", tokens=[1, 2, 3], loss_mask=[0, 1]), "2 entries for 3 tokens")
 
 
-def test_the_second_stage_refuses_an_algorithm_that_does_not_sample(world, tmp_path):
-    config = oxrl.Config.model_validate({**world["CONFIG"], "train": {"alg_name": "sft"}})
+def test_the_second_stage_refuses_an_algorithm_that_does_not_sample(setting, tmp_path):
+    config = oxrl.Config.model_validate({**setting["CONFIG"], "train": {"alg_name": "sft"}})
     refused(lambda: oxrl.run_rl(config, tmp_path), "run_rl samples completions.*run_sft")
     refused(lambda: oxrl.run_sft({"rl": config}, tmp_path), "no stage 'sft'")
 
 
-def test_an_updater_needs_a_reference(world):
-    state = oxrl.create_training_state(world["MODEL"], world["TOKENIZER"])
+def test_an_updater_needs_a_reference(setting):
+    state = oxrl.create_training_state(setting["MODEL"], setting["TOKENIZER"])
     config = oxrl.create_algorithm_config("reinforce")
     update = oxrl.create_ema_updater(decay=0.9)
     sampling = oxrl.GenerationConfig(max_new_tokens=2)
@@ -225,14 +225,14 @@ def test_an_updater_needs_a_reference(world):
 
 
 @pytest.mark.parametrize("tokens", [True, False])
-def test_an_rl_loop_grades_by_metadata_and_needs_tokens(world, tokens):
+def test_an_rl_loop_grades_by_metadata_and_needs_tokens(setting, tokens):
     def generate(prompts):
         ids = {"tokens": [5, 6, 7], "loss_mask": [0, 1, 1]} if tokens else {"response": "x"}
         return [oxrl.Sample(prompt=p, **ids, metadata={"correct": i == 0}) for i, p in enumerate(prompts)]
 
     config = oxrl.RolloutConfig(batch_size=1, n_samples_per_prompt=2, generate_fn=generate)
     manager = oxrl.AsyncRolloutManager(oxrl.DataBuffer(["a", "b"]), config)
-    arguments = (world["BACKEND"], oxrl.DataBuffer(["a", "b"]), manager, [], oxrl.RLTrainingConfig(num_steps=1), None)
+    arguments = (setting["BACKEND"], oxrl.DataBuffer(["a", "b"]), manager, [], oxrl.RLTrainingConfig(num_steps=1), None)
     if tokens:
         (metrics,) = run_blocking(oxrl.run_rl_training, *arguments)
         assert metrics["reward"] == 0.5
@@ -253,7 +253,7 @@ DIFFERENCES = [
 
 
 @pytest.fixture(scope="module")
-def world():
+def setting():
     model, tokenizer = load_model("tiny"), load_tokenizer("tiny")
     return {
         "oxrl": oxrl,
@@ -269,8 +269,8 @@ def world():
 
 
 @pytest.mark.parametrize("difference", DIFFERENCES)
-def test_a_deliberate_difference_is_as_documented(difference, world):
-    exec(difference["proof"], dict(world))
+def test_a_deliberate_difference_is_as_documented(difference, setting):
+    exec(difference["proof"], dict(setting))
 
 
 def test_the_migration_page_has_the_differences():

@@ -85,7 +85,7 @@ class Workspace:
         self.hanging = folder / "hanging.py"
         self.hanging.write_text(
             "import threading\n\nimport anyio\n\n\n"
-            "async def world(sample, policy):\n    await anyio.sleep_forever()\n\n\n"
+            "async def env(sample, policy):\n    await anyio.sleep_forever()\n\n\n"
             "def calculator(expression: str):\n    threading.Event().wait()\n"
         )
 
@@ -153,8 +153,8 @@ LORA = (*SFT, "lora.enabled=true")
 MLFLOW = (*SFT, "run.trackers=[mlflow]")
 IMPOSSIBLE = (*RL, "rollout.filter=check_min_reward", "rollout.filter_params={{min_reward: 9}}")
 TOOLS = (*RL, "rollout.env=tools", "rollout.tools=[oxrl.rollouts.tools:calculator]")
-WORLD = ("train.alg_name=grpo", "rollout.env=gym:CartPole-v1", "rollout.max_tokens=6", *STEPS)
-HANGING = (*RL, "rollout.env={home.hanging}:world", "rollout.env_seconds=0.02", "train.train_steps_per_epoch=1")
+ENVIRONMENT = ("train.alg_name=grpo", "rollout.env=gym:CartPole-v1", "rollout.max_tokens=6", *STEPS)
+HANGING = (*RL, "rollout.env={home.hanging}:env", "rollout.env_seconds=0.02", "train.train_steps_per_epoch=1")
 THINKING = (*SFT, "model.chat_template={home.template}")
 HANGING_TOOL = (*TOOLS, "rollout.tools=['{home.hanging}:calculator']", "rollout.tool_seconds=0.02")
 
@@ -459,8 +459,8 @@ KEYS = {
         {"enable_thinking": False}, prepared(lambda run: text_drawn(run)), THINKING
     ),
     "data.actions": Effect({"words": ["right", "left"]}, prepared(text_drawn), ACTED),
-    "data.env_rows": Effect(5, prepared(lambda run: len(run.rows)), WORLD, 5),
-    "data.env_val_rows": Effect(3, prepared(lambda run: len(run.held_out)), WORLD, 3),
+    "data.env_rows": Effect(5, prepared(lambda run: len(run.rows)), ENVIRONMENT, 5),
+    "data.env_val_rows": Effect(3, prepared(lambda run: len(run.held_out)), ENVIRONMENT, 3),
     "data.bad_rows": Effect("skip", size, (*SFT, "data.train_files_path={home.bad}"), 2),
     "reward.reward_func": Effect("exact_match", logged("reward"), RL, [0.0, 0.0]),
     "reward.params": Effect({"target": 6}, logged("reward"), LENGTH, [1.0, 1.0]),
@@ -497,7 +497,7 @@ KEYS = {
     "rollout.env": Effect("tools", can_start, RL),
     "rollout.tools": Effect(["oxrl.rollouts.tools:calculator"], can_start, (*RL, "rollout.env=tools"), "can start"),
     "rollout.env_args": Effect(
-        {"actions": ["left", "right"]}, prepared(lambda run: run.rows[0].messages[0].text), WORLD,
+        {"actions": ["left", "right"]}, prepared(lambda run: run.rows[0].messages[0].text), ENVIRONMENT,
         "You act in CartPole-v1. Answer with one of: left, right.",
     ),
     "rollout.env_seconds": Effect(0.01, failed, HANGING),

@@ -15,14 +15,14 @@ from tests.rows import write_jsonl
 
 pytest.importorskip("gymnasium")
 
-WORLD = """
+ENVIRONMENT = """
 from oxrl.rollouts.envs import single_turn
 from oxrl.types import Score
 
 async def env(sample, policy):
     number = sample.metadata["number"]
     if number == 7:
-        raise ConnectionError("the world is gone")
+        raise ConnectionError("the environment is gone")
     episode = await single_turn(sample, policy)
     return episode._replace(score=Score(2.0 * number, {"success": float(number < 3)}))
 """
@@ -35,7 +35,7 @@ def evaluated(*options: str) -> Any:
 
 
 def config(folder: Path, **rollout: Any) -> str:
-    file = folder / "world.yaml"
+    file = folder / "env.yaml"
     sections = {
         "model": {"name": "tiny", "dtype": "float32"},
         "train": {"alg_name": "grpo"},
@@ -56,14 +56,14 @@ def wilson(wins: int, count: int) -> tuple[float, float]:
 
 
 def test_the_success_that_a_world_reports_has_an_interval_and_failed_episodes_are_left_out(tmp_path):
-    (tmp_path / "world.py").write_text(WORLD)
-    file, answers = config(tmp_path, env=f"{tmp_path / 'world.py'}:env"), tmp_path / "answers.jsonl"
+    (tmp_path / "env.py").write_text(ENVIRONMENT)
+    file, answers = config(tmp_path, env=f"{tmp_path / 'env.py'}:env"), tmp_path / "answers.jsonl"
     found = evaluated("tiny", "--env", file, "--json", "--output", str(answers))
     (result,) = found["results"]
     success, returned = result["marks"]["success"]["reward"], result["marks"]["return"]["reward"]
     assert (success["low"], success["high"]) == pytest.approx(wilson(3, 7))
     assert success["mean"] == pytest.approx(3 / 7) and returned["mean"] == pytest.approx(6.0)
-    assert result["marks"]["success"]["graded"] == 7 and "the world is gone" in result["failure"]
+    assert result["marks"]["success"]["graded"] == 7 and "the environment is gone" in result["failure"]
     lines = [json.loads(line) for line in answers.read_text().splitlines()]
     assert [line["rewards"].get("success") for line in lines] == [1.0] * 3 + [0.0] * 4 + [None]
     text = evaluated("tiny", "--env", file, "--episodes", "3")
@@ -71,12 +71,14 @@ def test_the_success_that_a_world_reports_has_an_interval_and_failed_episodes_ar
 
 
 def test_a_world_makes_its_held_out_rows_and_the_return_is_reported(tmp_path):
-    file = config(tmp_path, env="gym:tests.rollouts.worlds:Vowels-v0", max_turns=2)
+    file = config(tmp_path, env="gym:tests.rollouts.example_environments:Vowels-v0", max_turns=2)
     found = evaluated("tiny", "--env", file, "--episodes", "3", "--json", "--set", "rollout.max_tokens=1")
     assert found["rows"] == 3 and found["max_tokens"] == 1 and found["temperature"] == 0
     assert list(found["results"][0]["marks"]) == ["return"]
-    named = evaluated("tiny", "--env", "gym:tests.rollouts.worlds:Vowels-v0", "--episodes", "2", "--max-tokens", "2")
-    assert named.startswith("gym:tests.rollouts.worlds:Vowels-v0: 2 rows")
+    named = evaluated(
+        "tiny", "--env", "gym:tests.rollouts.example_environments:Vowels-v0", "--episodes", "2", "--max-tokens", "2"
+    )
+    assert named.startswith("gym:tests.rollouts.example_environments:Vowels-v0: 2 rows")
 
 
 @pytest.mark.parametrize(

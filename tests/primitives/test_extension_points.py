@@ -30,7 +30,7 @@ ROWS = [Row("a", [1, 2, 3], [False, True, True])]
 CALLS = oxrl.extract_tool_calls(CALL)
 
 
-class World:
+class Setting:
     """What the calls below need; a model is loaded once."""
 
     def __init__(self):
@@ -174,19 +174,19 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def world():
-    return World()
+def setting():
+    return Setting()
 
 
 @pytest.mark.parametrize(("point", "function", "call"), CASES)
-def test_the_function_that_is_passed_is_called(world, point, function, call):
+def test_the_function_that_is_passed_is_called(setting, point, function, call):
     calls = []
 
     def spy(*args, **kwargs):
         calls.append(args)
         return function(*args, **kwargs)
 
-    call(world, **{point: spy})
+    call(setting, **{point: spy})
     assert calls
 
 

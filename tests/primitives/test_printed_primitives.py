@@ -51,7 +51,7 @@ def my_kl(logprobs, ref_logprobs) -> float:
 
 
 @pytest.fixture(scope="module")
-def world():
+def setting():
     model, tokenizer = oxrl.load_model("tiny"), oxrl.load_tokenizer("tiny")
     reference = oxrl.create_reference_model(model)
     with torch.no_grad():
@@ -75,8 +75,8 @@ def test_a_reward_is_what_its_function_returns():
     assert oxrl.compute_reward(rollout, lambda each: oxrl.weighted_sum([part(each) for part in parts])) == 5.5
 
 
-def test_a_rollout_is_built_up_one_argument_at_a_time(world):
-    model, tokenizer, reference = world
+def test_a_rollout_is_built_up_one_argument_at_a_time(setting):
+    model, tokenizer, reference = setting
     plain = create_rollout(model, tokenizer, PROMPT, FEW)
     assert (plain.prompt, plain.rewards, plain.kl_divergence) == (PROMPT, None, None)
     assert create_rollout(model, tokenizer, PROMPT, FEW, reward_fn=lambda r: len(r.generation.token_ids)).rewards == 3.0
@@ -92,8 +92,8 @@ def test_a_rollout_is_built_up_one_argument_at_a_time(world):
 # KL functions
 
 
-def test_kl_functions_take_the_numbers_of_a_generation_and_a_function_that_returns_one_number(world):
-    model, tokenizer, reference = world
+def test_kl_functions_take_the_numbers_of_a_generation_and_a_function_that_returns_one_number(setting):
+    model, tokenizer, reference = setting
     rollout = create_rollout(model, tokenizer, PROMPT, FEW, ref_model=reference, kl_fn=my_kl)
     row = oxrl.Row("r", rollout.tokens, np.array(rollout.loss_mask) > 0)
     own, ref = rollout.generation.logprobs, oxrl.get_reference_logprobs(reference, [row])[0].tolist()
@@ -113,8 +113,8 @@ def test_kl_functions_take_the_numbers_of_a_generation_and_a_function_that_retur
 # Generation backends
 
 
-def test_an_engine_can_be_the_generator_of_every_function(world):
-    model, tokenizer, _ = world
+def test_an_engine_can_be_the_generator_of_every_function(setting):
+    model, tokenizer, _ = setting
     expected = generate(model, tokenizer, PROMPT, GREEDY)
     engine = oxrl.EmbeddedGenerator(model, tokenizer)
     assert generate(None, tokenizer, PROMPT, GREEDY, generator=engine) == expected
@@ -128,8 +128,8 @@ def test_an_engine_can_be_the_generator_of_every_function(world):
             assert found.token_ids == expected.token_ids
 
 
-def test_sglang_needs_the_address_of_a_server(world):
-    model, tokenizer, _ = world
+def test_sglang_needs_the_address_of_a_server(setting):
+    model, tokenizer, _ = setting
     for given in (model, "tiny"):
         with pytest.raises(ValueError, match=r"not the address of one: start one with .*launch_server.*generator="):
             generate(given, tokenizer, PROMPT, GREEDY, generator=oxrl.sglang_generator)
@@ -137,8 +137,8 @@ def test_sglang_needs_the_address_of_a_server(world):
         generate("tiny", tokenizer, PROMPT, GREEDY)
 
 
-def test_vllm_in_process_can_be_the_generator(vllm_in_process, world):
-    model, tokenizer, _ = world
+def test_vllm_in_process_can_be_the_generator(vllm_in_process, setting):
+    model, tokenizer, _ = setting
     run_blocking(vllm_in_process.update_weights, oxrl.Weights(model, vllm_in_process.version + 1))
     found = generate(None, tokenizer, PROMPT, GREEDY, generator=vllm_in_process)
     assert found.token_ids == generate(model, tokenizer, PROMPT, GREEDY).token_ids
@@ -265,9 +265,9 @@ def samples_for(name, render):
 
 
 @pytest.fixture(scope="module")
-def complete_state(world):
+def complete_state(setting):
     """With a reference, a teacher and all heads; its learning rate is 0."""
-    return fresh(lr=0.0, weight_decay=0.0, teacher=world[2], heads=("value", "score"))
+    return fresh(lr=0.0, weight_decay=0.0, teacher=setting[2], heads=("value", "score"))
 
 
 @pytest.mark.parametrize("name", oxrl.ALGORITHMS)
@@ -281,8 +281,8 @@ def test_the_loss_of_every_algorithm_is_the_one_that_a_training_step_reports(com
     assert loss.requires_grad and loss.item() == pytest.approx(trained["loss"], abs=1e-5)
 
 
-def test_rows_become_pairs_and_rollouts_a_batch_of_any_algorithm(world):
-    model, tokenizer, reference = world
+def test_rows_become_pairs_and_rollouts_a_batch_of_any_algorithm(setting):
+    model, tokenizer, reference = setting
     rollouts = oxrl.create_batch_rollouts(
         model, tokenizer, PROMPTS, FEW, n_samples_per_prompt=3, reward_fn=lambda rollout: float(rollout.index)
     )
@@ -330,8 +330,8 @@ def test_ppo_advantages_take_rows_of_tokens_with_dones():
 # Tools
 
 
-def test_a_tool_call_is_executed_and_a_condition_stops_the_episode(world):
-    model, tokenizer, reference = world
+def test_a_tool_call_is_executed_and_a_condition_stops_the_episode(setting):
+    model, tokenizer, reference = setting
     for executor in (oxrl.execute_tools, oxrl.execute_functions):
         rollout = oxrl.create_multiturn_rollout(
             model,
@@ -351,8 +351,8 @@ def test_a_tool_call_is_executed_and_a_condition_stops_the_episode(world):
         assert rollout.metadata["tools"] == {"calculator": 1} and rollout.kl_divergence > 0
 
 
-def test_an_executor_may_take_the_calls_alone(world):
-    _, tokenizer, _ = world
+def test_an_executor_may_take_the_calls_alone(setting):
+    _, tokenizer, _ = setting
     rollout = oxrl.create_multiturn_rollout(
         None,
         tokenizer,

@@ -23,7 +23,7 @@ from websockets.sync.server import ServerConnection, serve
 SCHEMA = {"action": {"properties": {"message": {"type": "string"}, "metadata": {"type": "object"}}}}
 
 
-class World:
+class Environment:
     def __init__(self) -> None:
         self.steps = 0
 
@@ -37,12 +37,12 @@ class World:
 
 
 def _talk(connection: ServerConnection) -> None:
-    world = World()
+    env = Environment()
     for message in connection:
         asked = json.loads(message)
         if asked["type"] == "close":
             return
-        connection.send(json.dumps({"type": "observation", "data": world.answer(asked["type"], asked["data"])}))
+        connection.send(json.dumps({"type": "observation", "data": env.answer(asked["type"], asked["data"])}))
 
 
 def _schema(connection: ServerConnection, request: Request) -> Response | None:
@@ -63,14 +63,14 @@ def served_by_sockets() -> Iterator[tuple[str, Any]]:
 
 def serve_until_killed(port: int, doomed: Path) -> None:
     def talk(connection: ServerConnection) -> None:
-        world = World()
+        env = Environment()
         for message in connection:
             asked = json.loads(message)
             if asked["type"] == "close":
                 return
             if asked["type"] == "step" and doomed.exists():
                 os.kill(os.getpid(), signal.SIGKILL)
-            connection.send(json.dumps({"type": "observation", "data": world.answer(asked["type"], asked["data"])}))
+            connection.send(json.dumps({"type": "observation", "data": env.answer(asked["type"], asked["data"])}))
 
     with serve(talk, "127.0.0.1", port, process_request=_schema) as server:
         sys.stdout.write("ready\n")
@@ -90,13 +90,13 @@ def served_by_a_process(port: int, doomed: Path) -> Iterator[subprocess.Popen[st
 
 @contextmanager
 def served_by_http() -> Iterator[str]:
-    worlds: dict[str, World] = {}
+    environments: dict[str, Environment] = {}
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            world = worlds.setdefault(asked["episode_id"], World())
-            self._send(200, world.answer(self.path[1:], asked if self.path == "/reset" else asked["action"]))
+            env = environments.setdefault(asked["episode_id"], Environment())
+            self._send(200, env.answer(self.path[1:], asked if self.path == "/reset" else asked["action"]))
 
         def do_GET(self) -> None:
             self._send(200, SCHEMA) if self.path == "/schema" else self._send(404, {})

@@ -30,7 +30,7 @@ from oxrl.rollouts.record import rollout_from_json, rollout_to_json
 from oxrl.types import Generation, GenerationConfig, Request, Rollout, Row
 
 pytestmark = pytest.mark.anyio
-LINE = "gym:tests.rollouts.worlds:Line-v0"
+LINE = "gym:tests.rollouts.example_environments:Line-v0"
 BINS = {"low": -1, "high": 1, "bins": 16}  # the middles of the intervals are odd sixteenths
 HALF = [[0.5625]]
 PLAIN = {"show": ["camera.image", "mission"]}
@@ -213,7 +213,9 @@ async def test_gae_runs_over_the_steps_of_an_episode(tiny_vlm):
 @pytest.mark.parametrize("prompt", [None, "Be quick."])
 async def test_the_row_of_an_expert_has_the_prompt_of_the_environment(tiny_vlm, tmp_path, prompt):
     given = {**PLAIN, **({} if prompt is None else {"prompt": prompt})}
-    steps = list(expert_steps("tests.rollouts.worlds:Line-v0", Settings(given | {"actions": BINS}), 2, seed=5))
+    steps = list(
+        expert_steps("tests.rollouts.example_environments:Line-v0", Settings(given | {"actions": BINS}), 2, seed=5)
+    )
     assert [(step["episode"], step["action"]) for step in steps] == [(n, HALF[0]) for n in (0, 0, 1, 1)]
     (tmp_path / "line").mkdir()
     write_episodes(tmp_path / "line" / "episodes.parquet", steps)
@@ -228,13 +230,18 @@ async def test_the_row_of_an_expert_has_the_prompt_of_the_environment(tiny_vlm, 
 def test_an_expert_that_never_succeeds_is_refused():
     with pytest.raises(ValueError, match="succeeded in 0 of 40 episodes"):
         list(
-            expert_steps("tests.rollouts.worlds:Line-v0", Settings({"length": 9.0, "ends": False}), 1, expert=_failing)
+            expert_steps(
+                "tests.rollouts.example_environments:Line-v0",
+                Settings({"length": 9.0, "ends": False}),
+                1,
+                expert=_failing,
+            )
         )
     with pytest.raises(ValueError, match="has no method expert"):
-        list(expert_steps("tests.rollouts.worlds:Vowels-v0", Settings(), 1))
+        list(expert_steps("tests.rollouts.example_environments:Vowels-v0", Settings(), 1))
 
 
-def _failing(world: Any) -> Any:
+def _failing(env: Any) -> Any:
     return lambda: 1 / 0  # an expert that fails has no episode
 
 
@@ -257,7 +264,7 @@ async def test_log_probs_of_the_engine_are_those_of_the_trainer(tiny_vlm):
 
 
 async def test_a_model_that_imitates_an_expert_acts_by_what_it_sees(tiny_vlm, tmp_path):
-    env, settings = "tests.rollouts.worlds:Sides-v0", Settings({"actions": {"words": ["l", "r"]}})
+    env, settings = "tests.rollouts.example_environments:Sides-v0", Settings({"actions": {"words": ["l", "r"]}})
     (tmp_path / "sides").mkdir()
     write_episodes(tmp_path / "sides" / "episodes.parquet", expert_steps(env, settings, 64))
     model = load_model(tiny_vlm[0]._replace(freeze="nothing"))

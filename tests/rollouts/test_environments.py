@@ -22,7 +22,7 @@ from tests.waiting import EXPIRES, HANG
 pytestmark = pytest.mark.anyio
 pytest.importorskip("gymnasium")
 
-WORLDS = "gym:tests.rollouts.worlds:"
+ENVIRONMENTS = "gym:tests.rollouts.example_environments:"
 
 
 @pytest.fixture(params=["asyncio", "trio"])
@@ -37,8 +37,8 @@ def sampler(tokenizer, texts, env, **bounds) -> RolloutSampler:
 
 async def played(tokenizer, name, texts, args=None, size=1, **bounds) -> Rollout:
     settings = Settings(args or {}, max_turns=bounds.pop("max_turns", 8))
-    sample = named_rows(WORLDS + name, settings, size, 7)[-1]
-    sample_episodes = sampler(tokenizer, texts, open_named(WORLDS + name, settings), **bounds)
+    sample = named_rows(ENVIRONMENTS + name, settings, size, 7)[-1]
+    sample_episodes = sampler(tokenizer, texts, open_named(ENVIRONMENTS + name, settings), **bounds)
     (rollout,) = await sample_episodes((Rollout(sample),))
     return rollout
 
@@ -56,7 +56,7 @@ async def test_every_token_sampled_in_a_game_is_trained_once_and_none_of_the_env
 
 
 async def test_a_row_is_a_seed_and_all_its_episodes_start_in_the_same_state(tiny):
-    rows = named_rows(f"{WORLDS}Vowels-v0", Settings(), 3, 7)
+    rows = named_rows(f"{ENVIRONMENTS}Vowels-v0", Settings(), 3, 7)
     assert [row.metadata["seed"] for row in rows] == [7, 8, 9]
     firsts = [await played(tiny[1], "Vowels-v0", ["a", "a", "a"], size=size) for size in (1, 1, 2)]
     shown = [rollout.metadata["first_observation"] for rollout in firsts]
@@ -179,16 +179,20 @@ async def test_a_turn_gets_the_tokens_that_are_left(tiny):
     ("env", "args", "message"),
     [
         ("gym:Nowhere-v0", {}, "gymnasium cannot make Nowhere-v0"),
-        (f"{WORLDS}Line-v0", {"actions": {"low": 0, "high": 1, "bin": 8}}, "did you mean bins"),
-        (f"{WORLDS}Line-v0", {"actions": {"low": [0, 0], "high": [1, 1]}}, "actions of 2 numbers, and those of .* Box"),
-        (f"{WORLDS}Line-v0", {"actions": {"words": ["a", "b"]}}, "has 2 words, and actions of .* are Box"),
-        (f"{WORLDS}Line-v0", {"show": ["mision"]}, "no 'mision'; did you mean mission"),
-        (f"{WORLDS}Line-v0", {"show": []}, r"show is \[\]; give a list of entries"),
-        (f"{WORLDS}Line-v0", {"history": "no"}, "history is 'no'; give true or false"),
-        (f"{WORLDS}Line-v0", {"wrappers": [{"a:b": 1}]}, "wrappers has {'a:b': 1}; give a list of MODULE:CLASS"),
-        (f"{WORLDS}Numbers-v0", {"kind": "tuple"}, "actions of .* are of the space Tuple"),
-        (f"{WORLDS}Numbers-v0", {"actions": ["a"]}, "needs a list of 3 different words"),
-        (f"{WORLDS}Numbers-v0", {"illegal_reward": "no"}, "illegal_reward is 'no'; give a number"),
+        (f"{ENVIRONMENTS}Line-v0", {"actions": {"low": 0, "high": 1, "bin": 8}}, "did you mean bins"),
+        (
+            f"{ENVIRONMENTS}Line-v0",
+            {"actions": {"low": [0, 0], "high": [1, 1]}},
+            "actions of 2 numbers, and those of .* Box",
+        ),
+        (f"{ENVIRONMENTS}Line-v0", {"actions": {"words": ["a", "b"]}}, "has 2 words, and actions of .* are Box"),
+        (f"{ENVIRONMENTS}Line-v0", {"show": ["mision"]}, "no 'mision'; did you mean mission"),
+        (f"{ENVIRONMENTS}Line-v0", {"show": []}, r"show is \[\]; give a list of entries"),
+        (f"{ENVIRONMENTS}Line-v0", {"history": "no"}, "history is 'no'; give true or false"),
+        (f"{ENVIRONMENTS}Line-v0", {"wrappers": [{"a:b": 1}]}, "wrappers has {'a:b': 1}; give a list of MODULE:CLASS"),
+        (f"{ENVIRONMENTS}Numbers-v0", {"kind": "tuple"}, "actions of .* are of the space Tuple"),
+        (f"{ENVIRONMENTS}Numbers-v0", {"actions": ["a"]}, "needs a list of 3 different words"),
+        (f"{ENVIRONMENTS}Numbers-v0", {"illegal_reward": "no"}, "illegal_reward is 'no'; give a number"),
         ("reasoning_gym:leg_countin", {}, "cannot generate samples of 'leg_countin' .* did you mean leg_counting"),
     ],
 )

@@ -16,8 +16,8 @@ from oxrl.rollouts.collect import RolloutSampler
 from oxrl.rollouts.envs import with_tools
 from oxrl.rollouts.mcp_tools import mcp_tools
 from oxrl.types import GenerationConfig, Message, Rollout, Sample
+from tests.rollouts.example_environments import is_running
 from tests.rollouts.scripted_text import ScriptedText
-from tests.rollouts.worlds import is_running
 from tests.waiting import EXPIRES, HANG
 
 pytest.importorskip("mcp")

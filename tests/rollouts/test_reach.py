@@ -1,4 +1,4 @@
-"""The reaching world: its scenes, its expert, what ends an episode, and what a split keeps apart."""
+"""The reaching environment: its scenes, its expert, what ends an episode, and what a split keeps apart."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from gymnasium.utils.env_checker import check_env  # noqa: E402
 from oxrl.rollouts.environments.reach import COLORS, Reach, kept_area  # noqa: E402
 
 
-def played(world: Any, seed: int, policy: Any = None) -> tuple[float, int]:
+def played(env: Any, seed: int, policy: Any = None) -> tuple[float, int]:
     """The return of an episode and its steps, by default with the expert."""
-    world.reset(seed=seed)
+    env.reset(seed=seed)
     total = 0.0
     for step in range(1, 100):
-        action = policy() if policy else world.unwrapped.expert()
-        _, reward, terminated, truncated, info = world.step(action)
+        action = policy() if policy else env.unwrapped.expert()
+        _, reward, terminated, truncated, info = env.step(action)
         total += reward
         if terminated or truncated:
             assert info["is_success"] == (total > 0)
@@ -31,27 +31,27 @@ def played(world: Any, seed: int, policy: Any = None) -> tuple[float, int]:
 @pytest.mark.parametrize("squares", [1, 2, 3, 4])
 @pytest.mark.parametrize("split", ["all", "train", "held_out"])
 def test_the_expert_reaches_the_square_in_every_scene(squares, split):
-    world = gymnasium.make("oxrl/Reach-v0", squares=squares, split=split)
-    episodes = [played(world, seed) for seed in range(30)]
+    env = gymnasium.make("oxrl/Reach-v0", squares=squares, split=split)
+    episodes = [played(env, seed) for seed in range(30)]
     assert all(total == 1.0 for total, _ in episodes)
     assert max(steps for _, steps in episodes) <= 6
 
 
 def test_random_actions_seldom_succeed_and_end_after_ten_steps():
-    world, random = gymnasium.make("oxrl/Reach-v0"), np.random.default_rng(0)
-    episodes = [played(world, seed, lambda: random.uniform(-1, 1, 2)) for seed in range(200)]
+    env, random = gymnasium.make("oxrl/Reach-v0"), np.random.default_rng(0)
+    episodes = [played(env, seed, lambda: random.uniform(-1, 1, 2)) for seed in range(200)]
     assert np.mean([total for total, _ in episodes]) < 0.2
     assert max(steps for _, steps in episodes) == 10
 
 
 def test_another_square_ends_the_episode_without_a_reward():
-    world = Reach()
+    env = Reach()
     for seed in range(10):
-        world.reset(seed=seed)
+        env.reset(seed=seed)
         terminated = False
         while not terminated:
-            way = (world.places[1] - world.dot) / 0.15
-            _, reward, terminated, _, info = world.step(way / max(1, abs(way).max()))
+            way = (env.places[1] - env.dot) / 0.15
+            _, reward, terminated, _, info = env.step(way / max(1, abs(way).max()))
         assert (reward, info["is_success"]) == (0.0, False)
 
 
@@ -60,13 +60,13 @@ def test_a_seed_determines_the_scene_and_the_picture_shows_it():
     np.testing.assert_array_equal(first["image"], again["image"])
     assert first["instruction"] == again["instruction"]
     assert (first["image"] != other["image"]).any()
-    world = Reach()
-    image = world.reset(seed=3)[0]["image"]
-    for place, color in zip(world.places, world.shown, strict=True):
+    env = Reach()
+    image = env.reset(seed=3)[0]["image"]
+    for place, color in zip(env.places, env.shown, strict=True):
         x, y = (place * 56).astype(int)
-        assert tuple(image[y, x]) == COLORS[color] or np.abs(place - world.dot).max() < 0.08
-    world.step([1.0, 0.0])
-    moved = world.step([0.0, 0.0])[0]["image"]
+        assert tuple(image[y, x]) == COLORS[color] or np.abs(place - env.dot).max() < 0.08
+    env.step([1.0, 0.0])
+    moved = env.step([0.0, 0.0])[0]["image"]
     assert (moved != image).any()
 
 
@@ -106,21 +106,21 @@ def test_an_instruction_has_the_color_in_any_words():
 
 
 def test_targets_are_the_colors_that_are_named():
-    world = Reach(targets=["red"], squares=3)
+    env = Reach(targets=["red"], squares=3)
     seen = set()
     for seed in range(20):
-        assert world.reset(seed=seed)[0]["instruction"] == "reach the red square"
-        seen |= set(world.shown)
+        assert env.reset(seed=seed)[0]["instruction"] == "reach the red square"
+        seen |= set(env.shown)
     assert seen == {"red", "green", "blue", "yellow"}
 
 
 def test_exchanged_instructions_name_the_right_square_by_chance():
-    world = Reach(exchanged=True, squares=2)
+    env = Reach(exchanged=True, squares=2)
     right = []
     for seed in range(200):
-        named = world.reset(seed=seed)[0]["instruction"].split()[2]
-        assert named in world.shown
-        right.append(named == world.shown[0])
+        named = env.reset(seed=seed)[0]["instruction"].split()[2]
+        assert named in env.shown
+        right.append(named == env.shown[0])
     assert 0.4 < np.mean(right) < 0.6
 
 
@@ -143,7 +143,7 @@ def test_wrong_arguments_are_named(given, message):
 
 
 def test_an_action_that_is_not_finite_is_refused():
-    world = Reach()
-    world.reset(seed=0)
+    env = Reach()
+    env.reset(seed=0)
     with pytest.raises(ValueError, match="not finite"):
-        world.step([float("nan"), 0.0])
+        env.step([float("nan"), 0.0])

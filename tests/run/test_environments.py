@@ -20,15 +20,15 @@ from oxrl.cli import app
 from oxrl.config import load_config
 from oxrl.run.train import RunResult, train_run
 from tests.rollouts import calling_engine
+from tests.rollouts.example_environments import is_running
 from tests.rollouts.test_mcp_tools import SERVER
-from tests.rollouts.worlds import is_running
 from tests.rows import write_jsonl
 
 pytest.importorskip("gymnasium")
 pytestmark = pytest.mark.trains
 
 CALLER = Path(calling_engine.__file__)
-WORLDS = "gym:tests.rollouts.worlds:"
+ENVIRONMENTS = "gym:tests.rollouts.example_environments:"
 
 
 LETTERS = json.dumps(list(string.ascii_lowercase))
@@ -59,7 +59,7 @@ def digests(result: RunResult) -> list[tuple[int, str]]:
     return [(line["step"], line["digest"]) for line in lines]
 
 
-VOWELS = (f'rollout.env="{WORLDS}Vowels-v0"', "rollout.max_turns=3")
+VOWELS = (f'rollout.env="{ENVIRONMENTS}Vowels-v0"', "rollout.max_turns=3")
 VERIFIERS = f"verifiers:{Path(__file__).parents[1] / 'rollouts' / 'vowels_env.py'}"
 
 
@@ -104,8 +104,8 @@ def seeded(kind: str) -> Iterator[tuple[str, ...]]:
 def test_a_world_whose_process_is_killed_costs_its_episodes_only_and_leaves_nothing(tmp_path):
     (tmp_path / "doomed").write_text("43")
     args = json.dumps({"doomed": str(tmp_path / "doomed"), "started": str(tmp_path / "started")})
-    world = (f'rollout.env="{WORLDS}Process-v0"', f"rollout.env_args={args}")
-    run = train(tmp_path, 2, *world, "data.env_rows=4", "rollout.max_turns=3", "rollout.mode=fixed")
+    env = (f'rollout.env="{ENVIRONMENTS}Process-v0"', f"rollout.env_args={args}")
+    run = train(tmp_path, 2, *env, "data.env_rows=4", "rollout.max_turns=3", "rollout.mode=fixed")
     assert len(rewards(run)) == 2 and sum(row.get("ungraded", 0) for row in run.history) > 0
     started = [int(pid) for pid in (tmp_path / "started").read_text().split()]
     assert len(started) >= 8 and not any(map(is_running, started))
@@ -171,7 +171,7 @@ model: {name: tiny-vlm, dtype: float32, freeze: nothing}
 run: {training_gpus: 0}
 train: {alg_name: grpo, lr: 1.0e-3, warmup_steps_ratio: 0, lr_scheduler: constant, weight_decay: 0}
 rollout:
-  env: "gym:tests.rollouts.worlds:Line-v0"
+  env: "gym:tests.rollouts.example_environments:Line-v0"
   env_args: {show: [camera.image, mission], actions: {low: -1, high: 1, bins: 4, chunk: 2}}
   n_samples: 4
   max_tokens: 3

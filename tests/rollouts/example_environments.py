@@ -1,4 +1,4 @@
-"""Worlds for tests, registered with gymnasium: `gym:tests.rollouts.worlds:Vowels-v0`."""
+"""Environments for tests, registered with gymnasium: `gym:tests.rollouts.example_environments:Vowels-v0`."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Sides(gymnasium.Env[Any, Any]):
 
 
 class Process(Vowels):
-    """A world in a process of its own, which is killed at a step of a seed that the file `doomed` names."""
+    """An environment in a process of its own, which is killed at a step of a seed that the file `doomed` names."""
 
     child: subprocess.Popen[bytes] | None = None
 
@@ -135,7 +135,7 @@ class Process(Vowels):
             self.child.kill()
             self.child.wait()
         if self.child.poll() is not None:
-            raise BrokenPipeError(f"the process of the world ended with status {self.child.returncode}")
+            raise BrokenPipeError(f"the process of the environment ended with status {self.child.returncode}")
         return super().step(action)
 
     def close(self) -> None:
