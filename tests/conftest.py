@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import hypothesis
+import numpy as np
 import pytest
 
 from oxrl.models.load import load_model, load_tokenizer
@@ -40,6 +41,7 @@ from tests.waiting import HANG
 
 WATCH = pytest.StashKey[leftovers.Watch]()
 LEFT = pytest.StashKey[list[str]]()
+_START: dict[str, Any] = {}  # states of generators, by module
 
 
 hypothesis.settings.register_profile(  # the same examples in every run, on a slow machine too
@@ -98,6 +100,13 @@ def wandb_ended() -> Iterator[None]:
     if wandb := sys.modules.get("wandb"):
         wandb.finish()
         wandb.teardown()
+
+
+@pytest.fixture(autouse=True)
+def random_numbers_of_a_test_do_not_depend_on_the_tests_before(request: pytest.FixtureRequest) -> None:
+    """Each test begins with the generator `RNG` of its module as that was after the import."""
+    if isinstance(generator := getattr(request.module, "RNG", None), np.random.Generator):
+        generator.bit_generator.state = _START.setdefault(request.module.__name__, generator.bit_generator.state)
 
 
 @pytest.fixture(scope="session")

@@ -131,15 +131,15 @@ def build_tiny(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def draw_weights(model: PreTrainedModel) -> None:
+def draw_weights(model: PreTrainedModel, std: float = 0.02) -> None:
     """Set matrices to random numbers that are equal on every machine: uniform draws of numpy's legacy generator."""
     import torch
 
-    generator = np.random.RandomState(0)
+    generator, width = np.random.RandomState(0), 1.75 * std
     with torch.no_grad():
         for _, weight in sorted(model.named_parameters()):
             if weight.ndim >= 2 and weight.requires_grad:  # norms stay 1, fixed position embeddings as they are
-                weight.copy_(torch.from_numpy(generator.uniform(-0.035, 0.035, tuple(weight.shape))))  # std 0.02
+                weight.copy_(torch.from_numpy(generator.uniform(-width, width, tuple(weight.shape))))
 
 
 def byte_tokenizer(
@@ -238,6 +238,6 @@ BUILTIN_MODELS = MappingProxyType(
         "smollm2-135m": Builtin("smollm2-135m-v1", build_smollm2),
         "tiny": Builtin("tiny-v2", build_tiny),
         "tiny-audio": Builtin("tiny-audio-v2", _build_tiny_audio),
-        "tiny-vlm": Builtin("tiny-vlm-v1", _build_tiny_vlm),
+        "tiny-vlm": Builtin("tiny-vlm-v2", _build_tiny_vlm),
     }
 )
