@@ -1,9 +1,9 @@
 """Teach a model that reads images, from random weights, to act: by imitating an expert, then by reinforcement learning.
 
 In the environment `reach` it moves a dot to the square whose colour the instruction names, by actions of two numbers;
-in `babyai` (pip install minigrid) it walks to the object that the mission names, by words. All success rates are of
-held-out episodes, with 95% intervals. In the control the instruction names any square or object of the scene: a model
-that follows it succeeds less often. An episode is written as a strip of pictures. docs/environments.md has results.
+in `babyai` (pip install "oxrl[minigrid]") it walks to the object that the mission names, by words. All success rates
+are of held-out episodes, with 95% intervals. In the control the instruction names either of the two squares or objects:
+half of the success is chance. An episode is written as a strip of pictures. docs/environments.md has results.
 
 python examples/act_from_pixels.py [--environment reach|babyai] [--seed 0] [--output runs/act_reach_0]
 """
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import gymnasium
+import numpy as np
 from PIL import Image, ImageDraw
 
 from oxrl import Trainer
@@ -51,35 +52,64 @@ class Task(NamedTuple):
         }
 
 
-class ExchangedMission(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """The mission names any object of the room, whichever must be reached."""
+class Objects(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Rooms with objects of different colours, in which the episode ends in front of the first one that is walked to.
+
+    `held_out` rooms are those whose mission names an object of HELD_OUT. With `exchanged`, a control, the mission names
+    any object of the room, whichever must be reached.
+    """
+
+    def __init__(self, env: Any, held_out: bool = False, exchanged: bool = False) -> None:
+        super().__init__(env)
+        self.held_out, self.exchanged, self.mission = held_out, exchanged, ""
 
     def reset(self, **given: Any) -> tuple[Any, dict[str, Any]]:
         observation, info = self.env.reset(**given)
-        env = self.env.unwrapped
-        objects = [cell for cell in env.grid.grid if cell is not None and cell.type in ("ball", "box", "key")]
-        named = objects[env.np_random.integers(len(objects))]
-        self.mission = f"go to the {named.color} {named.type}"
+        while not self._fits():
+            observation, info = self.env.reset()
+        named = self.unwrapped.np_random.choice(self._objects()) if self.exchanged else None
+        self.mission = f"{named.color} {named.type}" if named else self._words()
         return {**observation, "mission": self.mission}, info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        observation, *rest = self.env.step(action)
-        return {**observation, "mission": self.mission}, *rest
+        observation, reward, ended, cut, info = self.env.step(action)
+        env = self.unwrapped
+        met = action == env.actions.forward and env.grid.get(*env.front_pos) in self._objects()
+        return {**observation, "mission": self.mission}, reward, ended or met, cut, info
+
+    def _words(self) -> str:
+        """The end of "go to the red ball"."""
+        return " ".join(self.unwrapped.mission.split()[-2:])
+
+    def _objects(self) -> list[Any]:
+        return [cell for cell in self.unwrapped.grid.grid if cell is not None and cell.type in ("ball", "box", "key")]
+
+    def _fits(self) -> bool:
+        colors = [each.color for each in self._objects()]
+        distinct = len(set(colors)) == len(colors) and set(colors) <= {"red", "green", "blue"}
+        return distinct and (self._words() in HELD_OUT) == self.held_out
 
 
-class Plain(gymnasium.ObservationWrapper[Any, Any, Any]):
-    """Pictures on grey, which is 0 in what the model gets, and the two words of the mission that matter: "red ball"."""
+class Vivid(gymnasium.ObservationWrapper[Any, Any, Any]):
+    """Pictures with strong colours on grey, which is 0 in what the model gets: those of MiniGrid are pale."""
 
     def observation(self, observation: dict[str, Any]) -> dict[str, Any]:
-        words = observation["mission"].split()[-2:]
-        return {**observation, "image": observation["image"] // 2 + 128, "mission": " ".join(words)}
+        image = observation["image"].astype(np.float32)
+        light = image.mean(axis=-1, keepdims=True)
+        vivid = 128 + (light - 128) / 4 + 2 * (image - light)
+        return {**observation, "image": vivid.clip(0, 255).astype(np.uint8)}
 
 
-PICTURES = [
-    {"minigrid.wrappers:RGBImgPartialObsWrapper": {"tile_size": 6}},
-    "oxrl.rollouts.environments.layouts:SuccessByReward",
-]
-PLAIN = f"{__file__}:Plain"
+HELD_OUT = ("red key", "green ball", "blue box")  # named in the test only
+
+
+def babyai(**given: bool) -> dict[str, Any]:
+    """The wrappers of an environment of BabyAI."""
+    picture = {"minigrid.wrappers:RGBImgPartialObsWrapper": {"tile_size": 6}}
+    success = "oxrl.rollouts.environments.layouts:SuccessByReward"
+    return {"wrappers": [picture, success, {f"{__file__}:Objects": given}, f"{__file__}:Vivid"]}
+
+
 TASKS = {
     "reach": Task(
         "gym:oxrl/Reach-v0",
@@ -94,11 +124,11 @@ TASKS = {
     "babyai": Task(
         "gym:minigrid:BabyAI-GoToLocalS5N2-v0",
         {
-            "agent_view_size": 5, "wrappers": [*PICTURES, PLAIN], "show": ["image", "mission"],
+            **babyai(), "agent_view_size": 5, "show": ["image", "mission"],
             "actions": {"words": ["l", "r", "f"]},  # left, right, forward: one token each
         },
-        {"held-out seeds": {}, "control": {"wrappers": [*PICTURES, f"{__file__}:ExchangedMission", PLAIN]}},
-        max_turns=6, episodes=6000, imitation=1300, rows=64, practice=30,
+        {"held-out seeds": {}, "held-out names": babyai(held_out=True), "control": babyai(exchanged=True)},
+        max_turns=8, episodes=6000, imitation=400, rows=64, practice=60,
         expert="oxrl.rollouts.environments.expert:babyai_bot",
     ),
 }  # fmt: skip
