@@ -1,7 +1,7 @@
 """Teach a model that reads images, from random weights, to act: by imitating an expert, then by reinforcement learning.
 
 In the environment `reach` it moves a dot to the square whose colour the instruction names, by actions of two numbers;
-in `babyai` (pip install "oxrl[minigrid]") it walks to the object that the mission names, by words. All success rates
+in `babyai` (pip install -e '.[minigrid]') it walks to the object that the mission names, by words. All success rates
 are of held-out episodes, with 95% intervals. In the control the instruction names either of the two squares or objects:
 half of the success is chance. An episode is written as a strip of pictures. docs/environments.md has results.
 
