@@ -73,6 +73,19 @@ def test_every_kind_of_pixels_becomes_rgb(mode: str) -> None:
     assert loaded.mode == "RGB" and max(loaded.getpixel((10, 10))) < 4  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("channels", [1, 2])
+def test_samples_become_a_file_without_loss_that_has_nothing_else(channels):
+    """libsndfile adds the time of day: equal sounds of two seconds would be two media."""
+    wave = np.random.default_rng(0).normal(size=(100, channels)).astype(np.float32)
+    media = as_media((wave if channels > 1 else wave[:, 0], 16000), "audio")
+    assert len(media.data) == 58 + wave.nbytes and media.data.endswith(wave.tobytes())
+    read, rate = soundfile.read(io.BytesIO(media.data), dtype="float32", always_2d=True)
+    info = soundfile.info(io.BytesIO(media.data))
+    assert (info.format, info.subtype, rate) == ("WAV", "FLOAT", 16000)
+    np.testing.assert_array_equal(read, wave)
+
+
+
 def test_gray_of_sixteen_bits_is_scaled_and_what_is_transparent_is_white() -> None:
     gray = Image.fromarray(np.full((4, 4), 32896, np.uint16))
     assert load_image(Media("image", encoded(gray))).getpixel((0, 0)) == (128, 128, 128)
