@@ -85,7 +85,6 @@ def test_samples_become_a_file_without_loss_that_has_nothing_else(channels):
     np.testing.assert_array_equal(read, wave)
 
 
-
 def test_gray_of_sixteen_bits_is_scaled_and_what_is_transparent_is_white() -> None:
     gray = Image.fromarray(np.full((4, 4), 32896, np.uint16))
     assert load_image(Media("image", encoded(gray))).getpixel((0, 0)) == (128, 128, 128)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from oxrl.data.fill import numbers_text
+from oxrl.data.media import as_media
 from oxrl.data.parts import Content
 
 _MOST_NUMBERS = 256  # of an entry
@@ -35,7 +36,8 @@ def observation_content(observation: Any, show: Sequence[str] | None = None) -> 
     text = _text({key: value for key, value in entries.items() if key not in pictures})
     if not pictures:
         return text
-    images: list[dict[str, Any]] = [{"type": "image", "image": np.asarray(each)} for each in pictures.values()]
+    media = [as_media(np.asarray(each), "image") for each in pictures.values()]  # encoded once
+    images: list[dict[str, Any]] = [{"type": "image", "image": each} for each in media]
     return [*images, *([{"type": "text", "text": text}] if text else [])]
 
 
