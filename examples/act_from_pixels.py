@@ -55,6 +55,7 @@ class Task(NamedTuple):
 class Objects(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Rooms with objects of different colours, in which the episode ends in front of the first one that is walked to.
 
+    The reward of a success is 1: what BabyAI takes off for each step would be all that differs in groups that succeed.
     `held_out` rooms are those whose mission names an object of HELD_OUT. With `exchanged`, a control, the mission names
     any object of the room, whichever must be reached.
     """
@@ -75,7 +76,7 @@ class Objects(gymnasium.Wrapper[Any, Any, Any, Any]):
         observation, reward, ended, cut, info = self.env.step(action)
         env = self.unwrapped
         met = action == env.actions.forward and env.grid.get(*env.front_pos) in self._objects()
-        return {**observation, "mission": self.mission}, reward, ended or met, cut, info
+        return {**observation, "mission": self.mission}, float(reward > 0), ended or met, cut, info
 
     def _words(self) -> str:
         """The end of "go to the red ball"."""
@@ -128,7 +129,7 @@ TASKS = {
             "actions": {"words": ["l", "r", "f"]},  # left, right, forward: one token each
         },
         {"held-out seeds": {}, "held-out names": babyai(held_out=True), "control": babyai(exchanged=True)},
-        max_turns=8, episodes=6000, imitation=400, rows=64, practice=60,
+        max_turns=8, episodes=6000, imitation=100, rows=64, practice=60,
         expert="oxrl.rollouts.environments.expert:babyai_bot",
     ),
 }  # fmt: skip
@@ -189,9 +190,10 @@ def main(environment: str, seed: int, output: Path, scale: float) -> None:
         algorithm="grpo",
         rollout=task.sections({})["rollout"],
         steps=practice,
-        batch_size=16,
+        batch_size=32,
         lr=2e-4,
-        lr_scheduler="constant",
+        lr_scheduler="cosine",
+        alg_params={"entropy_coef": 0.01},
         env_rows=4000,
         output=output / "practice",
         checkpoint_every=practice,

@@ -4,6 +4,7 @@ import re
 import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image
@@ -63,19 +64,69 @@ def test_held_out_pictures_are_described_and_with_exchanged_pictures_nothing_is_
 
 
 @pytest.mark.trains
-def test_a_model_that_acts_is_trained_in_two_stages_and_an_episode_is_drawn(run, tmp_path):
+@pytest.mark.parametrize(
+    ("environment", "kinds", "width"),
+    [("reach", ["held-out seeds", "held-out positions", "control"], 170),
+     ("babyai", ["held-out seeds", "held-out names", "control"], 182)],
+)  # fmt: skip
+def test_a_model_that_acts_is_trained_in_two_stages_and_an_episode_is_drawn(run, tmp_path, environment, kinds, width):
     """A hundredth of the steps: that it learns is measured in docs/environments.md."""
-    pytest.importorskip("gymnasium")
-    lines = run("act_from_pixels.py", "--scale", "0.01", "--output", "out")
+    pytest.importorskip("minigrid" if environment == "babyai" else "gymnasium")
+    lines = run("act_from_pixels.py", "--environment", environment, "--scale", "0.01", "--output", "out")
     rates = {line.partition(":")[0]: re.findall(r"(held-out \w+|control) (\d\.\d+) \(", line) for line in lines}
     for stage in ("before", "after imitation", "after reinforcement learning"):
-        assert [kind for kind, _ in rates[stage]] == ["held-out seeds", "held-out positions", "control"]
+        assert [kind for kind, _ in rates[stage]] == kinds
         assert all(0 <= float(rate) <= 1 for _, rate in rates[stage])
-    width, height = Image.open(tmp_path / "out" / "episode.png").size
-    assert width % 170 == 0 and height == 196
+    strip = Image.open(tmp_path / "out" / "episode.png")
+    assert strip.width % width == 0 and strip.height == width + 26
     found = oxrl.evaluate(tmp_path / "out" / "imitation", tmp_path / "out" / "episodes", limit=4, against="tiny-vlm")
     trained, untrained = (each.measures["nll"].mean for each in found.results)
     assert trained < untrained, "rows of actions are evaluated with the actions of the run"
+
+
+@pytest.fixture
+def example():
+    """The names of the example, and a function to a room of it after its reset, with the mission that is shown."""
+    pytest.importorskip("minigrid")
+    gymnasium = pytest.importorskip("gymnasium")
+    names = runpy.run_path(str(EXAMPLES / "act_from_pixels.py"))
+    name = names["TASKS"]["babyai"].env.rpartition(":")[2]
+
+    def room(seed, **given):
+        env = names["Objects"](gymnasium.make(name), **given)
+        return env, env.reset(seed=seed)[0]["mission"]
+
+    return SimpleNamespace(**names, room=room)
+
+
+def test_missions_that_are_held_out_are_in_the_test_only_and_the_control_names_either_object(example):
+    def missions(**given):
+        rooms = [example.room(seed, **given) for seed in range(20)]
+        return [(shown, env.unwrapped.mission.removeprefix("go to the ")) for env, shown in rooms]
+
+    plain, held_out, exchanged = missions(), missions(held_out=True), missions(exchanged=True)
+    assert all(shown == right for shown, right in plain + held_out)
+    assert not {shown for shown, _ in plain} & set(example.HELD_OUT) and len({shown for shown, _ in plain}) > 4
+    assert {shown for shown, _ in held_out} == set(example.HELD_OUT)
+    assert 4 < sum(shown != right for shown, right in exchanged) < 16
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_an_episode_ends_at_the_first_object_and_only_the_named_one_is_a_success(example, right):
+    env, shown = example.room(0)
+    inner = env.unwrapped
+    inner.agent_pos, inner.agent_dir = next(
+        ((x - dx, y - dy), direction)
+        for x in range(inner.width) for y in range(inner.height)
+        for direction, (dx, dy) in enumerate([(1, 0), (0, 1), (-1, 0), (0, -1)])
+        if (cell := inner.grid.get(x, y)) in env._objects() and (f"{cell.color} {cell.type}" == shown) == right
+        and inner.grid.get(x - dx, y - dy) is None
+    )  # fmt: skip
+    turned, *_ = env.step(inner.actions.left)
+    assert turned["mission"] == shown
+    env.step(inner.actions.right)
+    _, reward, ended, cut, _ = env.step(inner.actions.forward)
+    assert (reward, ended, cut) == (float(right), True, False)
 
 
 @pytest.mark.trains
