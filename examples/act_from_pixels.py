@@ -129,7 +129,7 @@ TASKS = {
             "actions": {"words": ["l", "r", "f"]},  # left, right, forward: one token each
         },
         {"held-out seeds": {}, "held-out names": babyai(held_out=True), "control": babyai(exchanged=True)},
-        max_turns=8, episodes=6000, imitation=100, rows=64, practice=60,
+        max_turns=8, episodes=6000, imitation=200, rows=64, practice=60,
         expert="oxrl.rollouts.environments.expert:babyai_bot",
     ),
 }  # fmt: skip
