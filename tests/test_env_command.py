@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from typer.testing import CliRunner
 
 from oxrl.cli import app
@@ -21,3 +22,15 @@ def test_episodes_are_played_with_the_model_and_printed(tmp_path):
     assert f"{played[0]['id']}: 1 turns, 4 sampled" in text and "reward 0" in text
     refused = CliRunner().invoke(app, [*asked, "--set", "rollout.env=gym:"])
     assert refused.exit_code == 2
+
+
+def test_pictures_are_named_where_they_stand(tmp_path):
+    pytest.importorskip("gymnasium")
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "model: {name: tiny-vlm}\ntrain: {alg_name: grpo}\n"
+        "rollout: {env: 'gym:oxrl/Reach-v0', env_args: {size: 28, actions: {low: [-1, -1], high: [1, 1], bins: 4}}, "
+        "max_tokens: 3, max_turns: 1}\ndata: {env_rows: 4}\n"
+    )
+    text = CliRunner().invoke(app, ["env", "try", str(config), "--episodes", "1"]).stdout
+    assert "  user: '[image]reach the" in text

@@ -8,11 +8,12 @@ from typing import Any
 
 from oxrl.concurrency import run_blocking
 from oxrl.config import Config, ConfigError
+from oxrl.data.parts import PARTS
 from oxrl.run.environment import check_tool_servers
 from oxrl.run.episodes import play
 from oxrl.run.prepare import resolve
 from oxrl.run.spec import sampling_config
-from oxrl.types import Rollout
+from oxrl.types import Message, Rollout
 
 
 def play_episodes(config: Config, count: int) -> list[Rollout]:
@@ -45,6 +46,14 @@ def episode_lines(rollout: Rollout) -> Iterator[str]:
     found = episode_fields(rollout)
     yield f"{found['id']}: {found['turns']} turns, {found['sampled_tokens']} sampled of {found['tokens']} tokens"
     for message in rollout.messages:
-        yield f"  {message.role}: {message.text!r}"
+        yield f"  {message.role}: {_shown(message)!r}"
     reward = "ungraded" if found["reward"] is None else f"reward {found['reward']:g}"
     yield f"  {reward}; ended: {found['ended']}" + (f"; {found['error']}" if found["error"] else "")
+
+
+def _shown(message: Message) -> str:
+    """The text of a message, with `[image]` and `[audio]` where it has these."""
+    if isinstance(message.content, str):
+        return message.content
+    kinds = ((PARTS.get(part["type"]), str(part.get("text") or "")) for part in message.content)
+    return "".join(f"[{kind}]" if kind else text for kind, text in kinds)
