@@ -119,7 +119,7 @@ def read(report: Path) -> tuple[Counter[str], dict[str, str]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tests", nargs="*", help="files or options for pytest; none: everything")
+    parser.add_argument("tests", nargs="*", help="files or options (-mengine) for pytest; none: everything")
     parser.add_argument("--times", type=int, default=1, help="runs in each scenario")
     parser.add_argument("--only", help=f"some of: {', '.join(SCENARIOS)} (comma between them)", default="")
     parser.add_argument("--seed", type=int, default=1, help="of the first run; each run has its own")

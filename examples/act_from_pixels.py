@@ -214,4 +214,6 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     output = arguments.output or Path(f"runs/act_{arguments.environment}_{arguments.seed}")
+    if output.exists():
+        parser.error(f"{output} exists: give another folder (--output), or remove it")
     main(arguments.environment, arguments.seed, output, arguments.scale)

@@ -117,8 +117,7 @@ class Game:
         return {} if self._success is None else {"success": float(self._success)}
 
     async def reset(self, seed: int) -> None:
-        observation, info = await call_environment(self._env.reset, seed=seed)
-        self._observe(observation, info)
+        self._observe(*reset_values(await call_environment(self._env.reset, seed=seed)))
 
     async def play(self, answer: Answer) -> Outcome:
         """Take the actions of an answer one by one, up to the end of the episode."""
@@ -126,8 +125,10 @@ class Game:
             return Outcome(self._illegal_reward, answer.error)
         total, ended, taken = 0.0, "", 0
         for action in answer.actions:
-            observation, reward, terminated, truncated, info = await call_environment(self._env.step, action)
-            total, taken = total + float(reward), taken + 1
+            observation, reward, terminated, truncated, info = step_values(
+                await call_environment(self._env.step, action)
+            )
+            total, taken = total + reward, taken + 1
             success = self._observe(observation, info)
             ended = "terminated" if terminated else "truncated" if truncated else ""
             ended = ended or ("success" if success and self._until_success else "")
@@ -146,6 +147,34 @@ class Game:
         if reported is not None:
             self._success = reported or bool(self._success)
         return bool(reported)
+
+
+def reset_values(result: Any) -> tuple[Any, Any]:
+    """(observation, info)."""
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise EpisodeError(
+            f"the environment's reset returned {_kind_of(result)}; it returns a tuple (observation, info)"
+        )
+    return result
+
+
+def step_values(result: Any) -> tuple[Any, float, bool, bool, Any]:
+    """(observation, reward, terminated, truncated, info)."""
+    if not isinstance(result, tuple) or len(result) != 5:
+        raise EpisodeError(
+            f"the environment's step returned {_kind_of(result)}; it returns a tuple (observation, reward, terminated, "
+            "truncated, info). For the 4 values of the older Gym add the wrapper "
+            "oxrl.rollouts.environments.layouts:FourValues"
+        )
+    observation, reward, terminated, truncated, info = result
+    try:
+        return observation, float(reward), bool(terminated), bool(truncated), info
+    except (TypeError, ValueError) as error:
+        raise EpisodeError(f"the environment's step returned the reward {reward!r:.50}; it is a number") from error
+
+
+def _kind_of(result: Any) -> str:
+    return f"{len(result)} values" if isinstance(result, tuple) else f"one {type(result).__name__}"
 
 
 def reported_success(info: Any) -> bool | None:

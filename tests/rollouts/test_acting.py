@@ -238,6 +238,11 @@ def test_an_expert_that_never_succeeds_is_refused():
                 expert=_failing,
             )
         )
+    sides = "tests.rollouts.example_environments:Sides-v0"
+    with pytest.raises(ValueError, match="The last one: the expert's action 99 is not in Discrete"):
+        list(expert_steps(sides, Settings(), 1, expert=lambda _: lambda: 99))
+    with pytest.raises(ValueError, match="the expert returned 1 for an environment; it returns a function"):
+        list(expert_steps(sides, Settings(), 1, expert=lambda _: 1))
     with pytest.raises(ValueError, match="has no method expert"):
         list(expert_steps("tests.rollouts.example_environments:Vowels-v0", Settings(), 1))
 

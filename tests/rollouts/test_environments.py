@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from itertools import pairwise
 
 import anyio
@@ -11,6 +12,7 @@ import pytest
 from oxrl.config.load import check_config
 from oxrl.data.render import Renderer
 from oxrl.rollouts.collect import RolloutSampler
+from oxrl.rollouts.environments.expert import expert_steps
 from oxrl.rollouts.environments.table import KINDS, Settings, find_kind, named_rows, open_named
 from oxrl.rollouts.envs import GeneratorClient, gym_env
 from oxrl.rollouts.episode import EpisodeTime
@@ -94,6 +96,32 @@ async def test_an_environment_of_a_file_is_named_by_its_class_or_by_the_id_that_
     assert rollout.metadata["first_observation"] == "3"
     with pytest.raises(ValueError, match=r"room.py:Rom cannot be imported: .* has no attribute 'Rom'"):
         open_named(env.replace(name, "Rom"), settings)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("return action, 1.0, True, False, {}", "return action, 1.0, True, {}", "step returned 4 values; .*FourValues"),
+        ("return action, 1.0, True, False, {}", "return None", "step returned one NoneType"),
+        ("1.0, True", "None, True", "step returned the reward None; it is a number"),
+        ("return self.doors, {}", "return self.doors", r"reset returned one int; .* \(observation, info\)"),
+        ("return self.doors, {}", "raise OSError('closed')", "failed in reset: OSError: closed"),
+    ],
+)
+async def test_an_environment_with_another_interface_is_an_error_that_says_so(tiny, tmp_path, before, after, message):
+    (tmp_path / "room.py").write_text(ROOM.replace(before, after))
+    name, settings = f"{tmp_path / 'room.py'}:Room", Settings({})
+    (sample,) = named_rows(f"gym:{name}", settings, 1, 7)
+    (rollout,) = await sampler(tiny[1], ["1"], open_named(f"gym:{name}", settings))((Rollout(sample),))
+    assert rollout.score is None and re.search(f"the environment('s)? {message}", rollout.error)
+    with pytest.raises(ValueError, match=f"succeeded in 0 of 40 .* the environment('s)? {message}"):
+        list(expert_steps(name, settings, 1, expert=lambda _: lambda: 1))
+
+
+def test_a_class_that_is_no_environment_is_refused(tmp_path):
+    (tmp_path / "room.py").write_text("class Room: pass\n")
+    with pytest.raises(ValueError, match=r"Room has no observation_space .* a subclass of gymnasium.Env"):
+        open_named(f"gym:{tmp_path / 'room.py'}:Room", Settings({}))
 
 
 async def test_numbers_are_written_with_four_digits_and_actions_by_their_words(tiny):

@@ -18,7 +18,7 @@ from oxrl.rollouts.environments.gymnasium_env import GymEnvironment
 from oxrl.rollouts.environments.table import Settings
 from oxrl.rollouts.envs import with_user
 from oxrl.rollouts.episode import EpisodeError
-from oxrl.rollouts.game import as_episode_error, reported_success
+from oxrl.rollouts.game import as_episode_error, reported_success, reset_values, step_values
 from oxrl.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -56,41 +56,59 @@ def expert_steps(
     """
     plan: Expert = import_object(expert) if isinstance(expert, str) else expert
     gym = GymEnvironment.of(name, settings)
-    kept = tried = 0
+    kept, tried, reason = 0, 0, "no success"
     while kept < episodes:
         if tried >= _LEAST_TRIED and kept < tried / 20:
-            raise ValueError(f"the expert of {name} succeeded in {kept} of {tried} episodes: is it made for it?")
+            raise ValueError(
+                f"the expert of {name} succeeded in {kept} of {tried} episodes: is it made for it? The last "
+                f"one: {reason}"
+            )
         row, tried = gym.row(name, seed + tried), tried + 1
         try:
             steps = _successful_episode(gym, row, plan)
         except EpisodeError as error:  # planners may find no way
-            logger.info("no episode from the seed %d: %s", row.metadata["seed"], error)
+            reason = str(error)
+            logger.info("no episode from the seed %d: %s", row.metadata["seed"], reason)
             continue
         yield from ({"episode": kept, **step} for step in steps)
-        kept += bool(steps)
+        kept += 1
     logger.info("%d of %d episodes of the expert succeeded", kept, tried)
 
 
 def _successful_episode(gym: GymEnvironment, row: Sample, plan: Expert) -> list[dict[str, Any]]:
-    """The steps of an episode; none if it ended without success."""
+    """The steps of an episode that ended with success; else an EpisodeError."""
     env, steps, total = gym.make(), [], 0.0
     try:
-        observation, _ = env.reset(seed=row.metadata["seed"])
+        with as_episode_error(env.reset):
+            observation, _ = reset_values(env.reset(seed=row.metadata["seed"]))
         with as_episode_error(plan, ValueError):
             next_action = plan(env)
+        if not callable(next_action):
+            raise ValueError(
+                f"the expert returned {next_action!r:.50} for an environment; it returns a function to the next action"
+            )
         for _ in range(_MOST_STEPS):
             with as_episode_error(next_action):
                 action = next_action()
+            _check_number(action, env.action_space)
             steps.append({**_shown(row, gym.show(observation)), "action": _plain(action, env.action_space)})
             with as_episode_error(env.step):
-                observation, reward, terminated, truncated, info = env.step(action)
-            total += float(reward)
+                observation, reward, terminated, truncated, info = step_values(env.step(action))
+            total += reward
             success = reported_success(info)
             if terminated or truncated or success:
-                return steps if success or (success is None and total > 0) else []
+                if success or (success is None and total > 0):
+                    return steps
+                raise EpisodeError(f"it ended without success after {len(steps)} steps, with the return {total:g}")
     finally:
-        env.close()
-    return []
+        if hasattr(env, "close"):
+            env.close()
+    raise EpisodeError(f"it did not end within {_MOST_STEPS} steps")
+
+
+def _check_number(action: Any, space: Any) -> None:
+    if type(space).__name__ == "Discrete" and not space.contains(action):
+        raise EpisodeError(f"the expert's action {action!r:.50} is not in {space}")
 
 
 def _shown(row: Sample, content: Content) -> dict[str, Any]:

@@ -132,9 +132,12 @@ def _spaces(name: str, make: Callable[[], Any]) -> tuple[Any, Any]:
     try:
         return env.observation_space, env.action_space
     except AttributeError as error:
-        raise ValueError(f"{name} has no observation_space or action_space") from error
+        raise ValueError(
+            f"rollout.env: {name} has no observation_space or action_space; give a subclass of gymnasium.Env"
+        ) from error
     finally:
-        env.close()
+        if hasattr(env, "close"):
+            env.close()
 
 
 def _describer(name: str, own: Mapping[str, Any], space: Any) -> Callable[[Any], Content]:
