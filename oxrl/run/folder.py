@@ -297,8 +297,9 @@ def actions_of(name: str) -> Any:
 
 
 def _data_of(name: str) -> Mapping[str, Any]:
-    """The section `data` in the config of a run; {} for other models."""
-    file = last_stage(Path(name)) / "config.yaml"
+    """The section `data` in the config of a run, which may be given by a checkpoint; {} for other models."""
+    home = Path(name)
+    file = last_stage(home.parents[1] if home.parent.name == "checkpoints" else home) / "config.yaml"
     return read_recorded(file).get("data", {}) if file.is_file() else {}
 
 

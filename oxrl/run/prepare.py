@@ -11,6 +11,7 @@ from typing import Any
 from oxrl.config import Config, ConfigError
 from oxrl.config.checks import contradictions, remarks
 from oxrl.config.registry import find_engine
+from oxrl.data.actions import action_codec
 from oxrl.machine.packages import is_installed, refuse_broken
 from oxrl.models.chat_templates import read_template
 from oxrl.models.load import check_model, context_length, load_tokenizer
@@ -19,6 +20,7 @@ from oxrl.run.checkpoint import latest_checkpoint, read_state
 from oxrl.run.data import is_online, load_train_files, prepare_data
 from oxrl.run.environment import check_tool_servers, environment
 from oxrl.run.folder import (
+    actions_of,
     changes,
     check_resumable,
     check_writable,
@@ -255,8 +257,19 @@ def _check_online(config: Config, samples: Sequence[Sample]) -> Config:
     rollout_config(config, None)
     environment(config)
     _check_engine_reads_media(config, samples)
+    _compare_actions(config)
     check_engine_settings(config)
     return config
+
+
+def _compare_actions(config: Config) -> None:
+    """Warn if the tokens of actions mean others than in the run that trained the model."""
+    trained, used = actions_of(config.model.name), config.rollout.env_args.get("actions")
+    if trained and used and action_codec(trained) != action_codec(used):
+        logger.warning(
+            "the model was trained with data.actions %s, and rollout.env_args.actions is %s: tokens mean other "
+            "actions; set both alike, unless the model is to learn the new ones", trained, used,
+        )  # fmt: skip
 
 
 def _check_engine_reads_media(config: Config, samples: Sequence[Sample]) -> None:

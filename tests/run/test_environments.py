@@ -16,8 +16,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from oxrl import Trainer
 from oxrl.cli import app
-from oxrl.config import load_config
+from oxrl.config import check_config, load_config
+from oxrl.data.episodes import write_episodes
+from oxrl.rollouts.environments.expert import expert_steps
+from oxrl.rollouts.environments.table import Settings
+from oxrl.run.prepare import resolve
 from oxrl.run.train import RunResult, train_run
 from tests.rollouts import calling_engine
 from tests.rollouts.example_environments import is_running
@@ -219,3 +224,22 @@ def test_imitation_of_recorded_episodes_raises_the_success_in_the_environment(tm
         (result,) = json.loads(CliRunner().invoke(app, asked).stdout)["results"]
         success[name] = result["marks"]["success"]["reward"]["mean"]
     assert success["tiny-vlm"] < 0.5 and success[str(run.folder)] == 1.0
+
+
+@pytest.mark.parametrize(("words", "warns"), [(["l", "r"], False), (["r", "l"], True)])
+def test_a_run_warns_of_a_model_that_was_trained_with_other_actions(tmp_path, caplog, words, warns):
+    given = {"actions": {"words": ["l", "r"]}}
+    env = "tests.rollouts.example_environments:Sides-v0"
+    (tmp_path / "sides").mkdir()
+    write_episodes(tmp_path / "sides" / "episodes.parquet", expert_steps(env, Settings(given), 4))
+    imitated = tmp_path / "imitated"
+    Trainer("tiny-vlm").train(algorithm="sft", data=tmp_path / "sides", steps=1, batch_size=2, output=imitated, **given)
+    config = check_config(
+        {
+            "model": {"name": str(imitated)},
+            "train": {"alg_name": "grpo"},
+            "rollout": {"env": f"gym:{env}", "env_args": {"actions": {"words": words}}, "max_tokens": 2},
+        }
+    )
+    resolve(config, tmp_path / "run")
+    assert ("was trained with data.actions" in caplog.text) == warns
