@@ -34,3 +34,18 @@ def test_pictures_are_named_where_they_stand(tmp_path):
     )
     text = CliRunner().invoke(app, ["env", "try", str(config), "--episodes", "1"]).stdout
     assert "  user: '[image]reach the" in text
+
+
+def test_a_trial_without_a_graded_episode_fails(tmp_path):
+    pytest.importorskip("gymnasium")
+    (tmp_path / "locked.py").write_text(
+        "from tests.rollouts.example_environments import Vowels\n"
+        "class Locked(Vowels):\n    def reset(self, **given):\n        raise KeyError('door')\n"
+    )
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "model: {name: tiny}\ntrain: {alg_name: grpo}\ndata: {env_rows: 2}\n"
+        f"rollout: {{env: 'gym:{tmp_path / 'locked.py'}:Locked', max_tokens: 4}}\n"
+    )
+    found = CliRunner().invoke(app, ["env", "try", str(config), "--episodes", "1"])
+    assert found.exit_code == 1 and "no episode was graded" in found.output and "KeyError: 'door'" in found.output

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from oxrl.cli.base import Json, exit_on_user_error
+from oxrl.cli.base import Json, exit_on_failure
 
 app = typer.Typer(no_args_is_help=True, help="Try the environment of a config.")
 
@@ -24,7 +24,7 @@ def env_try(
 
     oxrl env try config.yaml --episodes 3
     """
-    with exit_on_user_error():
+    with exit_on_failure("the trial"):
         from oxrl.config import load_stages
         from oxrl.diagnose.episodes import episode_fields, episode_lines, play_episodes
 
@@ -32,10 +32,12 @@ def env_try(
         played = play_episodes(stages.get("rl") or next(iter(stages.values())), episodes)
     if json_:
         typer.echo(json.dumps([episode_fields(rollout) for rollout in played]))
-        return
-    for rollout in played:
-        for line in episode_lines(rollout):
+    else:
+        for line in (line for rollout in played for line in episode_lines(rollout)):
             typer.echo(line)
+    if all(rollout.reward is None for rollout in played):
+        typer.secho("no episode was graded", fg="red", err=True)
+        raise typer.Exit(1)
 
 
 @app.command("record")
@@ -56,7 +58,7 @@ def env_record(
 
     oxrl train --model tiny-vlm --algorithm sft --data episodes/reach --set 'data.actions={low: [-1, -1], high: [1, 1]}'
     """
-    with exit_on_user_error():
+    with exit_on_failure("the recording", lambda: "; nothing was recorded"):
         from oxrl.config import load_stages
         from oxrl.run.record_expert import record_expert
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from oxrl.config import Config, ConfigError
-from oxrl.data.actions import action_codec
+from oxrl.data.actions import ActionCodec, ActionTokens, action_codec
 from oxrl.data.assemble import assemble
 from oxrl.data.buffer import DataBuffer, MixedBuffer
 from oxrl.data.prepare import check_trainable, split_file
@@ -98,11 +98,12 @@ def _items(config: Config, loaded: Loaded, tokenizer: Any, name: str, *, context
         max_len=data.max_seq_len,
         overlong=data.overlong,
         bad_rows=data.bad_rows,
-        track=_progress_bar(f"reading {name}"),
+        track=progress_bar(f"reading {name}"),
     )
     unread = [f"{where}: {reason}" for where, reason in loaded.skipped]
     logger.info("%s: %s", name, rendered._replace(skipped=[*unread, *rendered.skipped]).describe())
     _warn_beyond_context(name, {row.id: len(row) for item in rendered.items for row in item}, context)
+    _warn_beyond_bounds(name, loaded.samples, action_codec(data.actions))
     if rendered.empty:
         logger.warning(
             "%s: %d rows train on no more than the end of their reply, which is empty: %s", name, len(rendered.empty),
@@ -120,6 +121,18 @@ def _warn_beyond_context(name: str, lengths: Mapping[str, int], context: int | N
         )  # fmt: skip
 
 
+def _warn_beyond_bounds(name: str, samples: Iterable[Sample], codec: ActionCodec | None) -> None:
+    if not isinstance(codec, ActionTokens):
+        return
+    answers = ((each.id, each.messages[-1].extra) for each in samples if each.messages)
+    given = [(row, extra["actions"]) for row, extra in answers if "actions" in extra]
+    if beyond := [row for row, actions in given if codec.exceeded_by(actions)]:
+        logger.warning(
+            "%s: %d of %d rows have actions outside of data.actions low and high, which count as the nearest bound: %s",
+            name, len(beyond), len(given), _examples(beyond),
+        )  # fmt: skip
+
+
 def _examples(rows: Sequence[str]) -> str:
     return ", ".join(rows[:ROWS_NAMED]) + (", ..." if len(rows) > ROWS_NAMED else "")
 
@@ -133,7 +146,7 @@ def _prompts(
     room = None if data.max_seq_len is None else data.max_seq_len - config.rollout.max_tokens
     fitting: list[Sample] = []
     lengths: dict[str, int] = {}
-    for sample in map(as_prompt, _progress_bar(f"reading {name}")(loaded.samples)):
+    for sample in map(as_prompt, progress_bar(f"reading {name}")(loaded.samples)):
         length = len(render.prompt(sample.messages, tools=sample.tools, media=sample.media))
         if room is None or length <= room:
             fitting.append(sample)
@@ -160,7 +173,8 @@ def _prompts(
     return fitting, left_out + len(loaded.skipped)
 
 
-def _progress_bar(title: str) -> Callable[[Iterable[Sample]], Iterable[Sample]]:
+def progress_bar(title: str) -> Callable[[Iterable[Any]], Iterable[Any]]:
+    """For iterables; nothing is shown where the standard error is no terminal."""
     from rich.console import Console
     from rich.progress import track
 

@@ -8,6 +8,7 @@ from oxrl.config import Config, ConfigError
 from oxrl.data.episodes import write_episodes
 from oxrl.rollouts.environments.expert import expert_steps, own_expert
 from oxrl.rollouts.environments.table import find_kind
+from oxrl.run.data import progress_bar
 from oxrl.run.environment import settings_of
 
 FILE = "episodes.parquet"
@@ -23,6 +24,7 @@ def record_expert(config: Config, folder: Path, episodes: int, expert: str | Non
     if folder.exists():
         raise ConfigError(f"{folder} exists; give another folder for the recorded episodes")
     name = env.partition(":")[2]
-    steps = list(expert_steps(name, settings_of(config), episodes, seed=seed, expert=expert or own_expert))
+    played = expert_steps(name, settings_of(config), episodes, seed=seed, expert=expert or own_expert)
+    steps = list(progress_bar("recording steps")(played))
     folder.mkdir(parents=True)
     return write_episodes(folder / FILE, steps)

@@ -19,6 +19,7 @@ from oxrl.algorithms.advantages import gae_credit, group_credit
 from oxrl.algorithms.assemble import conversation_items
 from oxrl.algorithms.rows import rows_of
 from oxrl.backends.local import create_pytorch_backend
+from oxrl.config import check_config
 from oxrl.data.episodes import write_episodes
 from oxrl.data.media import load_image
 from oxrl.data.pack import collate, count_units
@@ -27,7 +28,9 @@ from oxrl.rollouts.environments.expert import expert_steps
 from oxrl.rollouts.environments.observations import observation_content
 from oxrl.rollouts.environments.table import Settings, named_rows, open_named
 from oxrl.rollouts.record import rollout_from_json, rollout_to_json
+from oxrl.run.prepare import resolve
 from oxrl.types import Generation, GenerationConfig, Request, Rollout, Row
+from tests.rows import write_jsonl
 
 pytestmark = pytest.mark.anyio
 LINE = "gym:tests.rollouts.example_environments:Line-v0"
@@ -267,6 +270,16 @@ async def test_log_probs_of_the_engine_are_those_of_the_trainer(tiny_vlm):
     mask = np.concatenate([row.mask for (row,) in items])
     assert mask.sum() == sum(len(turn.generation.token_ids) - turn.unused for each in rollouts for turn in each.turns)
     np.testing.assert_allclose(outputs.logprob.numpy()[mask], sampled[mask], atol=2e-4)
+
+
+def test_recorded_actions_outside_of_the_bounds_are_reported(tmp_path, caplog):
+    rows = [{"instruction": "go", "action": [x, 0.0]} for x in (-1.0, 0.5, 1.0000001, 1.2)]
+    (tmp_path / "moves").mkdir()
+    write_jsonl(tmp_path / "moves" / "rows.jsonl", rows)
+    data = {"train_files_path": str(tmp_path / "moves"), "actions": {"low": [-1, -1], "high": [1, 1]}}
+    config = {"model": {"name": "tiny"}, "train": {"alg_name": "sft"}, "data": data}
+    resolve(check_config(config), tmp_path / "run")
+    assert "1 of 4 rows have actions outside of data.actions low and high" in caplog.text
 
 
 async def test_a_model_that_imitates_an_expert_acts_by_what_it_sees(tiny_vlm, tmp_path):

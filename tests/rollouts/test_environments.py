@@ -221,6 +221,7 @@ async def test_a_turn_gets_the_tokens_that_are_left(tiny):
         (f"{ENVIRONMENTS}Numbers-v0", {"kind": "tuple"}, "actions of .* are of the space Tuple"),
         (f"{ENVIRONMENTS}Numbers-v0", {"actions": ["a"]}, "needs a list of 3 different words"),
         (f"{ENVIRONMENTS}Numbers-v0", {"illegal_reward": "no"}, "illegal_reward is 'no'; give a number"),
+        ("gym:CartPole-v1", {"actons": ["l", "r"]}, "unexpected keyword argument 'actons'.* did you mean actions"),
         ("reasoning_gym:leg_countin", {}, "cannot generate samples of 'leg_countin' .* did you mean leg_counting"),
     ],
 )

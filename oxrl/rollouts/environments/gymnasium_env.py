@@ -85,11 +85,12 @@ def _make(name: str, own: Mapping[str, Any], arguments: Mapping[str, Any]) -> An
         for wrapper, options in wrappers:
             env = wrapper(env, **options)
     except Exception as error:  # an environment may raise anything
+        near = "".join(did_you_mean(key, OWN) for key in arguments)
         raise ValueError(
             f"rollout.env: gymnasium cannot make {name} with {dict(arguments)}: {error_text(error)}; it is an id that "
             "gymnasium knows, with the package of its environments before it if they are registered there, as in "
             "gym:minigrid:MiniGrid-Empty-5x5-v0, or FILE.py:CLASS, as in gym:my_env.py:Room; "
-            f"{', '.join(OWN)} of rollout.env_args are not passed to it"
+            f"{', '.join(OWN)} of rollout.env_args are not passed to it{near}"
         ) from error
     return env
 
