@@ -49,3 +49,22 @@ def test_a_trial_without_a_graded_episode_fails(tmp_path):
     )
     found = CliRunner().invoke(app, ["env", "try", str(config), "--episodes", "1"])
     assert found.exit_code == 1 and "no episode was graded" in found.output and "KeyError: 'door'" in found.output
+
+
+def test_an_interrupted_recording_says_that_nothing_was_recorded(tmp_path):
+    pytest.importorskip("gymnasium")
+    (tmp_path / "stopped.py").write_text("def expert(env):\n    raise KeyboardInterrupt\n")
+    config = tmp_path / "config.yaml"
+    config.write_text("model: {name: tiny}\nrollout: {env: 'gym:oxrl/Reach-v0'}\n")
+    asked = [
+        "env",
+        "record",
+        str(config),
+        "--output",
+        str(tmp_path / "out"),
+        "--expert",
+        f"{tmp_path}/stopped.py:expert",
+    ]
+    found = CliRunner().invoke(app, asked)
+    assert found.exit_code == 130 and "interrupted; nothing was recorded" in found.output
+    assert not (tmp_path / "out").exists()

@@ -84,6 +84,13 @@ def test_a_model_that_acts_is_trained_in_two_stages_and_an_episode_is_drawn(run,
     assert trained < untrained, "rows of actions are evaluated with the actions of the run"
 
 
+def test_the_folder_of_an_earlier_run_is_refused_before_anything_is_trained(run, tmp_path, capsys):
+    pytest.importorskip("gymnasium")
+    with pytest.raises(SystemExit, match="2"):
+        run("act_from_pixels.py", "--output", str(tmp_path))
+    assert "exists: give another folder (--output)" in capsys.readouterr().err
+
+
 @pytest.fixture
 def example():
     """The names of the example, and a function to a room of it after its reset, with the mission that is shown."""

@@ -85,7 +85,7 @@ class ActionTokens:
         index = np.clip((share * self.bins).astype(np.int64), 0, self.bins - 1)
         return tuple(ids[each] for each in index.ravel().tolist())
 
-    def exceeded_by(self, actions: Any) -> bool:
+    def out_of_bounds(self, actions: Any) -> bool:
         """Whether a number is outside of the bounds, by more than rounding."""
         given, (low, high) = np.asarray(actions, dtype=np.float32).reshape(-1, self.size), self._bounds
         rounding = 1e-5 * (high - low)

@@ -137,8 +137,7 @@ class Game:
         return Outcome(total, self.shown, taken, ended)
 
     def close(self) -> None:
-        if hasattr(self._env, "close"):
-            self._env.close()
+        close_environment(self._env)
 
     def _observe(self, observation: Any, info: Any) -> bool:
         with as_episode_error(self._to_content):
@@ -147,6 +146,12 @@ class Game:
         if reported is not None:
             self._success = reported or bool(self._success)
         return bool(reported)
+
+
+def close_environment(env: Any) -> None:
+    """Other classes than those of gymnasium may have nothing to close."""
+    if hasattr(env, "close"):
+        env.close()
 
 
 def reset_values(result: Any) -> tuple[Any, Any]:

@@ -103,7 +103,7 @@ def _items(config: Config, loaded: Loaded, tokenizer: Any, name: str, *, context
     unread = [f"{where}: {reason}" for where, reason in loaded.skipped]
     logger.info("%s: %s", name, rendered._replace(skipped=[*unread, *rendered.skipped]).describe())
     _warn_beyond_context(name, {row.id: len(row) for item in rendered.items for row in item}, context)
-    _warn_beyond_bounds(name, loaded.samples, action_codec(data.actions))
+    _warn_out_of_bounds(name, loaded.samples, action_codec(data.actions))
     if rendered.empty:
         logger.warning(
             "%s: %d rows train on no more than the end of their reply, which is empty: %s", name, len(rendered.empty),
@@ -121,12 +121,12 @@ def _warn_beyond_context(name: str, lengths: Mapping[str, int], context: int | N
         )  # fmt: skip
 
 
-def _warn_beyond_bounds(name: str, samples: Iterable[Sample], codec: ActionCodec | None) -> None:
+def _warn_out_of_bounds(name: str, samples: Iterable[Sample], codec: ActionCodec | None) -> None:
     if not isinstance(codec, ActionTokens):
         return
     answers = ((each.id, each.messages[-1].extra) for each in samples if each.messages)
     given = [(row, extra["actions"]) for row, extra in answers if "actions" in extra]
-    if beyond := [row for row, actions in given if codec.exceeded_by(actions)]:
+    if beyond := [row for row, actions in given if codec.out_of_bounds(actions)]:
         logger.warning(
             "%s: %d of %d rows have actions outside of data.actions low and high, which count as the nearest bound: %s",
             name, len(beyond), len(given), _examples(beyond),

@@ -288,19 +288,21 @@ def read_recorded(file: Path) -> dict[str, Any]:
 
 def template_kwargs_of(name: str) -> dict[str, Any]:
     """The variables of the chat template that a run was trained with; {} for other models."""
-    return dict(_data_of(name).get("template_kwargs") or {})
+    return dict(_config_of(name).get("data", {}).get("template_kwargs") or {})
 
 
 def actions_of(name: str) -> Any:
-    """`data.actions` that a run was trained with; None for other models."""
-    return _data_of(name).get("actions")
+    """The actions as tokens of the rows or of the environment that a run was trained with; None for other models."""
+    config = _config_of(name)
+    found = config.get("data", {}).get("actions")
+    return found or (config.get("rollout", {}).get("env_args") or {}).get("actions")
 
 
-def _data_of(name: str) -> Mapping[str, Any]:
-    """The section `data` in the config of a run, which may be given by a checkpoint; {} for other models."""
+def _config_of(name: str) -> Mapping[str, Any]:
+    """The recorded config of a run, which may be given by one of its checkpoints; {} for other models."""
     home = Path(name)
     file = last_stage(home.parents[1] if home.parent.name == "checkpoints" else home) / "config.yaml"
-    return read_recorded(file).get("data", {}) if file.is_file() else {}
+    return read_recorded(file) if file.is_file() else {}
 
 
 def resolve_weights(name: str) -> str:

@@ -263,12 +263,12 @@ def _check_online(config: Config, samples: Sequence[Sample]) -> Config:
 
 
 def _compare_actions(config: Config) -> None:
-    """Warn if the tokens of actions mean others than in the run that trained the model."""
+    """Warn if tokens stand for different actions than in the run that trained the model."""
     trained, used = actions_of(config.model.name), config.rollout.env_args.get("actions")
     if trained and used and action_codec(trained) != action_codec(used):
         logger.warning(
-            "the model was trained with data.actions %s, and rollout.env_args.actions is %s: tokens mean other "
-            "actions; set both alike, unless the model is to learn the new ones", trained, used,
+            "the model was trained with the actions %s, and rollout.env_args.actions is %s: the same token stands for "
+            "a different action; use the actions of the model, unless it should learn new ones", trained, used,
         )  # fmt: skip
 
 

@@ -31,6 +31,7 @@ from tests.rows import write_jsonl
 
 pytest.importorskip("gymnasium")
 pytestmark = pytest.mark.trains
+SIDES = "tests.rollouts.example_environments:Sides-v0"
 
 CALLER = Path(calling_engine.__file__)
 ENVIRONMENTS = "gym:tests.rollouts.example_environments:"
@@ -226,20 +227,27 @@ def test_imitation_of_recorded_episodes_raises_the_success_in_the_environment(tm
     assert success["tiny-vlm"] < 0.5 and success[str(run.folder)] == 1.0
 
 
-@pytest.mark.parametrize(("words", "warns"), [(["l", "r"], False), (["r", "l"], True)])
-def test_a_run_warns_of_a_model_that_was_trained_with_other_actions(tmp_path, caplog, words, warns):
+@pytest.fixture(scope="module")
+def imitated(tmp_path_factory):
+    """A run that was trained with the words "l" and "r" in the environment SIDES."""
+    folder = tmp_path_factory.mktemp("imitated")
     given = {"actions": {"words": ["l", "r"]}}
-    env = "tests.rollouts.example_environments:Sides-v0"
-    (tmp_path / "sides").mkdir()
-    write_episodes(tmp_path / "sides" / "episodes.parquet", expert_steps(env, Settings(given), 4))
-    imitated = tmp_path / "imitated"
-    Trainer("tiny-vlm").train(algorithm="sft", data=tmp_path / "sides", steps=1, batch_size=2, output=imitated, **given)
+    (folder / "sides").mkdir()
+    write_episodes(folder / "sides" / "episodes.parquet", expert_steps(SIDES, Settings(given), 4))
+    run = folder / "run"
+    Trainer("tiny-vlm").train(algorithm="sft", data=folder / "sides", steps=1, batch_size=2, output=run, **given)
+    return run
+
+
+@pytest.mark.parametrize("model", [".", "checkpoints/step_0001"])
+@pytest.mark.parametrize(("words", "warns"), [(["l", "r"], False), (["r", "l"], True)])
+def test_a_run_warns_of_a_model_that_was_trained_with_other_actions(imitated, tmp_path, caplog, model, words, warns):
     config = check_config(
         {
-            "model": {"name": str(imitated)},
+            "model": {"name": str(imitated / model)},
             "train": {"alg_name": "grpo"},
-            "rollout": {"env": f"gym:{env}", "env_args": {"actions": {"words": words}}, "max_tokens": 2},
+            "rollout": {"env": f"gym:{SIDES}", "env_args": {"actions": {"words": words}}, "max_tokens": 2},
         }
     )
     resolve(config, tmp_path / "run")
-    assert ("was trained with data.actions" in caplog.text) == warns
+    assert ("was trained with the actions" in caplog.text) == warns

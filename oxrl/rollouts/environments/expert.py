@@ -18,7 +18,7 @@ from oxrl.rollouts.environments.gymnasium_env import GymEnvironment
 from oxrl.rollouts.environments.table import Settings
 from oxrl.rollouts.envs import with_user
 from oxrl.rollouts.episode import EpisodeError
-from oxrl.rollouts.game import as_episode_error, reported_success, reset_values, step_values
+from oxrl.rollouts.game import as_episode_error, close_environment, reported_success, reset_values, step_values
 from oxrl.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -101,8 +101,7 @@ def _successful_episode(gym: GymEnvironment, row: Sample, plan: Expert) -> list[
                     return steps
                 raise EpisodeError(f"it ended without success after {len(steps)} steps, with the return {total:g}")
     finally:
-        if hasattr(env, "close"):
-            env.close()
+        close_environment(env)
     raise EpisodeError(f"it did not end within {_MOST_STEPS} steps")
 
 

@@ -21,6 +21,7 @@ from oxrl.names import did_you_mean, error_text, import_object
 from oxrl.rollouts.environments.observations import flat_entries, observation_content
 from oxrl.rollouts.environments.table import Settings
 from oxrl.rollouts.envs import gym_env
+from oxrl.rollouts.game import close_environment
 from oxrl.types import EnvFn, Message, Sample
 
 OWN = (
@@ -137,8 +138,7 @@ def _spaces(name: str, make: Callable[[], Any]) -> tuple[Any, Any]:
             f"rollout.env: {name} has no observation_space or action_space; give a subclass of gymnasium.Env"
         ) from error
     finally:
-        if hasattr(env, "close"):
-            env.close()
+        close_environment(env)
 
 
 def _describer(name: str, own: Mapping[str, Any], space: Any) -> Callable[[Any], Content]:
